@@ -1,0 +1,123 @@
+"""The one noun and the one verb: an aggregator turns the ranks' gradients into their mean.
+
+Theory of operation. A *frontend* (`hvd_gradcomp.torch`, `hvd_gradcomp.tensorflow`) lays gradients
+into buckets, asks the aggregator for the program of each bucket, and drives it:
+
+    program = compressor.aggregate(ops, context, gradient, state)
+    request = next(program)                # a collective, as a value
+    request = program.send(reply)          # ... until StopIteration carries (mean, state)
+
+The program is straight-line text. It holds no framework, no handle, no thread: PyTorch parks it on
+a Horovod handle, TensorFlow runs it through while tracing, `testing.World` drives all ranks in
+lockstep. State is a NamedTuple of tensors, taken and returned; the frontend stores it. A field
+whose name is in `replicated` is equal on all ranks, any other belongs to its rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any, ClassVar, NamedTuple
+
+from hvd_gradcomp.collectives import Collective
+from hvd_gradcomp.layout import BLOCK, Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+State = Any
+Program = Generator[Collective, Any, tuple[Tensor, State]]
+
+
+class Context(NamedTuple):
+    """Where and when a program runs.
+
+    The result is `postscale * sum over ranks of prescale * sent`: 1 and 1/size for the mean, 1 and
+    1 for the sum, 1/f and f/size with `gradient_predivide_factor=f`.
+    """
+
+    layout: Layout
+    rank: int
+    size: int
+    step: Any  # int, or an int64 scalar in a TensorFlow graph
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+class Compressor(ABC):
+    """What a user passes as `compression=`. Concrete classes are frozen dataclasses.
+
+    Attributes:
+        algorithm: its number in the wire header; never reused.
+        replicated: names of state fields that are equal on all ranks.
+        block: the alignment of layers in a bucket that it wants.
+        max_bucket: the most elements that a bucket may have.
+        native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
+        uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
+    """
+
+    algorithm: ClassVar[int]
+    replicated: ClassVar[frozenset[str]] = frozenset()
+    block: ClassVar[int] = BLOCK
+    max_bucket: ClassVar[int] = 1 << 31
+    native_dtypes: ClassVar[frozenset[str]] = frozenset({"float32"})
+    uses_moments: ClassVar[bool] = False
+
+    @abstractmethod
+    def init(self, ops: Ops, layout: Layout) -> State:
+        """The state before the first step."""
+
+    @abstractmethod
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
+    ) -> Program:
+        """The program of one bucket and step; `gradient` is [layout.size] and is only read."""
+
+    def digest(self, layout: Layout) -> int:
+        """32 bits that differ when the layout, the method or a hyper-parameter differs."""
+        return zlib.crc32(repr(self).encode(), layout.digest)
+
+    # The stock Horovod interface sees one nameless tensor, whose payload is always allreduced.
+    # A method that is not linear cannot work there.
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Stock Horovod's entry. Linear compressors override it; the others say what to import."""
+        framework = type(tensor).__module__.partition(".")[0]
+        package = "tensorflow" if framework == "tensorflow" else "torch"
+        raise TypeError(
+            f"{self!r} cannot work inside horovod.{package}, which adds payloads up as they are. "
+            f"Change the import to `import hvd_gradcomp.{package} as hvd` and keep the rest."
+        )
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """Stock Horovod's way back; see `compress`."""
+        del context
+        return tensor
+
+
+def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors of a nested NamedTuple state with their dotted names, in order.
+
+    >>> class Pair(NamedTuple):
+    ...     r: float
+    ...     v: float
+    >>> leaves(Pair(1.0, 2.0))
+    [('r', 1.0), ('v', 2.0)]
+    """
+    if not hasattr(state, "_fields"):
+        return [] if state is None or state == () else [(path, state)]
+    found = []
+    for field in state._fields:
+        found += leaves(getattr(state, field), f"{path}.{field}" if path else field)
+    return found
+
+
+def with_leaves(state: State, values: list[Tensor]) -> State:
+    """The same structure with other tensors, in the order of `leaves`."""
+    rest = iter(values)
+
+    def fill(node: State) -> State:
+        if not hasattr(node, "_fields"):
+            return node if node is None or node == () else next(rest)
+        return type(node)(*(fill(getattr(node, field)) for field in node._fields))
+
+    return fill(state)

@@ -1,0 +1,53 @@
+"""No compression, and half precision: what everything else is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvd_gradcomp.codecs.linear import LinearCompressor
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+@dataclass(frozen=True)
+class NoneCompressor(LinearCompressor):
+    """Gradients as they are; the same result as stock Horovod without compression.
+
+    What travels: 4 bytes an element (8 for float64, 2 for float16 parameters), by allreduce.
+    State: none. bfloat16 gradients travel as float32, since no collective knows bfloat16.
+
+    >>> NoneCompressor()
+    NoneCompressor()
+    """
+
+    algorithm = 1
+    native_dtypes = frozenset({"float16", "float32", "float64"})
+
+    def encode(self, ops: Ops, gradient: Tensor) -> Tensor:
+        del ops
+        return gradient
+
+    def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
+        del ops, layout
+        return code
+
+
+@dataclass(frozen=True)
+class FP16Compressor(LinearCompressor):
+    """Half precision on the wire; the same result as Horovod's `Compression.fp16`.
+
+    What travels: 2 bytes an element, by allreduce. State: none. What the rounding takes is
+    dropped, and the sum is formed in half precision: magnitudes above 65504 overflow.
+
+    >>> FP16Compressor()
+    FP16Compressor()
+    """
+
+    algorithm = 2
+    native_dtypes = frozenset({"float16", "float32", "float64"})
+
+    def encode(self, ops: Ops, gradient: Tensor) -> Tensor:
+        return ops.cast(gradient, "float16")
+
+    def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
+        return ops.cast(code, layout.dtype)

@@ -1,0 +1,78 @@
+"""Variance-based gradient compression with Strom's threshold (004, Algorithm 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.algorithms.variance import MOMENTS, Ambiguity
+from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
+from hvd_gradcomp.codecs.selection import Sent
+from hvd_gradcomp.codecs.sparse import SparseCompressor
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+@dataclass(frozen=True)
+class HybridCompressor(SparseCompressor):
+    """Sends a threshold's worth of an element once it is large and unambiguous.
+
+    Each step and element: `r += g`, `v += q`; where `|r| > tau` and `r*r > alpha*v`, `sign(r)` is
+    sent, `v = max(v - 2*|r|*tau + tau*tau, 0)` and `r -= sign(r)*tau`; then `v *= zeta`
+    everywhere. `g` and `q` as in `VarianceCompressor`.
+
+    What travels: one 32-bit word an element (sign, 31 bits of index) by allgather; two bits an
+    element when most are sent. State: `r` and `v`, 8 bytes an element.
+
+    Args:
+        tau: the threshold, in units of the gradient, positive; larger sends less.
+        alpha: how unambiguous an element must be, positive; larger sends less.
+        zeta: decay of `v` each step, in (0, 1]; smaller sends delayed elements sooner.
+        moments: where `q` comes from; see `VarianceCompressor`.
+
+    Differs from the paper: Algorithm 2 lists `r -= sign(r)*tau` above the correction of `v`; the
+    derivation in section 4.5, the sum of squares of `a - b`, needs the `r` from before.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> HybridCompressor()
+    HybridCompressor(tau=0.1, alpha=2.0, zeta=0.999, moments='auto')
+    """
+
+    tau: float = 0.1
+    alpha: float = 2.0
+    zeta: float = 0.999
+    moments: str = "auto"
+
+    algorithm = 4
+    uses_moments = True
+
+    def __post_init__(self) -> None:
+        validate.real(self, "tau", low=0)
+        validate.real(self, "alpha", low=0)
+        validate.real(self, "zeta", low=0, high=1, closed="]")
+        validate.one_of(self, "moments", MOMENTS)
+
+    @property
+    def quantizer(self) -> Quantizer:
+        return Sign(self.tau)
+
+    def remember(self, ops: Ops, layout: Layout) -> Ambiguity:
+        return Ambiguity(ops.zeros((layout.size,)), ops.zeros((layout.size,)))
+
+    def gate(
+        self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
+    ) -> tuple[Tensor, Ambiguity]:
+        r = ops.accumulate(memory.r, gradient)
+        v = ops.accumulate(memory.v, gradient * gradient if moment is None else moment)
+        unambiguous = ops.greater(r * r, v * self.alpha)
+        return unambiguous & ops.greater(ops.abs(r), self.tau), Ambiguity(r, v)
+
+    def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:
+        r, v = (ops.gather(x, sent.index) for x in memory)
+        v = ops.maximum(v - ops.abs(r) * (2 * self.tau) + self.tau * self.tau, 0.0)
+        return Ambiguity(
+            ops.put(memory.r, sent.index, r - value),
+            ops.scale(ops.put(memory.v, sent.index, v), self.zeta),
+        )

@@ -1,0 +1,66 @@
+"""Threshold compression (Strom 2015), the baseline of 004, Tables 1 and 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
+from hvd_gradcomp.codecs.selection import Sent
+from hvd_gradcomp.codecs.sparse import SparseCompressor
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class Residual(NamedTuple):
+    """What was accumulated and not yet sent."""
+
+    r: Tensor  # float32 [size]
+
+
+@dataclass(frozen=True)
+class StromCompressor(SparseCompressor):
+    """Sends plus or minus a threshold wherever the residual exceeds it (Strom 2015).
+
+    Each step and element: `r += g`; where `|r| > tau`, `sign(r)` is sent and
+    `r -= sign(r) * tau`: what was not sent stays.
+
+    What travels: one 32-bit word an element (sign, 31 bits of index) by allgather; two bits an
+    element when most are sent. State: `r`, 4 bytes an element.
+
+    Args:
+        tau: the threshold, in units of the gradient, positive; larger sends less. The variance
+            paper's tables use 0.001 to 0.1.
+
+    Raises:
+        ValueError: `tau` is not a positive number.
+
+    >>> StromCompressor()
+    StromCompressor(tau=0.1)
+    """
+
+    tau: float = 0.1
+
+    algorithm = 5
+
+    def __post_init__(self) -> None:
+        validate.real(self, "tau", low=0)
+
+    @property
+    def quantizer(self) -> Quantizer:
+        return Sign(self.tau)
+
+    def remember(self, ops: Ops, layout: Layout) -> Residual:
+        return Residual(ops.zeros((layout.size,)))
+
+    def gate(
+        self, ops: Ops, memory: Residual, gradient: Tensor, moment: Tensor | None
+    ) -> tuple[Tensor, Residual]:
+        del moment
+        r = ops.accumulate(memory.r, gradient)
+        return ops.greater(ops.abs(r), self.tau), Residual(r)
+
+    def settle(self, ops: Ops, memory: Residual, sent: Sent, value: Tensor) -> Residual:
+        kept = ops.gather(memory.r, sent.index) - value
+        return Residual(ops.put(memory.r, sent.index, kept))

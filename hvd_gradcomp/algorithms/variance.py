@@ -1,0 +1,93 @@
+"""Variance-based gradient compression (Tsuzuku, Imachi, Akiba 2018), Algorithm 1.
+
+An element is delayed until it is unambiguous: until the square of its accumulated gradient exceeds
+`alpha` times the accumulated sum of squares of what single samples contributed to it. That is the
+test "estimated variance of the mean is smaller than the mean squared" without ever forming a
+variance (section 4.4 and appendix A).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.codecs.quantizers import PowerOfTwo
+from hvd_gradcomp.codecs.selection import Sent
+from hvd_gradcomp.codecs.sparse import SparseCompressor
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+MOMENTS = ("auto", "sample", "microbatch", "step")
+
+
+class Ambiguity(NamedTuple):
+    """What was accumulated and not yet sent."""
+
+    r: Tensor  # float32 [size], the sum of gradients
+    v: Tensor  # float32 [size], the decayed sum of squares
+
+
+@dataclass(frozen=True)
+class VarianceCompressor(SparseCompressor):
+    """Sends an element once it is unambiguous (Tsuzuku et al. 2018, Algorithm 1).
+
+    Each step and element: `r += g`, `v += q`; where `r*r > alpha*v` it is sent and `r = v = 0`,
+    elsewhere `v *= zeta`. `g` is the gradient averaged over the local batch `B` and
+    `q = sum over samples z of (grad_z / B)**2`.
+
+    What travels: one 32-bit word an element (sign, 3 bits of exponent, 28 bits of index) and one
+    exponent byte a layer, by allgather; one byte an element when most are sent.
+    State: `r` and `v`, 8 bytes an element.
+
+    Args:
+        alpha: how unambiguous an element must be; larger sends less. Any positive number; the
+            paper uses 1 to 2.
+        zeta: decay of `v` each step, in (0, 1]; smaller sends delayed elements sooner.
+        moments: where `q` comes from. "sample": exact, per sample, see `track_moments`;
+            "microbatch": from the passes of `backward_passes_per_step`; "step": `q = g*g`, the
+            step is the sample, and then the first step of an element never passes for
+            `alpha >= 1`; "auto": the first of these that is set up.
+        feedback_rounding: keep in `r` what rounding to a power of two takes.
+
+    Differs from the paper: an element that the 4-bit code cannot express (`d > 7`) stays in `r`
+    and `v`; the paper drops it. Rounding errors are dropped as in the paper unless
+    `feedback_rounding` is set.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> VarianceCompressor(alpha=1.5)
+    VarianceCompressor(alpha=1.5, zeta=0.999, moments='auto', feedback_rounding=False)
+    """
+
+    alpha: float = 2.0
+    zeta: float = 0.999
+    moments: str = "auto"
+    feedback_rounding: bool = False
+
+    algorithm = 3
+    max_bucket = 1 << 28
+    uses_moments = True
+    quantizer = PowerOfTwo()
+
+    def __post_init__(self) -> None:
+        validate.real(self, "alpha", low=0)
+        validate.real(self, "zeta", low=0, high=1, closed="]")
+        validate.one_of(self, "moments", MOMENTS)
+        validate.boolean(self, "feedback_rounding")
+
+    def remember(self, ops: Ops, layout: Layout) -> Ambiguity:
+        return Ambiguity(ops.zeros((layout.size,)), ops.zeros((layout.size,)))
+
+    def gate(
+        self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
+    ) -> tuple[Tensor, Ambiguity]:
+        r = ops.accumulate(memory.r, gradient)
+        v = ops.accumulate(memory.v, gradient * gradient if moment is None else moment)
+        wanted = ops.greater(r * r, v * self.alpha)
+        return wanted, Ambiguity(r, ops.scale(v, self.zeta))
+
+    def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:
+        kept = ops.gather(memory.r, sent.index) - value if self.feedback_rounding else 0.0
+        return Ambiguity(ops.put(memory.r, sent.index, kept), ops.put(memory.v, sent.index, 0.0))

@@ -1,0 +1,1 @@
+"""Families of codecs: local mathematics that several algorithms share."""

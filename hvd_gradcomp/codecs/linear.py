@@ -1,0 +1,48 @@
+"""The family of methods whose codes may be added up: `encode(a) + encode(b) == encode(a + b)`.
+
+Only these also work inside stock Horovod, whose `Compressor` interface allreduces the payload.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from hvd_gradcomp import exchanges
+from hvd_gradcomp import ops as verbs
+from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class LinearCompressor(Compressor):
+    """Base of the family."""
+
+    block = 1  # every element travels, so padding would too
+
+    @abstractmethod
+    def encode(self, ops: Ops, gradient: Tensor) -> Tensor:
+        """What is allreduced."""
+
+    @abstractmethod
+    def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
+        """The gradient back, in the layout's dtype."""
+
+    def init(self, ops: Ops, layout: Layout) -> tuple[()]:
+        del ops, layout
+        return ()
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+    ) -> Program:
+        del extra
+        return exchanges.allreduce(self, ops, context, gradient, state)
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Stock Horovod's entry: what it shall allreduce, and the dtype to come back to."""
+        ops = verbs.of(tensor)
+        return self.encode(ops, tensor), tensor.dtype
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """Stock Horovod's way back."""
+        return verbs.of(tensor).cast(tensor, context)

@@ -1,0 +1,105 @@
+"""How the value of a sent element becomes a code of a few bits, and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from hvd_gradcomp.codecs.selection import Selection
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.wire import Part
+
+_SIGN_BIT = 1 << 31
+_MANTISSA = 1 << 23  # one unit of the exponent field
+
+
+class Quantizer(ABC):
+    """Codes of `bits` bits, and what each layer needs besides.
+
+    Attributes:
+        bits: of a code; the index gets the other `32 - bits` of a word.
+        dense_bits: for `code + 1` on the dense rung, where 0 is "not sent": 1, 2, 4 or 8.
+    """
+
+    bits: ClassVar[int]
+    dense_bits: ClassVar[int]
+
+    @abstractmethod
+    def side_parts(self, layout: Layout) -> dict[str, Part]:
+        """What travels once a layer."""
+
+    @abstractmethod
+    def encode(
+        self, ops: Ops, selection: Selection, value: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(code, encodable, side) of the selected values; int64, bool, and the side parts."""
+
+    @abstractmethod
+    def decode(self, ops: Ops, code: Tensor, layer_side: Mapping[str, Tensor]) -> Tensor:
+        """float32 values of codes, given the side values of each code's layer."""
+
+
+class PowerOfTwo(Quantizer):
+    """Sign and three bits of exponent below the layer's largest (004, section 4.2).
+
+    Per layer, `e = floor(log2 M)` with `M` the largest magnitude to be sent; magnitudes above
+    `2**e` become `2**e`, others the closer power of two; the code is `d = e - log2` and the sign.
+    An element with `d > 7` is not encodable. Rounding is the paper's bit trick (section 4.4): add
+    one to the top bit of the mantissa and drop the mantissa, integers only.
+
+    Denormal magnitudes are not encodable.
+    """
+
+    bits = 4
+    dense_bits = 8
+
+    def side_parts(self, layout: Layout) -> dict[str, Part]:
+        return {"exponent": Part("int8", len(layout.names))}
+
+    def encode(
+        self, ops: Ops, selection: Selection, value: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        bits = ops.float_bits(value)
+        magnitude = bits % _SIGN_BIT
+        top = selection.largest_of_layer(magnitude // _MANTISSA)  # [layers], biased by 127
+        top = ops.minimum(top, 254)
+        ceiling = selection.of_layer(top)
+        rounded = ops.minimum((magnitude + _MANTISSA // 2) // _MANTISSA, ceiling)
+        below = ceiling - rounded
+        encodable = (below <= 7) & (rounded > 0)
+        return below + bits // _SIGN_BIT * 8, encodable, {"exponent": top - 127}
+
+    def decode(self, ops: Ops, code: Tensor, layer_side: Mapping[str, Tensor]) -> Tensor:
+        exponent = ops.maximum(layer_side["exponent"] + 127 - code % 8, 0)
+        return ops.bits_float(exponent * _MANTISSA + code // 8 * _SIGN_BIT)
+
+
+class Sign(Quantizer):
+    """One bit: plus or minus a threshold that all ranks know (Strom 2015).
+
+    Args:
+        threshold: what a sent element counts for.
+    """
+
+    bits = 1
+    dense_bits = 2
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def side_parts(self, layout: Layout) -> dict[str, Part]:
+        del layout
+        return {}
+
+    def encode(
+        self, ops: Ops, selection: Selection, value: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        del selection
+        code = ops.float_bits(value) // _SIGN_BIT
+        return code, code >= 0, {}
+
+    def decode(self, ops: Ops, code: Tensor, layer_side: Mapping[str, Tensor]) -> Tensor:
+        del layer_side
+        return ops.cast(1 - 2 * code, "float32") * self.threshold

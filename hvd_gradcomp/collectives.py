@@ -1,0 +1,53 @@
+"""What an algorithm may ask of the other ranks: requests as values.
+
+An algorithm yields one of these and is resumed with the reply. It names nothing and waits for
+nothing; the frontend names the request, performs it, and decides when to resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Union
+
+Tensor = Any
+
+
+class Allgather(NamedTuple):
+    """Everybody's tensor. Shapes are equal on all ranks. Reply: [world, *shape]."""
+
+    tensor: Tensor
+
+
+class Allreduce(NamedTuple):
+    """`postscale * sum over ranks of prescale * tensor`. Reply: the tensor's shape."""
+
+    tensor: Tensor
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+class Alltoall(NamedTuple):
+    """Row i of the tensor goes to rank i. [world, m]; reply: [world, m], row i from rank i."""
+
+    tensor: Tensor
+
+
+class Broadcast(NamedTuple):
+    """The root's tensor. Reply: the tensor's shape."""
+
+    tensor: Tensor
+    root: int
+
+
+class Switch(NamedTuple):
+    """One of several programs, chosen by an index that all ranks share (a phase, by the step).
+
+    Each branch is called without arguments and makes a program that returns a tuple of tensors,
+    of the same dtypes and shapes in every branch. Reply: that tuple.
+    """
+
+    index: Any
+    branches: Sequence[Callable[[], Any]]
+
+
+Collective = Union[Allgather, Allreduce, Alltoall, Broadcast, Switch]

@@ -1,0 +1,65 @@
+"""Before the first exchange the ranks compare what they are about to train.
+
+Ranks with different models would wait for each other for ever, or add up gradients that do not
+belong together. Each frontend gathers every rank's `describe(...)` once, at the first step, and
+calls `agree`, which raises the same error on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.layout import Layout
+
+Description = dict[str, str]
+
+_SHOWN = 8
+
+
+class MismatchError(ValueError):
+    """The ranks do not train the same model in the same way."""
+
+
+def describe(
+    layers: Sequence[tuple[str, Sequence[int], str]],
+    compressor: Compressor,
+    buckets: Sequence[Layout],
+    settings: str,
+) -> Description:
+    """What has to be equal on all ranks, by what a user would call it."""
+    description = {f"parameter {name}": f"{tuple(s)} {dtype}" for name, s, dtype in layers}
+    description["compression"] = repr(compressor)
+    description["settings"] = settings
+    description["buckets"] = ", ".join(f"{b.digest:08x}" for b in buckets)
+    return description
+
+
+def agree(descriptions: Sequence[Description]) -> None:
+    """Raises unless all ranks say the same.
+
+    Raises:
+        MismatchError: naming what differs, and on which ranks.
+    """
+    reference = descriptions[0]
+    lines = []
+    for rank, other in enumerate(descriptions):
+        if other == reference:
+            continue
+        different = [
+            f"{key}: {reference.get(key, 'missing')} on rank 0, {other.get(key, 'missing')} "
+            f"on rank {rank}"
+            for key in {**reference, **other}
+            if reference.get(key) != other.get(key)
+        ]
+        named = [line for line in different if not line.startswith("buckets")] or different
+        lines += named[:_SHOWN]
+        if len(named) > _SHOWN:
+            lines.append(f"and {len(named) - _SHOWN} more on rank {rank}")
+    if lines:
+        raise MismatchError(
+            "the ranks do not train the same model in the same way:\n  "
+            + "\n  ".join(lines)
+            + "\nBuild the same model, with the same names, and pass the same compression= on "
+            "all ranks."
+        )

@@ -1,0 +1,74 @@
+"""How much room a payload has: a ladder of capacities, climbed at once and left slowly.
+
+Horovod negotiates anew whenever a size changes, and NCCL gathers unequal sizes by one broadcast a
+rank. So a payload has a fixed capacity that all ranks share. Every header says how many elements
+its rank should have sent; all ranks read all headers, so all move to the same rung without another
+message: up as soon as one rank needs it, down when no rank needed the room for `PATIENCE` steps,
+and then to what was needed at most in that time. What does not fit stays in the state.
+
+The top rung is *dense*: no indices, one small code for each element, so everything fits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.ops import Ops, Tensor
+
+PATIENCE = 16
+_PER_OCTAVE = 4
+_LOWEST = 16
+
+
+class Rung(NamedTuple):
+    """The room of one step: `capacity` elements, or a place for every element if `dense`."""
+
+    index: Any
+    capacity: Any
+    dense: Any
+
+
+class LadderState(NamedTuple):
+    """Equal on all ranks; scalars on the host."""
+
+    rung: Tensor  # int64 []
+    calm: Tensor  # int64 [] steps since a rung this high was needed
+    peak: Tensor  # int64 [] the highest rung needed in them
+    needed: Tensor  # int64 [] the most elements that a rank wanted in the last step
+
+
+class Ladder:
+    """The rungs of one bucket.
+
+    Args:
+        top: the capacity from which the dense rung is cheaper.
+
+    >>> Ladder(100).capacities
+    (16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
+    """
+
+    def __init__(self, top: int) -> None:
+        capacities: list[int] = []
+        octave = _LOWEST
+        while octave < top:
+            capacities += [octave + octave * i // _PER_OCTAVE for i in range(_PER_OCTAVE)]
+            octave *= 2
+        self.capacities = tuple(c for c in capacities if c < top)
+        self.top = len(self.capacities)  # the dense rung
+
+    def init(self, ops: Ops) -> LadderState:
+        """Starts in the middle: a first burst is neither cut to nothing nor sent dense."""
+        return LadderState(ops.host(self.top // 2), ops.host(0), ops.host(0), ops.host(0))
+
+    def climb(self, ops: Ops, state: LadderState) -> tuple[Rung, LadderState]:
+        """The rung for this step, from what the ranks needed in the last one."""
+        rung, calm, peak, needed = (ops.staged(x) for x in state)
+        demand = ops.bisect(self.capacities, needed)
+        below = demand < rung
+        calm = ops.pick(below, calm + 1, 0)
+        peak = ops.pick(below, ops.pick(demand > peak, demand, peak), 0)
+        rested = calm >= PATIENCE
+        rung = ops.pick(rested, peak, ops.pick(below, rung, demand))
+        calm, peak = ops.pick(rested, 0, calm), ops.pick(rested, 0, peak)
+        room = Rung(rung, ops.choice((*self.capacities, 0), rung), rung == self.top)
+        return room, LadderState(ops.host(rung), ops.host(calm), ops.host(peak), state.needed)

@@ -1,0 +1,138 @@
+"""Where each layer lies in its bucket.
+
+A bucket is one flat vector made of whole layers. Each layer starts at a multiple of `block`, so
+that what is computed by blocks (the largest magnitude of a layer, say) never mixes two layers, and
+the last block always has an element to spare: the *sink*, where unused slots of a payload point.
+Padding is zero and stays zero; no rule ever sends it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The static description of one bucket; hashable, equal on all ranks.
+
+    Args:
+        names: the layers' names, unique.
+        shapes: their shapes.
+        dtype: of the bucket, "float32" unless a compressor takes others as they are.
+        block: alignment in elements; 1 packs layers tightly and leaves no sink.
+
+    >>> layout = Layout(("weight", "bias"), ((3, 100), (10,)))
+    >>> layout.elements, layout.offsets, layout.size, layout.sink
+    (310, (0, 512), 768, 767)
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str = "float32"
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.shapes):
+            raise ValueError(f"{len(self.names)} names for {len(self.shapes)} shapes")
+        if len(set(self.names)) != len(self.names):
+            twice = sorted({n for n in self.names if self.names.count(n) > 1})
+            raise ValueError(f"layer names must be unique; repeated: {', '.join(twice)}")
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each layer, without padding."""
+        return tuple(prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all layers, without padding."""
+        return sum(self.sizes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each layer starts."""
+        starts, end = [], 0
+        for size in self.sizes:
+            starts.append(end)
+            end += -(-size // self.block) * self.block
+        return tuple(starts)
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the bucket, padding included."""
+        if not self.names:
+            return self.block
+        end = self.offsets[-1] + self.sizes[-1]
+        return end if self.block == 1 else (end // self.block + 1) * self.block
+
+    @property
+    def sink(self) -> int:
+        """An index that no layer uses."""
+        if self.block == 1:
+            raise ValueError("a layout with block=1 has no sink")
+        return self.size - 1
+
+    @cached_property
+    def layer_of_block(self) -> tuple[int, ...]:
+        """The layer that each block belongs to; the sink's block counts to the last layer."""
+        layers: list[int] = []
+        for layer, size in enumerate(self.sizes):
+            layers += [layer] * -(-size // self.block)
+        blocks = self.size // self.block
+        return tuple(layers + [max(len(self.names) - 1, 0)] * (blocks - len(layers)))
+
+    @cached_property
+    def digest(self) -> int:
+        """32 bits that differ when names, shapes, dtype or alignment differ."""
+        return zlib.crc32(repr((self.names, self.shapes, self.dtype, self.block)).encode())
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.names, self.shapes, self.dtype, self.block))
+
+    def __hash__(self) -> int:
+        return self._hash  # layouts key caches in the hot path: hash the names once
+
+
+def plan_buckets(
+    layers: Iterable[tuple[str, Sequence[int], str]], bucket_bytes: int, block: int = BLOCK
+) -> list[Layout]:
+    """Cuts layers, in the order given, into buckets of whole layers of one dtype.
+
+    Args:
+        layers: (name, shape, dtype) of each.
+        bucket_bytes: a bucket is closed once it holds this much; a larger layer is a bucket alone.
+        block: see `Layout`.
+
+    >>> [b.names for b in plan_buckets([("a", (8,), "float32"), ("b", (4,), "float32")], 32)]
+    [('a',), ('b',)]
+    """
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    itemsize = {"float64": 8, "float32": 4, "float16": 2}
+    buckets: list[Layout] = []
+    open_layers: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    filled: dict[str, int] = {}
+
+    def close(dtype: str) -> None:
+        names, shapes = zip(*open_layers.pop(dtype))
+        buckets.append(Layout(names, shapes, dtype, block))
+        filled.pop(dtype)
+
+    for name, shape, dtype in layers:
+        extent = prod(shape) * itemsize[dtype]
+        if dtype in open_layers and filled[dtype] + extent > bucket_bytes:
+            close(dtype)
+        open_layers.setdefault(dtype, []).append((name, tuple(int(s) for s in shape)))
+        filled[dtype] = filled.get(dtype, 0) + extent
+        if filled[dtype] >= bucket_bytes:
+            close(dtype)
+    for dtype in list(open_layers):
+        close(dtype)
+    return buckets

@@ -1,0 +1,238 @@
+"""The tensor verbs: everything that an algorithm may do to a tensor, once a framework.
+
+Rules of the house:
+
+* A tensor is opaque to `algorithms/`, `codecs/` and `exchanges`. It takes Python's arithmetic,
+  comparison and `&`, `|`, `~` operators, slicing, and the verbs below; nothing else.
+* Integers are int64 (or uint8 for bytes), reals are float32. TensorFlow keeps int32 on the host
+  even on a GPU, so int32 appears only where bytes are made and read.
+* `+` after `*` is never fused by a verb: a fused multiply-add rounds once, and then one framework
+  would send an element that the other keeps.
+* A verb marked *donating* may write into its first argument. Use the result, never the argument.
+* A verb whose result shape depends on values needs `dynamic_shapes`; `codecs.selection` offers
+  the static twin for a GPU and for XLA.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.layout import Layout
+
+Tensor = Any
+
+
+class PayloadError(RuntimeError):
+    """What a rank sent cannot be decoded: damaged, foreign, or made for another model."""
+
+
+class Ops(ABC):
+    """The verbs of one framework on one device.
+
+    Attributes:
+        dynamic_shapes: shapes may depend on values (a CPU, eager or in a TensorFlow graph).
+            False on a GPU, where it would be a host read, and under XLA.
+    """
+
+    dynamic_shapes: bool
+
+    # -- making ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor: ...
+
+    @abstractmethod
+    def full(self, shape: Sequence[Any], value: Any, dtype: str = "int64") -> Tensor: ...
+
+    @abstractmethod
+    def arange(self, count: Any) -> Tensor:
+        """0, 1, ... count - 1 as int64; count may be a scalar tensor in a graph."""
+
+    @abstractmethod
+    def table(self, layout: Layout, field: str) -> Tensor:
+        """A tuple of integers that the layout knows, as an int64 tensor (cached where possible)."""
+
+    @abstractmethod
+    def words(self, values: Sequence[Any]) -> Tensor:
+        """Python integers and int64 scalars as one int64 vector."""
+
+    @abstractmethod
+    def host(self, value: Any) -> Tensor:
+        """An int64 scalar that lives on the host: rungs and counters, never data."""
+
+    # -- elementwise -------------------------------------------------------------------------
+
+    @abstractmethod
+    def abs(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def sign(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def maximum(self, x: Tensor, y: Any) -> Tensor: ...
+
+    @abstractmethod
+    def minimum(self, x: Tensor, y: Any) -> Tensor: ...
+
+    @abstractmethod
+    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor: ...
+
+    @abstractmethod
+    def greater(self, x: Tensor, y: Any) -> Tensor:
+        """`x > y` as bool. Donating: where a framework compares faster in place, it does."""
+
+    @abstractmethod
+    def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
+        """`x + y`. Donating."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: Any) -> Tensor:
+        """`x * factor`. Donating."""
+
+    @abstractmethod
+    def cast(self, x: Tensor, dtype: str) -> Tensor: ...
+
+    @abstractmethod
+    def float_bits(self, x: Tensor) -> Tensor:
+        """The IEEE-754 bits of float32 as int64 in [0, 2**32)."""
+
+    @abstractmethod
+    def bits_float(self, bits: Tensor) -> Tensor:
+        """The inverse of `float_bits`."""
+
+    # -- shape and place ---------------------------------------------------------------------
+
+    @abstractmethod
+    def reshape(self, x: Tensor, shape: Sequence[Any]) -> Tensor: ...
+
+    @abstractmethod
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        """Along the last axis."""
+
+    @abstractmethod
+    def stack(self, xs: Sequence[Tensor]) -> Tensor:
+        """Along a new first axis."""
+
+    @abstractmethod
+    def gather(self, x: Tensor, index: Tensor) -> Tensor:
+        """`x[index]` for a vector x."""
+
+    @abstractmethod
+    def gather_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """`x[row, index[row]]` for x [rows, n] and index [rows, k]."""
+
+    @abstractmethod
+    def put(self, x: Tensor, index: Tensor, values: Any) -> Tensor:
+        """`x[index] = values`. Donating. An index that repeats must repeat its value."""
+
+    @abstractmethod
+    def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        """`x[index] += values`. Donating. Indices are unique, but for the sink."""
+
+    @abstractmethod
+    def clear_last(self, x: Tensor) -> Tensor:
+        """x with 0 as its last element. Donating."""
+
+    # -- reductions and order ----------------------------------------------------------------
+
+    @abstractmethod
+    def sum(self, x: Tensor, axis: int | None = None) -> Tensor: ...
+
+    @abstractmethod
+    def max(self, x: Tensor, axis: int | None = None) -> Tensor: ...
+
+    @abstractmethod
+    def all(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def cumsum(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def nonzero(self, mask: Tensor) -> Tensor:
+        """Where a bool vector is true, ascending. Needs `dynamic_shapes`."""
+
+    @abstractmethod
+    def segment_max(self, x: Tensor, segment: Tensor, count: int) -> Tensor:
+        """The largest int64 of each segment; 0 for an empty one (x is not negative)."""
+
+    @abstractmethod
+    def segment_sum(self, x: Tensor, segment: Tensor, count: int) -> Tensor: ...
+
+    # -- bytes -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        """[..., n] as [..., n * itemsize] uint8, little-endian. "uint32" takes int64."""
+
+    @abstractmethod
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        """The inverse of `to_bytes`; "uint32", "int8" and "uint8" come back as int64."""
+
+    @abstractmethod
+    def length(self, x: Tensor) -> Any:
+        """The length of a vector: an int, or an int64 scalar where it is known only at run time."""
+
+    # -- control and the host ----------------------------------------------------------------
+
+    @abstractmethod
+    def map_tiles(
+        self,
+        body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`body(*donated, *given) -> (fresh, donated)`, elementwise, in pieces that stay in cache.
+
+        A backend may run it whole. Donating, for all of `donated`.
+        """
+
+    @abstractmethod
+    def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+        """One of two branches. A Python bool chooses now, a tensor while the graph runs."""
+
+    @abstractmethod
+    def stage(self, x: Tensor) -> Tensor:
+        """Starts to bring a small tensor to the host, without waiting for it."""
+
+    @abstractmethod
+    def staged(self, x: Tensor) -> Any:
+        """A host scalar, or what `stage` brought: an int, or the scalar tensor in a graph."""
+
+    @abstractmethod
+    def pick(self, condition: Any, x: Any, y: Any) -> Any:
+        """`x if condition else y` for what `staged` gives."""
+
+    @abstractmethod
+    def bisect(self, ascending: Sequence[int], x: Any) -> Any:
+        """How many of the values are less than x, for an x that came from `staged`."""
+
+    @abstractmethod
+    def choice(self, values: Sequence[int], index: Any) -> Any:
+        """`values[index]` for an index that came from `staged`."""
+
+    @abstractmethod
+    def require(self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError) -> Any:
+        """Raises `error` if a fact does not hold for every rank; facts are bool [world].
+
+        The key is the message; `{ranks}` in it becomes the ranks that fail. On a GPU the failure
+        is raised one step later, see `ops.torch`.
+        """
+
+
+def of(tensor: Any) -> Ops:
+    """The verbs for the framework that this tensor belongs to, without importing any other."""
+    for base in type(tensor).__mro__:
+        root = base.__module__.partition(".")[0]
+        if root == "torch" and "torch" in sys.modules:
+            from hvd_gradcomp.ops.torch import TorchOps
+
+            return TorchOps(tensor.device)
+        if root == "tensorflow" and "tensorflow" in sys.modules:
+            from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+
+            return TensorFlowOps()
+    raise TypeError(f"expected a torch or TensorFlow tensor, got {type(tensor).__name__}")

@@ -1,0 +1,145 @@
+"""A world of P ranks in one process, in lockstep: programs run as they do over Horovod, and every
+tensor that would travel can be looked at, or damaged, on its way.
+
+>>> import torch
+>>> from hvd_gradcomp import StromCompressor
+>>> from hvd_gradcomp.layout import Layout
+>>> from hvd_gradcomp.ops.torch import TorchOps
+>>> world = World(StromCompressor(tau=0.5), TorchOps(), Layout(("w",), ((4,),)), size=2)
+>>> gradients = [world.flat([torch.tensor([1.0, 0.0, 0.0, -0.2])]) for _ in range(2)]
+>>> world.step(gradients)[0][:4]
+tensor([0.5000, 0.0000, 0.0000, 0.0000])
+>>> world.states[0].memory.r[:4]
+tensor([ 0.5000,  0.0000,  0.0000, -0.2000])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State
+from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall, Broadcast, Switch
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class World:
+    """P ranks that share a process.
+
+    Args:
+        compressor: what they run.
+        ops: the verbs they run it with.
+        layout: of the one bucket.
+        size: how many ranks.
+        average: mean over ranks; the sum if False.
+        tamper: called as `tamper(rank, request)` for each request before it is performed; returns
+            the request that is performed instead. For faults.
+
+    Attributes:
+        states: each rank's state.
+        steps: how many steps were made.
+        traffic: the requests of the last step, `[round][rank]`.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        ops: Ops,
+        layout: Layout,
+        size: int,
+        *,
+        average: bool = True,
+        tamper: Callable[[int, Any], Any] | None = None,
+    ) -> None:
+        self.compressor, self.ops, self.layout, self.size = compressor, ops, layout, size
+        self.postscale = 1.0 / size if average else 1.0
+        self.tamper = tamper
+        self.states: list[State] = [compressor.init(ops, layout) for _ in range(size)]
+        self.steps = 0
+        self.traffic: list[list[Any]] = []
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors of the layers' shapes as one bucket."""
+        pieces = []
+        ends = (*self.layout.offsets[1:], self.layout.size)
+        for x, size, start, end in zip(tensors, self.layout.sizes, self.layout.offsets, ends):
+            pieces.append(self.ops.reshape(x, (size,)))
+            pieces.append(self.ops.zeros((end - start - size,), self.layout.dtype))
+        return self.ops.concat(pieces)
+
+    def step(self, gradients: Sequence[Tensor], **extra: Sequence[Tensor]) -> list[Tensor]:
+        """One step of all ranks; `extra` holds a sequence over ranks for each name.
+
+        Returns:
+            What each rank hands to its optimizer.
+        """
+        self.traffic = []
+        programs = [
+            self.compressor.aggregate(
+                self.ops,
+                Context(self.layout, rank, self.size, self.steps, 1.0, self.postscale),
+                gradients[rank],
+                self.states[rank],
+                **{name: values[rank] for name, values in extra.items()},
+            )
+            for rank in range(self.size)
+        ]
+        results = self._run(programs)
+        self.steps += 1
+        self.states = [state for _, state in results]
+        return [total for total, _ in results]
+
+    def _run(self, programs: list[Program]) -> list[Any]:
+        """All programs to their end, round by round."""
+        results: list[Any] = [None] * self.size
+        requests = []
+        for rank, program in enumerate(programs):
+            try:
+                requests.append(next(program))
+            except StopIteration as stop:
+                results[rank] = stop.value
+        while requests:
+            if len(requests) != self.size:
+                raise AssertionError("some ranks ended while others still ask for a collective")
+            if self.tamper is not None:
+                requests = [self.tamper(rank, r) for rank, r in enumerate(requests)]
+            self.traffic.append(requests)
+            replies, requests = self._perform(requests), []
+            for rank, program in enumerate(programs):
+                try:
+                    requests.append(program.send(replies[rank]))
+                except StopIteration as stop:
+                    results[rank] = stop.value
+        return results
+
+    def _perform(self, requests: list[Any]) -> list[Any]:
+        kinds = {type(r) for r in requests}
+        if len(kinds) != 1:
+            raise AssertionError(f"ranks ask for different collectives: {kinds}")
+        first = requests[0]
+        if isinstance(first, Switch):
+            chosen = {int(r.index) for r in requests}
+            if len(chosen) != 1:
+                raise AssertionError(f"ranks are in different phases: {chosen}")
+            return self._run([r.branches[int(r.index)]() for r in requests])
+        shapes = {(tuple(r.tensor.shape), r.tensor.dtype) for r in requests}
+        if len(shapes) != 1:
+            raise AssertionError(f"ranks sent different shapes: {shapes}")
+        tensors = [r.tensor for r in requests]
+        if isinstance(first, Allgather):
+            gathered = self.ops.stack(tensors)
+            return [gathered] * self.size
+        if isinstance(first, Allreduce):
+            total = tensors[0] * first.prescale
+            for tensor in tensors[1:]:
+                total = total + tensor * first.prescale
+            return [total * first.postscale] * self.size
+        if isinstance(first, Alltoall):
+            return [self.ops.stack([t[rank] for t in tensors]) for rank in range(self.size)]
+        if isinstance(first, Broadcast):
+            roots = {r.root for r in requests}
+            if len(roots) != 1:
+                raise AssertionError(f"ranks name different roots: {roots}")
+            return [tensors[first.root]] * self.size
+        raise AssertionError(f"no collective: {first!r}")

@@ -1,0 +1,135 @@
+"""One uint8 buffer for a bucket: a header, then the parts one after another.
+
+The header is eight little-endian 32-bit words:
+
+    0  "G", "C", format version, algorithm      (one byte each)
+    1  digest of the layout and of the compressor's hyper-parameters
+    2  step, modulo 2**32
+    3  rung: how much room the body has
+    4  elements sent
+    5  elements that should have been sent: more than were sent when the room was too small
+    6  zero
+    7  checksum of words 0 to 6 and of the body
+
+The checksum is the sum of all 32-bit words, each times an odd weight that grows with its place,
+modulo 2**32. Any change within one word is found, and so is a swap of two unequal words unless
+their difference times that of their weights is a multiple of 2**32. It is written in the verbs of
+`ops`, so a GPU computes it where the payload lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.ops import Ops, PayloadError, Tensor
+
+MAGIC = (ord("G"), ord("C"))
+VERSION = 1
+HEADER_BYTES = 32
+ITEMSIZE = {"uint8": 1, "int8": 1, "float16": 2, "float32": 4, "uint32": 4, "int64": 8}
+
+
+class Part(NamedTuple):
+    """A named piece of the body: its dtype on the wire and how many items it holds."""
+
+    dtype: str
+    count: Any  # int, or a scalar tensor in a graph
+
+
+class Header(NamedTuple):
+    """What a rank says about its payload; `rung`, `sent` and `wanted` are scalars, or [world]."""
+
+    algorithm: int
+    digest: int
+    step: Any
+    rung: Any
+    sent: Any
+    wanted: Any
+    intact: Any = None  # bool [world] where a bad payload cannot raise at once, see `Ops.require`
+
+
+def body_bytes(parts: Mapping[str, Part]) -> Any:
+    """The length of the body: every part is padded to whole 32-bit words."""
+    return sum(_padded(part) for part in parts.values())
+
+
+def _padded(part: Part) -> Any:
+    return (part.count * ITEMSIZE[part.dtype] + 3) // 4 * 4
+
+
+def pack_body(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -> Tensor:
+    """The payload's parts as one uint8 vector of `body_bytes(parts)`."""
+    pieces = []
+    for name, part in parts.items():
+        data = ops.to_bytes(payload[name], part.dtype)
+        pieces.append(data)
+        padding = _padded(part) - part.count * ITEMSIZE[part.dtype]
+        if not (isinstance(padding, int) and padding == 0):
+            pieces.append(ops.zeros((padding,), "uint8"))
+    return ops.concat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, Tensor]:
+    """The parts of every rank's body: body is [world, bytes], each part [world, count]."""
+    payload, start = {}, 0
+    for name, part in parts.items():
+        end = start + part.count * ITEMSIZE[part.dtype]
+        payload[name] = ops.from_bytes(body[:, start:end], part.dtype)
+        start = start + _padded(part)
+    return payload
+
+
+def seal(ops: Ops, header: Header, body: Tensor) -> Tensor:
+    """Header and body as the buffer that travels; uint8 [HEADER_BYTES + body]."""
+    tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
+    words = ops.words((tag, header.digest, header.step, header.rung, header.sent, header.wanted, 0))
+    front = ops.to_bytes(words, "uint32")
+    checksum = _checksum(ops, words, ops.from_bytes(body, "uint32"))
+    return ops.concat((front, ops.to_bytes(ops.reshape(checksum, (1,)), "uint32"), body))
+
+
+def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Tensor]:
+    """Every rank's header and body, checked; buffers is uint8 [world, bytes].
+
+    Returns:
+        The headers with `sent` and `wanted` as int64 [world], and the bodies [world, bytes].
+        Where `intact` is given, what other ranks sent must be left out of the sum.
+
+    Raises:
+        PayloadError: naming the ranks whose payload is damaged, or made by another version,
+            algorithm, model or at another step. All ranks see the same buffers, so all raise.
+    """
+    words = ops.from_bytes(buffers, "uint32")  # [world, words]
+    front, body = words[:, :7], words[:, 8:]
+    tag = front[:, 0]
+    intact = ops.require(
+        {
+            "rank {ranks} sent a damaged payload: the checksum does not match. If it happens "
+            "again, suspect memory or the network of that host": words[:, 7]
+            == _checksum(ops, front, body),
+            "rank {ranks} sent something that is no hvd_gradcomp payload": tag % 65536
+            == (MAGIC[0] | MAGIC[1] << 8),
+            "rank {ranks} sent another wire format version; install the same hvd_gradcomp on all "
+            "ranks": tag // 65536 % 256 == VERSION,
+            "rank {ranks} uses another algorithm; pass the same compression= on all ranks": tag
+            // 16777216
+            == expected.algorithm,
+            "rank {ranks} has another model or other hyper-parameters; build the same model and "
+            "compressor on all ranks": front[:, 1] == expected.digest,
+            "rank {ranks} is at another step; load the same checkpoint on all ranks": front[:, 2]
+            == expected.step,
+            "rank {ranks} uses another payload size; load the same checkpoint on all "
+            "ranks": front[:, 3] == expected.rung,
+        },
+        PayloadError,
+    )
+    header = expected._replace(sent=front[:, 4], wanted=front[:, 5], intact=intact)
+    return header, buffers[:, HEADER_BYTES:]
+
+
+def _checksum(ops: Ops, front: Tensor, body: Tensor) -> Tensor:
+    """The weighted sum, of a vector or of each row."""
+    places = ops.arange(body.shape[-1]) * 2 + 17
+    weights = ops.arange(7) * 2 + 1
+    return (ops.sum(front * weights, -1) + ops.sum(body * places, -1)) % 4294967296
