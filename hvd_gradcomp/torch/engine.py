@@ -1,0 +1,454 @@
+"""Drives the programs of all buckets over Horovod while backward runs.
+
+A bucket's program starts when the last of its gradients has arrived, so its collective travels
+while earlier layers are still differentiated. The generator is then parked on a Horovod handle.
+`finish` resumes the programs, round by round, until every bucket has its result.
+
+Everything that travels is named `gradcomp.<engine>.<bucket>.<round>`: hooks fire in another order
+on each rank, and Horovod pairs by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+from hvd_gradcomp import handshake
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State
+from hvd_gradcomp.codecs.sparse import SparseState
+from hvd_gradcomp.collectives import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Collective,
+    Switch,
+)
+from hvd_gradcomp.layout import Layout, plan_buckets
+from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch import moments
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+BUCKET_BYTES = {"cpu": 4 << 20}  # small enough to stay in cache
+GPU_BUCKET_BYTES = 25 << 20  # large enough that launches do not count
+
+_DTYPE_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+_engines = itertools.count()
+
+
+@dataclass
+class Bucket:
+    """Whole layers that share a program.
+
+    Attributes:
+        views: into `flat`, one for each layer, in the layer's shape.
+        absent: layers whose gradient has not arrived in this step.
+        programs: the running program, and the branches that it switched to, innermost last.
+        handle: of the collective it waits for.
+    """
+
+    index: int
+    layout: Layout
+    ops: TorchOps
+    parameters: list[torch.nn.Parameter]
+    flat: torch.Tensor
+    moment: torch.Tensor | None
+    state: State
+    views: list[torch.Tensor] = field(init=False)
+    moment_views: list[torch.Tensor] = field(init=False)
+    absent: set[int] = field(init=False)
+    programs: list[Program] = field(default_factory=list)
+    request: Collective | None = None
+    handle: Any = None
+    round: int = 0
+    result: torch.Tensor | None = None
+    streams: set[Any] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.views = self.cut(self.flat)
+        self.moment_views = [] if self.moment is None else self.cut(self.moment)
+        self.absent = set(range(len(self.parameters)))
+
+    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A bucket's vector as its layers."""
+        layout = self.layout
+        return [
+            flat[offset : offset + size].view(shape)
+            for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes)
+        ]
+
+
+class Engine:
+    """The exchange of one optimizer.
+
+    Args:
+        named_parameters: (name, parameter) of everything that is reduced; the order is the same
+            on all ranks.
+        compressor: what runs.
+        prescale, postscale: see `Context`.
+        process_set: the ranks that take part.
+        passes: backward passes for each exchange.
+        batch_size: samples that a rank sees for each exchange, for `moments="microbatch"`.
+        bucket_bytes: target size of a bucket; by the device if None.
+        settings: what else must be equal on all ranks, for the handshake.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        compressor: Compressor,
+        *,
+        prescale: float,
+        postscale: float,
+        process_set: Any,
+        passes: int = 1,
+        batch_size: int | None = None,
+        bucket_bytes: int | None = None,
+        settings: str = "",
+    ) -> None:
+        self.compressor = compressor
+        self.prescale, self.postscale = prescale, postscale
+        self.process_set = process_set
+        self.passes = passes
+        self.batch_size = batch_size
+        self.settings = settings
+        self.name = f"gradcomp.{next(_engines)}"
+        self.steps = 0
+        self._bytes_sent = self._bytes_received = 0
+        self._sparse_elements = 0
+        self._agreed = False
+        self.moments = self._moment_source([p for _, p in named_parameters], named_parameters)
+        self.buckets = list(self._plan(named_parameters, bucket_bytes))
+        self._layers = [
+            (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            for name, p in named_parameters
+        ]
+        self._places = {
+            p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
+        }
+        self._counted: dict[torch.nn.Parameter, int] = {}
+        if self.moments == "microbatch":
+            for parameter in self._places:
+                parameter.register_hook(self._square_of(parameter))
+
+    # -- set-up ------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        bucket_bytes: int | None,
+    ) -> Iterator[Bucket]:
+        """Buckets in the order in which backward fills them: last layers first."""
+        by_name = dict(named_parameters)
+        of_device: dict[torch.device, list[tuple[str, Sequence[int], str]]] = {}
+        for name, p in reversed(named_parameters):
+            if p.dtype not in _DTYPE_NAMES:
+                raise ValueError(f"{name} has dtype {p.dtype}; only real floating point is reduced")
+            dtype = _DTYPE_NAMES[p.dtype]
+            native = dtype if dtype in self.compressor.native_dtypes else "float32"
+            if p.numel() >= self.compressor.max_bucket:
+                raise ValueError(
+                    f"{name} has {p.numel()} elements; {self.compressor!r} can address at most "
+                    f"{self.compressor.max_bucket - 1} in one layer. Split the layer or use "
+                    "another compressor"
+                )
+            of_device.setdefault(p.device, []).append((name, tuple(p.shape), native))
+        index = itertools.count()
+        for device, layers in of_device.items():
+            target = bucket_bytes or BUCKET_BYTES.get(device.type, GPU_BUCKET_BYTES)
+            target = min(target, 2 * self.compressor.max_bucket)
+            ops = TorchOps(device)
+            for layout in plan_buckets(layers, target, self.compressor.block):
+                moment = None
+                if self.moments in ("sample", "microbatch"):
+                    moment = ops.zeros((layout.size,))
+                yield Bucket(
+                    next(index),
+                    layout,
+                    ops,
+                    [by_name[name] for name in layout.names],
+                    ops.zeros((layout.size,), layout.dtype),
+                    moment,
+                    self.compressor.init(ops, layout),
+                )
+
+    def _moment_source(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    ) -> str:
+        """Where second moments come from: "sample", "microbatch", "step", or "" if unused."""
+        if not self.compressor.uses_moments:
+            return ""
+        source = str(getattr(self.compressor, "moments", "auto"))
+        tracked = [moments.is_tracked(p) for p in parameters]
+        if source == "auto":
+            if tracked and all(tracked):
+                return "sample"
+            if self.passes > 1:
+                return "microbatch"
+            if self.process_set.rank() == 0:
+                LOGGER.warning(
+                    "%r takes each step as one sample (moments='step'): nothing better is set up. "
+                    "hvd.track_moments(model) before DistributedOptimizer gives per-sample "
+                    "moments, backward_passes_per_step > 1 those of micro-batches.",
+                    self.compressor,
+                )
+            return "step"
+        if source == "sample" and not all(tracked):
+            untracked = [name for (name, _), held in zip(named_parameters, tracked) if not held]
+            raise ValueError(
+                "moments='sample' needs hvd.track_moments(model) before DistributedOptimizer; "
+                f"not tracked: {', '.join(untracked[:8])}"
+            )
+        if source == "microbatch" and self.passes < 2:
+            raise ValueError(
+                "moments='microbatch' needs backward_passes_per_step of at least 2, got "
+                f"{self.passes}"
+            )
+        return source
+
+    def _square_of(self, parameter: torch.nn.Parameter) -> Any:
+        """A tensor hook: sees what one pass contributes, before it is accumulated."""
+        bucket, slot = self._places[parameter]
+
+        def hook(contribution: torch.Tensor) -> None:
+            square = bucket.moment_views[slot]
+            dense = contribution.to_dense() if contribution.is_sparse else contribution
+            dense = dense.detach().to(square.dtype)
+            if self._counted.get(parameter, 0) == 0:
+                square.zero_()
+            square.addcmul_(dense, dense)
+            self._counted[parameter] = self._counted.get(parameter, 0) + 1
+
+        return hook
+
+    def _agree(self) -> None:
+        """All ranks compare what they train; once, before anything travels."""
+        layouts = [bucket.layout for bucket in self.buckets]
+        mine = handshake.describe(self._layers, self.compressor, layouts, self.settings)
+        handshake.agree(self._gather_objects(mine))
+        self._agreed = True
+
+    def _gather_objects(self, item: Any) -> list[Any]:
+        data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        name = f"{self.name}.handshake"
+        length = torch.tensor([data.numel()])
+        lengths = horovod.allgather(length, f"{name}.length", process_set=self.process_set)
+        everything = horovod.allgather(data, name, process_set=self.process_set)
+        pieces = everything.split(lengths.tolist())
+        return [pickle.loads(bytes(piece.tolist())) for piece in pieces]
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Takes a gradient; starts the program of its bucket when it was the last one.
+
+        Args:
+            gradient: dense; None stands for zero.
+        """
+        if not self._agreed:
+            self._agree()
+        bucket, slot = self._places[parameter]
+        with torch.no_grad():
+            if gradient is None:
+                bucket.views[slot].zero_()
+            else:
+                bucket.views[slot].copy_(gradient)
+            self._give_moment(bucket, slot, parameter)
+        if bucket.flat.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
+        bucket.absent.discard(slot)
+        if not bucket.absent and not bucket.programs and bucket.result is None:
+            self._start(bucket)
+
+    def _give_moment(self, bucket: Bucket, slot: int, parameter: torch.nn.Parameter) -> None:
+        if not bucket.moment_views:
+            return
+        view = bucket.moment_views[slot]
+        if self.moments == "sample":
+            moment = moments.take(parameter)
+            if moment is None:
+                view.zero_()
+            else:
+                view.copy_(moment)
+            return
+        count = self._counted.pop(parameter, 0)
+        if count == 0:
+            view.zero_()
+            return
+        # sum_j c_j**2 - g**2 * (1/m - 1/B), where pass j contributes c_j to g.
+        share = 1.0 / count - (1.0 / self.batch_size if self.batch_size else 0.0)
+        gradient = bucket.views[slot].to(view.dtype)
+        view.addcmul_(gradient, gradient, value=-share).clamp_(min=0.0)
+
+    def _start(self, bucket: Bucket) -> None:
+        if bucket.streams:
+            here = torch.cuda.current_stream(bucket.flat.device)
+            for stream in bucket.streams - {here}:
+                here.wait_stream(stream)
+            bucket.streams.clear()
+        context = Context(
+            bucket.layout,
+            self.process_set.rank(),
+            self.process_set.size(),
+            self.steps,
+            self.prescale,
+            self.postscale,
+        )
+        extra = {} if bucket.moment is None else {"moment": bucket.moment}
+        with torch.no_grad():
+            program = self.compressor.aggregate(
+                bucket.ops, context, bucket.flat, bucket.state, **extra
+            )
+            bucket.programs.append(program)
+            self._advance(bucket, None)
+
+    def finish(self) -> None:
+        """Runs every started program to its end.
+
+        Raises:
+            PayloadError: and the like, from a program. All other programs are ended first, so
+                that no rank waits for one of this rank's.
+        """
+        failure: Exception | None = None
+        running = [bucket for bucket in self.buckets if bucket.programs]
+        if not running:
+            return
+        while running:
+            for bucket in running:
+                try:
+                    with torch.no_grad():
+                        self._advance(bucket, self._wait(bucket))
+                except Exception as error:
+                    failure = failure or error
+                    bucket.programs.clear()
+            running = [bucket for bucket in running if bucket.programs]
+        self.steps += 1
+        for bucket in self.buckets:
+            bucket.absent = set(range(len(bucket.parameters)))
+        if failure is not None:
+            for bucket in self.buckets:
+                bucket.result = None
+            raise failure
+
+    def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The reduced gradient of a parameter, in its shape and dtype, after `finish`."""
+        bucket, slot = self._places[parameter]
+        self.finish()
+        if bucket.result is None:
+            raise RuntimeError("take() without an exchange; this is a bug in hvd_gradcomp")
+        gradient = bucket.cut(bucket.result)[slot].to(parameter.dtype)
+        return gradient
+
+    def clear(self) -> None:
+        """Lets go of the results, once all were taken."""
+        for bucket in self.buckets:
+            bucket.result = None
+
+    def _advance(self, bucket: Bucket, reply: Any) -> None:
+        """Resumes the innermost program until it asks for a collective, or all have ended."""
+        while bucket.programs:
+            try:
+                request = bucket.programs[-1].send(reply)
+            except StopIteration as stop:
+                bucket.programs.pop()
+                reply = stop.value
+                continue
+            if isinstance(request, Switch):
+                bucket.programs.append(request.branches[int(request.index)]())
+                reply = None
+                continue
+            bucket.request, bucket.handle = request, self._submit(bucket, request)
+            bucket.round += 1
+            return
+        bucket.result, bucket.state = reply
+        bucket.round = 0
+
+    def _submit(self, bucket: Bucket, request: Collective) -> Any:
+        name = f"{self.name}.{bucket.index}.{bucket.round}"
+        tensor = request.tensor.contiguous()  # type: ignore[union-attr]
+        self._bytes_sent += tensor.numel() * tensor.element_size()
+        if isinstance(request, Allgather):
+            return horovod.allgather_async(tensor, name, self.process_set)
+        if isinstance(request, Allreduce):
+            return horovod.allreduce_async(
+                tensor,
+                name=name,
+                op=horovod.Sum,
+                prescale_factor=request.prescale,
+                postscale_factor=request.postscale,
+                process_set=self.process_set,
+            )
+        if isinstance(request, Alltoall):
+            flat = tensor.reshape(-1)
+            return horovod.alltoall_async(flat, None, name, self.process_set)
+        if isinstance(request, Broadcast):
+            root = self.process_set.ranks[request.root] if self.process_set.ranks else request.root
+            return horovod.broadcast_async(tensor, root, name, self.process_set)
+        raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
+
+    def _wait(self, bucket: Bucket) -> torch.Tensor:
+        reply = horovod.synchronize(bucket.handle)
+        request, bucket.handle = bucket.request, None
+        if isinstance(reply, tuple):  # alltoall also hands back how much came from whom
+            reply = reply[0]
+        if reply.is_cuda:
+            # Horovod makes the default stream of its own thread wait, not the one used here.
+            here = torch.cuda.current_stream(reply.device)
+            if here != torch.cuda.default_stream(reply.device):
+                here.wait_stream(torch.cuda.default_stream(reply.device))
+        self._bytes_received += reply.numel() * reply.element_size()
+        world, sent = self.process_set.size(), request.tensor  # type: ignore[union-attr]
+        if isinstance(request, Allgather):
+            if reply.numel() != world * sent.numel():
+                raise PayloadError(
+                    f"the ranks sent payloads of different sizes for {self.name}.{bucket.index}: "
+                    f"{reply.numel()} items came from {world} ranks, this one sent "
+                    f"{sent.numel()}. Load the same checkpoint on all ranks"
+                )
+            return reply.view(world, *sent.shape)
+        return reply.view(sent.shape)
+
+    # -- what was done -----------------------------------------------------------------------
+
+    def count_sparse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Accounts for a sparse gradient that Horovod gathers by itself."""
+        values, indices = gradient._values(), gradient._indices()
+        self._bytes_sent += values.numel() * values.element_size()
+        self._bytes_sent += indices.numel() * indices.element_size()
+
+    def stats(self) -> CompressionStats:
+        """Totals since the start; reads the device."""
+        layers: dict[str, int] = {}
+        elements = 0
+        for bucket in self.buckets:
+            elements += bucket.layout.elements
+            sent: Sequence[int] = [n * self.steps for n in bucket.layout.sizes]
+            if isinstance(bucket.state, SparseState):
+                sent = bucket.state.sent.tolist()
+            layers.update(zip(bucket.layout.names, sent))
+        order = [name for name, _, _ in self._layers]
+        return CompressionStats(
+            steps=self.steps,
+            elements=elements * self.steps,
+            elements_sent=sum(layers.values()),
+            bytes_dense=4 * elements * self.steps,
+            bytes_sent=self._bytes_sent,
+            bytes_received=self._bytes_received,
+            layers={name: layers[name] for name in order},
+        )

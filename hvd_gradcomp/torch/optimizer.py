@@ -1,0 +1,257 @@
+"""`DistributedOptimizer`: Horovod's own, with the exchange replaced.
+
+Horovod's optimizer asks `self._allreduce_grad_async(p)` for a handle when the gradient of `p` is
+ready, and a handle may be a callable that returns the reduced tensor. That is the whole seam: the
+class that Horovod makes for each optimizer gets that method from here, and everything else (hooks,
+counting of backward passes, `synchronize`, `skip_synchronize`) stays Horovod's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from horovod.torch import optimizer as _stock
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch import checkpoint, moments
+from hvd_gradcomp.torch.engine import Engine
+
+_SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
+
+
+def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = horovod.global_process_set,
+    *,
+    batch_size: int | None = None,
+    bucket_bytes: int | None = None,
+) -> torch.optim.Optimizer:
+    """Wraps an optimizer so that gradients are exchanged compressed before each step.
+
+    A drop-in for `horovod.torch.DistributedOptimizer`. One rank alone compresses as well, so a
+    compressor's effect on accuracy can be tried without a cluster.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`; its parameters are floating point.
+        named_parameters: usually `model.named_parameters()`. Needed unless the order of
+            parameters names them well enough: without it they are called by their place.
+        compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
+        backward_passes_per_step: gradients are accumulated over this many passes.
+        op: `hvd.Average` or `hvd.Sum`.
+        gradient_predivide_factor: splits the averaging before and after the sum; with
+            compressors that gather, only the product counts.
+        num_groups, groups: refused. Buckets already group the layers, see `bucket_bytes`.
+        sparse_as_dense: compress sparse gradients as dense ones. Otherwise they are gathered by
+            Horovod, uncompressed.
+        process_set: the ranks that take part.
+        batch_size: samples that a rank sees for each step, over all passes. Sharpens
+            `moments="microbatch"`; unknown batch sizes count as large.
+        bucket_bytes: target size of a bucket, by the device if None (4 MiB on a CPU, 25 on a GPU).
+
+    Returns:
+        An instance of the optimizer's class, as Horovod makes it.
+
+    Raises:
+        ValueError: Horovod is not initialised; `op` is neither Average nor Sum; groups are
+            asked for; names are missing or repeated; a parameter cannot be compressed.
+        TypeError: `compression` is no compressor.
+        MismatchError: at the first step, on all ranks, if they do not train the same model.
+    """
+    if not horovod.is_initialized():
+        raise ValueError("call hvd.init() before hvd.DistributedOptimizer(...)")
+    if groups is not None or num_groups:
+        raise ValueError(
+            "groups= and num_groups= bypass compression and are refused: layers are already "
+            "exchanged in buckets; set bucket_bytes= for larger or smaller ones"
+        )
+    if op not in (horovod.Average, horovod.Sum):
+        raise ValueError(
+            "op must be hvd.Average or hvd.Sum: Adasum combines full gradients pair by pair and "
+            "cannot work on compressed ones"
+        )
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    compressor = as_compressor(compression)
+    if named_parameters is not None:
+        named_parameters = list(named_parameters)
+    distributed = horovod.DistributedOptimizer(
+        optimizer,
+        named_parameters=named_parameters,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    cls = type(distributed)
+    _check_seam(cls)
+    average = op == horovod.Average
+    world = process_set.size() if process_set.included() else 1
+    factor = gradient_predivide_factor
+    settings = (
+        f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
+        f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
+        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}"
+    )
+    if not process_set.included():
+        return distributed
+    distributed._gradcomp = Engine(
+        _reduced(distributed, named_parameters),
+        compressor,
+        prescale=1.0 / factor if average else 1.0,
+        postscale=factor / world if average else 1.0,
+        process_set=process_set,
+        passes=backward_passes_per_step,
+        batch_size=batch_size,
+        bucket_bytes=bucket_bytes,
+        settings=settings,
+    )
+    for name, method in _methods(cls).items():
+        setattr(cls, name, method)
+    if not distributed._requires_update:  # Horovod skips its hooks where there is one rank
+        distributed._register_hooks()
+    return distributed
+
+
+def as_compressor(compression: Any) -> Compressor:
+    """Ours as they are; Horovod's own two by their namesakes; anything else is an error."""
+    stock = {
+        None: NoneCompressor(),
+        horovod.Compression.none: NoneCompressor(),
+        horovod.Compression.fp16: FP16Compressor(),
+    }
+    if isinstance(compression, Compressor):
+        return compression
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        return compression()
+    try:
+        return stock[compression]
+    except (KeyError, TypeError):
+        raise TypeError(
+            f"compression must be a compressor of hvd_gradcomp, or hvd.Compression.none or .fp16; "
+            f"got {compression!r}"
+        ) from None
+
+
+def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
+    """What this rank's exchanges have moved so far, measured; see `CompressionStats`.
+
+    Raises:
+        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
+    """
+    return _engine(optimizer).stats()
+
+
+def _engine(optimizer: Any) -> Engine:
+    engine = getattr(optimizer, "_gradcomp", None)
+    if engine is None:
+        raise TypeError(
+            f"{type(optimizer).__name__} exchanges nothing compressed here: pass the optimizer "
+            "that hvd_gradcomp.torch.DistributedOptimizer returned, on a rank of its process set"
+        )
+    return engine
+
+
+def _check_seam(cls: type) -> None:
+    missing = [name for name in _SEAM if name not in vars(cls)]
+    if missing or cls.__module__ != _stock.__name__:
+        raise RuntimeError(
+            f"this Horovod's optimizer is built otherwise than 0.28.1's (no {missing}): "
+            "hvd_gradcomp cannot take part in it. Install horovod==0.28.1"
+        )
+
+
+def _reduced(
+    distributed: Any, named_parameters: list[tuple[str, torch.nn.Parameter]] | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that the optimizer trains, by name, in the user's order."""
+    names = distributed._parameter_names
+    trained = {p for group in distributed.param_groups for p in group["params"]}
+    order = [p for _, p in named_parameters] if named_parameters else list(names)
+    if not named_parameters:  # Horovod sorts the names it makes up as text; ours go by place
+        order = [p for group in distributed.param_groups for p in group["params"]]
+    return [(names[p], p) for p in order if p in trained and p.requires_grad]
+
+
+def _methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """What replaces Horovod's methods in the class that it made for this one optimizer."""
+
+    def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Callable[[], Any], None]:
+        engine: Engine = self._gradcomp
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if p.grad.is_sparse and not self.sparse_as_dense:
+            engine.give(p, None)
+            engine.count_sparse(p, p.grad)
+            handle, _ = self._sparse_allreduce_grad_async(p, self._parameter_names[p])
+            return _sparse_result(handle, engine), None
+        engine.give(p, p.grad.to_dense() if p.grad.is_sparse else p.grad)
+        return lambda: engine.take(p), None
+
+    def _sparse_result(handle: Callable[[], Any], engine: Engine) -> Callable[[], Any]:
+        def wait() -> torch.Tensor:
+            engine.finish()
+            return handle()
+
+        return wait
+
+    def synchronize(self: Any) -> None:
+        try:
+            stock_synchronize(self)
+        except Exception:
+            self._handles.clear()
+            raise
+        finally:
+            self._gradcomp.clear()
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None or not self._should_synchronize:
+            return stock_step(self, closure)
+
+        def reduced_closure() -> Any:
+            # Horovod reduces before the closure computes the gradients; they are reduced here.
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            self._synchronized = False
+            return loss
+
+        self._synchronized = False
+        return super(cls, self).step(reduced_closure)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if self._handles:
+            raise AssertionError(
+                "zero_grad() was called after backward() and before step() or synchronize(); "
+                "it would clear gradients that are being exchanged"
+            )
+        for parameter in self._parameter_names:
+            moments.discard(parameter)
+        super(cls, self).zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        return {**super(cls, self).state_dict(), "gradcomp": checkpoint.save(self._gradcomp)}
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
+        if "gradcomp" in state_dict:
+            checkpoint.load(self._gradcomp, state_dict["gradcomp"])
+        stock_load(self, plain)
+
+    stock_synchronize, stock_step = cls.synchronize, cls.step  # type: ignore[attr-defined]
+    stock_load = cls.load_state_dict  # type: ignore[attr-defined]
+    replaced = (_allreduce_grad_async, synchronize, step, zero_grad, state_dict, load_state_dict)
+    return {method.__name__: method for method in replaced}
