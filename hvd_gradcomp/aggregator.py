@@ -94,6 +94,10 @@ class Compressor(ABC):
         return tensor
 
 
+def _empty(state: State) -> bool:
+    return isinstance(state, tuple) and len(state) == 0
+
+
 def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
     """The tensors of a nested NamedTuple state with their dotted names, in order.
 
@@ -104,7 +108,7 @@ def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
     [('r', 1.0), ('v', 2.0)]
     """
     if not hasattr(state, "_fields"):
-        return [] if state is None or state == () else [(path, state)]
+        return [] if _empty(state) else [(path, state)]
     found = []
     for field in state._fields:
         found += leaves(getattr(state, field), f"{path}.{field}" if path else field)
@@ -117,7 +121,7 @@ def with_leaves(state: State, values: list[Tensor]) -> State:
 
     def fill(node: State) -> State:
         if not hasattr(node, "_fields"):
-            return node if node is None or node == () else next(rest)
+            return node if _empty(node) else next(rest)
         return type(node)(*(fill(getattr(node, field)) for field in node._fields))
 
     return fill(state)

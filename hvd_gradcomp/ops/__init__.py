@@ -70,9 +70,6 @@ class Ops(ABC):
     def abs(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def sign(self, x: Tensor) -> Tensor: ...
-
-    @abstractmethod
     def maximum(self, x: Tensor, y: Any) -> Tensor: ...
 
     @abstractmethod
@@ -94,7 +91,8 @@ class Ops(ABC):
         """`x * factor`. Donating."""
 
     @abstractmethod
-    def cast(self, x: Tensor, dtype: str) -> Tensor: ...
+    def cast(self, x: Tensor, dtype: Any) -> Tensor:
+        """To a dtype by name, or by the framework's own."""
 
     @abstractmethod
     def float_bits(self, x: Tensor) -> Tensor:
@@ -144,9 +142,6 @@ class Ops(ABC):
 
     @abstractmethod
     def max(self, x: Tensor, axis: int | None = None) -> Tensor: ...
-
-    @abstractmethod
-    def all(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
     def cumsum(self, x: Tensor) -> Tensor: ...

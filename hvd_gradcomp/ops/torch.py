@@ -88,9 +88,6 @@ class TorchOps(Ops):
     def abs(self, x: Tensor) -> Tensor:
         return x.abs()
 
-    def sign(self, x: Tensor) -> Tensor:
-        return x.sign()
-
     def maximum(self, x: Tensor, y: Any) -> Tensor:
         return torch.maximum(x, y) if isinstance(y, torch.Tensor) else x.clamp(min=y)
 
@@ -111,8 +108,8 @@ class TorchOps(Ops):
     def scale(self, x: Tensor, factor: Any) -> Tensor:
         return x.mul_(factor)
 
-    def cast(self, x: Tensor, dtype: str) -> Tensor:
-        return x.to(_DTYPES[dtype])
+    def cast(self, x: Tensor, dtype: Any) -> Tensor:
+        return x.to(_DTYPES.get(dtype, dtype))
 
     def float_bits(self, x: Tensor) -> Tensor:
         return x.view(torch.int32).to(torch.int64) & _WORD
@@ -152,9 +149,6 @@ class TorchOps(Ops):
 
     def max(self, x: Tensor, axis: int | None = None) -> Tensor:
         return x.amax() if axis is None else x.amax(axis)
-
-    def all(self, x: Tensor) -> Tensor:
-        return x.all()
 
     def cumsum(self, x: Tensor) -> Tensor:
         return torch.cumsum(x, 0)

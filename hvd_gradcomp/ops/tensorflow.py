@@ -1,0 +1,214 @@
+"""The verbs in TensorFlow, eager and in a graph.
+
+In a graph, sizes that depend on the step (the capacity of a payload, how many elements are sent)
+are int64 scalars: one trace serves all rungs. `static=True` keeps to shapes that are known while
+tracing, which XLA needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from hvd_gradcomp.ops import Ops, PayloadError, Tensor
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.layout import Layout
+
+_WORD = 1 << 32
+
+
+class TensorFlowOps(Ops):
+    """TensorFlow, wherever its tensors live.
+
+    Args:
+        static: only shapes that are known while tracing, for XLA.
+    """
+
+    def __init__(self, static: bool = False) -> None:
+        self.dynamic_shapes = not static
+
+    def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:
+        return tf.zeros(_shape(shape), tf.as_dtype(dtype))
+
+    def full(self, shape: Sequence[Any], value: Any, dtype: str = "int64") -> Tensor:
+        return tf.fill(_shape(shape), tf.cast(value, tf.as_dtype(dtype)))
+
+    def arange(self, count: Any) -> Tensor:
+        return tf.range(tf.cast(count, tf.int64), dtype=tf.int64)
+
+    def table(self, layout: Layout, field: str) -> Tensor:
+        return tf.constant(getattr(layout, field), tf.int64)
+
+    def words(self, values: Sequence[Any]) -> Tensor:
+        return tf.stack([tf.cast(value, tf.int64) for value in values])
+
+    def host(self, value: Any) -> Tensor:
+        return tf.cast(value, tf.int64)
+
+    def abs(self, x: Tensor) -> Tensor:
+        return tf.abs(x)
+
+    def maximum(self, x: Tensor, y: Any) -> Tensor:
+        return tf.maximum(x, y)
+
+    def minimum(self, x: Tensor, y: Any) -> Tensor:
+        return tf.minimum(x, y)
+
+    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
+        return tf.where(condition, *_alike(x, y))
+
+    def greater(self, x: Tensor, y: Any) -> Tensor:
+        return x > y
+
+    def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def scale(self, x: Tensor, factor: Any) -> Tensor:
+        return x * factor
+
+    def cast(self, x: Tensor, dtype: Any) -> Tensor:
+        return tf.cast(x, dtype)
+
+    def float_bits(self, x: Tensor) -> Tensor:
+        return tf.cast(tf.bitcast(x, tf.int32), tf.int64) % _WORD
+
+    def bits_float(self, bits: Tensor) -> Tensor:
+        return tf.bitcast(_low_word(bits), tf.float32)
+
+    def reshape(self, x: Tensor, shape: Sequence[Any]) -> Tensor:
+        return tf.reshape(x, _shape(shape))
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        return tf.concat(list(xs), -1)
+
+    def stack(self, xs: Sequence[Tensor]) -> Tensor:
+        return tf.stack(list(xs))
+
+    def gather(self, x: Tensor, index: Tensor) -> Tensor:
+        return tf.gather(x, index)
+
+    def gather_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        return tf.gather(x, index, axis=1, batch_dims=1)
+
+    def put(self, x: Tensor, index: Tensor, values: Any) -> Tensor:
+        updates = tf.zeros_like(index, x.dtype) + tf.cast(values, x.dtype)
+        return tf.tensor_scatter_nd_update(x, index[:, None], updates)
+
+    def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        return tf.tensor_scatter_nd_add(x, index[:, None], values)
+
+    def clear_last(self, x: Tensor) -> Tensor:
+        return tf.concat((x[:-1], tf.zeros_like(x[-1:])), 0)
+
+    def sum(self, x: Tensor, axis: int | None = None) -> Tensor:
+        return tf.reduce_sum(x, axis)
+
+    def max(self, x: Tensor, axis: int | None = None) -> Tensor:
+        return tf.reduce_max(x, axis)
+
+    def cumsum(self, x: Tensor) -> Tensor:
+        return tf.cumsum(x)
+
+    def nonzero(self, mask: Tensor) -> Tensor:
+        return tf.where(mask)[:, 0]
+
+    def segment_max(self, x: Tensor, segment: Tensor, count: int) -> Tensor:
+        return tf.maximum(tf.math.unsorted_segment_max(x, segment, count), 0)
+
+    def segment_sum(self, x: Tensor, segment: Tensor, count: int) -> Tensor:
+        return tf.math.unsorted_segment_sum(x, segment, count)
+
+    def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        if dtype == "uint8":
+            return tf.cast(x, tf.uint8)
+        narrow = _low_word(x) if dtype == "uint32" else tf.cast(x, tf.as_dtype(dtype))
+        data = tf.bitcast(narrow, tf.uint8)
+        return data if dtype == "int8" else tf.reshape(data, _shape((*_head(x), -1)))
+
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        if dtype == "uint8":
+            return tf.cast(x, tf.int64)
+        if dtype == "int8":
+            return tf.cast(tf.bitcast(x, tf.int8), tf.int64)
+        wide = tf.int32 if dtype == "uint32" else tf.as_dtype(dtype)
+        items = tf.bitcast(tf.reshape(x, _shape((*_head(x), -1, wide.size))), wide)
+        return tf.cast(items, tf.int64) % _WORD if dtype == "uint32" else items
+
+    def length(self, x: Tensor) -> Any:
+        known = x.shape[0]
+        return tf.size(x, tf.int64) if known is None else known
+
+    def map_tiles(
+        self,
+        body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return body(*donated, *given)
+
+    def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+        if isinstance(dense, bool):
+            return if_true() if dense else if_false()
+        return tf.cond(dense, if_true, if_false)
+
+    def stage(self, x: Tensor) -> Tensor:
+        return x
+
+    def staged(self, x: Tensor) -> Any:
+        return int(x) if tf.executing_eagerly() else x
+
+    def pick(self, condition: Any, x: Any, y: Any) -> Any:
+        if isinstance(condition, bool):
+            return x if condition else y
+        return tf.where(condition, tf.cast(x, tf.int64), tf.cast(y, tf.int64))
+
+    def bisect(self, ascending: Sequence[int], x: Any) -> Any:
+        if isinstance(x, int):
+            return sum(value < x for value in ascending)
+        return tf.reduce_sum(tf.cast(tf.constant(ascending, tf.int64) < x, tf.int64))
+
+    def choice(self, values: Sequence[int], index: Any) -> Any:
+        return values[index] if isinstance(index, int) else tf.gather(tf.constant(values, tf.int64), index)
+
+    def require(
+        self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError
+    ) -> Tensor | None:
+        for message, held in facts.items():
+            if not tf.executing_eagerly():
+                # Not for XLA, which drops assertions: there nothing is exchanged anyway.
+                tf.debugging.Assert(tf.reduce_all(held), [message, "holds for ranks:", held])
+            elif not bool(tf.reduce_all(held)):
+                ranks = tf.where(~held)[:, 0].numpy().tolist()
+                raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
+        return None
+
+
+def _shape(shape: Sequence[Any]) -> Any:
+    """Python integers as they are; a vector where one is a tensor."""
+    if all(isinstance(extent, int) for extent in shape):
+        return tuple(shape)
+    return tf.stack([tf.cast(extent, tf.int64) for extent in shape])
+
+
+def _head(x: Tensor) -> tuple[Any, ...]:
+    """All axes but the last."""
+    if x.shape[:-1].is_fully_defined():
+        return tuple(x.shape[:-1])
+    return tuple(tf.unstack(tf.shape(x, tf.int64)[:-1]))
+
+
+def _alike(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    """Both as tensors of the dtype that one of them has."""
+    if isinstance(x, tf.Tensor):
+        return x, tf.cast(y, x.dtype)
+    if isinstance(y, tf.Tensor):
+        return tf.cast(x, y.dtype), y
+    return tf.constant(x, tf.int64), tf.constant(y, tf.int64)
+
+
+def _low_word(x: Tensor) -> Tensor:
+    """The low 32 bits of int64 in [0, 2**32) as int32, by arithmetic that cannot overflow."""
+    return tf.cast(tf.where(x > 0x7FFFFFFF, x - _WORD, x), tf.int32)

@@ -1,0 +1,167 @@
+"""Law 3: the same input and state give the same bytes, whatever runs the verbs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+from hvd_gradcomp import (
+    FP16Compressor,
+    HybridCompressor,
+    NoneCompressor,
+    StromCompressor,
+    VarianceCompressor,
+)
+from hvd_gradcomp.aggregator import Context, leaves, with_leaves
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+
+SHAPES = ((40, 7), (10,), (700,))
+COMPRESSORS = [
+    NoneCompressor(),
+    FP16Compressor(),
+    VarianceCompressor(alpha=0.5),
+    VarianceCompressor(alpha=1.3, feedback_rounding=True),
+    HybridCompressor(tau=0.5),
+    StromCompressor(tau=1.5),
+]
+
+
+def layout_for(compressor) -> Layout:
+    return Layout(("conv", "bias", "head"), SHAPES, block=compressor.block)
+
+
+def gradients(seed: int, steps: int, size: int = 4) -> np.ndarray:
+    """[steps, ranks, elements]: scales that change, and a sparse step, to climb all rungs."""
+    random = np.random.default_rng(seed)
+    scale = 10.0 ** random.uniform(-2, 2, (steps, 1, 1))
+    data = random.standard_normal((steps, size, sum(int(np.prod(s)) for s in SHAPES))) * scale
+    data[steps // 2] *= random.random(data[0].shape) < 0.02
+    return data.astype(np.float32)
+
+
+def split(flat: np.ndarray) -> list[np.ndarray]:
+    ends = np.cumsum([int(np.prod(s)) for s in SHAPES])[:-1]
+    return [piece.reshape(s) for piece, s in zip(np.split(flat, ends), SHAPES)]
+
+
+def run(compressor, ops, make, data, moments):
+    world = World(compressor, ops, layout_for(compressor), data.shape[1])
+    wire, results = [], []
+    for step, ranks in enumerate(data):
+        extra = {}
+        if moments is not None and compressor.uses_moments:
+            extra["moment"] = [world.flat([make(x) for x in split(m)]) for m in moments[step]]
+        results.append(world.step([world.flat([make(x) for x in split(g)]) for g in ranks], **extra))
+        wire.append([np.asarray(r.tensor).tobytes() for r in world.traffic[0]])
+    states = [[np.asarray(x).tobytes() for _, x in leaves(s)] for s in world.states]
+    return wire, [[np.asarray(x) for x in step] for step in results], states
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["step", "moments"])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+def test_torch_and_tensorflow_send_the_same_bytes(compressor, given):
+    data = gradients(1, 20)
+    moments = np.abs(gradients(2, 20)) ** 2 / 16 if given else None
+    reference = run(compressor, TorchOps(), torch.from_numpy, data, moments)
+    others = [
+        run(compressor, TorchOps(static=True), torch.from_numpy, data, moments),
+        run(compressor, TensorFlowOps(), tf.constant, data, moments),
+        run(compressor, TensorFlowOps(static=True), tf.constant, data, moments),
+    ]
+    size = layout_for(compressor).offsets[-1] + 700
+    for wire, results, states in others:
+        assert wire == reference[0]
+        assert states == reference[2]
+        for mine, theirs in zip(results, reference[1]):
+            np.testing.assert_array_equal(mine[0][: size - 1], theirs[0][: size - 1])
+
+
+@pytest.mark.parametrize("xla", [False, True], ids=["graph", "xla"])
+@pytest.mark.parametrize("compressor", [c for c in COMPRESSORS if c.block > 1], ids=repr)
+def test_a_traced_encoder_sends_the_same_bytes(compressor, xla):
+    layout = layout_for(compressor)
+    data = gradients(3, 12, size=1)[:, 0]
+    eager, ops = TensorFlowOps(), TensorFlowOps(static=xla)
+    world = World(compressor, eager, layout, 1)
+    ladder = compressor.ladder(layout)
+    state = traced_state = compressor.init(eager, layout)
+    traces = []
+
+    def encode(capacity, dense, step, gradient, values):
+        traces.append(1)
+        rung = type(room)(ladder.top if dense is True else 0, capacity, dense)
+        before = with_leaves(state, list(values))
+        encoded, after = compressor.encode(ops, layout, rung, step, gradient, before)
+        return encoded.body, encoded.sent, [x for _, x in leaves(after)]
+
+    if xla:
+        compiled = {}
+    else:
+        graph = tf.function(encode, autograph=False)
+    for step, flat in enumerate(data):
+        gradient = world.flat([tf.constant(x) for x in split(flat)])
+        room, state = climb(ladder, eager, state)
+        encoded, state_after = compressor.encode(eager, layout, room, step, gradient, state)
+        values = [x for _, x in leaves(traced_state)]
+        if xla:
+            key = (room.capacity, room.dense)
+            if key not in compiled:
+                compiled[key] = tf.function(encode, jit_compile=True, autograph=False)
+            body, sent, after = compiled[key](*key, tf.constant(step, tf.int64), gradient, values)
+        else:
+            body, sent, after = graph(
+                tf.constant(room.capacity, tf.int64),
+                tf.constant(room.dense),
+                tf.constant(step, tf.int64),
+                gradient,
+                values,
+            )
+        assert body.numpy().tobytes() == encoded.body.numpy().tobytes()
+        assert int(sent) == int(encoded.sent)
+        state = state_after._replace(
+            ladder=state_after.ladder._replace(needed=eager.host(encoded.wanted))
+        )
+        traced_state = with_leaves(state, list(after))
+        traced_state = traced_state._replace(ladder=state.ladder)
+    if not xla:
+        assert len(traces) == 1, "a rung must not retrace"
+
+
+def climb(ladder, ops, state):
+    rung, after = ladder.climb(ops, state.ladder)
+    return rung, state._replace(ladder=after)
+
+
+@pytest.mark.parametrize("compressor", [c for c in COMPRESSORS if c.block > 1], ids=repr)
+def test_torch_compiles_the_encoder_whole(compressor):
+    layout, ops = layout_for(compressor), TorchOps(static=True)
+    ops.table(layout, "layer_of_block")
+    state = compressor.init(ops, layout)
+    room, _ = compressor.ladder(layout).climb(ops, state.ladder)
+    world = World(compressor, ops, layout, 1)
+    gradient = world.flat([torch.from_numpy(x) for x in split(gradients(4, 1, 1)[0, 0])])
+
+    def encode(gradient, memory, sent):
+        before = state._replace(memory=memory, sent=sent)
+        encoded, after = compressor.encode(ops, layout, room, 3, gradient, before)
+        return encoded.body, after.memory, after.sent
+
+    def fresh():
+        return type(state.memory)(*(x.clone() for x in state.memory)), state.sent.clone()
+
+    compiled = torch.compile(encode, fullgraph=True, backend="eager")
+    body, memory, sent = compiled(gradient, *fresh())
+    expected, expected_memory, expected_sent = encode(gradient, *fresh())
+    assert torch.equal(body, expected)
+    assert torch.equal(sent, expected_sent)
+    assert all(map(torch.equal, memory, expected_memory))
+
+
+def test_context_is_a_value():
+    layout = Layout(("a",), ((3,),))
+    assert Context(layout, 0, 2, 5) == Context(layout, 0, 2, 5)
