@@ -130,6 +130,6 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
 
 def _checksum(ops: Ops, front: Tensor, body: Tensor) -> Tensor:
     """The weighted sum, of a vector or of each row."""
-    places = ops.arange(body.shape[-1]) * 2 + 17
+    places = ops.arange(ops.length(body)) * 2 + 17
     weights = ops.arange(7) * 2 + 1
     return (ops.sum(front * weights, -1) + ops.sum(body * places, -1)) % 4294967296

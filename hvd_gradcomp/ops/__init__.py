@@ -169,7 +169,7 @@ class Ops(ABC):
 
     @abstractmethod
     def length(self, x: Tensor) -> Any:
-        """The length of a vector: an int, or an int64 scalar where it is known only at run time."""
+        """The last axis: an int, or an int64 scalar where it is known only at run time."""
 
     # -- control and the host ----------------------------------------------------------------
 
@@ -213,8 +213,9 @@ class Ops(ABC):
     def require(self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError) -> Any:
         """Raises `error` if a fact does not hold for every rank; facts are bool [world].
 
-        The key is the message; `{ranks}` in it becomes the ranks that fail. On a GPU the failure
-        is raised one step later, see `ops.torch`.
+        The key is the message; `{ranks}` in it becomes the ranks that fail. None if that was
+        settled at once; otherwise bool [world], and what it is False for must not count: on a GPU
+        the failure is raised one step later (see `ops.torch`), in a graph when it runs.
         """
 
 

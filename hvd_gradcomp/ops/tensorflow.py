@@ -138,8 +138,8 @@ class TensorFlowOps(Ops):
         return tf.cast(items, tf.int64) % _WORD if dtype == "uint32" else items
 
     def length(self, x: Tensor) -> Any:
-        known = x.shape[0]
-        return tf.size(x, tf.int64) if known is None else known
+        known = x.shape[-1]
+        return tf.shape(x, tf.int64)[-1] if known is None else known
 
     def map_tiles(
         self,
@@ -176,14 +176,22 @@ class TensorFlowOps(Ops):
     def require(
         self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError
     ) -> Tensor | None:
-        for message, held in facts.items():
-            if not tf.executing_eagerly():
-                # Not for XLA, which drops assertions: there nothing is exchanged anyway.
-                tf.debugging.Assert(tf.reduce_all(held), [message, "holds for ranks:", held])
-            elif not bool(tf.reduce_all(held)):
-                ranks = tf.where(~held)[:, 0].numpy().tolist()
-                raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
-        return None
+        if tf.executing_eagerly():
+            for message, held in facts.items():
+                if not bool(tf.reduce_all(held)):
+                    ranks = tf.where(~held)[:, 0].numpy().tolist()
+                    raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
+            return None
+        # In a graph the sum depends on the assertions, so nothing is assigned before they hold.
+        asserts = [
+            tf.debugging.Assert(
+                tf.reduce_all(held),
+                [message.replace("rank {ranks}", "a rank"), "- fine by rank:", held],
+            )
+            for message, held in facts.items()
+        ]
+        with tf.control_dependencies(asserts):
+            return tf.reduce_all(tf.stack(list(facts.values())), 0)
 
 
 def _shape(shape: Sequence[Any]) -> Any:

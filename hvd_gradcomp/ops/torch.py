@@ -178,7 +178,7 @@ class TorchOps(Ops):
         return wide.to(torch.int64) if dtype in ("int8", "uint8") else wide
 
     def length(self, x: Tensor) -> int:
-        return int(x.shape[0])
+        return x.shape[-1]
 
     def map_tiles(
         self,

@@ -1,0 +1,24 @@
+"""Drop-in for `horovod.tensorflow`: all of it, with gradient compression.
+
+    -import horovod.tensorflow as hvd
+    +import hvd_gradcomp.tensorflow as hvd
+    ...
+    -tape = hvd.DistributedGradientTape(tape)
+    +tape = hvd.DistributedGradientTape(tape, compression=hvd.VarianceCompressor(alpha=2))
+"""
+
+from horovod.tensorflow import *  # noqa: F403
+
+from hvd_gradcomp import *  # noqa: F403
+from hvd_gradcomp.handshake import MismatchError
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
+from hvd_gradcomp.tensorflow.stats import compression_stats
+from hvd_gradcomp.tensorflow.tape import (
+    DistributedGradientTape,
+    microbatch_gradients,
+    reduce_gradients,
+)
+
+
+__all__ = [name for name in dir() if not name.startswith("_")]  # noqa: PLE0605

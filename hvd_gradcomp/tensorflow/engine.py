@@ -1,0 +1,353 @@
+"""Runs the programs of all buckets through Horovod's TensorFlow ops.
+
+While a `tf.function` is traced the programs run to their end; the graph then does what it can at
+the same time, so buckets overlap. Eager calls go through a `tf.function` of the engine's own, like
+stock Horovod's. State lives in variables that the owner makes, so checkpoints see it.
+
+Everything that travels is named `gradcomp.<engine>.<bucket>.<round>`, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp import handshake
+from hvd_gradcomp.aggregator import Compressor, Context, Program, leaves, with_leaves
+from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
+from hvd_gradcomp.codecs.sparse import SparseState
+from hvd_gradcomp.collectives import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Collective,
+    Switch,
+)
+from hvd_gradcomp.layout import plan_buckets
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.stats import CompressionStats
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+BUCKET_BYTES = 4 << 20
+GPU_BUCKET_BYTES = 25 << 20
+
+Layers = Sequence[tuple[str, tuple[int, ...], str]]
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_engines = itertools.count()
+
+
+def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
+    """A variable that belongs to nobody's checkpoint."""
+    return tf.Variable(value, trainable=False, name=name)
+
+
+def as_compressor(compression: Any) -> Compressor:
+    """Ours as they are; Horovod's own two by their namesakes; anything else is an error."""
+    if isinstance(compression, Compressor):
+        return compression
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        return compression()
+    if compression is None or compression is horovod.Compression.none:
+        return NoneCompressor()
+    if compression is horovod.Compression.fp16:
+        return FP16Compressor()
+    raise TypeError(
+        "compression must be a compressor of hvd_gradcomp, or hvd.Compression.none or .fp16; "
+        f"got {compression!r}"
+    )
+
+
+def check_arguments(op: Any, groups: Any, num_groups: int, what: str) -> None:
+    """Refuses what cannot work, before anything is built."""
+    if not horovod.is_initialized():
+        raise ValueError(f"call hvd.init() before hvd.{what}(...)")
+    if groups is not None or num_groups:
+        raise ValueError(
+            "groups= and num_groups= bypass compression and are refused: layers are already "
+            "exchanged in buckets"
+        )
+    if op not in (horovod.Average, horovod.Sum):
+        raise ValueError(
+            "op must be hvd.Average or hvd.Sum: Adasum combines full gradients pair by pair and "
+            "cannot work on compressed ones"
+        )
+
+
+class Engine:
+    """The exchange of one optimizer, or of the tapes over one list of variables.
+
+    Args:
+        layers: (name, shape, dtype) of everything that is reduced, in the same order on all ranks.
+        compressor: what runs.
+        op: `Average` or `Sum`.
+        predivide: splits the averaging before and after the sum.
+        process_set: the ranks that take part.
+        sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise Horovod gathers them.
+        make_variable: makes the variables that hold the state.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        compressor: Compressor,
+        *,
+        op: Any,
+        predivide: float = 1.0,
+        process_set: Any = horovod.global_process_set,
+        sparse_as_dense: bool = False,
+        settings: str = "",
+        make_variable: Callable[[str, tf.Tensor], tf.Variable] = new_variable,
+    ) -> None:
+        self.layers, self.compressor, self.op = list(layers), compressor, op
+        self.process_set, self.sparse_as_dense = process_set, sparse_as_dense
+        average = op == horovod.Average
+        self.prescale = 1.0 / predivide if average else 1.0
+        self.postscale = predivide / process_set.size() if average else 1.0
+        self.settings = (
+            f"op={'Average' if average else 'Sum'}, gradient_predivide_factor={predivide}, "
+            f"sparse_as_dense={sparse_as_dense}{settings}"
+        )
+        self.name = f"gradcomp.{next(_engines)}"
+        self.ops = TensorFlowOps()
+        self.agreed = False
+        native = []
+        for name, shape, dtype in self.layers:
+            if dtype not in _FLOATS:
+                raise ValueError(f"{name} has dtype {dtype}; only floating point is reduced")
+            native.append((name, shape, dtype if dtype in compressor.native_dtypes else "float32"))
+        target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
+        self.layouts = plan_buckets(reversed(native), target, compressor.block)
+        places = {name: place for place, (name, _, _) in enumerate(self.layers)}
+        self.places = [[places[name] for name in layout.names] for layout in self.layouts]
+        with tf.init_scope():
+            self.steps = new_variable("gradcomp_steps", tf.constant(0, tf.int64))
+            self.bytes_sent = new_variable("gradcomp_bytes_sent", tf.constant(0, tf.int64))
+            self.bytes_received = new_variable("gradcomp_bytes_received", tf.constant(0, tf.int64))
+            self.templates = [compressor.init(self.ops, layout) for layout in self.layouts]
+            self.variables = [
+                [
+                    make_variable(f"gradcomp_{bucket}_{path.replace('.', '_')}", value)
+                    for path, value in leaves(template)
+                ]
+                for bucket, template in enumerate(self.templates)
+            ]
+        self._eager = tf.function(self._reduce, autograph=False)
+
+    def reduce(
+        self, gradients: Sequence[Any], moments: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """One exchange.
+
+        Args:
+            gradients: one for each layer, or None; None stays None and stands for zero.
+            moments: sums of squared sample gradients, for compressors that use them.
+
+        Returns:
+            The reduced gradients, in their dtypes.
+        """
+        if len(gradients) != len(self.layers):
+            raise ValueError(f"{len(gradients)} gradients for {len(self.layers)} layers")
+        if not self.agreed:
+            self._agree([g is not None for g in gradients])
+        if moments is None or not self.compressor.uses_moments:
+            moments = [None] * len(gradients)
+        run = self._eager if tf.executing_eagerly() else self._reduce
+        return run(list(gradients), list(moments))
+
+    def _agree(self, present: Sequence[bool]) -> None:
+        described = [
+            (name, shape, dtype if held else f"{dtype} without a gradient")
+            for (name, shape, dtype), held in zip(self.layers, present)
+        ]
+        mine = handshake.describe(described, self.compressor, self.layouts, self.settings)
+        with tf.init_scope():
+            every = horovod.allgather_object(
+                mine, name=f"{self.name}.handshake", process_set=self.process_set
+            )
+        handshake.agree(every)
+        self.agreed = True
+
+    def _reduce(self, gradients: list[Any], moments: list[Any]) -> list[Any]:
+        dense: list[Any] = list(gradients)
+        sparse: dict[int, Any] = {}
+        for place, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                if self.sparse_as_dense:
+                    dense[place] = tf.convert_to_tensor(gradient)
+                else:
+                    dense[place], sparse[place] = None, gradient
+        programs: list[list[Program]] = []
+        requests: list[Collective] = []
+        results: list[Any] = [None] * len(self.layouts)
+        for bucket, layout in enumerate(self.layouts):
+            context = Context(
+                layout,
+                self.process_set.rank(),
+                self.process_set.size(),
+                tf.identity(self.steps),
+                self.prescale,
+                self.postscale,
+            )
+            extra = {}
+            if any(moments[place] is not None for place in self.places[bucket]):
+                extra["moment"] = self._flat(bucket, moments, "float32")
+            state = with_leaves(
+                self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]]
+            )
+            flat = self._flat(bucket, dense, layout.dtype)
+            programs.append(
+                [self.compressor.aggregate(self.ops, context, flat, state, **extra)]
+            )
+        # All first rounds come before any second one, as far as an eager run is concerned.
+        for bucket, stack in enumerate(programs):
+            requests.append(self._advance(stack, None, results, bucket))
+        rounds = 0
+        while any(request is not None for request in requests):
+            replies = [
+                None if request is None else self._perform(request, f"{bucket}.{rounds}")
+                for bucket, request in enumerate(requests)
+            ]
+            for bucket, reply in enumerate(replies):
+                if reply is not None:
+                    requests[bucket] = self._advance(programs[bucket], reply, results, bucket)
+            rounds += 1
+        reduced = list(gradients)
+        for bucket, (total, state) in enumerate(results):
+            for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
+                variable.assign(value)
+            self._cut(bucket, total, dense, reduced)
+        for place, gradient in sparse.items():
+            reduced[place] = horovod.allreduce(
+                gradient, op=self.op, process_set=self.process_set
+            )
+        self.steps.assign_add(1)
+        return reduced
+
+    def _flat(self, bucket: int, values: Sequence[Any], dtype: str) -> tf.Tensor:
+        layout = self.layouts[bucket]
+        ends = (*layout.offsets[1:], layout.size)
+        pieces = []
+        for place, size, start, end in zip(
+            self.places[bucket], layout.sizes, layout.offsets, ends
+        ):
+            value = values[place]
+            if value is None:
+                pieces.append(tf.zeros((size,), dtype))
+            else:
+                pieces.append(tf.cast(tf.reshape(value, (size,)), dtype))
+            if end - start - size:
+                pieces.append(tf.zeros((end - start - size,), dtype))
+        return tf.concat(pieces, 0)
+
+    def _cut(self, bucket: int, total: tf.Tensor, given: list[Any], reduced: list[Any]) -> None:
+        layout = self.layouts[bucket]
+        for place, size, start, shape in zip(
+            self.places[bucket], layout.sizes, layout.offsets, layout.shapes
+        ):
+            if given[place] is not None:
+                piece = tf.reshape(total[start : start + size], shape)
+                reduced[place] = tf.cast(piece, self.layers[place][2])
+
+    def _advance(self, stack: list[Program], reply: Any, results: list[Any], bucket: int) -> Any:
+        """Resumes the innermost program until it asks for a collective, or all have ended."""
+        while stack:
+            try:
+                request = stack[-1].send(reply)
+            except StopIteration as stop:
+                stack.pop()
+                reply = stop.value
+                continue
+            if isinstance(request, Switch) and isinstance(request.index, int):
+                stack.append(request.branches[request.index]())
+                reply = None
+                continue
+            return request
+        results[bucket] = reply
+        return None
+
+    def _perform(self, request: Collective, name: str) -> Any:
+        if isinstance(request, Switch):
+            branches = [
+                lambda branch=branch, i=i: self._run(branch(), f"{name}.{i}")
+                for i, branch in enumerate(request.branches)
+            ]
+            return tf.switch_case(tf.cast(request.index, tf.int32), branches)
+        tensor, world = request.tensor, self.process_set.size()
+        title = f"{self.name}.{name}"
+        shared: dict[str, Any] = {
+            "name": title,
+            "ignore_name_scope": True,
+            "process_set": self.process_set,
+        }
+        self.bytes_sent.assign_add(_bytes(tensor))
+        if isinstance(request, Allgather):
+            reply = mpi_ops.allgather(tensor, **shared)
+            same = tf.debugging.Assert(
+                tf.equal(tf.size(reply), world * tf.size(tensor)),
+                [f"the ranks sent payloads of different sizes for {title}: load the same "
+                 "checkpoint on all ranks", tf.size(reply), tf.size(tensor)],
+            )
+            with tf.control_dependencies([] if same is None else [same]):
+                reply = tf.reshape(reply, tf.concat(([world], tf.shape(tensor)), 0))
+            reply.set_shape((world, *tensor.shape))
+        elif isinstance(request, Allreduce):
+            reply = mpi_ops._allreduce(
+                tensor,
+                op=horovod.Sum,
+                prescale_factor=request.prescale,
+                postscale_factor=request.postscale,
+                **shared,
+            )
+        elif isinstance(request, Alltoall):
+            reply = mpi_ops.alltoall(tf.reshape(tensor, (-1,)), **shared)
+            reply = tf.reshape(reply, tf.shape(tensor))
+        elif isinstance(request, Broadcast):
+            ranks = self.process_set.ranks
+            root = ranks[request.root] if ranks else request.root
+            reply = mpi_ops.broadcast(tensor, root, **shared)
+        else:
+            raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
+        self.bytes_received.assign_add(_bytes(reply))
+        return reply
+
+    def _run(self, program: Program, name: str) -> Any:
+        """A branch of a `Switch`, to its end."""
+        results: list[Any] = [None]
+        stack, reply = [program], None
+        for turn in itertools.count():
+            request = self._advance(stack, reply, results, 0)
+            if request is None:
+                return results[0]
+            reply = self._perform(request, f"{name}.{turn}")
+
+    def stats(self) -> CompressionStats:
+        """Totals since the start."""
+        steps = int(self.steps)
+        layers: dict[str, int] = {}
+        for layout, template, variables in zip(self.layouts, self.templates, self.variables):
+            sent: Sequence[int] = [size * steps for size in layout.sizes]
+            if isinstance(template, SparseState):
+                state = with_leaves(template, list(variables))
+                sent = [int(n) for n in state.sent.numpy()]
+            layers.update(zip(layout.names, sent))
+        elements = sum(layout.elements for layout in self.layouts)
+        return CompressionStats(
+            steps=steps,
+            elements=elements * steps,
+            elements_sent=sum(layers.values()),
+            bytes_dense=4 * elements * steps,
+            bytes_sent=int(self.bytes_sent),
+            bytes_received=int(self.bytes_received),
+            layers={name: layers[name] for name, _, _ in self.layers},
+        )
+
+
+def _bytes(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.size(tensor, tf.int64) * tensor.dtype.size

@@ -1,0 +1,257 @@
+"""Second moments over samples for Keras 3 models on TensorFlow, inside `fit`.
+
+For a weight and a batch of samples z, `q = sum over z of c_z**2`, where `c_z` is what sample z
+contributes to the gradient of the loss (a mean over the batch): what Algorithm 1 of Tsuzuku et al.
+2018 accumulates. The training step asks its one backward pass for the gradients of the weights and
+of every layer's output before its activation; from input and output gradient each layer's rule
+forms `q`.
+
+Cost. Dense on [batch, features]: one matrix product more, `(x**2)^T (delta**2)`. Everything else
+forms per-sample weight gradients of the whole batch: as many multiplications as the weight's
+gradient, and memory for batch size times the layer's weights (convolutions also their patches).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+
+class Use(NamedTuple):
+    """One call of a layer in the forward pass."""
+
+    layer: Any
+    x: tf.Tensor
+    output: tf.Tensor  # before the activation
+
+
+_uses: list[Use] | None = None  # of the step being traced
+
+
+# -- rules: squares of each weight's contributions, summed over samples ---------------------------
+
+
+def _dense(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
+    if x.shape.rank == 2:
+        return {
+            "kernel": tf.matmul(tf.square(x), tf.square(delta), transpose_a=True),
+            "bias": tf.reduce_sum(tf.square(delta), 0),
+        }
+    x, delta = _places(x), _places(delta)
+    return _squares(kernel=tf.einsum("bpi,bpo->bio", x, delta), bias=tf.reduce_sum(delta, 1))
+
+
+def _convolution(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Patches of the input, times the output gradient, summed over places."""
+    kernel, stride, dilation = layer.kernel_size, layer.strides, layer.dilation_rate
+    padding = layer.padding.upper()
+    if padding == "CAUSAL":
+        x = tf.pad(x, ((0, 0), (dilation[0] * (kernel[0] - 1), 0), (0, 0)))
+        padding = "VALID"
+    if len(kernel) == 3:
+        patches = tf.extract_volume_patches(x, (1, *kernel, 1), (1, *stride, 1), padding)
+    else:
+        if len(kernel) == 1:
+            x = x[:, :, None, :]
+            kernel, stride, dilation = (*kernel, 1), (*stride, 1), (*dilation, 1)
+        patches = tf.image.extract_patches(
+            x, (1, *kernel, 1), (1, *stride, 1), (1, *dilation, 1), padding
+        )
+    delta = _places(delta)
+    weight = tf.einsum("bpi,bpo->bio", _places(patches), delta)
+    return _squares(kernel=weight, bias=tf.reduce_sum(delta, 1))
+
+
+def _embedding(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
+    tokens = tf.cast(tf.reshape(x, (tf.shape(x)[0], -1)), tf.int64)
+    sample = tf.range(tf.shape(tokens, tf.int64)[0])[:, None]
+    key = tf.reshape(sample * layer.input_dim + tokens, (-1,))
+    rows, run = tf.unique(key)
+    values = tf.reshape(delta, (-1, layer.output_dim))
+    total = tf.math.unsorted_segment_sum(values, run, tf.size(rows))
+    squares = tf.math.unsorted_segment_sum(
+        tf.square(total), rows % layer.input_dim, layer.input_dim
+    )
+    return {"embeddings": squares}
+
+
+def _layer_normalization(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
+    rank = x.shape.rank
+    axis = layer.axis if isinstance(layer.axis, (list, tuple)) else (layer.axis,)
+    axis = [a % rank for a in axis]
+    if axis != list(range(rank - len(axis), rank)):
+        raise ValueError(f"{layer.name}: only the last axes can be normalised here, got {axis}")
+    mean, variance = tf.nn.moments(x, axis, keepdims=True)
+    x = (x - mean) * tf.math.rsqrt(variance + layer.epsilon)
+    extents = [x.shape[a] for a in axis]
+    x, delta = (tf.reshape(t, (tf.shape(t)[0], -1, *extents)) for t in (x, delta))
+    return _squares(gamma=tf.reduce_sum(x * delta, 1), beta=tf.reduce_sum(delta, 1))
+
+
+def _batch_normalization(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
+    """The statistics count as constants: the contribution as the layer sees it."""
+    if layer.axis % x.shape.rank != x.shape.rank - 1:
+        raise ValueError(f"{layer.name}: only axis=-1 can be tracked here, got {layer.axis}")
+    mean, variance = tf.nn.moments(x, list(range(x.shape.rank - 1)))
+    x = _places((x - mean) * tf.math.rsqrt(variance + layer.epsilon))
+    delta = _places(delta)
+    return _squares(gamma=tf.reduce_sum(x * delta, 1), beta=tf.reduce_sum(delta, 1))
+
+
+def _places(x: tf.Tensor) -> tf.Tensor:
+    """[batch, ..., channels] as [batch, places, channels]."""
+    return tf.reshape(x, (tf.shape(x)[0], -1, x.shape[-1]))
+
+
+def _squares(**contributions: tf.Tensor) -> dict[str, tf.Tensor]:
+    return {name: tf.reduce_sum(tf.square(c), 0) for name, c in contributions.items()}
+
+
+RULES: dict[type, Callable[[Any, tf.Tensor, tf.Tensor], dict[str, tf.Tensor]]] = {
+    layers.Dense: _dense,
+    layers.Conv1D: _convolution,
+    layers.Conv2D: _convolution,
+    layers.Conv3D: _convolution,
+    layers.Embedding: _embedding,
+    layers.LayerNormalization: _layer_normalization,
+    layers.BatchNormalization: _batch_normalization,
+}
+
+
+def _supported(layer: Any) -> bool:
+    if type(layer) not in RULES:
+        return False
+    if isinstance(layer, (layers.Conv1D, layers.Conv2D, layers.Conv3D)):
+        plain = layer.groups == 1 and layer.data_format == "channels_last"
+        return plain and (len(layer.kernel_size) < 3 or set(layer.dilation_rate) == {1})
+    return True
+
+
+# -- tracking --------------------------------------------------------------------------------------
+
+
+def track_moments(model: keras.Model) -> keras.Model:
+    """Gives a model a training step that computes per-sample second moments.
+
+    Call it on the built model before `fit`; its optimizer is one of this package's
+    `DistributedOptimizer`s, which takes the moments (`moments="auto"` or "sample"). Layers: Dense,
+    Conv1D to Conv3D (channels last, one group; no dilation in 3D), Embedding, LayerNormalization,
+    BatchNormalization (contribution per sample as the layer sees it). Cost: see the head of
+    `hvd_gradcomp.tensorflow.keras.moments`.
+
+    Returns:
+        The model, for chaining.
+
+    Raises:
+        TypeError: naming every layer that has trainable weights and no rule, or if the model has
+            a training step of its own.
+        ValueError: the model is not built; while tracing, a layer is used twice in one step.
+    """
+    if not model.built:
+        raise ValueError("build the model first: call it on a batch, or give its input shape")
+    if type(model).train_step is not keras.Model.train_step:
+        raise TypeError(
+            f"{type(model).__name__} has its own train_step; compute moments there, or use "
+            "moments='microbatch' or moments='step'"
+        )
+    owners = [x for x in _leaf_layers(model) if x.trainable_weights]
+    unsupported = [f"{x.name} ({type(x).__name__})" for x in owners if not _supported(x)]
+    if unsupported:
+        raise TypeError(
+            "no per-sample moments for: " + ", ".join(unsupported) + ". Replace these layers, "
+            "freeze them, or use moments='microbatch' or moments='step'"
+        )
+    for layer in owners:
+        if not hasattr(layer, "_gradcomp_call"):
+            _watch(layer)
+    model.train_step = types.MethodType(_train_step, model)
+    return model
+
+
+def _leaf_layers(model: keras.Model) -> list[Any]:
+    found = model._flatten_layers(include_self=False)
+    return [x for x in found if not isinstance(x, keras.Model)]
+
+
+def _watch(layer: Any) -> None:
+    """Makes `layer.call` note input and output before the activation, while a step is traced."""
+    call = layer.call
+
+    def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if _uses is None:
+            return call(x, *args, **kwargs)
+        activation = getattr(layer, "activation", None)
+        if activation is None:
+            output = result = call(x, *args, **kwargs)
+        else:
+            layer.activation = keras.activations.linear
+            try:
+                output = call(x, *args, **kwargs)
+            finally:
+                layer.activation = activation
+            result = activation(output)
+        _uses.append(Use(layer, tf.convert_to_tensor(x), output))
+        return result
+
+    layer._gradcomp_call = call
+    layer.call = watched
+
+
+@contextmanager
+def _noting() -> Iterator[list[Use]]:
+    global _uses
+    _uses = []
+    try:
+        yield _uses
+    finally:
+        _uses = None
+
+
+def _train_step(model: Any, data: Any) -> Any:
+    """Keras's own training step, which also asks for the gradients of layer outputs."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    with tf.GradientTape() as tape:
+        with _noting() as uses:
+            predicted = model(x, training=True) if model._call_has_training_arg else model(x)
+        loss = model._compute_loss(
+            x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
+        )
+        samples = tf.shape(keras.tree.flatten(x)[0])[0]
+        model._loss_tracker.update_state(loss, sample_weight=samples)
+        loss = model.optimizer.scale_loss(loss)
+    weights = model.trainable_weights
+    sources = [w.value for w in weights], [use.output for use in uses]
+    gradients, deltas = tape.gradient(loss, sources)
+    model.optimizer._moments = moments_of(weights, uses, deltas)
+    model.optimizer.apply_gradients(zip(gradients, weights))
+    return model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
+
+
+def moments_of(
+    weights: Sequence[Any], uses: Sequence[Use], deltas: Sequence[Any]
+) -> list[Any]:
+    """The moment of each weight from the layers' inputs and output gradients; None without one."""
+    found: dict[int, tf.Tensor] = {}
+    seen: set[int] = set()
+    for use, delta in zip(uses, deltas):
+        if delta is None:
+            continue
+        if id(use.layer) in seen:
+            raise ValueError(
+                f"{use.layer.name} is used more than once in a step, so its samples' "
+                "contributions would have to be added first; use moments='microbatch' or 'step'"
+            )
+        seen.add(id(use.layer))
+        x = use.x if use.x.dtype.is_integer else tf.cast(use.x, tf.float32)
+        squares = RULES[type(use.layer)](use.layer, x, tf.cast(delta, tf.float32))
+        for name, square in squares.items():
+            weight = getattr(use.layer, name, None)
+            if weight is not None:
+                found[id(weight)] = tf.reshape(square, weight.shape)
+    return [found.get(id(weight)) for weight in weights]

@@ -1,0 +1,257 @@
+"""`DistributedOptimizer` for Keras 3.
+
+Stock Horovod 0.28.1 overrides methods that Keras 3 no longer calls: it trains without an error and
+without reducing. Here the wrapped class overrides `apply`, through which every update goes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import keras
+import tensorflow as tf
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, as_compressor, check_arguments
+from hvd_gradcomp.tensorflow.tape import named_layers
+
+
+def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = horovod.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = horovod.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    batch_size: int | None = None,
+) -> keras.optimizers.Optimizer:
+    """Wraps a Keras optimizer so that gradients are exchanged compressed before each update.
+
+    Works with `model.fit`, in graph mode and eagerly, and in custom loops through `apply` or
+    `apply_gradients`. Do not combine it with `DistributedGradientTape`: that would reduce twice.
+
+    Args:
+        optimizer: a Keras 3 optimizer. It is not touched: the result is a new one with the same
+            configuration, and the same variables if it was built.
+        name: of the new optimizer; the old one's if None.
+        device_dense, device_sparse, scale_local_gradients: accepted for compatibility, unused.
+        compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
+        sparse_as_dense: compress `IndexedSlices` as dense tensors.
+        gradient_predivide_factor: splits the averaging before and after the sum.
+        op: `hvd.Average` or `hvd.Sum`.
+        backward_passes_per_step: gradients are added up over this many calls of `apply`; the
+            other calls change nothing.
+        average_aggregated_gradients: divide that sum by `backward_passes_per_step`.
+        num_groups, groups: refused.
+        process_set: the ranks that take part.
+        batch_size: samples that a rank sees for each exchange; sharpens `moments="microbatch"`.
+
+    Raises:
+        ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
+            accumulates gradients by itself; `moments` asks for what is not set up.
+        TypeError: `compression` is no compressor, or `optimizer` no Keras 3 optimizer.
+        MismatchError: at the first step, on all ranks, if they do not train the same model.
+    """
+    del device_dense, device_sparse, scale_local_gradients
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"expected a Keras 3 optimizer, got {type(optimizer).__name__}; for other optimizers "
+            "use hvd.DistributedGradientTape"
+        )
+    check_arguments(op, groups, num_groups, "DistributedOptimizer")
+    if backward_passes_per_step < 1:
+        raise ValueError(
+            f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
+        )
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "gradient_accumulation_steps of the Keras optimizer would exchange every pass; use "
+            "backward_passes_per_step= of hvd.DistributedOptimizer instead"
+        )
+    compressor = as_compressor(compression)
+    source = getattr(compressor, "moments", "")
+    if source == "microbatch" and backward_passes_per_step < 2:
+        raise ValueError(
+            "moments='microbatch' needs backward_passes_per_step of at least 2, got "
+            f"{backward_passes_per_step}"
+        )
+    base = type(optimizer)
+    cls = type(base.__name__, (_Reducing, base), {"__module__": base.__module__})
+    config = optimizer.get_config()
+    if name is not None:
+        config["name"] = name
+    distributed = cls.from_config(config)
+    distributed._configure(
+        compressor,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        batch_size=batch_size,
+        op=op,
+        predivide=gradient_predivide_factor,
+        process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
+    )
+    if optimizer.built:
+        distributed.build(optimizer._trainable_variables)
+        for mine, theirs in zip(distributed.variables, optimizer.variables):
+            mine.assign(theirs)
+    return distributed
+
+
+class _Reducing:
+    """What the class of a distributed optimizer has before its Keras class."""
+
+    _gradcomp: Engine | None
+    _moments: list[Any] | None
+
+    def _configure(
+        self,
+        compressor: Compressor,
+        *,
+        passes: int,
+        average_passes: bool,
+        batch_size: int | None,
+        **settings: Any,
+    ) -> None:
+        self._gradcomp = None
+        self._moments = None  # left here by `track_moments`, for the `apply` that follows
+        self._compressor = compressor
+        self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
+        self._settings = settings
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the optimizer's variables, and those of the exchange after them."""
+        if self.built:  # type: ignore[has-type]
+            return
+        super().build(variables)  # type: ignore[misc]
+        if not self._settings["process_set"].included():
+            return
+        self._gradcomp = Engine(
+            named_layers(variables),
+            self._compressor,
+            make_variable=self._state_variable,
+            settings=f", backward_passes_per_step={self._passes}",
+            **self._settings,
+        )
+        if self._passes > 1:
+            self._pass = self._state_variable("gradcomp_pass", tf.constant(0, tf.int64))
+            zeros = [tf.zeros(v.shape) for v in variables]
+            self._added = [self._state_variable("gradcomp_added", z) for z in zeros]
+            self._squared = [self._state_variable("gradcomp_squared", z) for z in zeros]
+
+    def _state_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
+        """One of the optimizer's own variables, so that saving the model saves it."""
+        variable = self.add_variable(  # type: ignore[attr-defined]
+            tuple(value.shape), initializer="zeros", dtype=value.dtype.name, name=name
+        )
+        variable.assign(value)
+        return variable.value
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Exchanges the gradients, then updates the variables with the result."""
+        moments, self._moments = self._moments, None
+        variables = trainable_variables
+        if variables is None:
+            variables = self._trainable_variables  # type: ignore[attr-defined]
+        variables = list(variables)
+        if not self.built:
+            with tf.init_scope():
+                self.build(variables)
+        if self._gradcomp is None:  # not in the process set
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        if not tf.executing_eagerly():
+            _refuse_xla()
+        self._say_moments(moments)
+        known = {self._var_key(v): i for i, v in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
+        full: list[Any] = [None] * len(known)
+        full_moments: list[Any] = [None] * len(known)
+        order = [known[self._var_key(v)] for v in variables]  # type: ignore[attr-defined]
+        for place, gradient in zip(order, grads):
+            full[place] = gradient
+        for place, moment in zip(order, moments or []):
+            full_moments[place] = moment
+        if self._passes == 1:
+            reduced = self._gradcomp.reduce(full, full_moments if moments else None)
+            super().apply([reduced[i] for i in order], variables)  # type: ignore[misc]
+            return
+        self._accumulate(full, full_moments if moments else None)
+
+        def update() -> None:
+            present = [g is not None for g in full]
+            added = [a.value() if held else None for a, held in zip(self._added, present)]
+            reduced = self._gradcomp.reduce(added, self._pass_moments(moments is not None))  # type: ignore[union-attr]
+            super(_Reducing, self).apply([reduced[i] for i in order], variables)  # type: ignore[misc]
+            for total in (*self._added, *self._squared):
+                total.assign(tf.zeros_like(total))
+
+        tf.cond(self._pass % self._passes == 0, update, lambda: None)
+
+    def _accumulate(self, gradients: list[Any], moments: list[Any] | None) -> None:
+        share = 1.0 / self._passes if self._average_passes else 1.0
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            part = tf.cast(tf.convert_to_tensor(gradient), tf.float32) * share
+            self._added[place].assign_add(part)
+            square = part * part if moments is None else moments[place] * (share * share)
+            self._squared[place].assign_add(square)
+        self._pass.assign_add(1)
+
+    def _pass_moments(self, sampled: bool) -> list[Any] | None:
+        if not self._compressor.uses_moments or self._moment_source == "step":
+            return None
+        if sampled:
+            return [s.value() for s in self._squared]
+        share = 1.0 / self._passes - (1.0 / self._batch_size if self._batch_size else 0.0)
+        return [
+            tf.maximum(s.value() - a.value() * a.value() * share, 0.0)
+            for s, a in zip(self._squared, self._added)
+        ]
+
+    def _say_moments(self, moments: list[Any] | None) -> None:
+        """Settles where second moments come from, once, at the first trace."""
+        if not self._compressor.uses_moments or hasattr(self, "_moment_source"):
+            return
+        source = getattr(self._compressor, "moments", "auto")
+        if source == "sample" and moments is None:
+            raise ValueError(
+                "moments='sample' needs hvd.track_moments(model) before model.fit, from "
+                "hvd_gradcomp.tensorflow.keras"
+            )
+        if source == "auto":
+            source = "sample" if moments else "microbatch" if self._passes > 1 else "step"
+            if source == "step" and self._settings["process_set"].rank() == 0:
+                LOGGER.warning(
+                    "%r takes each step as one sample (moments='step'): nothing better is set "
+                    "up. hvd.track_moments(model) gives per-sample moments, "
+                    "backward_passes_per_step > 1 those of micro-batches.",
+                    self._compressor,
+                )
+        self._moment_source = source
+
+
+def _refuse_xla() -> None:
+    """Raises if the function being traced belongs to a model that compiles with XLA."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.Model) and owner.jit_compile:
+            raise ValueError(
+                "Horovod's collectives are no XLA operations: call model.compile(..., "
+                "jit_compile=False), or pass hvd.callbacks.BroadcastGlobalVariablesCallback to "
+                "fit, which sees to it"
+            )
+        frame = frame.f_back

@@ -1,0 +1,218 @@
+"""`DistributedGradientTape`: Horovod's own, with the exchange replaced.
+
+Horovod's tape hands gradients to `self._allreduce_grads(gradients, sources, ...)`; that attribute
+is the seam. A user makes a new tape each step, so the state belongs to the variables that tapes
+are asked about, not to a tape.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, as_compressor, check_arguments
+
+_known: dict[Any, tuple[list[Any], Engine]] = {}
+
+
+def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = horovod.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    moments: Sequence[Any] | None = None,
+) -> tf.GradientTape:
+    """Wraps a tape so that `gradient` exchanges its results compressed.
+
+    A drop-in for `horovod.tensorflow.DistributedGradientTape`, eager and inside `tf.function`.
+    What the compressor has accumulated is kept for each list of sources, across tapes.
+
+    Args:
+        gradtape: the tape that recorded the forward pass.
+        device_dense, device_sparse: as in Horovod.
+        compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
+        sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise Horovod gathers
+            them, uncompressed.
+        op: `hvd.Average` or `hvd.Sum`.
+        gradient_predivide_factor: splits the averaging before and after the sum.
+        num_groups, groups: refused.
+        process_set: the ranks that take part.
+        scale_local_gradients: as in Horovod.
+        moments: for compressors that use second moments: the sum over samples (or micro-batches)
+            of the squares of what each contributes, one tensor for each source. Without it the
+            step is the sample. `hvd.microbatch_gradients` computes gradients and moments.
+
+    Raises:
+        ValueError: Horovod is not initialised; groups or Adasum are asked for.
+        TypeError: `compression` is no compressor.
+        MismatchError: at the first `gradient`, on all ranks, if they differ in what they train.
+    """
+    check_arguments(op, groups, num_groups, "DistributedGradientTape")
+    compressor = as_compressor(compression)
+    if moments is None and getattr(compressor, "moments", "step") in ("sample", "microbatch"):
+        raise ValueError(
+            f"{compressor!r} needs moments= here: a tape sees neither samples nor micro-batches. "
+            "hvd.microbatch_gradients computes them"
+        )
+    tape = horovod.DistributedGradientTape(
+        gradtape,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    if not hasattr(tape, "_allreduce_grads"):
+        raise RuntimeError("this Horovod's tape is built otherwise; install horovod==0.28.1")
+
+    def exchange(gradients: Any, sources: Any, use_generic_names: bool = False) -> list[Any]:
+        del use_generic_names  # everything is named by bucket
+        engine = engine_for(
+            sources,
+            compressor,
+            op=op,
+            predivide=gradient_predivide_factor,
+            process_set=process_set,
+            sparse_as_dense=sparse_as_dense,
+        )
+        tape._gradcomp = engine
+        return engine.reduce(gradients, moments)
+
+    tape._allreduce_grads = exchange
+    return tape
+
+
+def engine_for(sources: Sequence[Any], compressor: Compressor, **settings: Any) -> Engine:
+    """The engine of these sources and settings; made when they are seen for the first time."""
+    identity = tuple(_identity(source) for source in sources)
+    key = (identity, compressor, tuple(sorted((k, str(v)) for k, v in settings.items())))
+    if key in _known and all(ref() is not None for ref in _known[key][0]):
+        return _known[key][1]
+    for stale in [k for k, (refs, _) in _known.items() if any(ref() is None for ref in refs)]:
+        del _known[stale]
+    if compressor.uses_moments and settings["process_set"].rank() == 0:
+        LOGGER.info("%r: without moments= each step is one sample", compressor)
+    refs = [weakref.ref(s) for s in sources if isinstance(s, tf.Variable)]
+    engine = Engine(named_layers(sources), compressor, **settings)
+    _known[key] = (refs, engine)
+    return engine
+
+
+def engine_of_variables(variables: Sequence[Any]) -> Engine | None:
+    """The newest engine whose sources are these variables."""
+    identity = tuple(_identity(v) for v in variables)
+    for (known, _, _), (_, engine) in reversed(list(_known.items())):
+        if known == identity:
+            return engine
+    return None
+
+
+def named_layers(sources: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of each, as all ranks call it.
+
+    Keras numbers layers as they are made (`dense_7`), so ranks that made different models before
+    would disagree: the numbers are left out, and the place makes names unique.
+    """
+    layers, seen = [], set()
+    for place, source in enumerate(sources):
+        name = str(getattr(source, "path", None) or getattr(source, "name", None) or "source")
+        name = re.sub(r"_\d+(?=/|$)", "", name.partition(":")[0])
+        if name in seen:
+            name = f"{name}.{place}"
+        seen.add(name)
+        shape = tf.TensorShape(source.shape)
+        if not shape.is_fully_defined():
+            raise ValueError(f"{name} has shape {shape}; a fixed one is needed")
+        layers.append((name, tuple(shape.as_list()), tf.as_dtype(source.dtype).name))
+    return layers
+
+
+def _identity(source: Any) -> Any:
+    if isinstance(source, tf.Variable):
+        return id(source)
+    value = getattr(source, "value", None)
+    if isinstance(value, tf.Variable):  # a Keras variable
+        return id(value)
+    return (tuple(source.shape), str(source.dtype))
+
+
+def microbatch_gradients(
+    loss: Any, sources: Sequence[Any], batch: Sequence[tf.Tensor], passes: int
+) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+    """Loss, gradients and second moments of a batch that is cut into equal micro-batches.
+
+    With `c_j` what micro-batch j contributes to the gradient `g`, and `B` samples in all, the
+    moment is `sum_j c_j**2 - g**2 * (1/passes - 1/B)`, not below 0: the unbiased estimate of the
+    sum over samples.
+
+    Args:
+        loss: `loss(*pieces)`, a mean over the samples of a piece.
+        sources: the variables.
+        batch: tensors whose first axis counts the samples, a multiple of `passes`.
+        passes: how many micro-batches; the more, the sharper the moments and the slower the step.
+
+    Returns:
+        (mean loss, gradients, moments); the last two in the order of `sources`. Hand the moments
+        to `DistributedGradientTape(..., moments=moments)`, or use `reduce_gradients`.
+    """
+    if passes < 2:
+        raise ValueError(f"passes must be at least 2, got {passes}")
+    pieces = [tf.split(x, passes) for x in batch]
+    samples = batch[0].shape[0]
+    share = 1.0 / passes - (1.0 / samples if samples else 0.0)
+    total, gradients, squares = 0.0, None, None
+    for piece in zip(*pieces):
+        with tf.GradientTape() as tape:
+            value = loss(*piece) / passes
+        found = [tf.convert_to_tensor(g) for g in tape.gradient(value, list(sources))]
+        total += value
+        if gradients is None or squares is None:
+            gradients, squares = found, [g * g for g in found]
+        else:
+            gradients = [a + g for a, g in zip(gradients, found)]
+            squares = [s + g * g for s, g in zip(squares, found)]
+    assert gradients is not None and squares is not None
+    moments = [tf.maximum(s - g * g * share, 0.0) for s, g in zip(squares, gradients)]
+    return total, gradients, moments
+
+
+def reduce_gradients(
+    gradients: Sequence[Any],
+    sources: Sequence[Any],
+    compression: Any = None,
+    *,
+    moments: Sequence[Any] | None = None,
+    op: Any = horovod.Average,
+    process_set: Any = horovod.global_process_set,
+    sparse_as_dense: bool = False,
+) -> list[Any]:
+    """Exchanges gradients that were computed without a `DistributedGradientTape`.
+
+    Arguments and errors as there. State is kept for each list of sources.
+    """
+    check_arguments(op, None, 0, "reduce_gradients")
+    engine = engine_for(
+        sources,
+        as_compressor(compression),
+        op=op,
+        predivide=1.0,
+        process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
+    )
+    return engine.reduce(gradients, moments)
