@@ -70,7 +70,10 @@ class Compressor(ABC):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
-        """The program of one bucket and step; `gradient` is [layout.size] and is only read."""
+        """The program of one bucket and step.
+
+        `gradient` is [layout.size], zero outside the layers. Donating: the result may lie in it.
+        """
 
     def digest(self, layout: Layout) -> int:
         """32 bits that differ when the layout, the method or a hyper-parameter differs."""

@@ -42,7 +42,7 @@ def allgather(
     weights = ops.full((context.size,), context.prescale * context.postscale, "float32")
     if header.intact is not None:
         weights = weights * ops.cast(header.intact, "float32")
-    total = codec.decode_sum(ops, layout, rung, bodies, weights)
+    total = codec.decode_sum(ops, layout, rung, bodies, weights, room=gradient)
     needed = ops.stage(ops.max(header.wanted))
     return total, state._replace(ladder=ladder._replace(needed=needed))
 

@@ -25,7 +25,7 @@ class Layout:
         names: the layers' names, unique.
         shapes: their shapes.
         dtype: of the bucket, "float32" unless a compressor takes others as they are.
-        block: alignment in elements; 1 packs layers tightly and leaves no sink.
+        block: alignment in elements, a power of two; 1 packs layers tightly and leaves no sink.
 
     >>> layout = Layout(("weight", "bias"), ((3, 100), (10,)))
     >>> layout.elements, layout.offsets, layout.size, layout.sink
@@ -38,6 +38,8 @@ class Layout:
     block: int = BLOCK
 
     def __post_init__(self) -> None:
+        if self.block < 1 or self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two, got {self.block}")
         if len(self.names) != len(self.shapes):
             raise ValueError(f"{len(self.names)} names for {len(self.shapes)} shapes")
         if len(set(self.names)) != len(self.names):
@@ -86,6 +88,11 @@ class Layout:
             layers += [layer] * -(-size // self.block)
         blocks = self.size // self.block
         return tuple(layers + [max(len(self.names) - 1, 0)] * (blocks - len(layers)))
+
+    @property
+    def block_bits(self) -> int:
+        """log2 of `block`."""
+        return self.block.bit_length() - 1
 
     @cached_property
     def digest(self) -> int:

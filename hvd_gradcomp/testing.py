@@ -79,7 +79,7 @@ class World:
             self.compressor.aggregate(
                 self.ops,
                 Context(self.layout, rank, self.size, self.steps, 1.0, self.postscale),
-                gradients[rank],
+                gradients[rank] * 1,  # a program may write to what it is given
                 self.states[rank],
                 **{name: values[rank] for name, values in extra.items()},
             )

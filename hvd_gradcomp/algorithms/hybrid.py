@@ -65,8 +65,8 @@ class HybridCompressor(SparseCompressor):
         self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Ambiguity]:
         r = ops.accumulate(memory.r, gradient)
-        v = ops.accumulate(memory.v, gradient * gradient if moment is None else moment)
-        unambiguous = ops.greater(r * r, v * self.alpha)
+        v = ops.accumulate(memory.v, ops.square(gradient) if moment is None else moment)
+        unambiguous = ops.greater(ops.square(r), ops.times(v, self.alpha))
         return unambiguous & ops.greater(ops.abs(r), self.tau), Ambiguity(r, v)
 
     def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:

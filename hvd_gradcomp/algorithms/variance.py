@@ -84,8 +84,8 @@ class VarianceCompressor(SparseCompressor):
         self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Ambiguity]:
         r = ops.accumulate(memory.r, gradient)
-        v = ops.accumulate(memory.v, gradient * gradient if moment is None else moment)
-        wanted = ops.greater(r * r, v * self.alpha)
+        v = ops.accumulate(memory.v, ops.square(gradient) if moment is None else moment)
+        wanted = ops.greater(ops.square(r), ops.times(v, self.alpha))
         return wanted, Ambiguity(r, ops.scale(v, self.zeta))
 
     def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:

@@ -11,8 +11,9 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.wire import Part
 
-_SIGN_BIT = 1 << 31
-_MANTISSA = 1 << 23  # one unit of the exponent field
+_SIGN = 31  # the place of the sign in float32, and the width of what is below
+_EXPONENT = 23  # the place of the exponent's lowest bit
+_HALF = 1 << _EXPONENT - 1  # the mantissa's top bit
 
 
 class Quantizer(ABC):
@@ -61,19 +62,20 @@ class PowerOfTwo(Quantizer):
     def encode(
         self, ops: Ops, selection: Selection, value: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        bits = ops.float_bits(value)
-        magnitude = bits % _SIGN_BIT
-        top = selection.largest_of_layer(magnitude // _MANTISSA)  # [layers], biased by 127
-        top = ops.minimum(top, 254)
+        negative, magnitude = ops.split_bits(ops.float_bits(value), _SIGN)
+        floor, _ = ops.split_bits(magnitude, _EXPONENT)
+        top = ops.minimum(selection.largest_of_layer(floor), 254)  # [layers], biased by 127
         ceiling = selection.of_layer(top)
-        rounded = ops.minimum((magnitude + _MANTISSA // 2) // _MANTISSA, ceiling)
+        nearest, _ = ops.split_bits(magnitude + _HALF, _EXPONENT)
+        rounded = ops.minimum(nearest, ceiling)
         below = ceiling - rounded
         encodable = (below <= 7) & (rounded > 0)
-        return below + bits // _SIGN_BIT * 8, encodable, {"exponent": top - 127}
+        return negative * 8 + below, encodable, {"exponent": top - 127}
 
     def decode(self, ops: Ops, code: Tensor, layer_side: Mapping[str, Tensor]) -> Tensor:
-        exponent = ops.maximum(layer_side["exponent"] + 127 - code % 8, 0)
-        return ops.bits_float(exponent * _MANTISSA + code // 8 * _SIGN_BIT)
+        negative, below = ops.split_bits(code, 3)
+        exponent = ops.maximum(layer_side["exponent"] + 127 - below, 0)
+        return ops.bits_float(exponent * (1 << _EXPONENT) + negative * (1 << _SIGN))
 
 
 class Sign(Quantizer):
@@ -97,7 +99,7 @@ class Sign(Quantizer):
         self, ops: Ops, selection: Selection, value: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         del selection
-        code = ops.float_bits(value) // _SIGN_BIT
+        code, _ = ops.split_bits(ops.float_bits(value), _SIGN)
         return code, code >= 0, {}
 
     def decode(self, ops: Ops, code: Tensor, layer_side: Mapping[str, Tensor]) -> Tensor:

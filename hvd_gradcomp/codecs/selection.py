@@ -69,16 +69,15 @@ class Selection(ABC):
         """For the dense rung: `code + 1` at each selected element, 0 elsewhere; int64 [size]."""
 
 
-def select(ops: Ops, layout: Layout, wanted: Tensor) -> Selection:
-    """The selection of a bool vector [size], held in the way that suits the backend."""
-    if ops.dynamic_shapes:
-        return Indexed(ops, layout, ops.nonzero(wanted))
-    return Masked(ops, layout, wanted)
+def select(ops: Ops, layout: Layout, found: Tensor) -> Selection:
+    """The selection of what `Ops.search` found, held in the way that suits the backend."""
+    return (Indexed if ops.dynamic_shapes else Masked)(ops, layout, found)
 
 
 def layer_of(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
     """The layer of each index; the sink counts to the last layer."""
-    return ops.gather(ops.table(layout, "layer_of_block"), index // layout.block)
+    block, _ = ops.split_bits(index, layout.block_bits)
+    return ops.gather(ops.table(layout, "layer_of_block"), block)
 
 
 def _window(pick: Callable[..., Any], count: Any, capacity: Any, turn: Any) -> tuple[Any, Any]:

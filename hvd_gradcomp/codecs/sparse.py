@@ -104,8 +104,8 @@ class SparseCompressor(Compressor):
         moment: Tensor | None = None,
     ) -> tuple[Encoded, SparseState]:
         """This rank's payload. Donating: the memory in `state` may be written to."""
-        wanted, memory = self._gated(ops, gradient, state.memory, moment)
-        selection = select(ops, layout, wanted)
+        found, memory = self._search(ops, gradient, state.memory, moment)
+        selection = select(ops, layout, found)
         value = selection.take(memory[0])
         code, encodable, side = self.quantizer.encode(ops, selection, value)
         selection, code = selection.only(encodable, code)
@@ -137,7 +137,7 @@ class SparseCompressor(Compressor):
     def _index_bits(self) -> int:
         return 32 - self.quantizer.bits
 
-    def _gated(
+    def _search(
         self, ops: Ops, gradient: Tensor, memory: Memory, moment: Tensor | None
     ) -> tuple[Tensor, Memory]:
         fields = len(memory)
@@ -149,29 +149,36 @@ class SparseCompressor(Compressor):
             return wanted, tuple(settled)
 
         given = (gradient,) if moment is None else (gradient, moment)
-        wanted, settled = ops.map_tiles(tile, tuple(memory), given)
-        return wanted, type(memory)(*settled)
+        found, settled = ops.search(tile, tuple(memory), given)
+        return found, type(memory)(*settled)
 
     def decode_sum(
-        self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor, weights: Tensor
+        self,
+        ops: Ops,
+        layout: Layout,
+        rung: Rung,
+        bodies: Tensor,
+        weights: Tensor,
+        room: Tensor,
     ) -> Tensor:
         """`sum over ranks of weights[rank] * what the rank sent`, rank by rank in rank order.
 
         Args:
             bodies: uint8 [world, bytes].
             weights: float32 [world]; 0 leaves a rank out.
+            room: float32 [size] that the sum may be written to; its values do not count.
         """
 
         def words() -> Tensor:
             payload = wire.unpack_body(ops, self.parts(layout, rung._replace(dense=False)), bodies)
             word = payload.pop("words")  # [world, capacity]
-            index, code = word % (1 << self._index_bits), word // (1 << self._index_bits)
+            code, index = ops.split_bits(word, self._index_bits)
             side = payload
             if side:
                 layer = layer_of(ops, layout, index)
                 side = {name: ops.gather_rows(x, layer) for name, x in side.items()}
             value = self.quantizer.decode(ops, code, side) * weights[:, None]
-            total = ops.zeros((layout.size,))
+            total = ops.clear(room)
             for rank in range(bodies.shape[0]):
                 total = ops.add_at(total, index[rank], value[rank])
             return total
@@ -180,7 +187,7 @@ class SparseCompressor(Compressor):
             payload = wire.unpack_body(ops, self.parts(layout, rung._replace(dense=True)), bodies)
             packed = payload.pop("places")
             table = ops.table(layout, "layer_of_block")
-            total = ops.zeros((layout.size,))
+            total = ops.clear(room)
             for rank in range(bodies.shape[0]):
                 dense = _unpack(ops, packed[rank], self.quantizer.dense_bits)
                 code = ops.reshape(dense, (-1, layout.block)) - 1  # [blocks, block]
@@ -193,7 +200,7 @@ class SparseCompressor(Compressor):
                 total = ops.accumulate(total, ops.reshape(value, (layout.size,)))
             return total
 
-        return ops.cond(rung.dense, places, words)
+        return ops.clear_last(ops.cond(rung.dense, places, words))
 
     def aggregate(
         self,

@@ -70,6 +70,12 @@ class Ops(ABC):
     def abs(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
+    def square(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def times(self, x: Tensor, factor: float) -> Tensor: ...
+
+    @abstractmethod
     def maximum(self, x: Tensor, y: Any) -> Tensor: ...
 
     @abstractmethod
@@ -87,12 +93,20 @@ class Ops(ABC):
         """`x + y`. Donating."""
 
     @abstractmethod
+    def clear(self, x: Tensor) -> Tensor:
+        """x with every element 0. Donating."""
+
+    @abstractmethod
     def scale(self, x: Tensor, factor: Any) -> Tensor:
         """`x * factor`. Donating."""
 
     @abstractmethod
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         """To a dtype by name, or by the framework's own."""
+
+    @abstractmethod
+    def split_bits(self, x: Tensor, low: int) -> tuple[Tensor, Tensor]:
+        """`(x // 2**low, x % 2**low)` of int64 that is not negative."""
 
     @abstractmethod
     def float_bits(self, x: Tensor) -> Tensor:
@@ -174,15 +188,20 @@ class Ops(ABC):
     # -- control and the host ----------------------------------------------------------------
 
     @abstractmethod
-    def map_tiles(
+    def search(
         self,
         body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         donated: tuple[Tensor, ...],
         given: tuple[Tensor, ...],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`body(*donated, *given) -> (fresh, donated)`, elementwise, in pieces that stay in cache.
+        """`body(*donated, *given) -> (flags, donated)`, elementwise, in pieces that stay in cache.
 
-        A backend may run it whole. Donating, for all of `donated`.
+        Donating, for all of `donated`. Within `body` use the verbs instead of `*`, so that a
+        backend can reuse memory.
+
+        Returns:
+            With `dynamic_shapes` the ascending indices of the true flags, else the flags; and
+            the new `donated`.
         """
 
     @abstractmethod

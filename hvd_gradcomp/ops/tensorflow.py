@@ -51,6 +51,12 @@ class TensorFlowOps(Ops):
     def abs(self, x: Tensor) -> Tensor:
         return tf.abs(x)
 
+    def square(self, x: Tensor) -> Tensor:
+        return x * x
+
+    def times(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
     def maximum(self, x: Tensor, y: Any) -> Tensor:
         return tf.maximum(x, y)
 
@@ -66,11 +72,18 @@ class TensorFlowOps(Ops):
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
+    def clear(self, x: Tensor) -> Tensor:
+        return tf.zeros_like(x)
+
     def scale(self, x: Tensor, factor: Any) -> Tensor:
         return x * factor
 
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return tf.cast(x, dtype)
+
+    def split_bits(self, x: Tensor, low: int) -> tuple[Tensor, Tensor]:
+        amount = tf.constant(low, tf.int64)
+        return tf.bitwise.right_shift(x, amount), tf.bitwise.bitwise_and(x, (1 << low) - 1)
 
     def float_bits(self, x: Tensor) -> Tensor:
         return tf.cast(tf.bitcast(x, tf.int32), tf.int64) % _WORD
@@ -141,13 +154,14 @@ class TensorFlowOps(Ops):
         known = x.shape[-1]
         return tf.shape(x, tf.int64)[-1] if known is None else known
 
-    def map_tiles(
+    def search(
         self,
         body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         donated: tuple[Tensor, ...],
         given: tuple[Tensor, ...],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return body(*donated, *given)
+        flags, settled = body(*donated, *given)
+        return (self.nonzero(flags) if self.dynamic_shapes else flags), settled
 
     def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         if isinstance(dense, bool):

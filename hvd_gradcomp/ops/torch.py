@@ -33,7 +33,7 @@ _DTYPES = {
     "bool": torch.bool,
 }
 _WORD = 0xFFFFFFFF
-_TILE = 1 << 17  # elements; three float32 tiles of this size were the fastest on 1 and 2 MiB of L2
+_TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
 
 
 class TorchOps(Ops):
@@ -50,6 +50,8 @@ class TorchOps(Ops):
         self.on_host = self.device.type == "cpu"
         self.dynamic_shapes = self.on_host and not static
         self._tables: dict[tuple[Layout, str], Tensor] = {}
+        self._pool: dict[torch.dtype, list[Tensor]] = {}
+        self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Mapping[str, Tensor], type[Exception]]] = []
 
@@ -86,7 +88,13 @@ class TorchOps(Ops):
         return torch.tensor(value, dtype=torch.int64)
 
     def abs(self, x: Tensor) -> Tensor:
-        return x.abs()
+        return torch.abs(x, out=self._scratch(x))
+
+    def square(self, x: Tensor) -> Tensor:
+        return torch.mul(x, x, out=self._scratch(x))
+
+    def times(self, x: Tensor, factor: float) -> Tensor:
+        return torch.mul(x, factor, out=self._scratch(x))
 
     def maximum(self, x: Tensor, y: Any) -> Tensor:
         return torch.maximum(x, y) if isinstance(y, torch.Tensor) else x.clamp(min=y)
@@ -99,17 +107,24 @@ class TorchOps(Ops):
 
     def greater(self, x: Tensor, y: Any) -> Tensor:
         if self.on_host and x.dtype == torch.float32:
-            return x.gt_(y).bool()
+            flags = self._scratch(x, torch.bool)
+            return x.gt_(y).bool() if flags is None else flags.copy_(x.gt_(y))
         return x > y
 
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
         return x.add_(y)
+
+    def clear(self, x: Tensor) -> Tensor:
+        return x.zero_()
 
     def scale(self, x: Tensor, factor: Any) -> Tensor:
         return x.mul_(factor)
 
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return x.to(_DTYPES.get(dtype, dtype))
+
+    def split_bits(self, x: Tensor, low: int) -> tuple[Tensor, Tensor]:
+        return x >> low, x & ((1 << low) - 1)
 
     def float_bits(self, x: Tensor) -> Tensor:
         return x.view(torch.int32).to(torch.int64) & _WORD
@@ -154,12 +169,7 @@ class TorchOps(Ops):
         return torch.cumsum(x, 0)
 
     def nonzero(self, mask: Tensor) -> Tensor:
-        if mask.numel() % 8:
-            return mask.nonzero().view(-1)
-        # Eight flags are one word: few words are set, and only those are looked into.
-        words = mask.view(torch.int64).nonzero().view(-1)
-        word, bit = mask.view(-1, 8)[words].nonzero(as_tuple=True)
-        return words[word].mul_(8).add_(bit)
+        return mask.nonzero().view(-1)
 
     def segment_max(self, x: Tensor, segment: Tensor, count: int) -> Tensor:
         return self.zeros((count,), "int64").scatter_reduce_(0, segment, x, "amax")
@@ -180,27 +190,49 @@ class TorchOps(Ops):
     def length(self, x: Tensor) -> int:
         return x.shape[-1]
 
-    def map_tiles(
+    def search(
         self,
         body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         donated: tuple[Tensor, ...],
         given: tuple[Tensor, ...],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        size = donated[0].shape[0]
-        if not self.dynamic_shapes or size <= _TILE:
+        if not self.dynamic_shapes:
             return body(*donated, *given)
-        fresh = None
-        for start in range(0, size, _TILE):
-            piece = slice(start, start + _TILE)
-            views = [x[piece] for x in donated]
-            result, settled = body(*views, *(x[piece] for x in given))
-            for view, new in zip(views, settled):
-                if new.data_ptr() != view.data_ptr():
-                    view.copy_(new)
-            if fresh is None:
-                fresh = torch.empty(size, dtype=result.dtype)
-            fresh[piece] = result
-        return fresh, donated
+        # Eight flags are one word: few words are set, and only those are looked into.
+        words, rows = [], []
+        self._lent = {}
+        for start, tiles in enumerate(zip(*(x.split(_TILE) for x in (*donated, *given)))):
+            for dtype in self._lent:
+                self._lent[dtype] = 0
+            flags, settled = body(*tiles)
+            for tile, new in zip(tiles, settled):
+                if new is not tile:
+                    tile.copy_(new)
+            if flags.shape[0] % 8:
+                flags = torch.nn.functional.pad(flags, (0, -flags.shape[0] % 8))
+            word = flags.view(torch.int64).nonzero().view(-1)
+            rows.append(flags.view(-1, 8)[word])
+            words.append(word.add_(start * (_TILE // 8)))
+        self._lent = None
+        place, bit = torch.cat(rows).nonzero(as_tuple=True)
+        return torch.cat(words)[place].mul_(8).add_(bit), donated
+
+    def _scratch(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Memory for a temporary of one tile, lent until the next tile.
+
+        Fresh memory of this size goes back to the system when it is freed, and taking it again
+        costs more (page faults) than the arithmetic. None outside of tiles.
+        """
+        if self._lent is None:
+            return None
+        dtype = dtype or x.dtype
+        used = self._lent.get(dtype, 0)
+        self._lent[dtype] = used + 1
+        pool = self._pool.setdefault(dtype, [])
+        if used == len(pool):
+            pool.append(torch.empty(_TILE, dtype=dtype))
+        size = x.shape[0]
+        return pool[used] if size == _TILE else pool[used][:size]
 
     def cond(self, dense: bool, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         return if_true() if dense else if_false()

@@ -38,8 +38,7 @@ from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch import moments
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-BUCKET_BYTES = {"cpu": 4 << 20}  # small enough to stay in cache
-GPU_BUCKET_BYTES = 25 << 20  # large enough that launches do not count
+BUCKET_BYTES = 25 << 20  # large enough that calls and launches do not count
 
 _DTYPE_NAMES = {
     torch.float16: "float16",
@@ -103,7 +102,7 @@ class Engine:
         process_set: the ranks that take part.
         passes: backward passes for each exchange.
         batch_size: samples that a rank sees for each exchange, for `moments="microbatch"`.
-        bucket_bytes: target size of a bucket; by the device if None.
+        bucket_bytes: target size of a bucket; 25 MiB if None.
         settings: what else must be equal on all ranks, for the handshake.
     """
 
@@ -169,7 +168,7 @@ class Engine:
             of_device.setdefault(p.device, []).append((name, tuple(p.shape), native))
         index = itertools.count()
         for device, layers in of_device.items():
-            target = bucket_bytes or BUCKET_BYTES.get(device.type, GPU_BUCKET_BYTES)
+            target = bucket_bytes or BUCKET_BYTES
             target = min(target, 2 * self.compressor.max_bucket)
             ops = TorchOps(device)
             for layout in plan_buckets(layers, target, self.compressor.block):

@@ -59,7 +59,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         process_set: the ranks that take part.
         batch_size: samples that a rank sees for each step, over all passes. Sharpens
             `moments="microbatch"`; unknown batch sizes count as large.
-        bucket_bytes: target size of a bucket, by the device if None (4 MiB on a CPU, 25 on a GPU).
+        bucket_bytes: target size of a bucket; 25 MiB if None.
 
     Returns:
         An instance of the optimizer's class, as Horovod makes it.
