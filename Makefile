@@ -1,0 +1,88 @@
+# Everything that can be done with this tree; `make help` lists it. Each target sets up what it
+# needs first, in stages that leave a stamp when they are done.
+#
+#   PYTHON=python3   the Python that the virtual environment is made with, 3.9 or newer
+#   VENV=.venv       where it is made
+#   SETUP=0          set nothing up: run PYTHON as it is, with what it has
+#   ARGS=...         passed on to pytest, the demo or the benchmark
+PYTHON ?= python3
+VENV ?= .venv
+SETUP ?= 1
+DEVICE ?= cpu
+ARGS ?=
+
+ifeq ($(SETUP),0)
+python := $(PYTHON)
+path := $$PATH
+else
+python := $(VENV)/bin/python
+path := $(abspath $(VENV))/bin:$$PATH
+tools := $(VENV)/.stamp-tools
+frameworks := $(VENV)/.stamp-frameworks
+horovod := $(VENV)/.stamp-horovod
+endif
+
+# `horovodrun` and what it starts come from the same environment.
+run = PATH="$(path)" $(python)
+pip = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --progress-bar off \
+	--constraint docker/constraints.txt
+
+# TensorFlow's start-up lines would flood the output; Open MPI refuses root and more ranks than
+# cores, and both are usual in a container; two ranks of one thread each fill two cores, more
+# threads than cores only wait for each other.
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup check test demo bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+setup: $(horovod) ## virtual environment, frameworks, Horovod, this package
+
+check: $(tools) ## lint, format, types and import rules; under a minute, no framework needed
+	@$(run) -m ruff check .
+	@$(run) -m ruff format --check .
+	@$(run) -m mypy
+	@$(run) -m pytest -q tests/single/test_imports.py
+
+test: $(horovod) ## all tests: in one process, then with several ranks
+	@$(run) -m pytest --doctest-modules hvd_gradcomp tests/single tests/parallel $(ARGS)
+
+demo: $(horovod) ## train on real digits with and without compression, on PyTorch and Keras 3
+	@$(run) -m examples.demo $(ARGS)
+
+bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a GPU
+	@$(run) -m benchmarks.codecs --device $(DEVICE) $(ARGS)
+
+clean: ## remove the virtual environment, caches and build products
+	rm -rf $(VENV) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stage that fails leaves no stamp and is repeated; --clear takes away half an environment.
+$(VENV)/.stamp-venv:
+	@docker/install-system.sh --python-only $(PYTHON)
+	@echo "python: a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py docker/constraints.txt
+	@echo "tools: linter, type checker, test runner and this package (half a minute)"
+	@$(pip) "setuptools<81" wheel
+	@$(pip) --no-build-isolation --editable ".[test]"
+	@touch $@
+
+$(VENV)/.stamp-frameworks: $(VENV)/.stamp-tools docker/frameworks.txt
+	@echo "frameworks: PyTorch, TensorFlow, Keras and what the examples use (minutes)"
+	@$(pip) --requirement docker/frameworks.txt
+	@$(pip) --no-build-isolation --editable ".[examples]"
+	@touch $@
+
+$(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh
+	@docker/install-system.sh $(PYTHON)
+	@echo "horovod: from the cache, or built (about 8 minutes on two cores)"
+	@PATH="$(path)" PIP_CONSTRAINT=docker/constraints.txt docker/build-horovod.sh $(VENV)/bin/python
+	@touch $@

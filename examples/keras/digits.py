@@ -1,0 +1,125 @@
+"""Handwritten digits on Keras 3 with `model.fit`.
+
+horovodrun --gloo -np 2 python -m examples.keras.digits --method variance
+"""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from rich.progress import Progress
+
+import hvd_gradcomp.tensorflow.keras as hvd
+from examples import digits
+
+
+def network() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+class Shard(keras.utils.PyDataset):
+    """This rank's batches; another shuffle each epoch, the same on all ranks."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, batch_size: int, seed: int) -> None:
+        super().__init__()
+        self.x, self.y, self.batch_size, self.seed = x, y, batch_size, seed
+        self.epoch = -1
+        self.on_epoch_end()
+
+    def on_epoch_end(self) -> None:
+        self.epoch += 1
+        self.batches = digits.shard(
+            len(self.y), self.batch_size, hvd.rank(), hvd.size(), self.seed + self.epoch
+        )
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.x[self.batches[index]], self.y[self.batches[index]]
+
+
+class Bar(keras.callbacks.Callback):
+    """A progress bar over epochs."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self.bar, self.title = Progress(), title
+
+    def on_train_begin(self, logs: object = None) -> None:
+        self.bar.start()
+        self.task = self.bar.add_task(self.title, total=self.params["epochs"])
+
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+        self.bar.advance(self.task)
+
+    def on_train_end(self, logs: object = None) -> None:
+        self.bar.stop()
+
+
+def main() -> None:
+    options = digits.arguments(__doc__.splitlines()[0])
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    keras.utils.set_random_seed(options.seed)
+    train_x, train_y, test_x, test_y = digits.load()
+    model = network()
+    compressor = digits.METHODS[options.method]
+    if compressor.uses_moments:
+        hvd.track_moments(model)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.Adam(options.learning_rate), compression=compressor
+    )
+    model.compile(
+        optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    if hvd.rank() == 0:
+        callbacks.append(Bar(f"Keras 3, {options.method:<8}"))
+    start = time.perf_counter()
+    model.fit(
+        Shard(train_x, train_y, options.batch_size, options.seed),
+        epochs=options.epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    seconds = time.perf_counter() - start
+    accuracy = model.evaluate(test_x, test_y, verbose=0, return_dict=True)["accuracy"]
+    stats = hvd.compression_stats(optimizer)
+    if hvd.rank() == 0:
+        digits.report(
+            options.result,
+            framework="Keras 3",
+            method=options.method,
+            accuracy=100 * accuracy,
+            element_ratio=stats.element_ratio,
+            ratio=stats.ratio,
+            bytes_sent=stats.bytes_sent,
+            steps=stats.steps,
+            seconds_per_step=seconds / stats.steps,
+        )
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Handwritten digits on PyTorch.
+
+horovodrun --gloo -np 2 python -m examples.pytorch.digits --method variance
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from rich.progress import track
+from torch import nn
+
+import hvd_gradcomp.torch as hvd
+from examples import digits
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def main() -> None:
+    options = digits.arguments(__doc__.splitlines()[0])
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    train_x, train_y, test_x, test_y = (torch.from_numpy(x) for x in digits.load())
+    train_x, test_x = train_x.permute(0, 3, 1, 2), test_x.permute(0, 3, 1, 2)
+    model = network()
+    compressor = digits.METHODS[options.method]
+    if compressor.uses_moments:
+        hvd.track_moments(model)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=options.learning_rate),
+        model.named_parameters(),
+        compression=compressor,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    epochs = range(options.epochs)
+    title = f"PyTorch, {options.method:<8}"
+    start = time.perf_counter()
+    for epoch in track(epochs, title) if hvd.rank() == 0 else epochs:
+        for batch in digits.shard(
+            len(train_y), options.batch_size, hvd.rank(), hvd.size(), options.seed + epoch
+        ):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(train_x[batch]), train_y[batch]).backward()
+            optimizer.step()
+    seconds = time.perf_counter() - start
+    with torch.no_grad():
+        accuracy = (model(test_x).argmax(1) == test_y).float().mean().item()
+    stats = hvd.compression_stats(optimizer)
+    if hvd.rank() == 0:
+        digits.report(
+            options.result,
+            framework="PyTorch",
+            method=options.method,
+            accuracy=100 * accuracy,
+            element_ratio=stats.element_ratio,
+            ratio=stats.ratio,
+            bytes_sent=stats.bytes_sent,
+            steps=stats.steps,
+            seconds_per_step=seconds / stats.steps,
+        )
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Packaging of hvd_gradcomp; `pip install .` needs no framework, the extras bring them."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+package = (here / "hvd_gradcomp" / "__init__.py").read_text(encoding="utf-8")
+version = re.search(r'^__version__ = "([^"]+)"$', package, re.MULTILINE).group(1)
+readme = here / "README.md"
+
+# Horovod is in no extra. Its last release builds against today's frameworks only with the changes
+# of docker/build-horovod.sh: listed here, pip would build it unchanged, for minutes, and fail.
+extras = {
+    "torch": ["torch>=2.0"],
+    # Two wheels of one framework, which overwrite each other's files: take one extra, not both.
+    "tensorflow": ["tensorflow>=2.16", "keras>=3"],
+    "tensorflow-cpu": ["tensorflow-cpu>=2.16", "keras>=3"],
+    # Without frameworks, so that `make check` needs none either.
+    "test": ["hypothesis", "mpi4py>=4", "mypy", "pytest>=8", "pytest-timeout", "ruff"],
+    "examples": ["matplotlib", "rich", "scikit-learn"],
+}
+
+setup(
+    name="hvd_gradcomp",
+    version=version,
+    description="Gradient compression for Horovod: PyTorch, TensorFlow 2 and Keras 3",
+    long_description=readme.read_text(encoding="utf-8") if readme.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.9",
+    packages=find_packages(include=["hvd_gradcomp", "hvd_gradcomp.*"]),
+    package_data={"hvd_gradcomp": ["py.typed"]},
+    install_requires=[],
+    extras_require=extras,
+    keywords="horovod distributed deep-learning gradient compression pytorch tensorflow keras",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.9",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,1 @@
+"""Golden bytes, a file a method; see `tests.golden.bytes_of`."""

@@ -1,0 +1,95 @@
+"""What holds on a GPU: no host read in encode and decode, one collective, few launches."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.torch import TorchOps
+from tests.methods import SPARSE
+
+LAYOUT = Layout(("a", "b", "c"), ((100, 30), (30,), (500,)))
+HOST_READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.unique")
+
+
+class Operators(TorchDispatchMode):
+    """The operators that reach the framework."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        on_host = all(
+            x.dim() == 0 for x in args if isinstance(x, torch.Tensor)
+        ) and isinstance(out, (int, float))
+        if not on_host:  # rungs and counters live on the host anyway
+            self.names.append(str(func))
+        return out
+
+
+def run_step(compressor, ops, state, step):
+    gradient = torch.randn(LAYOUT.size, device=ops.device)
+    program = compressor.aggregate(ops, Context(LAYOUT, 0, 2, step, 1.0, 0.5), gradient, state)
+    with guarded(ops):
+        request = next(program)
+    reply = torch.stack((request.tensor, request.tensor))
+    with guarded(ops):
+        try:
+            program.send(reply)
+        except StopIteration as stop:
+            return stop.value[1]
+    raise AssertionError("more than one collective for a bucket and step")
+
+
+@contextlib.contextmanager
+def guarded(ops):
+    if ops.device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+def test_no_host_read_and_one_collective(compressor, device):
+    """On CUDA by its own check; on a CPU the same verbs are watched for operators that read."""
+    ops = TorchOps(device, static=True)
+    state = compressor.init(ops, LAYOUT)
+    for name in ("layer_of_block",):
+        ops.table(LAYOUT, name)
+    state = run_step(compressor, ops, state, 0)
+    with Operators() as seen:
+        for step in range(1, 4):
+            state = run_step(compressor, ops, state, step)
+    if device == "cpu":  # `require` and the header's int() read on a CPU, where reading is free
+        allowed = {"aten._local_scalar_dense.default", "aten.item.default"}
+        reading = {n for n in seen.names if n.startswith(HOST_READS)} - allowed
+        assert not reading
+
+
+@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+def test_calls_do_not_grow_with_layers(compressor):
+    """Launches a bucket: the same for 3 layers and for 60."""
+    counts = []
+    for layers in (3, 60):
+        layout = Layout(tuple(f"l{i}" for i in range(layers)), ((50,),) * layers)
+        ops = TorchOps(static=True)
+        state = compressor.init(ops, layout)
+        gradient = torch.randn(layout.size)
+        room, _ = compressor.ladder(layout).climb(ops, state.ladder)
+        compressor.encode(ops, layout, room, 0, gradient.clone(), state)
+        with Operators() as seen:
+            compressor.encode(ops, layout, room, 0, gradient, state)
+        counts.append(len(seen.names))
+    assert abs(counts[0] - counts[1]) <= 1 < counts[0] < 150  # one pads the exponents to words

@@ -1,0 +1,44 @@
+"""Golden bytes: what is on the wire stays what it is, on both frameworks."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.ops.torch import TorchOps
+from tests.golden.bytes_of import path_of, run
+from tests.methods import EVERY
+
+
+@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+def test_torch(compressor, torch_ops):
+    sent = run(
+        compressor,
+        torch_ops,
+        lambda x: torch.tensor(x, device=torch_ops.device),
+        lambda x: x.cpu().numpy().tobytes(),
+    )
+    assert sent == json.loads(path_of(compressor).read_text())
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+def test_tensorflow(compressor, static):
+    sent = run(
+        compressor,
+        TensorFlowOps(static),
+        lambda x: tf.constant(np.asarray(x, np.float32)),
+        lambda x: x.numpy().tobytes(),
+    )
+    assert sent == json.loads(path_of(compressor).read_text())
+
+
+@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+def test_static_shapes(compressor):
+    sent = run(compressor, TorchOps(static=True), torch.tensor, lambda x: x.numpy().tobytes())
+    assert sent == json.loads(path_of(compressor).read_text())

@@ -1,0 +1,107 @@
+"""Which module may import what; runs without any framework, by reading the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvd_gradcomp
+
+ROOT = Path(hvd_gradcomp.__file__).parent
+MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
+
+# From the bottom up: a module imports only from its own layer or those before it.
+LAYERS = [
+    {"ops/__init__.py", "validate.py", "stats.py", "collectives.py"},
+    {"layout.py"},
+    {"wire.py", "ladder.py"},
+    {"aggregator.py"},
+    {"exchanges.py"},
+    {
+        "codecs/__init__.py",
+        "codecs/selection.py",
+        "codecs/quantizers.py",
+        "codecs/linear.py",
+        "codecs/sparse.py",
+    },
+    {
+        "algorithms/__init__.py",
+        "algorithms/dense.py",
+        "algorithms/variance.py",
+        "algorithms/hybrid.py",
+        "algorithms/strom.py",
+    },
+    {"__init__.py", "handshake.py", "testing.py"},
+]
+
+
+def imported(module: str) -> set[str]:
+    """Modules imported when this one is, not those behind TYPE_CHECKING or inside functions."""
+    found: set[str] = set()
+
+    def visit(body):
+        for node in body:
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module or "")
+                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                visit(node.orelse)
+            elif isinstance(node, (ast.If, ast.Try)):
+                visit(node.body)
+
+    visit(ast.parse((ROOT / module).read_text()).body)
+    return found
+
+
+def roots(module: str) -> set[str]:
+    return {name.partition(".")[0] for name in imported(module)}
+
+
+def test_every_core_module_has_a_layer():
+    frontends = ("torch/", "tensorflow/", "ops/torch.py", "ops/tensorflow.py")
+    core = {m for m in MODULES if not m.startswith(frontends)}
+    assert core == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_frontends_import_frameworks(module):
+    foreign = roots(module) - set(sys.stdlib_module_names) - {"hvd_gradcomp", ""}
+    allowed: set[str] = set()
+    if module == "ops/torch.py":
+        allowed = {"torch"}
+    elif module == "ops/tensorflow.py":
+        allowed = {"tensorflow"}
+    elif module.startswith("torch/"):
+        allowed = {"torch", "horovod"}
+    elif module.startswith("tensorflow/"):
+        allowed = {"tensorflow", "horovod", "keras"}
+    assert foreign <= allowed
+
+
+@pytest.mark.parametrize("module", sorted(set().union(*LAYERS)))
+def test_imports_point_one_way(module):
+    mine = next(i for i, layer in enumerate(LAYERS) if module in layer)
+    below = set().union(*LAYERS[: mine + 1])
+    for name in imported(module):
+        if not name.startswith("hvd_gradcomp."):
+            continue
+        path = name.split(".")[1:]
+        candidates = {"/".join(path) + ".py", "/".join([*path, "__init__.py"])}
+        target = candidates & set(MODULES)
+        assert target <= below, f"{module} imports {name}, which lies above it"
+
+
+def test_the_package_imports_without_any_framework():
+    code = (
+        "import sys, hvd_gradcomp, hvd_gradcomp.testing, hvd_gradcomp.handshake;"
+        "heavy = {'torch', 'tensorflow', 'keras', 'horovod', 'numpy'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
