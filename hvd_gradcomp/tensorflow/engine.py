@@ -40,7 +40,12 @@ GPU_BUCKET_BYTES = 25 << 20
 
 Layers = Sequence[tuple[str, tuple[int, ...], str]]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-_engines = itertools.count()
+_names = (f"gradcomp.{number}" for number in itertools.count())
+
+
+def next_name() -> str:
+    """The name of the next engine. All ranks take one for each, in the process set or not."""
+    return next(_names)
 
 
 def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
@@ -90,6 +95,8 @@ class Engine:
         predivide: splits the averaging before and after the sum.
         process_set: the ranks that take part.
         sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise Horovod gathers them.
+        settings: what else must be equal on all ranks, for the handshake.
+        name: begins the name of everything that travels; see `next_name`.
         make_variable: makes the variables that hold the state.
     """
 
@@ -103,6 +110,7 @@ class Engine:
         process_set: Any = horovod.global_process_set,
         sparse_as_dense: bool = False,
         settings: str = "",
+        name: str | None = None,
         make_variable: Callable[[str, tf.Tensor], tf.Variable] = new_variable,
     ) -> None:
         self.layers, self.compressor, self.op = list(layers), compressor, op
@@ -114,7 +122,7 @@ class Engine:
             f"op={'Average' if average else 'Sum'}, gradient_predivide_factor={predivide}, "
             f"sparse_as_dense={sparse_as_dense}{settings}"
         )
-        self.name = f"gradcomp.{next(_engines)}"
+        self.name = name or next_name()
         self.ops = TensorFlowOps()
         self.agreed = False
         native = []

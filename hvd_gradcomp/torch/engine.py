@@ -46,7 +46,12 @@ _DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-_engines = itertools.count()
+_names = (f"gradcomp.{number}" for number in itertools.count())
+
+
+def next_name() -> str:
+    """The name of the next engine. All ranks take one for each, in the process set or not."""
+    return next(_names)
 
 
 @dataclass
@@ -98,6 +103,7 @@ class Engine:
         named_parameters: (name, parameter) of everything that is reduced; the order is the same
             on all ranks.
         compressor: what runs.
+        name: begins the name of everything that travels; see `next_name`.
         prescale, postscale: see `Context`.
         process_set: the ranks that take part.
         passes: backward passes for each exchange.
@@ -111,6 +117,7 @@ class Engine:
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
         compressor: Compressor,
         *,
+        name: str,
         prescale: float,
         postscale: float,
         process_set: Any,
@@ -125,7 +132,7 @@ class Engine:
         self.passes = passes
         self.batch_size = batch_size
         self.settings = settings
-        self.name = f"gradcomp.{next(_engines)}"
+        self.name = name
         self.steps = 0
         self._bytes_sent = self._bytes_received = 0
         self._sparse_elements = 0

@@ -19,7 +19,7 @@ from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch import checkpoint, moments
-from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.engine import Engine, next_name
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
 
@@ -96,7 +96,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    cls = type(distributed)
+    cls, title = type(distributed), next_name()
     _check_seam(cls)
     average = op == horovod.Average
     world = process_set.size() if process_set.included() else 1
@@ -111,6 +111,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     distributed._gradcomp = Engine(
         _reduced(distributed, named_parameters),
         compressor,
+        name=title,
         prescale=1.0 / factor if average else 1.0,
         postscale=factor / world if average else 1.0,
         process_set=process_set,

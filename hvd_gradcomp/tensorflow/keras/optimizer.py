@@ -15,7 +15,13 @@ import keras
 import tensorflow as tf
 
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, as_compressor, check_arguments
+from hvd_gradcomp.tensorflow.engine import (
+    LOGGER,
+    Engine,
+    as_compressor,
+    check_arguments,
+    next_name,
+)
 from hvd_gradcomp.tensorflow.tape import named_layers
 
 
@@ -129,7 +135,7 @@ class _Reducing:
         self._moments = None  # left here by `track_moments`, for the `apply` that follows
         self._compressor = compressor
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
-        self._settings = settings
+        self._settings = {**settings, "name": next_name()}
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, and those of the exchange after them."""

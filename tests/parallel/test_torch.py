@@ -1,0 +1,60 @@
+"""PyTorch over real Horovod."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.methods import EVERY
+from tests.parallel.launch import launch
+
+pytestmark = pytest.mark.parallel
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")], ids=str
+)
+def test_replicas_are_identical_after_200_steps(ranks, backend, tmp_path):
+    results = launch("torch_replicas", ranks, backend, tmp_path, "200")
+    assert set(results[0]) == {repr(c) for c in EVERY}
+    for result in results:
+        assert result == results[0]
+    assert len({digest for digest, _ in results[0].values()}) == len(EVERY)
+
+
+def test_no_compression_equals_stock_horovod(tmp_path):
+    for result in launch("torch_stock", 2, "gloo", tmp_path):
+        for name, (ours, theirs) in result["pairs"].items():
+            assert ours == theirs, name
+        assert "import hvd_gradcomp.torch as hvd" in result["message"]
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(3, "gloo"), (2, "mpi")], ids=str)
+def test_what_users_do(ranks, backend, tmp_path):
+    results = launch("torch_features", ranks, backend, tmp_path, str(ranks))
+    for name in results[0]:
+        assert len({r[name] for r in results if name in r}) == 1, name
+
+
+MESSAGES = {
+    "before init": "call hvd.init() before",
+    "groups": "groups= and num_groups= bypass compression",
+    "num_groups": "groups= and num_groups= bypass compression",
+    "adasum": "op must be hvd.Average or hvd.Sum",
+    "no compressor": "compression must be a compressor of hvd_gradcomp",
+    "untracked": "needs hvd.track_moments(model)",
+    "one pass": "backward_passes_per_step of at least 2",
+    "half named": "were not named",
+    "repeated names": "must be unique",
+    "integers": "only real floating point is reduced",
+    "stats": "pass the optimizer that hvd_gradcomp.torch.DistributedOptimizer returned",
+    "different models": "parameter 0.weight: (3, 4) float32 on rank 0, (4, 4) float32 on rank 1",
+    "different compressors": "StromCompressor(tau=1.1) on rank 1",
+    "damaged payload": "PayloadError: rank 1 sent a damaged payload",
+    "different sizes": "payloads of different sizes",
+}
+
+
+def test_bad_input_is_an_error_on_all_ranks(tmp_path):
+    for result in launch("torch_errors", 2, "gloo", tmp_path, deadline=120):
+        for name, message in MESSAGES.items():
+            assert message in result[name], name

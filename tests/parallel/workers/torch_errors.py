@@ -1,0 +1,121 @@
+"""Bad input: every rank writes the error that it got."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+import hvd_gradcomp.torch as hvd
+from tests.parallel.workers.results import write
+
+
+def errors_of(cases) -> dict[str, str]:
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = "nothing was raised"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def make(model=None, **options):
+    model = model or nn.Linear(3, 2)
+    names = options.pop("named_parameters", list(model.named_parameters()))
+    compression = options.pop("compression", hvd.StromCompressor())
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), names, compression=compression, **options
+    )
+
+
+def different_models():
+    model = nn.Sequential(nn.Linear(4, 3 + hvd.rank()), nn.Linear(3 + hvd.rank(), 2))
+    optimizer = make(model)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def different_compressors():
+    optimizer = make(model := nn.Linear(3, 2), compression=hvd.StromCompressor(0.1 + hvd.rank()))
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def damaged_payload():
+    model = nn.Linear(3, 2)
+    optimizer = make(model)
+    engine = optimizer._gradcomp
+    submit = engine._submit
+
+    def tampered(bucket, request):
+        if hvd.rank() == 1:
+            request.tensor[40] ^= 8
+        return submit(bucket, request)
+
+    engine._submit = tampered
+    before = model.weight.detach().clone()
+    try:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    finally:
+        assert torch.equal(model.weight, before), "a wrong gradient was applied"
+
+
+def different_sizes():
+    model = nn.Linear(3, 2)
+    optimizer = make(model)
+    engine = optimizer._gradcomp
+    if hvd.rank() == 1:
+        bucket = engine.buckets[0]
+        ladder = bucket.state.ladder._replace(needed=torch.tensor(40), rung=torch.tensor(3))
+        bucket.state = bucket.state._replace(ladder=ladder)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def half_named():
+    model = nn.Linear(3, 2)
+    make(model, named_parameters=[("weight", model.weight)])
+
+
+def repeated_names():
+    model = nn.Linear(3, 2)
+    make(model, named_parameters=[("w", model.weight), ("w", model.bias)])
+
+
+def main(folder: str) -> None:
+    try:
+        make()
+        before_init = "nothing was raised"
+    except ValueError as error:
+        before_init = str(error)
+    hvd.init()
+    torch.set_num_threads(1)
+    found = errors_of(
+        {
+            "groups": lambda: make(groups=2),
+            "num_groups": lambda: make(num_groups=2),
+            "adasum": lambda: make(op=hvd.Adasum),
+            "no compressor": lambda: make(compression="variance"),
+            "untracked": lambda: make(compression=hvd.VarianceCompressor(moments="sample")),
+            "one pass": lambda: make(compression=hvd.VarianceCompressor(moments="microbatch")),
+            "half named": half_named,
+            "repeated names": repeated_names,
+            "integers": lambda: make(nn.Linear(3, 2).to(torch.complex64)),
+            "stats": lambda: hvd.compression_stats(torch.optim.SGD([torch.ones(1)], lr=1)),
+            "different models": different_models,
+            "different compressors": different_compressors,
+            "damaged payload": damaged_payload,
+            "different sizes": different_sizes,
+        }
+    )
+    found["before init"] = before_init
+    write(folder, hvd.rank(), found)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,226 @@
+"""Everything that a user of Horovod's optimizer does, with a compressor; replicas must agree."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hvd_gradcomp.torch as hvd
+from tests.parallel.workers.results import digest, write
+
+COMPRESSOR = hvd.HybridCompressor(tau=0.01, alpha=0.5, moments="step")
+
+
+def distributed(model, optimizer=None, compression=COMPRESSOR, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression=compression, **options
+    )
+
+
+def linear(*sizes):
+    torch.manual_seed(1)
+    layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])]
+    return nn.Sequential(*layers)
+
+
+def batches(steps, *shape):
+    generator = torch.Generator().manual_seed(10 + hvd.rank())
+    for _ in range(steps):
+        yield torch.randn(*shape, generator=generator)
+
+
+def no_gradient_on_some_ranks():
+    model = linear(10, 10, 3)
+    optimizer = distributed(model)
+    for step, x in enumerate(batches(12, 4, 10)):
+        optimizer.zero_grad(set_to_none=True)
+        used = model if (step + hvd.rank()) % 3 else model[1]
+        used(x).square().sum().backward()
+        optimizer.step()
+    return model
+
+
+def shared_parameters():
+    model = linear(10, 10)
+    model.tied = model[0]
+    optimizer = distributed(model)
+    for x in batches(12, 4, 10):
+        optimizer.zero_grad(set_to_none=False)
+        model.tied(model(x)).square().sum().backward()
+        optimizer.step()
+    return model
+
+
+def sparse_gradients(as_dense):
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"table": nn.Embedding(50, 4, sparse=True), "head": nn.Linear(4, 2)})
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = distributed(model, plain, sparse_as_dense=as_dense)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(12):
+        tokens = torch.randint(0, 50, (6,), generator=generator)
+        optimizer.zero_grad()
+        model["head"](model["table"](tokens)).square().sum().backward()
+        optimizer.step()
+    return model
+
+
+def reduced_precision(dtype):
+    model = linear(10, 10, 3).to(dtype)
+    optimizer = distributed(model)
+    for x in batches(12, 4, 10):
+        optimizer.zero_grad()
+        model(x.to(dtype)).square().sum().backward()
+        optimizer.step()
+    assert all(p.dtype == dtype and p.grad.dtype == dtype for p in model.parameters())
+    return model
+
+
+def closure(kind):
+    model = linear(10, 3)
+    optimizer = distributed(model, kind(model.parameters(), lr=0.05))
+    for x in batches(8, 4, 10):
+
+        def loss(x=x):
+            optimizer.zero_grad()
+            value = model(x).square().sum()
+            value.backward()
+            return value
+
+        assert optimizer.step(loss) is not None
+    return model
+
+
+def clipping():
+    model = linear(10, 10, 3)
+    optimizer = distributed(model)
+    for x in batches(12, 4, 10):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return model
+
+
+def micro_batches(moments, batch_size=None):
+    model = linear(10, 10, 3)
+    compressor = hvd.VarianceCompressor(alpha=0.5, moments=moments)
+    optimizer = distributed(
+        model, None, compressor, backward_passes_per_step=4, batch_size=batch_size
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    for x in batches(12, 16, 10):
+        optimizer.zero_grad()
+        for piece in x.split(4):
+            (model(piece).square().mean() / 4).backward()
+        optimizer.step()
+        scheduler.step()
+    return model
+
+
+def operations(**options):
+    model = linear(10, 3)
+    optimizer = distributed(model, **options)
+    for x in batches(12, 4, 10):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def checkpoint():
+    """A state that is saved and loaded continues as if nothing had happened, on its own rank."""
+    ends = []
+    for stop in (None, 6):
+        model = linear(10, 10, 3)
+        optimizer = distributed(model)
+        for step, x in enumerate(batches(12, 4, 10)):
+            if step == stop:
+                saved = model.state_dict(), optimizer.state_dict()
+                model = linear(10, 10, 3)
+                optimizer = distributed(model)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            optimizer.zero_grad()
+            functional.mse_loss(model(x), x[:, :3]).backward()
+            optimizer.step()
+        ends.append(digest(p.detach().numpy() for p in model.parameters()))
+    assert ends[0] == ends[1]
+    return model
+
+
+def rank_zeros_state():
+    """Rank 0's state_dict, broadcast to all, does not bring its residual to the others."""
+    model = linear(10, 3)
+    optimizer = distributed(model, compression=hvd.StromCompressor(tau=1e6))
+    for x in batches(3, 4, 10):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    state = optimizer._gradcomp.buckets[0].state
+    own = state.memory.r.clone()
+    assert own.any()
+    received = hvd.broadcast_object(optimizer.state_dict(), 0)
+    optimizer.load_state_dict(received)
+    assert torch.equal(optimizer._gradcomp.buckets[0].state.memory.r, own)
+    return model
+
+
+def two_optimizers():
+    """As in a GAN: both exchange, under their own names."""
+    models = [linear(10, 5), linear(5, 10)]
+    optimizers = [distributed(m) for m in models]
+    for x in batches(8, 4, 10):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        models[1](models[0](x)).square().mean().backward()
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+    return nn.ModuleList(models)
+
+
+def main(folder: str, ranks: str) -> None:
+    subset = hvd.ProcessSet(range(int(ranks) - 1))
+    hvd.init(process_sets=[subset])
+    torch.set_num_threads(1)
+    cases = {
+        "no gradient": no_gradient_on_some_ranks,
+        "shared": shared_parameters,
+        "sparse": lambda: sparse_gradients(False),
+        "sparse as dense": lambda: sparse_gradients(True),
+        "float16": lambda: reduced_precision(torch.float16),
+        "bfloat16": lambda: reduced_precision(torch.bfloat16),
+        "float64": lambda: reduced_precision(torch.float64),
+        "closure": lambda: closure(torch.optim.SGD),
+        "closure, several times": lambda: closure(torch.optim.LBFGS),
+        "clipping": clipping,
+        "micro-batches": lambda: micro_batches("microbatch"),
+        "micro-batches, auto": lambda: micro_batches("auto", batch_size=16),
+        "sum": lambda: operations(op=hvd.Sum),
+        "predivide": lambda: operations(gradient_predivide_factor=4.0),
+        "process set": lambda: operations(process_set=subset),
+        "small buckets": lambda: operations(bucket_bytes=64),
+        "horovod's fp16": lambda: operations(compression=hvd.Compression.fp16),
+        "no compression": lambda: operations(compression=None),
+        "checkpoint": checkpoint,
+        "rank 0's state": rank_zeros_state,
+        "two optimizers": two_optimizers,
+    }
+    result = {}
+    for name, case in cases.items():
+        print("case:", name, flush=True)  # the last one is what hangs, should one hang
+        model = case()
+        if name != "process set" or subset.included():
+            result[name] = digest(p.detach().double().numpy() for p in model.parameters())
+    write(folder, hvd.rank(), result)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,52 @@
+"""Trains with every method for some steps and writes a digest of the parameters for each."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+import hvd_gradcomp.torch as hvd
+from tests.methods import EVERY
+from tests.parallel.workers.results import digest, write
+
+
+def main(folder: str, steps: int) -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    result = {}
+    for compressor in EVERY:
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10)
+        )
+        tracker = hvd.track_moments(model) if compressor.uses_moments else None
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.01),
+            model.named_parameters(),
+            compression=compressor,
+            bucket_bytes=4096,
+        )
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        generator = torch.Generator().manual_seed(100 + hvd.rank())
+        for _ in range(steps):
+            x = torch.randn(8, 1, 8, 8, generator=generator)
+            y = torch.randint(0, 10, (8,), generator=generator)
+            optimizer.zero_grad()
+            (20 * nn.functional.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+        stats = hvd.compression_stats(optimizer)
+        assert stats.steps == steps and stats.bytes_sent > 0
+        if tracker is not None:
+            assert 0 < stats.elements_sent < stats.elements
+            tracker.remove()
+        parameters = [p.detach().numpy() for p in model.parameters()]
+        result[repr(compressor)] = [digest(parameters), float(sum(abs(p).sum() for p in parameters))]
+    write(folder, hvd.rank(), result)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
