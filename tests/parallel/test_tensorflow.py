@@ -1,0 +1,59 @@
+"""TensorFlow and Keras 3 over real Horovod."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.methods import EVERY
+from tests.parallel.launch import launch
+
+pytestmark = pytest.mark.parallel
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "backend"),
+    [
+        ("fit", 2, "gloo"),
+        ("fit", 4, "mpi"),
+        ("graph", 4, "gloo"),
+        ("graph", 2, "mpi"),
+        ("eager", 2, "gloo"),
+        ("passes", 2, "gloo"),
+    ],
+    ids=str,
+)
+def test_replicas_are_identical_after_200_steps(kind, ranks, backend, tmp_path):
+    results = launch("tensorflow_replicas", ranks, backend, tmp_path, kind, "200", deadline=400)
+    assert set(results[0]) == {repr(c) for c in EVERY}
+    for result in results:
+        assert result == results[0]
+    assert len({digest for digest, _ in results[0].values()}) == len(EVERY)
+
+
+MESSAGES = {
+    "before init": "call hvd.init() before",
+    "groups": "groups= and num_groups= bypass compression",
+    "keras groups": "groups= and num_groups= bypass compression",
+    "adasum": "op must be hvd.Average or hvd.Sum",
+    "no compressor": "compression must be a compressor of hvd_gradcomp",
+    "no moments": "needs moments= here",
+    "no optimizer": "expected a Keras 3 optimizer",
+    "passes": "backward_passes_per_step must be at least 1",
+    "accumulation": "use backward_passes_per_step=",
+    "one pass": "backward_passes_per_step of at least 2",
+    "stats": "no exchange is known",
+    "inside stock": "import hvd_gradcomp.tensorflow as hvd",
+    "xla": "jit_compile=False",
+    "xla switched off": "nothing was raised",
+    "different models": "(3, 2) float32 on rank 0",
+}
+
+
+def test_like_stock_horovod_and_bad_input(tmp_path):
+    results = launch("tensorflow_features", 2, "gloo", tmp_path)
+    for result in results:
+        for name, (ours, theirs) in result["pairs"].items():
+            assert ours == theirs, name
+        assert result["replicas"] == results[0]["replicas"]
+        for name, message in MESSAGES.items():
+            assert message in result["errors"][name], name

@@ -1,0 +1,183 @@
+"""Comparison with stock Horovod, dtypes, sparse gradients and bad input on TensorFlow."""
+
+from __future__ import annotations
+
+import sys
+
+import horovod.tensorflow as stock
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_gradcomp.tensorflow as hvd
+from hvd_gradcomp.tensorflow.keras import DistributedOptimizer
+from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.torch_errors import errors_of
+
+
+def train(module, dtype="float32", graph=True, steps=10, **options):
+    """Plain descent on a small model; returns a digest of the weights."""
+    random = np.random.default_rng(1)
+    weights = [
+        tf.Variable(tf.cast(random.standard_normal(shape) * 0.1, dtype))
+        for shape in ((30, 20), (20, 5))
+    ]
+    rows = np.random.default_rng(10 + hvd.rank()).standard_normal((steps, 8, 30))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = tf.reduce_mean(tf.square(tf.tanh(x @ weights[0]) @ weights[1]))
+        tape = module.DistributedGradientTape(tape, **options)
+        for w, g in zip(weights, tape.gradient(y, weights)):
+            w.assign_sub(tf.cast(0.5, dtype) * g)
+
+    run = tf.function(step) if graph else step
+    for x in rows:
+        run(tf.cast(x, dtype))
+    return digest(tf.cast(w, tf.float64).numpy() for w in weights)
+
+
+def stock_pairs():
+    sparse = hvd.StromCompressor(tau=0.01)
+    pairs = {
+        name: [
+            train(hvd, compression=hvd.NoneCompressor(), **options),
+            train(stock, **options),
+        ]
+        for name, options in {
+            "float32": {},
+            "float64": {"dtype": "float64"},
+            "float16": {"dtype": "float16"},
+            "eager": {"graph": False},
+            "sum": {"op": hvd.Sum},
+            "predivide": {"gradient_predivide_factor": 3.0},
+        }.items()
+    }
+    pairs["fp16"] = [
+        train(hvd, compression=hvd.FP16Compressor()),
+        train(stock, compression=stock.Compression.fp16),
+    ]
+    pairs["ours inside stock"] = [
+        train(stock, compression=hvd.NoneCompressor()),
+        pairs["float32"][1],
+    ]
+    pairs["eager and graph"] = [
+        train(hvd, compression=sparse, graph=False),
+        train(hvd, compression=sparse),
+    ]
+    return pairs
+
+
+def embedding(as_dense):
+    table = tf.Variable(np.random.default_rng(1).standard_normal((50, 4)).astype(np.float32))
+    random = np.random.default_rng(10 + hvd.rank())
+    for _ in range(8):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(tf.square(tf.gather(table, random.integers(0, 50, 6))))
+        tape = hvd.DistributedGradientTape(
+            tape, compression=hvd.StromCompressor(), sparse_as_dense=as_dense
+        )
+        (gradient,) = tape.gradient(value, [table])
+        assert isinstance(gradient, tf.IndexedSlices) != as_dense
+        table.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+    return digest([table.numpy()])
+
+
+def micro_batches():
+    w = tf.Variable(np.random.default_rng(1).standard_normal((10, 3)).astype(np.float32))
+    random = np.random.default_rng(10 + hvd.rank())
+    for _ in range(8):
+        x = tf.constant(random.standard_normal((16, 10)).astype(np.float32))
+        _, gradients, moments = hvd.microbatch_gradients(
+            lambda piece: tf.reduce_mean(tf.square(piece @ w)), [w], [x], 4
+        )
+        compressor = hvd.VarianceCompressor(alpha=0.5, moments="microbatch")
+        (gradient,) = hvd.reduce_gradients(gradients, [w], compressor, moments=moments)
+        w.assign_sub(0.1 * gradient)
+    return digest([w.numpy()])
+
+
+def tape(**options):
+    with tf.GradientTape() as plain:
+        pass
+    return hvd.DistributedGradientTape(plain, **options)
+
+
+def optimizer(**options):
+    return DistributedOptimizer(
+        options.pop("optimizer", None) or keras.optimizers.SGD(0.1), **options
+    )
+
+
+def different_models():
+    w = tf.Variable(tf.ones((3 + hvd.rank(), 2)))
+    with tf.GradientTape() as plain:
+        value = tf.reduce_sum(w)
+    hvd.DistributedGradientTape(plain, compression=hvd.StromCompressor()).gradient(value, [w])
+
+
+def xla():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer(compression=hvd.StromCompressor()), "mse", jit_compile=True)
+    model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0)
+
+
+def xla_switched_off():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer(compression=hvd.StromCompressor()), "mse", jit_compile=True)
+    from hvd_gradcomp.tensorflow.keras import callbacks
+
+    broadcast = callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0, callbacks=[broadcast])
+
+
+def inside_stock():
+    train(stock, compression=hvd.VarianceCompressor())
+
+
+def main(folder: str) -> None:
+    try:
+        tape()
+        before_init = "nothing was raised"
+    except ValueError as error:
+        before_init = str(error)
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    replicas = {
+        "bfloat16": train(hvd, "bfloat16", compression=hvd.StromCompressor(tau=0.01)),
+        "float16": train(hvd, "float16", compression=hvd.StromCompressor(tau=0.01)),
+        "float64": train(hvd, "float64", compression=hvd.StromCompressor(tau=0.01)),
+        "bfloat16, dense": train(hvd, "bfloat16", compression=hvd.NoneCompressor()),
+        "embedding": embedding(False),
+        "embedding as dense": embedding(True),
+        "micro-batches": micro_batches(),
+    }
+    errors = errors_of(
+        {
+            "groups": lambda: tape(groups=2),
+            "adasum": lambda: tape(op=hvd.Adasum),
+            "no compressor": lambda: tape(compression=3),
+            "no moments": lambda: tape(compression=hvd.VarianceCompressor(moments="sample")),
+            "keras groups": lambda: optimizer(num_groups=2),
+            "no optimizer": lambda: optimizer(optimizer=3.0),
+            "passes": lambda: optimizer(backward_passes_per_step=0),
+            "accumulation": lambda: optimizer(
+                optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+            ),
+            "one pass": lambda: optimizer(
+                compression=hvd.VarianceCompressor(moments="microbatch")
+            ),
+            "stats": lambda: hvd.compression_stats([tf.Variable(1.0)]),
+            "inside stock": inside_stock,
+            "xla": xla,
+            "xla switched off": xla_switched_off,
+            "different models": different_models,
+        }
+    )
+    errors["before init"] = before_init
+    write(folder, hvd.rank(), {"pairs": stock_pairs(), "replicas": replicas, "errors": errors})
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
