@@ -105,9 +105,7 @@ class Step:
                 flat[offset : offset + size].view(x.shape).copy_(x)
 
     def encode(self, bucket: int) -> None:
-        context = Context(
-            self.layouts[bucket], 0, self.ranks, self.step, 1.0, 1.0 / self.ranks
-        )
+        context = Context(self.layouts[bucket], 0, self.ranks, self.step, 1.0, 1.0 / self.ranks)
         extra = {"moment": self.moments[bucket]} if self.compressor.uses_moments else {}
         program = self.compressor.aggregate(
             self.ops, context, self.gradients[bucket], self.states[bucket], **extra
@@ -254,9 +252,7 @@ def _ratio(compressor: Compressor) -> float:
         gradient = torch.zeros(layout.size)
         gradient[:50_000].normal_(generator=generator)
         extra = {"moment": gradient * gradient} if compressor.uses_moments else {}
-        program = compressor.aggregate(
-            ops, Context(layout, 0, 1, step), gradient, state, **extra
-        )
+        program = compressor.aggregate(ops, Context(layout, 0, 1, step), gradient, state, **extra)
         try:
             program.send(next(program).tensor[None])
         except StopIteration as stop:

@@ -37,9 +37,7 @@ def run(module: str, method: str, ranks: int, epochs: int, seed: int) -> dict[st
         command += ["--method", method, "--epochs", str(epochs), "--seed", str(seed)]
         command += ["--result", str(result)]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(
-            command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode or not result.exists():
             sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         return dict(json.loads(result.read_text()))

@@ -1,5 +1,7 @@
-"""A world of P ranks in one process, in lockstep: programs run as they do over Horovod, and every
-tensor that would travel can be looked at, or damaged, on its way.
+"""A world of P ranks in one process, in lockstep.
+
+Programs run as they do over Horovod, and every tensor that would travel can be looked at, or
+damaged, on its way.
 
 >>> import torch
 >>> from hvd_gradcomp import StromCompressor

@@ -119,8 +119,10 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
             "compressor on all ranks": front[:, 1] == expected.digest,
             "rank {ranks} is at another step; load the same checkpoint on all ranks": front[:, 2]
             == expected.step,
-            "rank {ranks} uses another payload size; load the same checkpoint on all "
-            "ranks": front[:, 3] == expected.rung,
+            "rank {ranks} uses another payload size; load the same checkpoint on all ranks": front[
+                :, 3
+            ]
+            == expected.rung,
         },
         PayloadError,
     )

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.layout import Layout
-from hvd_gradcomp.ladder import Rung
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -196,4 +195,3 @@ class Masked(Selection):
         dense = ops.where(self.mask, code + 1, 0)
         index = ops.where(self.mask, ops.arange(layout.size), layout.sink)
         return dense, self._sent(self.mask, index, code)
-

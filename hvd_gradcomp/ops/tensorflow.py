@@ -185,7 +185,11 @@ class TensorFlowOps(Ops):
         return tf.reduce_sum(tf.cast(tf.constant(ascending, tf.int64) < x, tf.int64))
 
     def choice(self, values: Sequence[int], index: Any) -> Any:
-        return values[index] if isinstance(index, int) else tf.gather(tf.constant(values, tf.int64), index)
+        return (
+            values[index]
+            if isinstance(index, int)
+            else tf.gather(tf.constant(values, tf.int64), index)
+        )
 
     def require(
         self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError

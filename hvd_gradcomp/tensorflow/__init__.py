@@ -1,10 +1,10 @@
 """Drop-in for `horovod.tensorflow`: all of it, with gradient compression.
 
-    -import horovod.tensorflow as hvd
-    +import hvd_gradcomp.tensorflow as hvd
-    ...
-    -tape = hvd.DistributedGradientTape(tape)
-    +tape = hvd.DistributedGradientTape(tape, compression=hvd.VarianceCompressor(alpha=2))
+-import horovod.tensorflow as hvd
++import hvd_gradcomp.tensorflow as hvd
+...
+-tape = hvd.DistributedGradientTape(tape)
++tape = hvd.DistributedGradientTape(tape, compression=hvd.VarianceCompressor(alpha=2))
 """
 
 from horovod.tensorflow import *  # noqa: F403
@@ -20,5 +20,4 @@ from hvd_gradcomp.tensorflow.tape import (
     reduce_gradients,
 )
 
-
-__all__ = [name for name in dir() if not name.startswith("_")]  # noqa: PLE0605
+__all__ = [name for name in dir() if not name.startswith("_")]

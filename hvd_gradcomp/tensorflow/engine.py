@@ -148,9 +148,7 @@ class Engine:
             ]
         self._eager = tf.function(self._reduce, autograph=False)
 
-    def reduce(
-        self, gradients: Sequence[Any], moments: Sequence[Any] | None = None
-    ) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], moments: Sequence[Any] | None = None) -> list[Any]:
         """One exchange.
 
         Args:
@@ -210,9 +208,7 @@ class Engine:
                 self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]]
             )
             flat = self._flat(bucket, dense, layout.dtype)
-            programs.append(
-                [self.compressor.aggregate(self.ops, context, flat, state, **extra)]
-            )
+            programs.append([self.compressor.aggregate(self.ops, context, flat, state, **extra)])
         # All first rounds come before any second one, as far as an eager run is concerned.
         for bucket, stack in enumerate(programs):
             requests.append(self._advance(stack, None, results, bucket))
@@ -232,9 +228,7 @@ class Engine:
                 variable.assign(value)
             self._cut(bucket, total, dense, reduced)
         for place, gradient in sparse.items():
-            reduced[place] = horovod.allreduce(
-                gradient, op=self.op, process_set=self.process_set
-            )
+            reduced[place] = horovod.allreduce(gradient, op=self.op, process_set=self.process_set)
         self.steps.assign_add(1)
         return reduced
 
@@ -242,9 +236,7 @@ class Engine:
         layout = self.layouts[bucket]
         ends = (*layout.offsets[1:], layout.size)
         pieces = []
-        for place, size, start, end in zip(
-            self.places[bucket], layout.sizes, layout.offsets, ends
-        ):
+        for place, size, start, end in zip(self.places[bucket], layout.sizes, layout.offsets, ends):
             value = values[place]
             if value is None:
                 pieces.append(tf.zeros((size,), dtype))
@@ -299,8 +291,12 @@ class Engine:
             reply = mpi_ops.allgather(tensor, **shared)
             same = tf.debugging.Assert(
                 tf.equal(tf.size(reply), world * tf.size(tensor)),
-                [f"the ranks sent payloads of different sizes for {title}: load the same "
-                 "checkpoint on all ranks", tf.size(reply), tf.size(tensor)],
+                [
+                    f"the ranks sent payloads of different sizes for {title}: load the same "
+                    "checkpoint on all ranks",
+                    tf.size(reply),
+                    tf.size(tensor),
+                ],
             )
             with tf.control_dependencies([] if same is None else [same]):
                 reply = tf.reshape(reply, tf.concat(([world], tf.shape(tensor)), 0))

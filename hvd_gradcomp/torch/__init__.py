@@ -1,11 +1,11 @@
 """Drop-in for `horovod.torch`: all of it, with gradient compression in `DistributedOptimizer`.
 
-    -import horovod.torch as hvd
-    +import hvd_gradcomp.torch as hvd
-    ...
-    -optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    +optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
-    +                                     compression=hvd.VarianceCompressor(alpha=2))
+-import horovod.torch as hvd
++import hvd_gradcomp.torch as hvd
+...
+-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
++optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
++                                     compression=hvd.VarianceCompressor(alpha=2))
 """
 
 from horovod.torch import *  # noqa: F403
@@ -16,4 +16,4 @@ from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer, compression_stats
 
-__all__ = [name for name in dir() if not name.startswith("_")]  # noqa: PLE0605
+__all__ = [name for name in dir() if not name.startswith("_")]

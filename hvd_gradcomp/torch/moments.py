@@ -28,11 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-Tensor = torch.Tensor
 PerSample = Callable[[Any, Tensor, Tensor], dict[str, Tensor]]
 
 
@@ -198,8 +197,8 @@ def _inputs(module: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor
         x = x.to(wide)
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         batch = module.training or module.running_mean is None
-        mean = None if batch else module.running_mean.to(wide)  # type: ignore[union-attr]
-        variance = None if batch else module.running_var.to(wide)  # type: ignore[union-attr]
+        mean = None if batch else module.running_mean.to(wide)
+        variance = None if batch else module.running_var.to(wide)
         x = functional.batch_norm(x, mean, variance, training=batch, eps=module.eps)
     return x, delta.to(wide)
 

@@ -187,7 +187,7 @@ def _reduced(
     return [(names[p], p) for p in order if p in trained and p.requires_grad]
 
 
-def _methods(cls: type) -> dict[str, Callable[..., Any]]:
+def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
     """What replaces Horovod's methods in the class that it made for this one optimizer."""
 
     def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Callable[[], Any], None]:
@@ -252,7 +252,7 @@ def _methods(cls: type) -> dict[str, Callable[..., Any]]:
             checkpoint.load(self._gradcomp, state_dict["gradcomp"])
         stock_load(self, plain)
 
-    stock_synchronize, stock_step = cls.synchronize, cls.step  # type: ignore[attr-defined]
-    stock_load = cls.load_state_dict  # type: ignore[attr-defined]
+    stock_synchronize, stock_step = cls.synchronize, cls.step
+    stock_load = cls.load_state_dict
     replaced = (_allreduce_grad_async, synchronize, step, zero_grad, state_dict, load_state_dict)
     return {method.__name__: method for method in replaced}

@@ -1,6 +1,6 @@
 """Bytes that a released format must go on producing.
 
-    python -m tests.golden.bytes_of      writes those that are missing; never overwrites one
+python -m tests.golden.bytes_of      writes those that are missing; never overwrites one
 """
 
 from __future__ import annotations

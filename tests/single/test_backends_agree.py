@@ -56,7 +56,9 @@ def run(compressor, ops, make, data, moments):
         extra = {}
         if moments is not None and compressor.uses_moments:
             extra["moment"] = [world.flat([make(x) for x in split(m)]) for m in moments[step]]
-        results.append(world.step([world.flat([make(x) for x in split(g)]) for g in ranks], **extra))
+        results.append(
+            world.step([world.flat([make(x) for x in split(g)]) for g in ranks], **extra)
+        )
         wire.append([np.asarray(r.tensor).tobytes() for r in world.traffic[0]])
     states = [[np.asarray(x).tobytes() for _, x in leaves(s)] for s in world.states]
     return wire, [[np.asarray(x) for x in step] for step in results], states

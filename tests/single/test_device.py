@@ -26,9 +26,9 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        on_host = all(
-            x.dim() == 0 for x in args if isinstance(x, torch.Tensor)
-        ) and isinstance(out, (int, float))
+        on_host = all(x.dim() == 0 for x in args if isinstance(x, torch.Tensor)) and isinstance(
+            out, (int, float)
+        )
         if not on_host:  # rungs and counters live on the host anyway
             self.names.append(str(func))
         return out

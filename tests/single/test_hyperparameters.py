@@ -81,9 +81,9 @@ def test_alpha_is_any_positive_number(alpha):
 def test_stock_horovod_is_told_which_import_to_use(compressor):
     import tensorflow as tf
 
-    with pytest.raises(TypeError, match="import hvd_gradcomp.torch as hvd"):
+    with pytest.raises(TypeError, match=r"import hvd_gradcomp\.torch as hvd"):
         compressor.compress(torch.ones(3))
-    with pytest.raises(TypeError, match="import hvd_gradcomp.tensorflow as hvd"):
+    with pytest.raises(TypeError, match=r"import hvd_gradcomp\.tensorflow as hvd"):
         compressor.compress(tf.ones(3))
 
 

@@ -47,9 +47,8 @@ def draw(model):
 
 
 def tracked(model, x):
-    with tf.GradientTape() as tape:
-        with moments._noting() as uses:
-            value = loss_of(model, x)
+    with tf.GradientTape() as tape, moments._noting() as uses:
+        value = loss_of(model, x)
     weights = model.trainable_weights
     sources = [w.value for w in weights], [use.output for use in uses]
     gradients, deltas = tape.gradient(value, sources)

@@ -26,7 +26,9 @@ FAST = settings(max_examples=25, deadline=None)
 
 
 def layout_of(shapes, compressor) -> Layout:
-    return Layout(tuple(f"layer{i}" for i in range(len(shapes))), tuple(shapes), block=compressor.block)
+    return Layout(
+        tuple(f"layer{i}" for i in range(len(shapes))), tuple(shapes), block=compressor.block
+    )
 
 
 def draw(random, shapes, ops, scale=1.0):
@@ -107,9 +109,7 @@ def test_bytes_equal_the_formula(compressor, shapes, seed, size):
             index = int(request.tensor[12:16].view(torch.int32))
             side = 4 * math.ceil(len(shapes) / 4) if "Variance" in repr(compressor) else 0
             bits = compressor.quantizer.dense_bits
-            body = (
-                4 * ladder.capacities[index] if index < ladder.top else layout.size * bits // 8
-            )
+            body = 4 * ladder.capacities[index] if index < ladder.top else layout.size * bits // 8
             assert request.tensor.numel() == 32 + side + body
 
 

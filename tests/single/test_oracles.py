@@ -35,7 +35,7 @@ def test_agrees_with_the_paper(case, static):
     oracles = [[oracle(n) for n in SIZES] for _ in range(RANKS)]
     random = np.random.default_rng(7)
     waiting = 0
-    for step in range(60):
+    for _ in range(60):
         scale = np.float32(2.0 ** random.integers(-3, 4))
         gradients = [
             [(random.standard_normal(n) * scale).astype(np.float32) for n in SIZES]
@@ -56,8 +56,7 @@ def test_agrees_with_the_paper(case, static):
             waiting += 1
             world = World(compressor, TorchOps(static=static), layout, RANKS)
             world.states = [
-                s._replace(ladder=s.ladder._replace(needed=torch.tensor(200)))
-                for s in world.states
+                s._replace(ladder=s.ladder._replace(needed=torch.tensor(200))) for s in world.states
             ]
             oracles = [[oracle(n) for n in SIZES] for _ in range(RANKS)]
             continue

@@ -51,7 +51,10 @@ CASES = {
     "linear over time": (lambda: nn.Linear(7, 4), images(3, 2, 7)),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), images(4, 11)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3, padding=1), images(3, 6, 7)),
-    "conv2d groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, dilation=2, bias=False), images(4, 8, 9)),
+    "conv2d groups": (
+        lambda: nn.Conv2d(4, 6, 3, groups=2, dilation=2, bias=False),
+        images(4, 8, 9),
+    ),
     "conv2d same": (lambda: nn.Conv2d(2, 3, (4, 3), padding="same"), images(2, 6, 5)),
     "conv2d valid": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), images(2, 6, 5)),
     "conv2d circular": (

@@ -1,21 +1,21 @@
 """Drop-in for `horovod.tensorflow.keras` under Keras 3, where stock Horovod does not reduce.
 
-    -import horovod.tensorflow.keras as hvd
-    +import hvd_gradcomp.tensorflow.keras as hvd
-    ...
-    -optimizer = hvd.DistributedOptimizer(optimizer)
-    +optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.VarianceCompressor(alpha=2))
+-import horovod.tensorflow.keras as hvd
++import hvd_gradcomp.tensorflow.keras as hvd
+...
+-optimizer = hvd.DistributedOptimizer(optimizer)
++optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.VarianceCompressor(alpha=2))
 """
 
 from horovod.tensorflow.keras import *  # noqa: F403
 
+# Not `from ... import callbacks`: that would find Horovod's module of this name, imported above.
+import hvd_gradcomp.tensorflow.keras.callbacks as callbacks
 from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
-# Not `from ... import callbacks`: that would find Horovod's module of this name, imported above.
-import hvd_gradcomp.tensorflow.keras.callbacks as callbacks
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
 from hvd_gradcomp.tensorflow.stats import compression_stats
 
-__all__ = [name for name in dir() if not name.startswith("_")]  # noqa: PLE0605
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -233,9 +233,7 @@ def _train_step(model: Any, data: Any) -> Any:
     return model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
 
 
-def moments_of(
-    weights: Sequence[Any], uses: Sequence[Use], deltas: Sequence[Any]
-) -> list[Any]:
+def moments_of(weights: Sequence[Any], uses: Sequence[Use], deltas: Sequence[Any]) -> list[Any]:
     """The moment of each weight from the layers' inputs and output gradients; None without one."""
     found: dict[int, tf.Tensor] = {}
     seen: set[int] = set()

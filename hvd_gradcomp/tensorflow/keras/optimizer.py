@@ -94,7 +94,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             f"{backward_passes_per_step}"
         )
     base = type(optimizer)
-    cls = type(base.__name__, (_Reducing, base), {"__module__": base.__module__})
+    cls: Any = type(base.__name__, (_Reducing, base), {"__module__": base.__module__})
     config = optimizer.get_config()
     if name is not None:
         config["name"] = name
@@ -119,6 +119,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
 class _Reducing:
     """What the class of a distributed optimizer has before its Keras class."""
 
+    built: bool  # Keras's
     _gradcomp: Engine | None
     _moments: list[Any] | None
 
@@ -139,7 +140,7 @@ class _Reducing:
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, and those of the exchange after them."""
-        if self.built:  # type: ignore[has-type]
+        if self.built:
             return
         super().build(variables)  # type: ignore[misc]
         if not self._settings["process_set"].included():

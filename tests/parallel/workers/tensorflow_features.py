@@ -164,9 +164,7 @@ def main(folder: str) -> None:
             "accumulation": lambda: optimizer(
                 optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
             ),
-            "one pass": lambda: optimizer(
-                compression=hvd.VarianceCompressor(moments="microbatch")
-            ),
+            "one pass": lambda: optimizer(compression=hvd.VarianceCompressor(moments="microbatch")),
             "stats": lambda: hvd.compression_stats([tf.Variable(1.0)]),
             "inside stock": inside_stock,
             "xla": xla,

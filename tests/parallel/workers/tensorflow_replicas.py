@@ -41,9 +41,7 @@ def fit(model, compressor, x, y, **options):
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
     ]
-    history = model.fit(
-        x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=callbacks
-    )
+    history = model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
     return hvd.compression_stats(optimizer), history.history["loss"]
 
 

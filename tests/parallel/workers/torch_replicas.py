@@ -43,7 +43,10 @@ def main(folder: str, steps: int) -> None:
             assert 0 < stats.elements_sent < stats.elements
             tracker.remove()
         parameters = [p.detach().numpy() for p in model.parameters()]
-        result[repr(compressor)] = [digest(parameters), float(sum(abs(p).sum() for p in parameters))]
+        result[repr(compressor)] = [
+            digest(parameters),
+            float(sum(abs(p).sum() for p in parameters)),
+        ]
     write(folder, hvd.rank(), result)
     hvd.shutdown()
 
