@@ -1,0 +1,48 @@
+"""The examples run; what they reach is the demo's matter."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.parallel
+
+
+def run(*command: str) -> str:
+    launcher = str(Path(sys.executable).with_name("horovodrun"))
+    full = [launcher, "--gloo", "-np", "2", sys.executable, "-m", *command]
+    done = subprocess.run(full, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_character_lstm():
+    out = run(
+        "examples.pytorch.char_lstm", "--steps", "6", "--width", "16", "--characters", "90000"
+    )
+    assert "perplexity" in out
+
+
+def test_cifar10(tmp_path):
+    """On a few random images in the format of the data set."""
+    random = np.random.default_rng(1)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        images = random.integers(0, 256, (16, 3072), dtype=np.uint8)
+        batch = {b"data": images, b"labels": random.integers(0, 10, 16).tolist()}
+        (tmp_path / name).write_bytes(pickle.dumps(batch))
+    arguments = [str(tmp_path), "--epochs", "1", "--batch-size", "8"]
+    assert "accuracy" in run("examples.pytorch.cifar10", *arguments)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    command = [sys.executable, "-m", "examples.pytorch.cifar10", str(empty)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0 and "unpack the python version of CIFAR-10" in done.stderr
+
+
+def test_custom_loop():
+    assert "accuracy" in run("examples.tensorflow2.custom_loop", "--epochs", "1")
