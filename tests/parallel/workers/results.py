@@ -21,3 +21,15 @@ def digest(arrays: Iterable[Any]) -> str:
     for x in arrays:
         total.update(np.ascontiguousarray(x).tobytes())
     return total.hexdigest()
+
+
+def errors_of(cases: dict[str, Any]) -> dict[str, str]:
+    """What each case raises."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = "nothing was raised"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

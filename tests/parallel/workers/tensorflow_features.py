@@ -11,8 +11,7 @@ import tensorflow as tf
 
 import hvd_gradcomp.tensorflow as hvd
 from hvd_gradcomp.tensorflow.keras import DistributedOptimizer
-from tests.parallel.workers.results import digest, write
-from tests.parallel.workers.torch_errors import errors_of
+from tests.parallel.workers.results import digest, errors_of, write
 
 
 def train(module, dtype="float32", graph=True, steps=10, **options):

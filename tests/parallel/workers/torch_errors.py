@@ -8,18 +8,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from tests.parallel.workers.results import write
-
-
-def errors_of(cases) -> dict[str, str]:
-    found = {}
-    for name, case in cases.items():
-        try:
-            case()
-            found[name] = "nothing was raised"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+from tests.parallel.workers.results import errors_of, write
 
 
 def make(model=None, **options):
