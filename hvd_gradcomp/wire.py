@@ -22,12 +22,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.ops import Ops, PayloadError, Tensor
+from hvd_gradcomp.ops import Ops, Tensor
 
 MAGIC = (ord("G"), ord("C"))
 VERSION = 1
 HEADER_BYTES = 32
 ITEMSIZE = {"uint8": 1, "int8": 1, "float16": 2, "float32": 4, "uint32": 4, "int64": 8}
+
+
+_DAMAGED = (
+    "rank {ranks} sent a damaged payload: the checksum does not match. If it happens again, "
+    "suspect memory or the network of that host"
+)
+_FOREIGN = "rank {ranks} sent something that is no hvd_gradcomp payload"
+_OTHER_VERSION = (
+    "rank {ranks} sent another wire format version; install the same hvd_gradcomp on all ranks"
+)
+_OTHER_ALGORITHM = "rank {ranks} uses another algorithm; pass the same compression= on all ranks"
+_OTHER_MODEL = (
+    "rank {ranks} has another model or other hyper-parameters; build the same model and compressor "
+    "on all ranks"
+)
+_OTHER_STEP = "rank {ranks} is at another step; load the same checkpoint on all ranks"
+_OTHER_SIZE = "rank {ranks} uses another payload size; load the same checkpoint on all ranks"
 
 
 class Part(NamedTuple):
@@ -105,26 +122,14 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
     tag = front[:, 0]
     intact = ops.require(
         {
-            "rank {ranks} sent a damaged payload: the checksum does not match. If it happens "
-            "again, suspect memory or the network of that host": words[:, 7]
-            == _checksum(ops, front, body),
-            "rank {ranks} sent something that is no hvd_gradcomp payload": tag % 65536
-            == (MAGIC[0] | MAGIC[1] << 8),
-            "rank {ranks} sent another wire format version; install the same hvd_gradcomp on all "
-            "ranks": tag // 65536 % 256 == VERSION,
-            "rank {ranks} uses another algorithm; pass the same compression= on all ranks": tag
-            // 16777216
-            == expected.algorithm,
-            "rank {ranks} has another model or other hyper-parameters; build the same model and "
-            "compressor on all ranks": front[:, 1] == expected.digest,
-            "rank {ranks} is at another step; load the same checkpoint on all ranks": front[:, 2]
-            == expected.step,
-            "rank {ranks} uses another payload size; load the same checkpoint on all ranks": front[
-                :, 3
-            ]
-            == expected.rung,
-        },
-        PayloadError,
+            _DAMAGED: words[:, 7] == _checksum(ops, front, body),
+            _FOREIGN: tag % (1 << 16) == MAGIC[0] | MAGIC[1] << 8,
+            _OTHER_VERSION: tag // (1 << 16) % (1 << 8) == VERSION,
+            _OTHER_ALGORITHM: tag // (1 << 24) == expected.algorithm,
+            _OTHER_MODEL: front[:, 1] == expected.digest,
+            _OTHER_STEP: front[:, 2] == expected.step,
+            _OTHER_SIZE: front[:, 3] == expected.rung,
+        }
     )
     header = expected._replace(sent=front[:, 4], wanted=front[:, 5], intact=intact)
     return header, buffers[:, HEADER_BYTES:]
@@ -134,4 +139,4 @@ def _checksum(ops: Ops, front: Tensor, body: Tensor) -> Tensor:
     """The weighted sum, of a vector or of each row."""
     places = ops.arange(ops.length(body)) * 2 + 17
     weights = ops.arange(7) * 2 + 1
-    return (ops.sum(front * weights, -1) + ops.sum(body * places, -1)) % 4294967296
+    return (ops.sum(front * weights, -1) + ops.sum(body * places, -1)) % (1 << 32)

@@ -53,7 +53,7 @@ class TorchOps(Ops):
         self._pool: dict[torch.dtype, list[Tensor]] = {}
         self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
-        self._pending: list[tuple[Mapping[str, Tensor], type[Exception]]] = []
+        self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         return torch.zeros(tuple(shape), dtype=_DTYPES[dtype], device=self.device)
@@ -264,17 +264,17 @@ class TorchOps(Ops):
     def require(
         self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError
     ) -> Tensor | None:
+        held = torch.stack(tuple(facts.values()))  # [facts, world]
         if self.on_host:
-            _raise_false(facts, error)
+            _raise_false(tuple(facts), held, error)
             return None
-        held = torch.stack(tuple(facts.values())).all(0)  # [world]
-        self._pending.append(({k: self.stage(v) for k, v in facts.items()}, error))
-        return held
+        self._pending.append((tuple(facts), self.stage(held), error))
+        return held.all(0)
 
     def _raise_pending(self) -> None:
         pending, self._pending = self._pending, []
-        for facts, error in pending:
-            _raise_false(facts, error)
+        for messages, held, error in pending:
+            _raise_false(messages, held, error)
 
 
 def _low_word(x: Tensor) -> Tensor:
@@ -282,8 +282,11 @@ def _low_word(x: Tensor) -> Tensor:
     return torch.where(x > 0x7FFFFFFF, x - (1 << 32), x).to(torch.int32)
 
 
-def _raise_false(facts: Mapping[str, Tensor], error: type[Exception]) -> None:
-    for message, held in facts.items():
-        if not held.all():
-            ranks = (~held).nonzero().view(-1).tolist()
+def _raise_false(messages: Sequence[str], held: Tensor, error: type[Exception]) -> None:
+    """Raises the first message that does not hold for all ranks; held is [messages, world]."""
+    if bool(held.all()):
+        return
+    for message, fact in zip(messages, held):
+        if not bool(fact.all()):
+            ranks = (~fact).nonzero().view(-1).tolist()
             raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))

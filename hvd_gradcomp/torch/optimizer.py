@@ -219,6 +219,11 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             self._gradcomp.clear()
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None and self._synchronized and not self._handles:
+            # synchronize() was called. Horovod would exchange once more; here that would add what
+            # was exchanged to the residual a second time.
+            self._synchronized = False
+            return super(cls, self).step()
         if closure is None or not self._should_synchronize:
             return stock_step(self, closure)
 

@@ -108,6 +108,27 @@ def clipping():
     return model
 
 
+def synchronized_twice():
+    """`step` after `synchronize` without `skip_synchronize` does not exchange once more."""
+    ends = []
+    for skips in (True, False):
+        model = linear(10, 10, 3)
+        optimizer = distributed(model)
+        for x in batches(12, 4, 10):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.synchronize()
+            if skips:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert hvd.compression_stats(optimizer).steps == 12
+        ends.append(digest(p.detach().numpy() for p in model.parameters()))
+    assert ends[0] == ends[1]
+    return model
+
+
 def micro_batches(moments, batch_size=None):
     model = linear(10, 10, 3)
     compressor = hvd.VarianceCompressor(alpha=0.5, moments=moments)
@@ -200,6 +221,7 @@ def main(folder: str, ranks: str) -> None:
         "closure": lambda: closure(torch.optim.SGD),
         "closure, several times": lambda: closure(torch.optim.LBFGS),
         "clipping": clipping,
+        "synchronized twice": synchronized_twice,
         "micro-batches": lambda: micro_batches("microbatch"),
         "micro-batches, auto": lambda: micro_batches("auto", batch_size=16),
         "sum": lambda: operations(op=hvd.Sum),
