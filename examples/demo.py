@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,39 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 FRAMEWORKS = {"PyTorch": "examples.pytorch.digits", "Keras 3": "examples.keras.digits"}
 METHODS = ("none", "variance", "hybrid")
 
 
-def run(module: str, method: str, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
-    """One training run; its output passes through."""
+def run(
+    module: str, method: str, options: argparse.Namespace, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """One training run; `advance` is called after each epoch of rank 0."""
     launcher = Path(sys.executable).with_name("horovodrun")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "row.json"
-        command = [str(launcher), "--gloo", "-np", str(ranks), sys.executable, "-m", module]
-        command += ["--method", method, "--epochs", str(epochs), "--seed", str(seed)]
-        command += ["--result", str(result)]
+        command = [str(launcher), "--gloo", "-np", str(options.ranks), sys.executable, "-m", module]
+        command += ["--method", method, "--epochs", str(options.epochs)]
+        command += ["--seed", str(options.seed), "--result", str(result)]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode or not result.exists():
-            sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        log = []
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as job:
+            assert job.stdout is not None
+            for line in job.stdout:
+                log.append(line)
+                if "epoch " in line:
+                    advance()
+        if job.returncode or not result.exists():
+            sys.exit(f"{' '.join(command)} failed:\n{''.join(log[-60:])}")
         return dict(json.loads(result.read_text()))
 
 
@@ -93,11 +109,13 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     rows = []
-    total = len(FRAMEWORKS) * len(METHODS)
-    for framework, module in FRAMEWORKS.items():
-        for method in METHODS:
-            console.print(f"run {len(rows) + 1} of {total}: {framework}, {method}", style="dim")
-            rows.append(run(module, method, options.ranks, options.epochs, options.seed))
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for framework, module in FRAMEWORKS.items():
+            for method in METHODS:
+                title = f"{framework}, {method}"
+                task = progress.add_task(f"{title:<18}", total=options.epochs)
+                rows.append(run(module, method, options, lambda task=task: progress.advance(task)))
     plot(rows, options.output / "demo.png")
     (options.output / "demo.json").write_text(json.dumps(rows, indent=1))
     console.print(table(rows))

@@ -51,6 +51,11 @@ def shard(size: int, batch_size: int, rank: int, world: int, seed: int) -> np.nd
     return order[: batches * batch_size * world].reshape(batches, world, batch_size)[:, rank]
 
 
+def say(epoch: int, epochs: int) -> None:
+    """Rank 0's line after each epoch; the demo turns these lines into a progress bar."""
+    print(f"epoch {epoch + 1}/{epochs}", flush=True)
+
+
 def report(path: Path | None, **row: Any) -> None:
     """Rank 0's row for the table of the demo."""
     print(

@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from rich.progress import Progress
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from examples import digits
@@ -55,24 +54,6 @@ class Shard(keras.utils.PyDataset):
         return self.x[self.batches[index]], self.y[self.batches[index]]
 
 
-class Bar(keras.callbacks.Callback):
-    """A progress bar over epochs."""
-
-    def __init__(self, title: str) -> None:
-        super().__init__()
-        self.bar, self.title = Progress(), title
-
-    def on_train_begin(self, logs: object = None) -> None:
-        self.bar.start()
-        self.task = self.bar.add_task(self.title, total=self.params["epochs"])
-
-    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
-        self.bar.advance(self.task)
-
-    def on_train_end(self, logs: object = None) -> None:
-        self.bar.stop()
-
-
 def main() -> None:
     options = digits.arguments(__doc__.splitlines()[0])
     hvd.init()
@@ -94,7 +75,10 @@ def main() -> None:
     )
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     if hvd.rank() == 0:
-        callbacks.append(Bar(f"Keras 3, {options.method:<8}"))
+        say = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: digits.say(epoch, options.epochs)
+        )
+        callbacks.append(say)
     start = time.perf_counter()
     model.fit(
         Shard(train_x, train_y, options.batch_size, options.seed),

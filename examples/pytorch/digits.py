@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 
 import torch
-from rich.progress import track
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
@@ -51,16 +50,16 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    epochs = range(options.epochs)
-    title = f"PyTorch, {options.method:<8}"
     start = time.perf_counter()
-    for epoch in track(epochs, title) if hvd.rank() == 0 else epochs:
+    for epoch in range(options.epochs):
         for batch in digits.shard(
             len(train_y), options.batch_size, hvd.rank(), hvd.size(), options.seed + epoch
         ):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(train_x[batch]), train_y[batch]).backward()
             optimizer.step()
+        if hvd.rank() == 0:
+            digits.say(epoch, options.epochs)
     seconds = time.perf_counter() - start
     with torch.no_grad():
         accuracy = (model(test_x).argmax(1) == test_y).float().mean().item()

@@ -9,7 +9,6 @@ import time
 
 import keras
 import tensorflow as tf
-from rich.progress import track
 
 import hvd_gradcomp.tensorflow as hvd
 from examples import digits
@@ -38,13 +37,14 @@ def main() -> None:
         reduced = hvd.reduce_gradients(gradients, variables, compressor, moments=moments)
         optimizer.apply(reduced, model.trainable_variables)
 
-    epochs = range(options.epochs)
     start = time.perf_counter()
-    for epoch in track(epochs, f"TensorFlow, {options.method}") if hvd.rank() == 0 else epochs:
+    for epoch in range(options.epochs):
         for batch in digits.shard(
             len(train_y), options.batch_size, hvd.rank(), hvd.size(), options.seed + epoch
         ):
             step(tf.constant(train_x[batch]), tf.constant(train_y[batch]))
+        if hvd.rank() == 0:
+            digits.say(epoch, options.epochs)
     seconds = time.perf_counter() - start
     right = tf.argmax(model(test_x), 1).numpy() == test_y
     stats = hvd.compression_stats(variables)
