@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from hvd_gradcomp import Compressor, HybridCompressor, NoneCompressor, VarianceCompressor
+from hvd_gradcomp.stats import CompressionStats
 
 METHODS: dict[str, Compressor] = {
     "none": NoneCompressor(),
@@ -56,12 +57,28 @@ def say(epoch: int, epochs: int) -> None:
     print(f"epoch {epoch + 1}/{epochs}", flush=True)
 
 
-def report(path: Path | None, **row: Any) -> None:
-    """Rank 0's row for the table of the demo."""
+def report(
+    options: argparse.Namespace,
+    framework: str,
+    accuracy: float,
+    stats: CompressionStats,
+    seconds: float,
+) -> None:
+    """Rank 0's row for the table of the demo; accuracy in [0, 1], seconds of the training."""
+    row: dict[str, Any] = {
+        "framework": framework,
+        "method": options.method,
+        "accuracy": 100 * accuracy,
+        "element_ratio": stats.element_ratio,
+        "ratio": stats.ratio,
+        "bytes_sent": stats.bytes_sent,
+        "steps": stats.steps,
+        "seconds_per_step": seconds / stats.steps,
+    }
     print(
         f"{row['framework']} {row['method']}: accuracy {row['accuracy']:.2f} %, one element in "
         f"{row['element_ratio']:.1f} sent, bytes / {row['ratio']:.1f}, "
         f"{1e3 * row['seconds_per_step']:.2f} ms a step"
     )
-    if path is not None:
-        path.write_text(json.dumps(row))
+    if options.result is not None:
+        options.result.write_text(json.dumps(row))

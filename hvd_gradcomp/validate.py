@@ -39,3 +39,28 @@ def one_of(owner: Any, name: str, choices: Collection[Any]) -> None:
     if value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise ValueError(f"{type(owner).__name__}: {name} must be one of {listed}, got {value!r}")
+
+
+def exchange(
+    what: str, *, initialized: bool, groups: Any, num_groups: int, op: Any, allowed: Collection[Any]
+) -> None:
+    """Refuses arguments of Horovod's that cannot work with compression, before anything is built.
+
+    Args:
+        what: the function that was called.
+        initialized: whether `hvd.init()` was.
+        groups, num_groups, op: as the user gave them.
+        allowed: Average and Sum.
+    """
+    if not initialized:
+        raise ValueError(f"call hvd.init() before hvd.{what}(...)")
+    if groups is not None or num_groups:
+        raise ValueError(
+            "groups= and num_groups= bypass compression and are refused: layers are already "
+            "exchanged in buckets"
+        )
+    if op not in allowed:
+        raise ValueError(
+            "op must be hvd.Average or hvd.Sum: Adasum combines full gradients pair by pair and "
+            "cannot work on compressed ones"
+        )

@@ -91,17 +91,7 @@ def main() -> None:
     accuracy = model.evaluate(test_x, test_y, verbose=0, return_dict=True)["accuracy"]
     stats = hvd.compression_stats(optimizer)
     if hvd.rank() == 0:
-        digits.report(
-            options.result,
-            framework="Keras 3",
-            method=options.method,
-            accuracy=100 * accuracy,
-            element_ratio=stats.element_ratio,
-            ratio=stats.ratio,
-            bytes_sent=stats.bytes_sent,
-            steps=stats.steps,
-            seconds_per_step=seconds / stats.steps,
-        )
+        digits.report(options, "Keras 3", accuracy, stats, seconds)
     hvd.shutdown()
 
 

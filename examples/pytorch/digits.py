@@ -65,17 +65,7 @@ def main() -> None:
         accuracy = (model(test_x).argmax(1) == test_y).float().mean().item()
     stats = hvd.compression_stats(optimizer)
     if hvd.rank() == 0:
-        digits.report(
-            options.result,
-            framework="PyTorch",
-            method=options.method,
-            accuracy=100 * accuracy,
-            element_ratio=stats.element_ratio,
-            ratio=stats.ratio,
-            bytes_sent=stats.bytes_sent,
-            steps=stats.steps,
-            seconds_per_step=seconds / stats.steps,
-        )
+        digits.report(options, "PyTorch", accuracy, stats, seconds)
     hvd.shutdown()
 
 

@@ -49,17 +49,7 @@ def main() -> None:
     right = tf.argmax(model(test_x), 1).numpy() == test_y
     stats = hvd.compression_stats(variables)
     if hvd.rank() == 0:
-        digits.report(
-            options.result,
-            framework="TensorFlow",
-            method=options.method,
-            accuracy=100 * right.mean(),
-            element_ratio=stats.element_ratio,
-            ratio=stats.ratio,
-            bytes_sent=stats.bytes_sent,
-            steps=stats.steps,
-            seconds_per_step=seconds / stats.steps,
-        )
+        digits.report(options, "TensorFlow", right.mean(), stats, seconds)
     hvd.shutdown()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -51,3 +53,28 @@ class FP16Compressor(LinearCompressor):
 
     def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
         return ops.cast(code, layout.dtype)
+
+
+def as_compressor(compression: Any, stock: Any) -> Compressor:
+    """What a user passes as `compression=`, as a compressor of this package.
+
+    Args:
+        compression: a compressor, a class of them, None, or Horovod's `Compression.none` or
+            `.fp16`, which become their namesakes here.
+        stock: Horovod's `Compression` of the frontend.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(compression, Compressor):
+        return compression
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        return compression()
+    if compression is None or compression is stock.none:
+        return NoneCompressor()
+    if compression is stock.fp16:
+        return FP16Compressor()
+    raise TypeError(
+        "compression must be a compressor of hvd_gradcomp, or hvd.Compression.none or .fp16; "
+        f"got {compression!r}"
+    )

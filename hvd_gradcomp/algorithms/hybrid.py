@@ -59,19 +59,18 @@ class HybridCompressor(SparseCompressor):
         return Sign(self.tau)
 
     def remember(self, ops: Ops, layout: Layout) -> Ambiguity:
-        return Ambiguity(ops.zeros((layout.size,)), ops.zeros((layout.size,)))
+        return Ambiguity.none(ops, layout)
 
     def gate(
         self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Ambiguity]:
-        r = ops.accumulate(memory.r, gradient)
-        v = ops.accumulate(memory.v, ops.square(gradient) if moment is None else moment)
+        r, v = memory.plus(ops, gradient, moment)
         unambiguous = ops.greater(ops.square(r), ops.times(v, self.alpha))
         return unambiguous & ops.greater(ops.abs(r), self.tau), Ambiguity(r, v)
 
     def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:
         r, v = (ops.gather(x, sent.index) for x in memory)
-        v = ops.maximum(v - ops.abs(r) * (2 * self.tau) + self.tau * self.tau, 0.0)
+        v = ops.maximum(v - ops.times(ops.abs(r), 2 * self.tau) + self.tau * self.tau, 0.0)
         return Ambiguity(
             ops.put(memory.r, sent.index, r - value),
             ops.scale(ops.put(memory.v, sent.index, v), self.zeta),

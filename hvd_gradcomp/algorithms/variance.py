@@ -27,6 +27,18 @@ class Ambiguity(NamedTuple):
     r: Tensor  # float32 [size], the sum of gradients
     v: Tensor  # float32 [size], the decayed sum of squares
 
+    @classmethod
+    def none(cls, ops: Ops, layout: Layout) -> Ambiguity:
+        """Nothing yet."""
+        return cls(ops.zeros((layout.size,)), ops.zeros((layout.size,)))
+
+    def plus(self, ops: Ops, gradient: Tensor, moment: Tensor | None) -> Ambiguity:
+        """`r += g`, `v += q`; without moments the step is the sample, `q = g*g`. Donating."""
+        r = ops.accumulate(self.r, gradient)
+        return Ambiguity(
+            r, ops.accumulate(self.v, ops.square(gradient) if moment is None else moment)
+        )
+
 
 @dataclass(frozen=True)
 class VarianceCompressor(SparseCompressor):
@@ -78,13 +90,12 @@ class VarianceCompressor(SparseCompressor):
         validate.boolean(self, "feedback_rounding")
 
     def remember(self, ops: Ops, layout: Layout) -> Ambiguity:
-        return Ambiguity(ops.zeros((layout.size,)), ops.zeros((layout.size,)))
+        return Ambiguity.none(ops, layout)
 
     def gate(
         self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Ambiguity]:
-        r = ops.accumulate(memory.r, gradient)
-        v = ops.accumulate(memory.v, ops.square(gradient) if moment is None else moment)
+        r, v = memory.plus(ops, gradient, moment)
         wanted = ops.greater(ops.square(r), ops.times(v, self.alpha))
         return wanted, Ambiguity(r, ops.scale(v, self.zeta))
 

@@ -18,9 +18,9 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import handshake
+from hvd_gradcomp import handshake, validate
 from hvd_gradcomp.aggregator import Compressor, Context, Program, leaves, with_leaves
-from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
+from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.codecs.sparse import SparseState
 from hvd_gradcomp.collectives import (
     Allgather,
@@ -53,36 +53,17 @@ def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
     return tf.Variable(value, trainable=False, name=name)
 
 
-def as_compressor(compression: Any) -> Compressor:
-    """Ours as they are; Horovod's own two by their namesakes; anything else is an error."""
-    if isinstance(compression, Compressor):
-        return compression
-    if isinstance(compression, type) and issubclass(compression, Compressor):
-        return compression()
-    if compression is None or compression is horovod.Compression.none:
-        return NoneCompressor()
-    if compression is horovod.Compression.fp16:
-        return FP16Compressor()
-    raise TypeError(
-        "compression must be a compressor of hvd_gradcomp, or hvd.Compression.none or .fp16; "
-        f"got {compression!r}"
+def check(what: str, op: Any, groups: Any, num_groups: int, compression: Any) -> Compressor:
+    """Refuses what cannot work, and returns the compressor."""
+    validate.exchange(
+        what,
+        initialized=horovod.is_initialized(),
+        groups=groups,
+        num_groups=num_groups,
+        op=op,
+        allowed=(horovod.Average, horovod.Sum),
     )
-
-
-def check_arguments(op: Any, groups: Any, num_groups: int, what: str) -> None:
-    """Refuses what cannot work, before anything is built."""
-    if not horovod.is_initialized():
-        raise ValueError(f"call hvd.init() before hvd.{what}(...)")
-    if groups is not None or num_groups:
-        raise ValueError(
-            "groups= and num_groups= bypass compression and are refused: layers are already "
-            "exchanged in buckets"
-        )
-    if op not in (horovod.Average, horovod.Sum):
-        raise ValueError(
-            "op must be hvd.Average or hvd.Sum: Adasum combines full gradients pair by pair and "
-            "cannot work on compressed ones"
-        )
+    return as_compressor(compression, horovod.Compression)
 
 
 class Engine:

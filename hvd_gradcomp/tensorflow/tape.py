@@ -16,7 +16,7 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, as_compressor, check_arguments
+from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, check
 
 _known: dict[Any, tuple[list[Any], Engine]] = {}
 
@@ -61,8 +61,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         TypeError: `compression` is no compressor.
         MismatchError: at the first `gradient`, on all ranks, if they differ in what they train.
     """
-    check_arguments(op, groups, num_groups, "DistributedGradientTape")
-    compressor = as_compressor(compression)
+    compressor = check("DistributedGradientTape", op, groups, num_groups, compression)
     if moments is None and getattr(compressor, "moments", "step") in ("sample", "microbatch"):
         raise ValueError(
             f"{compressor!r} needs moments= here: a tape sees neither samples nor micro-batches. "
@@ -206,10 +205,9 @@ def reduce_gradients(
 
     Arguments and errors as there. State is kept for each list of sources.
     """
-    check_arguments(op, None, 0, "reduce_gradients")
     engine = engine_for(
         sources,
-        as_compressor(compression),
+        check("reduce_gradients", op, None, 0, compression),
         op=op,
         predivide=1.0,
         process_set=process_set,

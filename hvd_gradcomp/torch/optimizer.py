@@ -15,8 +15,8 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
+from hvd_gradcomp import validate
+from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch import checkpoint, moments
 from hvd_gradcomp.torch.engine import Engine, next_name
@@ -70,21 +70,17 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         TypeError: `compression` is no compressor.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
     """
-    if not horovod.is_initialized():
-        raise ValueError("call hvd.init() before hvd.DistributedOptimizer(...)")
-    if groups is not None or num_groups:
-        raise ValueError(
-            "groups= and num_groups= bypass compression and are refused: layers are already "
-            "exchanged in buckets; set bucket_bytes= for larger or smaller ones"
-        )
-    if op not in (horovod.Average, horovod.Sum):
-        raise ValueError(
-            "op must be hvd.Average or hvd.Sum: Adasum combines full gradients pair by pair and "
-            "cannot work on compressed ones"
-        )
+    validate.exchange(
+        "DistributedOptimizer",
+        initialized=horovod.is_initialized(),
+        groups=groups,
+        num_groups=num_groups,
+        op=op,
+        allowed=(horovod.Average, horovod.Sum),
+    )
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    compressor = as_compressor(compression)
+    compressor = as_compressor(compression, horovod.Compression)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     distributed = horovod.DistributedOptimizer(
@@ -125,26 +121,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     if not distributed._requires_update:  # Horovod skips its hooks where there is one rank
         distributed._register_hooks()
     return distributed
-
-
-def as_compressor(compression: Any) -> Compressor:
-    """Ours as they are; Horovod's own two by their namesakes; anything else is an error."""
-    stock = {
-        None: NoneCompressor(),
-        horovod.Compression.none: NoneCompressor(),
-        horovod.Compression.fp16: FP16Compressor(),
-    }
-    if isinstance(compression, Compressor):
-        return compression
-    if isinstance(compression, type) and issubclass(compression, Compressor):
-        return compression()
-    try:
-        return stock[compression]
-    except (KeyError, TypeError):
-        raise TypeError(
-            f"compression must be a compressor of hvd_gradcomp, or hvd.Compression.none or .fp16; "
-            f"got {compression!r}"
-        ) from None
 
 
 def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:

@@ -15,13 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.tensorflow.engine import (
-    LOGGER,
-    Engine,
-    as_compressor,
-    check_arguments,
-    next_name,
-)
+from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, check, next_name
 from hvd_gradcomp.tensorflow.tape import named_layers
 
 
@@ -76,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             f"expected a Keras 3 optimizer, got {type(optimizer).__name__}; for other optimizers "
             "use hvd.DistributedGradientTape"
         )
-    check_arguments(op, groups, num_groups, "DistributedOptimizer")
+    compressor = check("DistributedOptimizer", op, groups, num_groups, compression)
     if backward_passes_per_step < 1:
         raise ValueError(
             f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
@@ -86,7 +80,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             "gradient_accumulation_steps of the Keras optimizer would exchange every pass; use "
             "backward_passes_per_step= of hvd.DistributedOptimizer instead"
         )
-    compressor = as_compressor(compression)
     source = getattr(compressor, "moments", "")
     if source == "microbatch" and backward_passes_per_step < 2:
         raise ValueError(
