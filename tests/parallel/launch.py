@@ -19,7 +19,7 @@ def launch(
     backend: str,
     folder: Path,
     *arguments: str,
-    deadline: float = 240.0,
+    deadline: float = 400.0,
     fails: bool = False,
 ) -> list[Any]:
     """Runs `python -m tests.parallel.workers.<worker> FOLDER ...` on some ranks.
