@@ -75,6 +75,15 @@ class Compressor(ABC):
         `gradient` is [layout.size], zero outside the layers. Donating: the result may lie in it.
         """
 
+    def check(self, layout: Layout) -> None:
+        """Raises a ValueError that names the layers if a bucket is larger than can be addressed."""
+        if layout.size > self.max_bucket:
+            raise ValueError(
+                f"a bucket of {', '.join(layout.names)} has {layout.size} elements; {self!r} can "
+                f"address {self.max_bucket}. Ask for smaller buckets, split the layer, or use "
+                "another compressor"
+            )
+
     def digest(self, layout: Layout) -> int:
         """32 bits that differ when the layout, the method or a hyper-parameter differs."""
         return zlib.crc32(repr(self).encode(), layout.digest)

@@ -79,7 +79,6 @@ class VarianceCompressor(SparseCompressor):
     feedback_rounding: bool = False
 
     algorithm = 3
-    max_bucket = 1 << 28
     uses_moments = True
     quantizer = PowerOfTwo()
 

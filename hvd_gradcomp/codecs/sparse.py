@@ -49,6 +49,11 @@ class SparseCompressor(Compressor):
     replicated: ClassVar[frozenset[str]] = frozenset({"ladder"})
 
     @property
+    def max_bucket(self) -> int:  # type: ignore[override]
+        """As many elements as the index in a word can tell apart."""
+        return 1 << self._index_bits
+
+    @property
     @abstractmethod
     def quantizer(self) -> Quantizer:
         """How values become codes."""

@@ -113,6 +113,8 @@ class Engine:
             native.append((name, shape, dtype if dtype in compressor.native_dtypes else "float32"))
         target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
         self.layouts = plan_buckets(reversed(native), target, compressor.block)
+        for layout in self.layouts:
+            compressor.check(layout)
         places = {name: place for place, (name, _, _) in enumerate(self.layers)}
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         with tf.init_scope():

@@ -135,9 +135,8 @@ class Engine:
         self.name = name
         self.steps = 0
         self._bytes_sent = self._bytes_received = 0
-        self._sparse_elements = 0
         self._agreed = False
-        self.moments = self._moment_source([p for _, p in named_parameters], named_parameters)
+        self.moments = self._moment_source(named_parameters)
         self.buckets = list(self._plan(named_parameters, bucket_bytes))
         self._layers = [
             (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
@@ -166,19 +165,12 @@ class Engine:
                 raise ValueError(f"{name} has dtype {p.dtype}; only real floating point is reduced")
             dtype = _DTYPE_NAMES[p.dtype]
             native = dtype if dtype in self.compressor.native_dtypes else "float32"
-            if p.numel() >= self.compressor.max_bucket:
-                raise ValueError(
-                    f"{name} has {p.numel()} elements; {self.compressor!r} can address at most "
-                    f"{self.compressor.max_bucket - 1} in one layer. Split the layer or use "
-                    "another compressor"
-                )
             of_device.setdefault(p.device, []).append((name, tuple(p.shape), native))
         index = itertools.count()
         for device, layers in of_device.items():
-            target = bucket_bytes or BUCKET_BYTES
-            target = min(target, 2 * self.compressor.max_bucket)
             ops = TorchOps(device)
-            for layout in plan_buckets(layers, target, self.compressor.block):
+            for layout in plan_buckets(layers, bucket_bytes or BUCKET_BYTES, self.compressor.block):
+                self.compressor.check(layout)
                 moment = None
                 if self.moments in ("sample", "microbatch"):
                     moment = ops.zeros((layout.size,))
@@ -194,14 +186,13 @@ class Engine:
 
     def _moment_source(
         self,
-        parameters: Sequence[torch.nn.Parameter],
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
     ) -> str:
         """Where second moments come from: "sample", "microbatch", "step", or "" if unused."""
         if not self.compressor.uses_moments:
             return ""
         source = str(getattr(self.compressor, "moments", "auto"))
-        tracked = [moments.is_tracked(p) for p in parameters]
+        tracked = [moments.is_tracked(p) for _, p in named_parameters]
         if source == "auto":
             if tracked and all(tracked):
                 return "sample"

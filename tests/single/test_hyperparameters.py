@@ -16,6 +16,7 @@ from hvd_gradcomp import (
     StromCompressor,
     VarianceCompressor,
 )
+from hvd_gradcomp.layout import Layout
 from tests.methods import CLASSES, EVERY, LINEAR, SPARSE
 
 
@@ -102,3 +103,11 @@ def test_names_of_the_suite():
     for name in ("NoneCompressor", "FP16Compressor"):
         assert name in hvd_gradcomp.__all__
     assert NoneCompressor() != FP16Compressor()
+
+
+def test_a_layer_that_no_index_reaches_is_named():
+    largest = 1 << 28
+    VarianceCompressor().check(Layout(("table",), ((largest - 1,),)))
+    StromCompressor().check(Layout(("table",), ((largest,),)))
+    with pytest.raises(ValueError, match=r"a bucket of table has \d+ elements; Variance"):
+        VarianceCompressor().check(Layout(("table",), ((largest,),)))
