@@ -126,6 +126,7 @@ class _Reducing:
         **settings: Any,
     ) -> None:
         self._gradcomp = None
+        self._moment_source = ""
         self._moments = None  # left here by `track_moments`, for the `apply` that follows
         self._compressor = compressor
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
@@ -174,7 +175,8 @@ class _Reducing:
             return
         if not tf.executing_eagerly():
             _refuse_xla()
-        self._say_moments(moments)
+        if self._settle_moments(moments) != "sample":
+            moments = None
         known = {self._var_key(v): i for i, v in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
         full: list[Any] = [None] * len(known)
         full_moments: list[Any] = [None] * len(known)
@@ -221,10 +223,12 @@ class _Reducing:
             for s, a in zip(self._squared, self._added)
         ]
 
-    def _say_moments(self, moments: list[Any] | None) -> None:
-        """Settles where second moments come from, once, at the first trace."""
-        if not self._compressor.uses_moments or hasattr(self, "_moment_source"):
-            return
+    def _settle_moments(self, moments: list[Any] | None) -> str:
+        """Where second moments come from, settled at the first trace; "" if they are not used."""
+        if not self._compressor.uses_moments:
+            return ""
+        if self._moment_source:
+            return self._moment_source
         source = getattr(self._compressor, "moments", "auto")
         if source == "sample" and moments is None:
             raise ValueError(
@@ -240,7 +244,8 @@ class _Reducing:
                     "backward_passes_per_step > 1 those of micro-batches.",
                     self._compressor,
                 )
-        self._moment_source = source
+        self._moment_source = str(source)
+        return self._moment_source
 
 
 def _refuse_xla() -> None:

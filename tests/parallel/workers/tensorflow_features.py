@@ -96,6 +96,26 @@ def micro_batches():
     return digest([w.numpy()])
 
 
+def explicit_moments():
+    """What `moments=` names is used, also on a model that is tracked."""
+    from hvd_gradcomp.tensorflow.keras import track_moments
+
+    random = np.random.default_rng(10 + hvd.rank())
+    x, y = (random.standard_normal((64, n)).astype(np.float32) for n in (6, 2))
+    ends = {}
+    for source, tracked in (("step", True), ("step", False), ("sample", True), ("auto", True)):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        if tracked:
+            track_moments(model)
+        compressor = hvd.VarianceCompressor(alpha=0.9, moments=source)
+        model.compile(optimizer(compression=compressor), "mse")
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        ends[source, tracked] = digest(model.get_weights())
+    assert ends["step", True] == ends["step", False] != ends["sample", True] == ends["auto", True]
+    return ends["sample", True]
+
+
 def tape(**options):
     with tf.GradientTape() as plain:
         pass
@@ -150,6 +170,7 @@ def main(folder: str) -> None:
         "embedding": embedding(False),
         "embedding as dense": embedding(True),
         "micro-batches": micro_batches(),
+        "explicit moments": explicit_moments(),
     }
     errors = errors_of(
         {
