@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hvd_gradcomp.layout import Layout
 
 _WORD = 1 << 32
+ASSERTION = "hvd_gradcomp"  # begins what a failed check says in a graph
 
 
 class TensorFlowOps(Ops):
@@ -79,7 +80,11 @@ class TensorFlowOps(Ops):
         return x > y
 
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
+        if tf.executing_eagerly() or not self.dynamic_shapes:
+            return x + y
+        # TensorFlow's graph optimizer sums a chain of additions in another order; not this one.
+        row = tf.expand_dims(x, 0)
+        return tf.squeeze(tf.tensor_scatter_nd_add(row, [[0]], tf.expand_dims(y, 0)), 0)
 
     def clear(self, x: Tensor) -> Tensor:
         return tf.zeros_like(x)
@@ -213,7 +218,7 @@ class TensorFlowOps(Ops):
         asserts = [
             tf.debugging.Assert(
                 tf.reduce_all(held),
-                [message.replace("rank {ranks}", "a rank"), "- fine by rank:", held],
+                [f"{ASSERTION}: {message.replace('rank {ranks}', 'a rank')}; fine by rank:", held],
             )
             for message, held in facts.items()
         ]

@@ -2,7 +2,8 @@
 
 While a `tf.function` is traced the programs run to their end; the graph then does what it can at
 the same time, so buckets overlap. Eager calls go through a `tf.function` of the engine's own, like
-stock Horovod's. State lives in variables that the owner makes, so checkpoints see it.
+stock Horovod's. State lives in variables that the owner makes, so checkpoints see it. None
+of them is assigned before the payloads of all buckets have been checked.
 
 Everything that travels is named `gradcomp.<engine>.<bucket>.<round>`, on all ranks alike.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from math import prod
 from typing import Any
 
 import horovod.tensorflow as horovod
@@ -31,7 +34,8 @@ from hvd_gradcomp.collectives import (
     Switch,
 )
 from hvd_gradcomp.layout import plan_buckets
-from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.stats import CompressionStats
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -41,6 +45,7 @@ GPU_BUCKET_BYTES = 25 << 20
 Layers = Sequence[tuple[str, tuple[int, ...], str]]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _names = (f"gradcomp.{number}" for number in itertools.count())
+_rank_local: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
 
 def next_name() -> str:
@@ -66,6 +71,36 @@ def check(what: str, op: Any, groups: Any, num_groups: int, compression: Any) ->
     return as_compressor(compression, horovod.Compression)
 
 
+def is_rank_local(variable: Any) -> bool:
+    """Whether it holds what a compressor accumulated on this rank: never to be broadcast."""
+    return _rank_local.get(id(variable)) is variable
+
+
+def keep_local(variable: tf.Variable) -> tf.Variable:
+    """Marks a variable as this rank's alone."""
+    _rank_local[id(variable)] = variable
+    return variable
+
+
+def plain_variable(source: Any) -> Any:
+    """TensorFlow's variable of a Keras variable; anything else as it is."""
+    if isinstance(source, tf.Variable):
+        return source
+    value = getattr(source, "value", None)
+    return value if isinstance(value, tf.Variable) else source
+
+
+def takes_part(process_set: Any) -> bool:
+    """Whether this rank belongs to the set.
+
+    `ProcessSet.included()` says no wherever `horovod.torch` is imported after Horovod for
+    TensorFlow, and then stock Horovod trains without reducing.
+    """
+    if process_set is horovod.global_process_set:
+        return True
+    return horovod.rank() in (process_set.ranks or ())
+
+
 class Engine:
     """The exchange of one optimizer, or of the tapes over one list of variables.
 
@@ -75,10 +110,18 @@ class Engine:
         op: `Average` or `Sum`.
         predivide: splits the averaging before and after the sum.
         process_set: the ranks that take part.
-        sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise Horovod gathers them.
+        sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise they are gathered as
+            they are.
         settings: what else must be equal on all ranks, for the handshake.
         name: begins the name of everything that travels; see `next_name`.
-        make_variable: makes the variables that hold the state.
+        make_variable: makes the variables that hold the state, for an owner that saves them.
+            Without an owner, layers whose first gradient is sparse get no state and no bucket.
+
+    Attributes:
+        layouts: the buckets.
+        variables: the state of each bucket, tensor by tensor.
+        steps: exchanges so far, equal on all ranks.
+        counters: what `stats` reports, of this rank.
     """
 
     def __init__(
@@ -92,7 +135,7 @@ class Engine:
         sparse_as_dense: bool = False,
         settings: str = "",
         name: str | None = None,
-        make_variable: Callable[[str, tf.Tensor], tf.Variable] = new_variable,
+        make_variable: Callable[[str, tf.Tensor], tf.Variable] | None = None,
     ) -> None:
         self.layers, self.compressor, self.op = list(layers), compressor, op
         self.process_set, self.sparse_as_dense = process_set, sparse_as_dense
@@ -106,31 +149,62 @@ class Engine:
         self.name = name or next_name()
         self.ops = TensorFlowOps()
         self.agreed = False
-        native = []
-        for name, shape, dtype in self.layers:
+        for layer, _, dtype in self.layers:
             if dtype not in _FLOATS:
-                raise ValueError(f"{name} has dtype {dtype}; only floating point is reduced")
-            native.append((name, shape, dtype if dtype in compressor.native_dtypes else "float32"))
+                raise ValueError(f"{layer} has dtype {dtype}; only floating point is reduced")
+        self._make_variable = make_variable or new_variable
+        self._owned = make_variable is not None
+        with tf.init_scope():
+            zero = tf.constant(0, tf.int64)
+            self.steps = self._make_variable("gradcomp_steps", zero)
+            self.counters = {
+                name: keep_local(self._make_variable(f"gradcomp_{name}", value))
+                for name, value in {
+                    "exchanges": zero,
+                    "bytes_sent": zero,
+                    "bytes_received": zero,
+                    "unbucketed": tf.zeros((len(self.layers),), tf.int64),
+                }.items()
+            }
+        self._plan(())
+        self._eager = tf.function(self._reduce, autograph=False)
+
+    def _plan(self, left_out: Collection[int]) -> None:
+        """Lays the layers into buckets, last layers first, and makes their state."""
+        compressor = self.compressor
+        native = [
+            (name, shape, dtype if dtype in compressor.native_dtypes else "float32")
+            for place, (name, shape, dtype) in enumerate(self.layers)
+            if place not in left_out
+        ]
         target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
         self.layouts = plan_buckets(reversed(native), target, compressor.block)
         for layout in self.layouts:
             compressor.check(layout)
         places = {name: place for place, (name, _, _) in enumerate(self.layers)}
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
+        self.variables: list[list[tf.Variable]] = []
         with tf.init_scope():
-            self.steps = new_variable("gradcomp_steps", tf.constant(0, tf.int64))
-            self.bytes_sent = new_variable("gradcomp_bytes_sent", tf.constant(0, tf.int64))
-            self.bytes_received = new_variable("gradcomp_bytes_received", tf.constant(0, tf.int64))
             self.templates = [compressor.init(self.ops, layout) for layout in self.layouts]
-            self.variables = [
-                [
-                    make_variable(f"gradcomp_{bucket}_{path.replace('.', '_')}", value)
-                    for path, value in leaves(template)
-                ]
-                for bucket, template in enumerate(self.templates)
-            ]
-        self._eager = tf.function(self._reduce, autograph=False)
+            for bucket, template in enumerate(self.templates):
+                self.variables.append([])
+                for path, value in leaves(template):
+                    title = f"gradcomp_{bucket}_{path.replace('.', '_')}"
+                    variable = self._make_variable(title, value)
+                    self.variables[-1].append(variable)
+                    if path.partition(".")[0] not in compressor.replicated:
+                        keep_local(variable)
 
+    def forget(self) -> None:
+        """Sets what belongs to this rank alone to what it was before the first step."""
+        for counter in self.counters.values():
+            counter.assign(tf.zeros_like(counter))
+        for template, variables in zip(self.templates, self.variables):
+            for variable, (_, value) in zip(variables, leaves(template)):
+                if is_rank_local(variable):
+                    variable.assign(value)
+
+    @tf.autograph.experimental.do_not_convert
     def reduce(self, gradients: Sequence[Any], moments: Sequence[Any] | None = None) -> list[Any]:
         """One exchange.
 
@@ -144,16 +218,28 @@ class Engine:
         if len(gradients) != len(self.layers):
             raise ValueError(f"{len(gradients)} gradients for {len(self.layers)} layers")
         if not self.agreed:
-            self._agree([g is not None for g in gradients])
+            self._agree(gradients)
         if moments is None or not self.compressor.uses_moments:
             moments = [None] * len(gradients)
-        run = self._eager if tf.executing_eagerly() else self._reduce
-        return run(list(gradients), list(moments))
+        if not tf.executing_eagerly():
+            return self._reduce(list(gradients), list(moments))
+        try:
+            return list(self._eager(list(gradients), list(moments)))
+        except tf.errors.InvalidArgumentError as error:
+            if ASSERTION not in error.message:
+                raise
+            said = error.message.partition("assertion failed: ")[2].partition("\n")[0]
+            raise PayloadError(said or error.message) from None
 
-    def _agree(self, present: Sequence[bool]) -> None:
+    def _agree(self, gradients: Sequence[Any]) -> None:
+        """Compares with the other ranks what is about to be trained, once."""
+        kinds = [self._kind(gradient) for gradient in gradients]
+        sparse = [place for place, kind in enumerate(kinds) if kind == ", sparse"]
+        if sparse and not (self._owned and any(self.variables)):
+            self._plan(sparse)
         described = [
-            (name, shape, dtype if held else f"{dtype} without a gradient")
-            for (name, shape, dtype), held in zip(self.layers, present)
+            (name, shape, f"{dtype}{kind}")
+            for (name, shape, dtype), kind in zip(self.layers, kinds)
         ]
         mine = handshake.describe(described, self.compressor, self.layouts, self.settings)
         with tf.init_scope():
@@ -162,6 +248,12 @@ class Engine:
             )
         handshake.agree(every)
         self.agreed = True
+
+    def _kind(self, gradient: Any) -> str:
+        if gradient is None:
+            return " without a gradient"
+        sparse = isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense
+        return ", sparse" if sparse else ""
 
     def _reduce(self, gradients: list[Any], moments: list[Any]) -> list[Any]:
         dense: list[Any] = list(gradients)
@@ -206,14 +298,53 @@ class Engine:
                     requests[bucket] = self._advance(programs[bucket], reply, results, bucket)
             rounds += 1
         reduced = list(gradients)
-        for bucket, (total, state) in enumerate(results):
-            for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
-                variable.assign(value)
-            self._cut(bucket, total, dense, reduced)
-        for place, gradient in sparse.items():
-            reduced[place] = horovod.allreduce(gradient, op=self.op, process_set=self.process_set)
-        self.steps.assign_add(1)
+        planned = {place for places in self.places for place in places}
+        for place, gradient in enumerate(gradients):
+            if place in sparse:
+                reduced[place] = self._gather(place, gradient)
+            elif gradient is not None and place not in planned:  # sparse at first, not now
+                reduced[place] = self._sum(place, dense[place])
+        # The totals depend on the checks of the payloads: a step that fails leaves no trace.
+        with tf.control_dependencies([total for total, _ in results]):
+            for bucket, (total, state) in enumerate(results):
+                for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
+                    variable.assign(value)
+                self._cut(bucket, total, dense, reduced)
+            self.steps.assign_add(1)
+            self.counters["exchanges"].assign_add(1)
         return reduced
+
+    def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Everybody's slices, as stock Horovod does it: nothing is compressed."""
+        values = self._gather_rows(gradient.values, f"sparse.{place}.values")
+        indices = self._gather_rows(gradient.indices, f"sparse.{place}.indices")
+        if self.op == horovod.Average:
+            values = values / tf.cast(self.process_set.size(), values.dtype)
+        self._count(place, gradient.values)
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+    def _gather_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        wire = tf.cast(rows, tf.float32) if rows.dtype == tf.bfloat16 else rows
+        reply = mpi_ops.allgather(
+            wire,
+            name=f"{self.name}.{name}",
+            ignore_name_scope=True,
+            process_set=self.process_set,
+        )
+        self.counters["bytes_sent"].assign_add(_bytes(wire))
+        self.counters["bytes_received"].assign_add(_bytes(reply))
+        return tf.cast(reply, rows.dtype)
+
+    def _sum(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
+        """A dense gradient that has no bucket."""
+        wire = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
+        request = Allreduce(wire, self.prescale, self.postscale)
+        self._count(place, wire)
+        return tf.cast(self._perform(request, f"dense.{place}"), gradient.dtype)
+
+    def _count(self, place: int, sent: tf.Tensor) -> None:
+        here = tf.one_hot(place, len(self.layers), dtype=tf.int64)
+        self.counters["unbucketed"].assign_add(here * tf.size(sent, tf.int64))
 
     def _flat(self, bucket: int, values: Sequence[Any], dtype: str) -> tf.Tensor:
         layout = self.layouts[bucket]
@@ -269,14 +400,14 @@ class Engine:
             "ignore_name_scope": True,
             "process_set": self.process_set,
         }
-        self.bytes_sent.assign_add(_bytes(tensor))
+        self.counters["bytes_sent"].assign_add(_bytes(tensor))
         if isinstance(request, Allgather):
             reply = mpi_ops.allgather(tensor, **shared)
             same = tf.debugging.Assert(
                 tf.equal(tf.size(reply), world * tf.size(tensor)),
                 [
-                    f"the ranks sent payloads of different sizes for {title}: load the same "
-                    "checkpoint on all ranks",
+                    f"{ASSERTION}: the ranks sent payloads of different sizes for {title}; load "
+                    "the same checkpoint on all ranks",
                     tf.size(reply),
                     tf.size(tensor),
                 ],
@@ -301,7 +432,7 @@ class Engine:
             reply = mpi_ops.broadcast(tensor, root, **shared)
         else:
             raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
-        self.bytes_received.assign_add(_bytes(reply))
+        self.counters["bytes_received"].assign_add(_bytes(reply))
         return reply
 
     def _run(self, program: Program, name: str) -> Any:
@@ -316,7 +447,7 @@ class Engine:
 
     def stats(self) -> CompressionStats:
         """Totals since the start."""
-        steps = int(self.steps)
+        steps = int(self.counters["exchanges"])
         layers: dict[str, int] = {}
         for layout, template, variables in zip(self.layouts, self.templates, self.variables):
             sent: Sequence[int] = [size * steps for size in layout.sizes]
@@ -324,14 +455,17 @@ class Engine:
                 state = with_leaves(template, list(variables))
                 sent = [int(n) for n in state.sent.numpy()]
             layers.update(zip(layout.names, sent))
-        elements = sum(layout.elements for layout in self.layouts)
+        unbucketed = self.counters["unbucketed"].numpy().tolist()
+        for (name, _, _), sent_as_is in zip(self.layers, unbucketed):
+            layers[name] = layers.get(name, 0) + sent_as_is
+        elements = sum(prod(shape) for _, shape, _ in self.layers)
         return CompressionStats(
             steps=steps,
             elements=elements * steps,
             elements_sent=sum(layers.values()),
             bytes_dense=4 * elements * steps,
-            bytes_sent=int(self.bytes_sent),
-            bytes_received=int(self.bytes_received),
+            bytes_sent=int(self.counters["bytes_sent"]),
+            bytes_received=int(self.counters["bytes_received"]),
             layers={name: layers[name] for name, _, _ in self.layers},
         )
 

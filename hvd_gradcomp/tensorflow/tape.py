@@ -16,9 +16,17 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, check
+from hvd_gradcomp.tensorflow.engine import (
+    LOGGER,
+    Engine,
+    check,
+    next_name,
+    plain_variable,
+    takes_part,
+)
 
-_known: dict[Any, tuple[list[Any], Engine]] = {}
+_said: set[Compressor] = set()
+_known: dict[Any, tuple[list[Any], Engine | None]] = {}
 
 
 def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
@@ -39,14 +47,18 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     """Wraps a tape so that `gradient` exchanges its results compressed.
 
     A drop-in for `horovod.tensorflow.DistributedGradientTape`, eager and inside `tf.function`.
-    What the compressor has accumulated is kept for each list of sources, across tapes.
+    What the compressor has accumulated is kept for each list of sources, across tapes. Sources may
+    be Keras variables (`model.trainable_variables`), which stock Horovod refuses.
+
+    A source without a gradient stays without one, and has to be one on all ranks. On a rank that
+    is not in the process set gradients stay as they are.
 
     Args:
         gradtape: the tape that recorded the forward pass.
         device_dense, device_sparse: as in Horovod.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
-        sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise Horovod gathers
-            them, uncompressed.
+        sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise they are gathered,
+            uncompressed.
         op: `hvd.Average` or `hvd.Sum`.
         gradient_predivide_factor: splits the averaging before and after the sum.
         num_groups, groups: refused.
@@ -80,58 +92,99 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     if not hasattr(tape, "_allreduce_grads"):
         raise RuntimeError("this Horovod's tape is built otherwise; install horovod==0.28.1")
 
+    paths: dict[int, str] = {}  # what Keras calls a variable
+
+    def gradient(target: Any, sources: Sequence[Any], *options: Any, **named: Any) -> list[Any]:
+        plain = [plain_variable(source) for source in sources]
+        paths.update((id(p), s.path) for p, s in zip(plain, sources) if p is not s)
+        return type(tape).gradient(tape, target, plain, *options, **named)
+
     def exchange(gradients: Any, sources: Any, use_generic_names: bool = False) -> list[Any]:
         del use_generic_names  # everything is named by bucket
+        if moments is None:
+            _say_once(compressor)
         engine = engine_for(
             sources,
             compressor,
+            [paths.get(id(source)) for source in sources],
             op=op,
             predivide=gradient_predivide_factor,
             process_set=process_set,
             sparse_as_dense=sparse_as_dense,
         )
         tape._gradcomp = engine
-        return engine.reduce(gradients, moments)
+        return list(gradients) if engine is None else engine.reduce(gradients, moments)
 
     tape._allreduce_grads = exchange
+    tape.gradient = gradient
     return tape
 
 
-def engine_for(sources: Sequence[Any], compressor: Compressor, **settings: Any) -> Engine:
-    """The engine of these sources and settings; made when they are seen for the first time."""
+def engine_for(
+    sources: Sequence[Any],
+    compressor: Compressor,
+    names: Sequence[str | None] | None = None,
+    *,
+    process_set: Any,
+    **settings: Any,
+) -> Engine | None:
+    """The engine of these sources and settings, made when they are seen for the first time.
+
+    None on a rank that is not in the process set.
+    """
     identity = tuple(_identity(source) for source in sources)
-    key = (identity, compressor, tuple(sorted((k, str(v)) for k, v in settings.items())))
+    key = (identity, compressor, process_set.process_set_id, tuple(sorted(settings.items())))
     if key in _known and all(ref() is not None for ref in _known[key][0]):
         return _known[key][1]
     for stale in [k for k, (refs, _) in _known.items() if any(ref() is None for ref in refs)]:
         del _known[stale]
-    if compressor.uses_moments and settings["process_set"].rank() == 0:
-        LOGGER.info("%r: without moments= each step is one sample", compressor)
-    refs = [weakref.ref(s) for s in sources if isinstance(s, tf.Variable)]
-    engine = Engine(named_layers(sources), compressor, **settings)
+    plain = [plain_variable(source) for source in sources]
+    refs = [weakref.ref(p) for p in plain if isinstance(p, tf.Variable)]
+    name = next_name()  # taken on all ranks, or later names would differ
+    engine = None
+    if takes_part(process_set):
+        layers = named_layers(sources, names)
+        engine = Engine(layers, compressor, process_set=process_set, name=name, **settings)
     _known[key] = (refs, engine)
     return engine
+
+
+def _say_once(compressor: Compressor) -> None:
+    """Where second moments come from, when nobody gave any."""
+    automatic = getattr(compressor, "moments", "") == "auto"
+    if automatic and compressor not in _said and horovod.rank() == 0:
+        LOGGER.warning(
+            "%r takes each step as one sample (moments='step'): a tape sees no samples. "
+            "hvd.microbatch_gradients computes moments of micro-batches, to be passed as moments=",
+            compressor,
+        )
+        _said.add(compressor)
 
 
 def engine_of_variables(variables: Sequence[Any]) -> Engine | None:
     """The newest engine whose sources are these variables."""
     identity = tuple(_identity(v) for v in variables)
-    for (known, _, _), (_, engine) in reversed(list(_known.items())):
+    for (known, *_), (_, engine) in reversed(list(_known.items())):
         if known == identity:
             return engine
     return None
 
 
-def named_layers(sources: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of each, as all ranks call it.
+def named_layers(
+    sources: Sequence[Any], names: Sequence[str | None] | None = None
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of each, as all ranks call it; `names` where they are known better.
 
     Keras numbers layers as they are made (`dense_7`), so ranks that made different models before
-    would disagree: the numbers are left out, and the place makes names unique.
+    would disagree: the numbers are left out, and the place makes names unique. A model that was
+    loaded from a file calls its layers without its own name: the last two parts count.
     """
     layers, seen = [], set()
     for place, source in enumerate(sources):
-        name = str(getattr(source, "path", None) or getattr(source, "name", None) or "source")
+        given = (names[place] if names else None) or getattr(source, "path", None)
+        name = str(given or getattr(source, "name", None) or "source")
         name = re.sub(r"_\d+(?=/|$)", "", name.partition(":")[0])
+        name = "/".join(name.split("/")[-2:])
         if name in seen:
             name = f"{name}.{place}"
         seen.add(name)
@@ -143,12 +196,8 @@ def named_layers(sources: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str
 
 
 def _identity(source: Any) -> Any:
-    if isinstance(source, tf.Variable):
-        return id(source)
-    value = getattr(source, "value", None)
-    if isinstance(value, tf.Variable):  # a Keras variable
-        return id(value)
-    return (tuple(source.shape), str(source.dtype))
+    source = plain_variable(source)
+    return id(source) if isinstance(source, tf.Variable) else (source.shape, source.dtype)
 
 
 def microbatch_gradients(
@@ -205,12 +254,15 @@ def reduce_gradients(
 
     Arguments and errors as there. State is kept for each list of sources.
     """
+    compressor = check("reduce_gradients", op, None, 0, compression)
+    if moments is None:
+        _say_once(compressor)
     engine = engine_for(
         sources,
-        check("reduce_gradients", op, None, 0, compression),
+        compressor,
         op=op,
         predivide=1.0,
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
     )
-    return engine.reduce(gradients, moments)
+    return list(gradients) if engine is None else engine.reduce(gradients, moments)

@@ -75,6 +75,18 @@ def test_equals_a_loop_over_samples(case):
         assert np.linalg.norm(q.numpy() - e) <= 1e-5 * np.linalg.norm(e)
 
 
+@pytest.mark.parametrize("case", ["dense over time", "conv1d causal", "conv2d", "conv3d"])
+def test_a_few_samples_at_a_time_give_the_same(case, monkeypatch):
+    model = CASES[case]()
+    moments.track_moments(model)
+    x = draw(model)
+    _, whole = tracked(model, x)
+    monkeypatch.setattr(moments, "_CHUNK", 2 * 1000)  # not a divisor of the batch
+    _, pieces = tracked(model, x)
+    for q, e in zip(pieces, whole):
+        np.testing.assert_allclose(q, e, rtol=1e-5, atol=1e-6 * np.max(e))
+
+
 def test_batch_normalization_as_the_layer_sees_it():
     model = model_of((4, 3, 6), layers.BatchNormalization())
     layer = model.layers[0]

@@ -8,7 +8,8 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp.tensorflow.engine import LOGGER
+from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
+from hvd_gradcomp.tensorflow.engine import LOGGER, plain_variable, takes_part
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -45,16 +46,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         del logs
+        if not takes_part(self.process_set):
+            return
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        own = {id(v) for v in _rank_local(optimizer)}
-        variables = [*self.model.variables, *optimizer.variables]
-        values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
-        shared = {id(v): v for v in values if id(v) not in own and isinstance(v, tf.Variable)}
-        horovod.broadcast_variables(
-            list(shared.values()), self.root_rank, process_set=self.process_set
-        )
+        variables = [plain_variable(v) for v in (*self.model.variables, *optimizer.variables)]
+        # A random seed of Keras is no tf.Variable, and each rank has its own.
+        shared = [v for v in variables if isinstance(v, tf.Variable)]
+        broadcast_variables(shared, self.root_rank, self.process_set)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -72,16 +72,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         del epoch
+        if not takes_part(self.process_set):
+            return
         for name in sorted(logs or {}):
             value = tf.constant(float(logs[name]), tf.float64)  # type: ignore[index]
             mean = horovod.allreduce(
                 value, name=f"metric.{name}", op=horovod.Average, process_set=self.process_set
             )
             logs[name] = float(mean)  # type: ignore[index]
-
-
-def _rank_local(optimizer: Any) -> list[tf.Variable]:
-    engine = getattr(optimizer, "_gradcomp", None)
-    if engine is None:
-        return []
-    return [v for bucket in engine.variables for v in bucket]

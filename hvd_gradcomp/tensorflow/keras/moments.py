@@ -6,9 +6,12 @@ contributes to the gradient of the loss (a mean over the batch): what Algorithm 
 of every layer's output before its activation; from input and output gradient each layer's rule
 forms `q`.
 
-Cost. Dense on [batch, features]: one matrix product more, `(x**2)^T (delta**2)`. Everything else
-forms per-sample weight gradients of the whole batch: as many multiplications as the weight's
-gradient, and memory for batch size times the layer's weights (convolutions also their patches).
+Cost. Dense on [batch, features]: one matrix product more, `(x**2)^T (delta**2)`. Dense over places
+and convolutions form per-sample weight gradients: as many multiplications as the weight's
+gradient, for as many samples at a time as 64 MB (the weights and a convolution's patches) hold,
+one at least. Embedding: memory of a gradient that is not sparse. Normalisation: next to nothing.
+
+The gradient of a weight regulariser belongs to no sample and is left out of `q`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import keras
@@ -31,6 +35,7 @@ class Use(NamedTuple):
     output: tf.Tensor  # before the activation
 
 
+_CHUNK = 1 << 24  # elements of per-sample gradients and patches that exist at a time
 _uses: list[Use] | None = None  # of the step being traced
 
 
@@ -43,8 +48,8 @@ def _dense(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
             "kernel": tf.matmul(tf.square(x), tf.square(delta), transpose_a=True),
             "bias": tf.reduce_sum(tf.square(delta), 0),
         }
-    x, delta = _places(x), _places(delta)
-    return _squares(kernel=tf.einsum("bpi,bpo->bio", x, delta), bias=tf.reduce_sum(delta, 1))
+    kernel = _kernel_squares(x, delta, x.shape[-1], lambda piece: piece)
+    return {"kernel": kernel, **_squares(bias=tf.reduce_sum(_places(delta), 1))}
 
 
 def _convolution(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -54,18 +59,45 @@ def _convolution(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Ten
     if padding == "CAUSAL":
         x = tf.pad(x, ((0, 0), (dilation[0] * (kernel[0] - 1), 0), (0, 0)))
         padding = "VALID"
-    if len(kernel) == 3:
-        patches = tf.extract_volume_patches(x, (1, *kernel, 1), (1, *stride, 1), padding)
-    else:
-        if len(kernel) == 1:
-            x = x[:, :, None, :]
-            kernel, stride, dilation = (*kernel, 1), (*stride, 1), (*dilation, 1)
-        patches = tf.image.extract_patches(
-            x, (1, *kernel, 1), (1, *stride, 1), (1, *dilation, 1), padding
+    if len(kernel) == 1:
+        x = x[:, :, None, :]
+        kernel, stride, dilation = (*kernel, 1), (*stride, 1), (*dilation, 1)
+
+    def patches(piece: tf.Tensor) -> tf.Tensor:
+        if len(kernel) == 3:
+            return tf.extract_volume_patches(piece, (1, *kernel, 1), (1, *stride, 1), padding)
+        return tf.image.extract_patches(
+            piece, (1, *kernel, 1), (1, *stride, 1), (1, *dilation, 1), padding
         )
-    delta = _places(delta)
-    weight = tf.einsum("bpi,bpo->bio", _places(patches), delta)
-    return _squares(kernel=weight, bias=tf.reduce_sum(delta, 1))
+
+    squares = _kernel_squares(x, delta, prod(kernel) * x.shape[-1], patches)
+    return {"kernel": squares, **_squares(bias=tf.reduce_sum(_places(delta), 1))}
+
+
+def _kernel_squares(
+    x: tf.Tensor, delta: tf.Tensor, rows: int, rows_of: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    """Per sample the sum over places of `row^T delta`, squared; [rows, outputs].
+
+    `rows_of` makes of x what the kernel is multiplied with at each place. A few samples at a time.
+    """
+    places = delta.shape[1:-1].num_elements() or 1
+    chunk = max(1, _CHUNK // (rows * (places + delta.shape[-1])))
+
+    def squares(x: tf.Tensor, delta: tf.Tensor) -> tf.Tensor:
+        product = tf.einsum("bpi,bpo->bio", _places(rows_of(x)), _places(delta))
+        return tf.reduce_sum(tf.square(product), 0)
+
+    if x.shape[0] is not None and x.shape[0] <= chunk:
+        return squares(x, delta)
+
+    def add(start: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        end = start + chunk
+        return end, total + squares(x[start:end], delta[start:end])
+
+    zero = tf.zeros((rows, delta.shape[-1]), x.dtype)
+    _, total = tf.while_loop(lambda start, _: start < tf.shape(x)[0], add, (0, zero))
+    return total
 
 
 def _embedding(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -15,7 +15,14 @@ import keras
 import tensorflow as tf
 
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, check, next_name
+from hvd_gradcomp.tensorflow.engine import (
+    LOGGER,
+    Engine,
+    check,
+    keep_local,
+    next_name,
+    takes_part,
+)
 from hvd_gradcomp.tensorflow.tape import named_layers
 
 
@@ -137,8 +144,11 @@ class _Reducing:
         if self.built:
             return
         super().build(variables)  # type: ignore[misc]
-        if not self._settings["process_set"].included():
+        self._plain_count = len(self.variables)  # type: ignore[attr-defined]
+        if not takes_part(self._settings["process_set"]):
             return
+        rank = tf.constant(horovod.rank(), tf.int64)
+        self._owner = keep_local(self._state_variable("gradcomp_rank", rank))
         self._gradcomp = Engine(
             named_layers(variables),
             self._compressor,
@@ -149,8 +159,10 @@ class _Reducing:
         if self._passes > 1:
             self._pass = self._state_variable("gradcomp_pass", tf.constant(0, tf.int64))
             zeros = [tf.zeros(v.shape) for v in variables]
-            self._added = [self._state_variable("gradcomp_added", z) for z in zeros]
-            self._squared = [self._state_variable("gradcomp_squared", z) for z in zeros]
+            self._added, self._squared = (
+                [keep_local(self._state_variable(f"gradcomp_{name}", z)) for z in zeros]
+                for name in ("added", "squared")
+            )
 
     def _state_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         """One of the optimizer's own variables, so that saving the model saves it."""
@@ -160,6 +172,24 @@ class _Reducing:
         variable.assign(value)
         return variable.value
 
+    def load_own_variables(self, store: Any) -> None:
+        """Takes what `save_own_variables` saved here, or in an optimizer that is not distributed.
+
+        What a compressor accumulated on another rank is not taken.
+        """
+        if len(store.keys()) == self._plain_count:
+            for place, variable in enumerate(self.variables[: self._plain_count]):  # type: ignore[attr-defined]
+                variable.assign(store[str(place)])
+            return
+        super().load_own_variables(store)  # type: ignore[misc]
+        if self._gradcomp is None or int(self._owner) == horovod.rank():
+            return
+        self._owner.assign(horovod.rank())
+        self._gradcomp.forget()
+        if self._passes > 1:
+            for total in (*self._added, *self._squared):
+                total.assign(tf.zeros_like(total))
+
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchanges the gradients, then updates the variables with the result."""
         moments, self._moments = self._moments, None
@@ -167,14 +197,14 @@ class _Reducing:
         if variables is None:
             variables = self._trainable_variables  # type: ignore[attr-defined]
         variables = list(variables)
+        if not tf.executing_eagerly():
+            _refuse_xla()
         if not self.built:
             with tf.init_scope():
                 self.build(variables)
         if self._gradcomp is None:  # not in the process set
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        if not tf.executing_eagerly():
-            _refuse_xla()
         if self._settle_moments(moments) != "sample":
             moments = None
         known = {self._var_key(v): i for i, v in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
@@ -246,6 +276,44 @@ class _Reducing:
                 )
         self._moment_source = str(source)
         return self._moment_source
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = None,
+    **options: Any,
+) -> keras.Model:
+    """Loads a saved Keras model, with a `DistributedOptimizer` in place of its optimizer.
+
+    The optimizer continues where it was saved, distributed or not. What a compressor accumulated
+    is restored on the rank that saved it; elsewhere it begins from nothing.
+
+    Args:
+        filepath: what `model.save` wrote.
+        custom_optimizers: classes of optimizers that are not Keras's own.
+        custom_objects: as in `keras.models.load_model`.
+        compression: as in `DistributedOptimizer`.
+        options: the other arguments of `DistributedOptimizer`. Give what the saved one was given.
+    """
+
+    def distributed(base: type) -> type:
+        def from_config(config: dict[str, Any], **more: Any) -> keras.optimizers.Optimizer:
+            optimizer = base.from_config(config, **more)  # type: ignore[attr-defined]
+            return DistributedOptimizer(optimizer, compression=compression, **options)
+
+        return type(base.__name__, (base,), {"from_config": staticmethod(from_config)})
+
+    known = [c for c in vars(keras.optimizers).values() if isinstance(c, type)]
+    known = [c for c in known if issubclass(c, keras.optimizers.Optimizer)]
+    objects = {c.__name__: distributed(c) for c in (*known, *(custom_optimizers or ()))}
+    objects.update(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if model.optimizer is not None and not isinstance(model.optimizer, _Reducing):
+        # Saved undistributed: Keras takes no other class for one of its own.
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **options)
+    return model
 
 
 def _refuse_xla() -> None:

@@ -1,0 +1,29 @@
+"""TensorFlow over real Horovod: faults, process sets, sparse gradients, saving."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import launch
+
+pytestmark = pytest.mark.parallel
+
+
+def test_exchange(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    first, second = launch("tensorflow_exchange", 2, "gloo", tmp_path)
+    assert first["equal"] == second["equal"]
+    assert first["own"] != second["own"]
+    found = first["equal"]
+    for name in ("damaged payload, eager", "damaged payload, graph"):
+        assert "a rank sent a damaged payload" in found[name][0]
+        assert "fine by rank:] [1 0]" in found[name][0]
+    ours, stock, *_ = found["sparse gradients"]
+    assert ours == stock
+
+
+def test_another_frontend_of_horovod_imported_later(tmp_path):
+    folder = tmp_path / "late"
+    folder.mkdir()
+    first, second = launch("tensorflow_exchange", 2, "gloo", folder)
+    assert first == second

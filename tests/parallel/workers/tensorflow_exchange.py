@@ -1,0 +1,266 @@
+"""What a TensorFlow exchange does besides training: faults, process sets, saving, other imports."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import horovod.tensorflow as stock
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_gradcomp.tensorflow as hvd
+import hvd_gradcomp.tensorflow.keras as hvd_keras
+from hvd_gradcomp.tensorflow import engine as engine_module
+from tests.parallel.workers.results import digest, write
+
+STROM = hvd.StromCompressor(tau=0.05)
+
+
+def dense_model():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(3)]
+    )
+
+
+def samples(count=64):
+    random = np.random.default_rng(10 + hvd.rank())
+    x, y = random.standard_normal((count, 6)), random.standard_normal((count, 3))
+    return x.astype("f4"), y.astype("f4")
+
+
+def weights_of(model):
+    return digest(v.numpy() for v in model.trainable_variables)
+
+
+def keras_variables():
+    """Stock Horovod's tape refuses `model.trainable_variables` of Keras 3."""
+    model, optimizer = dense_model(), keras.optimizers.SGD(0.1)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean(tf.square(model(x) - y))
+        tape = hvd.DistributedGradientTape(tape, compression=STROM)
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+    x, y = samples()
+    step(x, y)
+    graph = tf.function(step)
+    for _ in range(5):
+        graph(x, y)
+    stats = hvd.compression_stats(model.trainable_variables)
+    assert stats.steps == 6, stats
+    assert any("dense" in name for name in stats.layers), stats
+    return weights_of(model)
+
+
+class Damage:
+    """While on, flips a bit of what rank 1 sends by allgather."""
+
+    def __init__(self):
+        self.on = tf.Variable(0)
+        self.send = engine_module.mpi_ops.allgather
+
+    def allgather(self, tensor, **options):
+        if hvd.rank() == 1 and tensor.dtype == tf.uint8:
+            flip = tf.one_hot(40, tf.size(tensor), on_value=8 * self.on, off_value=0)
+            tensor = tf.bitwise.bitwise_xor(tensor, tf.cast(flip, tf.uint8))
+        return self.send(tensor, **options)
+
+
+def damaged_payload(graph):
+    """The step raises on both ranks and leaves no trace; the next one goes on."""
+    damage, weight = Damage(), tf.Variable(tf.zeros((300,)))
+    rows = tf.constant(np.random.default_rng(5 + hvd.rank()).standard_normal(300), tf.float32)
+
+    def step():
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(weight * rows)
+        tape = hvd.DistributedGradientTape(tape, compression=STROM)
+        (gradient,) = tape.gradient(value, [weight])
+        weight.assign_sub(gradient)
+
+    run = tf.function(step) if graph else step
+    expected = tf.errors.InvalidArgumentError if graph else hvd.PayloadError
+    message = "nothing was raised"
+    engine_module.mpi_ops.allgather = damage.allgather
+    try:
+        run()
+        engine = hvd_engine([weight])
+        before = [v.numpy() for v in (weight, engine.steps, *engine.variables[0])]
+        damage.on.assign(1)
+        try:
+            run()
+        except expected as error:
+            message = str(error).partition("assertion failed: ")[2 if graph else 0].splitlines()[0]
+        after = [v.numpy() for v in (weight, engine.steps, *engine.variables[0])]
+        assert digest(before) == digest(after), "a failed step left a trace"
+        damage.on.assign(0)
+        run()
+    finally:
+        engine_module.mpi_ops.allgather = damage.send
+    return [message, digest([weight.numpy()])]
+
+
+def hvd_engine(variables):
+    from hvd_gradcomp.tensorflow.tape import engine_of_variables
+
+    return engine_of_variables(variables)
+
+
+def sparse_gradients():
+    """As stock Horovod gathers them, and nothing is sent for the rest of the table."""
+    results = []
+    for module in (hvd, stock):
+        table = tf.Variable(np.random.default_rng(1).standard_normal((500, 4)).astype("f4"))
+        random = np.random.default_rng(20 + hvd.rank())
+        for _ in range(4):
+            with tf.GradientTape() as tape:
+                picked = tf.gather(table, random.integers(0, 500, 6))
+                value = tf.reduce_sum(tf.square(picked))
+            tape = module.DistributedGradientTape(tape)
+            (gradient,) = tape.gradient(value, [table])
+            assert isinstance(gradient, tf.IndexedSlices)
+            table.assign_sub(tf.convert_to_tensor(gradient))
+        results.append(digest([table.numpy()]))
+    # Once more with a gradient that is dense.
+    table = tf.Variable(tf.ones((50, 4)))
+    for dense in (False, True):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(table) if dense else tf.reduce_sum(tf.gather(table, [hvd.rank()]))
+        tape = hvd.DistributedGradientTape(tape, compression=hvd.NoneCompressor())
+        (gradient,) = tape.gradient(value, [table])
+        results.append(digest([tf.convert_to_tensor(gradient).numpy()]))
+        stats = hvd.compression_stats(tape)
+    assert stats.elements_sent == 4 + 200, stats
+    assert stats.bytes_sent == 4 * 4 + 4 + 4 * 200, stats  # a row and its index; the table
+    return results
+
+
+def process_sets():
+    """A rank outside keeps its gradients, and later exchanges still find each other."""
+    ours = hvd.add_process_set([0])
+    weight, results = tf.Variable([1.0, 2.0]), []
+    for process_set in (ours, hvd.global_process_set):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(weight * (1.0 + hvd.rank()))
+        tape = hvd.DistributedGradientTape(
+            tape, compression=hvd.NoneCompressor(), process_set=process_set
+        )
+        results.append(tape.gradient(value, [weight])[0].numpy().tolist())
+    assert results == [[1.0 + hvd.rank()] * 2, [1.5] * 2], results
+    model = dense_model()
+    optimizer = hvd_keras.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=STROM, process_set=ours
+    )
+    model.compile(optimizer, "mse")
+    model.fit(*samples(), verbose=0)
+    return True
+
+
+def fitted(model, epochs, x, y):
+    model.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+    return model
+
+
+def saving(folder):
+    """Training goes on from a file as if it had not stopped, if each rank loads its own."""
+    x, y = samples()
+    compressor = hvd.HybridCompressor(tau=0.05, moments="step")
+
+    def new():
+        model = dense_model()
+        optimizer = hvd_keras.DistributedOptimizer(
+            keras.optimizers.Adam(0.01), compression=compressor
+        )
+        model.compile(optimizer, "mse")
+        return model
+
+    straight = fitted(fitted(new(), 1, x, y), 1, x, y)
+    stopped = fitted(new(), 1, x, y)
+    path = str(Path(folder, f"model{hvd.rank()}.keras"))
+    stopped.save(path)
+    resumed = hvd_keras.load_model(path, compression=compressor)
+    before = hvd.compression_stats(resumed.optimizer)
+    saved = hvd.compression_stats(stopped.optimizer)
+    assert before == saved, (before, saved)
+    fitted(resumed, 1, x, y)
+    assert weights_of(resumed) == weights_of(straight), "resumed otherwise"
+
+    # The root's file on all ranks: what belongs to the root stays there.
+    hvd.broadcast_object(0)  # both have saved
+    shared = hvd_keras.load_model(str(Path(folder, "model0.keras")), compression=compressor)
+    kept = [float(tf.reduce_sum(tf.abs(b[0]))) for b in shared.optimizer._gradcomp.variables]
+    assert (sum(kept) > 0) == (hvd.rank() == 0), kept
+    fitted(shared, 1, x, y)
+
+    # The root alone has read a file; the callback brings the others to it.
+    mixed = hvd_keras.load_model(path, compression=compressor) if hvd.rank() == 0 else new()
+    callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
+    mixed.fit(x, y, batch_size=8, verbose=0, callbacks=[callback])
+
+    # A file of an optimizer that is not distributed, and the way back.
+    plain = dense_model()
+    plain.compile(keras.optimizers.Adam(0.01), "mse")
+    fitted(plain, 1, x[:8] * 0, y[:8] * 0).save(path)
+    loaded = hvd_keras.load_model(path, compression=compressor)
+    assert int(loaded.optimizer.iterations) == 1
+    fitted(loaded, 1, x, y)
+    return [weights_of(m) for m in (straight, shared, mixed, loaded)]
+
+
+def broadcast():
+    """`broadcast_variables(optimizer.variables)` leaves what belongs to this rank."""
+    model = dense_model()
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=STROM)
+    model.compile(optimizer, "mse")
+    fitted(model, 1, *samples())
+    own = [v.numpy() for bucket in optimizer._gradcomp.variables for v in bucket]
+    if hvd.rank() == 1:
+        optimizer.learning_rate = 7.0
+    hvd.broadcast_variables(optimizer.variables, root_rank=0)
+    assert digest(own) == digest(v.numpy() for b in optimizer._gradcomp.variables for v in b)
+    assert float(optimizer.learning_rate) == np.float32(0.1)
+    return digest([own[0]])
+
+
+def late_torch():
+    """Another of Horovod's frontends, imported later, makes `included()` say no."""
+    import horovod.torch
+
+    assert not horovod.torch.is_initialized()
+    model = dense_model()
+    model.compile(
+        hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=STROM), "mse"
+    )
+    return weights_of(fitted(model, 1, *samples()))
+
+
+def main(folder: str) -> None:
+    if folder.endswith("late"):
+        import horovod.torch  # noqa: F401 - after horovod.tensorflow
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    if folder.endswith("late"):
+        write(folder, hvd.rank(), late_torch())
+        return
+    warnings.filterwarnings("error", message="Skipping variable loading")
+    result = {
+        "keras variables": keras_variables(),
+        "damaged payload, eager": damaged_payload(False),
+        "damaged payload, graph": damaged_payload(True),
+        "sparse gradients": sparse_gradients(),
+        "process sets": process_sets(),
+        "saving": saving(folder),
+    }
+    own = broadcast()
+    write(folder, hvd.rank(), {"equal": result, "own": own})
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,172 @@
+"""TensorFlow's verbs where a step is traced: run-time rungs in a graph, static shapes under XLA."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+from hvd_gradcomp import HybridCompressor, PayloadError, VarianceCompressor
+from hvd_gradcomp.aggregator import leaves, with_leaves
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+from tests.methods import EVERY, SPARSE
+
+SHAPES = ((40, 7), (10,), (700,))
+RANKS = 4
+STEPS = 24
+
+
+def layout_for(compressor) -> Layout:
+    return Layout(("conv", "bias", "head"), SHAPES, block=compressor.block)
+
+
+def gradients(seed: int) -> np.ndarray:
+    """[steps, ranks, elements]: from nothing to everything to send, so that all rungs are used."""
+    random = np.random.default_rng(seed)
+    data = random.standard_normal((STEPS, RANKS, sum(int(np.prod(s)) for s in SHAPES)))
+    data *= random.random(data.shape) < np.linspace(0, 0.6, STEPS)[:, None, None] ** 2
+    data *= 10.0 ** random.uniform(-2, 2, (STEPS, 1, 1))
+    return data.astype(np.float32)
+
+
+def split(flat: np.ndarray) -> list[np.ndarray]:
+    ends = np.cumsum([int(np.prod(s)) for s in SHAPES])[:-1]
+    return [piece.reshape(s) for piece, s in zip(np.split(flat, ends), SHAPES)]
+
+
+def extra(compressor, moments):
+    return {"moment": moments} if compressor.uses_moments and moments is not None else {}
+
+
+def bits(tensors) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in tensors]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["step", "moments"])
+@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given):
+    layout, data = layout_for(compressor), gradients(1)
+    squares = gradients(2) ** 2 / 16 if given else None
+    reference = World(compressor, TorchOps(), layout, RANKS)
+    world = World(compressor, TensorFlowOps(), layout, RANKS)
+    templates, traces = world.states, []
+
+    @tf.function(autograph=False)
+    def step(number, flats, moments, values):
+        traces.append(1)
+        world.steps = number
+        world.states = [with_leaves(t, list(v)) for t, v in zip(templates, values)]
+        totals = world.step(flats, **extra(compressor, moments))
+        sent = [request.tensor for request in world.traffic[0]]
+        return totals, sent, [[x for _, x in leaves(s)] for s in world.states]
+
+    values = [[x for _, x in leaves(state)] for state in templates]
+    sizes = set()
+    for number, ranks in enumerate(data):
+        flat = [reference.flat([torch.from_numpy(x) for x in split(g)]) for g in ranks]
+        moments = None
+        if squares is not None:
+            pieces = [[torch.from_numpy(x) for x in split(q)] for q in squares[number]]
+            moments = [reference.flat(p) for p in pieces]
+        mine = [tf.constant(x.numpy()) for x in flat]
+        mine_moments = None if moments is None else [tf.constant(x.numpy()) for x in moments]
+        totals, sent, values = step(tf.constant(number, tf.int64), mine, mine_moments, values)
+        expected = reference.step(flat, **extra(compressor, moments))
+        assert bits(sent) == bits(request.tensor for request in reference.traffic[0])
+        assert bits(totals) == bits(expected)
+        for state, other in zip(values, reference.states):
+            assert bits(state) == bits(x for _, x in leaves(other))
+        sizes.add(len(sent[0]))
+    assert len(traces) == 1, "a rung must not retrace"
+    assert compressor.block == 1 or len(sizes) > 2, "too few rungs were used"
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["words", "dense"])
+@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+def test_xla_gives_the_same_bits(compressor, dense):
+    """XLA contracts a product and a sum into one rounding unless the verbs prevent it."""
+    layout, eager, static = layout_for(compressor), TensorFlowOps(), TensorFlowOps(static=True)
+    ladder = compressor.ladder(layout)
+    place = ladder.top if dense else ladder.top - 2
+    room, _ = ladder.climb(eager, ladder.init(eager))
+    room = room._replace(index=place, capacity=(*ladder.capacities, 0)[place], dense=dense)
+    world = World(compressor, eager, layout, RANKS)
+    weights = tf.constant([1 / 3] * RANKS, tf.float32)
+
+    def encode(ops, state, step, gradient):
+        encoded, after = compressor.encode(ops, layout, room, step, gradient, state)
+        return encoded.body, encoded.sent, [x for _, x in leaves(after)]
+
+    def decode(ops, bodies):
+        empty = ops.zeros((layout.size,))
+        return compressor.decode_sum(ops, layout, room, bodies, weights, room=empty)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled_encode(values, step, gradient):
+        return encode(static, with_leaves(world.states[0], list(values)), step, gradient)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled_decode(bodies):
+        return decode(static, bodies)
+
+    for number, ranks in enumerate(gradients(3)):
+        step, bodies = tf.constant(number, tf.int64), []
+        for rank, data in enumerate(ranks):
+            gradient, state = world.flat([tf.constant(x) for x in split(data)]), world.states[rank]
+            body, sent, values = encode(eager, state, step, gradient)
+            found = compiled_encode([x for _, x in leaves(state)], step, gradient)
+            assert bits([found[0], found[1], *found[2]]) == bits([body, np.int64(sent), *values])
+            world.states[rank] = with_leaves(state, list(values))
+            bodies.append(body)
+        stacked = tf.stack(bodies)
+        assert bits([compiled_decode(stacked)]) == bits([decode(eager, stacked)])
+
+
+def test_eager_checks_name_the_ranks():
+    facts = {"rank {ranks} is late": tf.constant([True, False, False])}
+    with pytest.raises(PayloadError, match="rank 1, 2 is late"):
+        TensorFlowOps().require(facts)
+    assert TensorFlowOps().require({"rank {ranks}": tf.constant([True])}) is None
+
+
+def test_a_failed_check_in_a_graph_stops_what_depends_on_it():
+    weight = tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def step(held):
+        intact = TensorFlowOps().require({"rank {ranks} is late": held})
+        weight.assign_add(tf.reduce_sum(tf.cast(intact, tf.float32)))
+
+    step(tf.constant([True, True]))
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"a rank is late; fine by rank:\] \[1 0\]"
+    ):
+        step(tf.constant([True, False]))
+    assert float(weight) == 3.0
+
+
+@pytest.mark.parametrize("compressor", [VarianceCompressor(), HybridCompressor()], ids=repr)
+def test_a_damaged_payload_changes_nothing_in_a_graph(compressor):
+    layout = layout_for(compressor)
+
+    def damage(rank, request):
+        flip = tf.one_hot(40, tf.size(request.tensor), on_value=8 * (rank == 1), dtype=tf.int32)
+        return request._replace(
+            tensor=tf.bitwise.bitwise_xor(request.tensor, tf.cast(flip, "uint8"))
+        )
+
+    world = World(compressor, TensorFlowOps(), layout, 2, tamper=damage)
+    result = tf.Variable(tf.zeros((layout.size,)))
+
+    @tf.function(autograph=False)
+    def step(flats):
+        result.assign(world.step(flats)[0])
+
+    ranks = gradients(4)[0][:2]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="damaged payload"):
+        step([world.flat([tf.constant(x) for x in split(g)]) for g in ranks])
+    assert not result.numpy().any()
