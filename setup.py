@@ -18,7 +18,15 @@ extras = {
     "tensorflow": ["tensorflow>=2.16", "keras>=3"],
     "tensorflow-cpu": ["tensorflow-cpu>=2.16", "keras>=3"],
     # Without frameworks, so that `make check` needs none either.
-    "test": ["hypothesis", "mpi4py>=4", "mypy", "pytest>=8", "pytest-timeout", "ruff"],
+    "test": [
+        "hypothesis",
+        "mpi4py>=4",
+        "mypy",
+        "pytest>=8",
+        "pytest-timeout",
+        "ruff",
+        "types-tabulate",
+    ],
     "examples": ["matplotlib", "rich", "scikit-learn"],
 }
 
@@ -33,7 +41,7 @@ setup(
     python_requires=">=3.9",
     packages=find_packages(include=["hvd_gradcomp", "hvd_gradcomp.*"]),
     package_data={"hvd_gradcomp": ["py.typed"]},
-    install_requires=[],
+    install_requires=["tabulate"],
     extras_require=extras,
     keywords="horovod distributed deep-learning gradient compression pytorch tensorflow keras",
     classifiers=[

@@ -8,20 +8,43 @@ This module imports no framework: the compressors are descriptions, the frontend
 
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
+from hvd_gradcomp.algorithms.dgc import DGCCompressor
+from hvd_gradcomp.algorithms.egc import EGCCompressor
+from hvd_gradcomp.algorithms.gradient_dropping import GradientDroppingCompressor
 from hvd_gradcomp.algorithms.hybrid import HybridCompressor
+from hvd_gradcomp.algorithms.onebit import OneBitCompressor
+from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
+from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
+from hvd_gradcomp.algorithms.sparse_gd import SparseGDCompressor
 from hvd_gradcomp.algorithms.strom import StromCompressor
+from hvd_gradcomp.algorithms.terngrad import TernGradCompressor
 from hvd_gradcomp.algorithms.variance import VarianceCompressor
-from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.assignment import partition, role, smaller
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
+from hvd_gradcomp.wrappers import after
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Compressor",
+    "DGCCompressor",
+    "EGCCompressor",
     "FP16Compressor",
+    "GradientDroppingCompressor",
     "HybridCompressor",
+    "NonFiniteGradientError",
     "NoneCompressor",
+    "OneBitCompressor",
     "PayloadError",
+    "QSGDCompressor",
+    "ScaleComCompressor",
+    "SparseGDCompressor",
     "StromCompressor",
+    "TernGradCompressor",
     "VarianceCompressor",
     "__version__",
+    "after",
+    "partition",
+    "role",
+    "smaller",
 ]

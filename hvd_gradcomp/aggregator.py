@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp.collectives import Collective
@@ -48,10 +48,11 @@ class Compressor(ABC):
 
     Attributes:
         algorithm: its number in the wire header; never reused.
-        replicated: names of state fields that are equal on all ranks.
+        replicated: names of state fields, dotted, that are equal on all ranks with all they hold.
         block: the alignment of layers in a bucket that it wants.
         max_bucket: the most elements that a bucket may have.
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
+        whole_model: all layers share one bucket, so nothing is sent before the last gradient.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
     """
 
@@ -60,6 +61,7 @@ class Compressor(ABC):
     block: ClassVar[int] = BLOCK
     max_bucket: ClassVar[int] = 1 << 31
     native_dtypes: ClassVar[frozenset[str]] = frozenset({"float32"})
+    whole_model: ClassVar[bool] = False
     uses_moments: ClassVar[bool] = False
 
     @abstractmethod
@@ -74,6 +76,38 @@ class Compressor(ABC):
 
         `gradient` is [layout.size], zero outside the layers. Donating: the result may lie in it.
         """
+
+    def layer_bytes(self, shape: Sequence[int]) -> float | None:
+        """About what a layer takes of a payload; None where that depends on the gradients."""
+        del shape
+        return None
+
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        """The same, with the momentum that it takes over from the optimizer; see `wrappers`."""
+        del momentum, nesterov
+        return self
+
+    @property
+    def correction(self) -> tuple[float | None, bool | None] | None:
+        """(momentum, nesterov) that it applies itself, None in them for the optimizer's."""
+        return None
+
+    def elements_sent(self, layout: Layout, state: State, steps: int) -> Sequence[int]:
+        """Elements of each layer that this rank has sent in so many steps; reads the device."""
+        del state
+        return [size * steps for size in layout.sizes]
+
+    def residual(self, state: State) -> Tensor | None:
+        """What was accumulated and not yet sent, [size]; None where nothing is kept."""
+        del state
+        return None
+
+    def inherit(
+        self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
+    ) -> tuple[State, Tensor]:
+        """Takes over what another method had kept: (state, gradient) with it inside."""
+        del ops
+        return state, gradient + residual
 
     def check(self, layout: Layout) -> None:
         """Raises a ValueError that names the layers if a bucket is larger than can be addressed."""
@@ -125,6 +159,11 @@ def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
     for field in state._fields:
         found += leaves(getattr(state, field), f"{path}.{field}" if path else field)
     return found
+
+
+def is_replicated(compressor: Compressor, path: str) -> bool:
+    """Whether the tensor that `leaves` calls so is equal on all ranks."""
+    return any(f"{path}.".startswith(f"{field}.") for field in compressor.replicated)
 
 
 def with_leaves(state: State, values: list[Tensor]) -> State:

@@ -11,6 +11,7 @@ The top rung is *dense*: no indices, one small code for each element, so everyth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.ops import Ops, Tensor
@@ -41,24 +42,31 @@ class Ladder:
     """The rungs of one bucket.
 
     Args:
-        top: the capacity from which the dense rung is cheaper.
-
-    >>> Ladder(100).capacities
-    (16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
+        capacities: ascending. One alone is a payload of a fixed size.
     """
 
-    def __init__(self, top: int) -> None:
+    def __init__(self, capacities: Sequence[int]) -> None:
+        self.capacities = tuple(capacities)
+        self.top = len(self.capacities)  # the dense rung, where there is one
+
+    @classmethod
+    def up_to(cls, top: int) -> Ladder:
+        """Four rungs to an octave, below the capacity from which the dense rung is cheaper.
+
+        >>> Ladder.up_to(100).capacities
+        (16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
+        """
         capacities: list[int] = []
         octave = _LOWEST
         while octave < top:
             capacities += [octave + octave * i // _PER_OCTAVE for i in range(_PER_OCTAVE)]
             octave *= 2
-        self.capacities = tuple(c for c in capacities if c < top)
-        self.top = len(self.capacities)  # the dense rung
+        return cls([c for c in capacities if c < top])
 
-    def init(self, ops: Ops) -> LadderState:
+    def init(self, ops: Ops, rung: int | None = None) -> LadderState:
         """Starts in the middle: a first burst is neither cut to nothing nor sent dense."""
-        return LadderState(ops.host(self.top // 2), ops.host(0), ops.host(0), ops.host(0))
+        start = self.top // 2 if rung is None else rung
+        return LadderState(ops.host(start), ops.host(0), ops.host(0), ops.host(0))
 
     def climb(self, ops: Ops, state: LadderState) -> tuple[Rung, LadderState]:
         """The rung for this step, from what the ranks needed in the last one."""

@@ -15,6 +15,9 @@ from functools import cached_property
 from math import prod
 
 BLOCK = 256
+_RUN = 16
+_STRIDE = 61  # odd, so that runs wander over the columns of a power of two
+_SAMPLED = 1024
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,32 @@ class Layout:
             layers += [layer] * -(-size // self.block)
         blocks = self.size // self.block
         return tuple(layers + [max(len(self.names) - 1, 0)] * (blocks - len(layers)))
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """How many elements of a layer one element of the sample stands for: at most 61."""
+        return tuple(max(1, min(_STRIDE, size // _SAMPLED)) for size in self.sizes)
+
+    @cached_property
+    def sample(self) -> tuple[int, ...]:
+        """Indices of a strided sample: small layers whole, of others every stride-th run.
+
+        A run is 16 neighbours, one cache line: reading one element costs as much as reading 16.
+        """
+        indices: list[int] = []
+        for offset, size, stride in zip(self.offsets, self.sizes, self.strides):
+            for start in range(offset, offset + size, _RUN * stride):
+                indices += range(start, min(start + _RUN, offset + size))
+        return tuple(indices)
+
+    @cached_property
+    def layer_of_sample(self) -> tuple[int, ...]:
+        """The layer of each element of the sample."""
+        layers: list[int] = []
+        for layer, (size, stride) in enumerate(zip(self.sizes, self.strides)):
+            whole, rest = divmod(size, _RUN * stride)
+            layers += [layer] * (whole * _RUN + min(rest, _RUN))
+        return tuple(layers)
 
     @property
     def block_bits(self) -> int:

@@ -6,15 +6,23 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+INDEX_CODINGS = ("delta", "int32")
+
 
 def real(owner: Any, name: str, *, low: float, high: float = math.inf, closed: str = "") -> None:
     """Requires a real number in an interval; `closed` holds the ends that belong to it, "[" "]"."""
-    value = getattr(owner, name)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number(owner, name, getattr(owner, name), low=low, high=high, closed=closed)
+
+
+def number(
+    owner: Any, name: str, value: Any, *, low: float, high: float = math.inf, closed: str = ""
+) -> None:
+    """The same of a value that is not an attribute, one of several, say."""
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     left = "[" if "[" in closed else "("
     right = "]" if "]" in closed else ")"
     if (
-        number
+        numeric
         and math.isfinite(value)
         and (value > low or (left == "[" and value == low))
         and (value < high or (right == "]" and value == high))
@@ -24,6 +32,16 @@ def real(owner: Any, name: str, *, low: float, high: float = math.inf, closed: s
         f"{type(owner).__name__}: {name} must be a number in {left}{low}, {high}{right}, "
         f"got {value!r}"
     )
+
+
+def whole(owner: Any, name: str, *, low: int, high: float = math.inf) -> None:
+    """Requires an integer between two others, ends included."""
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(
+            f"{type(owner).__name__}: {name} must be a whole number in [{low}, {high}], "
+            f"got {value!r}"
+        )
 
 
 def boolean(owner: Any, name: str) -> None:

@@ -8,7 +8,7 @@ The header is eight little-endian 32-bit words:
     3  rung: how much room the body has
     4  elements sent
     5  elements that should have been sent: more than were sent when the room was too small
-    6  zero
+    6  1 if the gradient of this rank is not finite; its body is then empty of meaning
     7  checksum of words 0 to 6 and of the body
 
 The checksum is the sum of all 32-bit words, each times an odd weight that grows with its place,
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
 
 MAGIC = (ord("G"), ord("C"))
 VERSION = 1
@@ -44,6 +44,12 @@ _OTHER_MODEL = (
     "on all ranks"
 )
 _OTHER_STEP = "rank {ranks} is at another step; load the same checkpoint on all ranks"
+IS_NOT_FINITE = "has a NaN or an infinity in its gradient"
+NOT_FINITE = (
+    f"rank {{ranks}} {IS_NOT_FINITE}; nothing was exchanged. Look for a "
+    "learning rate that is too high, a division by zero, or half precision that overflows"
+)
+ANY_NOT_FINITE = NOT_FINITE.replace("rank {ranks}", "a rank")
 _OTHER_SIZE = "rank {ranks} uses another payload size; load the same checkpoint on all ranks"
 
 
@@ -63,6 +69,7 @@ class Header(NamedTuple):
     rung: Any
     sent: Any
     wanted: Any
+    finite: Any = True
     intact: Any = None  # bool [world] where a bad payload cannot raise at once, see `Ops.require`
 
 
@@ -100,7 +107,10 @@ def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, 
 def seal(ops: Ops, header: Header, body: Tensor) -> Tensor:
     """Header and body as the buffer that travels; uint8 [HEADER_BYTES + body]."""
     tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
-    words = ops.words((tag, header.digest, header.step, header.rung, header.sent, header.wanted, 0))
+    poisoned = 1 - ops.cast(header.finite, "int64") if header.finite is not True else 0
+    words = ops.words(
+        (tag, header.digest, header.step, header.rung, header.sent, header.wanted, poisoned)
+    )
     front = ops.to_bytes(words, "uint32")
     checksum = _checksum(ops, words, ops.from_bytes(body, "uint32"))
     return ops.concat((front, ops.to_bytes(ops.reshape(checksum, (1,)), "uint32"), body))
@@ -116,6 +126,7 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
     Raises:
         PayloadError: naming the ranks whose payload is damaged, or made by another version,
             algorithm, model or at another step. All ranks see the same buffers, so all raise.
+        NonFiniteGradientError: naming the ranks that say so of theirs.
     """
     words = ops.from_bytes(buffers, "uint32")  # [world, words]
     front, body = words[:, :7], words[:, 8:]
@@ -131,6 +142,9 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
             _OTHER_SIZE: front[:, 3] == expected.rung,
         }
     )
+    finite = ops.require({NOT_FINITE: front[:, 6] == 0}, NonFiniteGradientError)
+    if intact is not None:
+        intact = intact & finite
     header = expected._replace(sent=front[:, 4], wanted=front[:, 5], intact=intact)
     return header, buffers[:, HEADER_BYTES:]
 

@@ -46,6 +46,7 @@ class FP16Compressor(LinearCompressor):
     """
 
     algorithm = 2
+    itemsize = 2
     native_dtypes = frozenset({"float16", "float32", "float64"})
 
     def encode(self, ops: Ops, gradient: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.algorithms.variance import MOMENTS, Ambiguity
 from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
 from hvd_gradcomp.codecs.selection import Sent
-from hvd_gradcomp.codecs.sparse import SparseCompressor
+from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
 @dataclass(frozen=True)
-class HybridCompressor(SparseCompressor):
+class HybridCompressor(WordCompressor):
     """Sends a threshold's worth of an element once it is large and unambiguous.
 
     Each step and element: `r += g`, `v += q`; where `|r| > tau` and `r*r > alpha*v`, `sign(r)` is

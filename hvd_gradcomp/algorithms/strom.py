@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hvd_gradcomp import validate
 from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
 from hvd_gradcomp.codecs.selection import Sent
-from hvd_gradcomp.codecs.sparse import SparseCompressor
+from hvd_gradcomp.codecs.sparse import Residual
+from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-class Residual(NamedTuple):
-    """What was accumulated and not yet sent."""
-
-    r: Tensor  # float32 [size]
-
-
 @dataclass(frozen=True)
-class StromCompressor(SparseCompressor):
+class StromCompressor(WordCompressor):
     """Sends plus or minus a threshold wherever the residual exceeds it (Strom 2015).
 
     Each step and element: `r += g`; where `|r| > tau`, `sign(r)` is sent and

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hvd_gradcomp import validate
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo
 from hvd_gradcomp.codecs.selection import Sent
-from hvd_gradcomp.codecs.sparse import SparseCompressor
+from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -41,7 +41,7 @@ class Ambiguity(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VarianceCompressor(SparseCompressor):
+class VarianceCompressor(WordCompressor):
     """Sends an element once it is unambiguous (Tsuzuku et al. 2018, Algorithm 1).
 
     Each step and element: `r += g`, `v += q`; where `r*r > alpha*v` it is sent and `r = v = 0`,

@@ -6,6 +6,8 @@ Only these also work inside stock Horovod, whose `Compressor` interface allreduc
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from hvd_gradcomp import exchanges
@@ -18,6 +20,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 class LinearCompressor(Compressor):
     """Base of the family."""
 
+    itemsize = 4  # bytes that a float32 element takes on the wire
     block = 1  # every element travels, so padding would too
 
     @abstractmethod
@@ -27,6 +30,9 @@ class LinearCompressor(Compressor):
     @abstractmethod
     def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
         """The gradient back, in the layout's dtype."""
+
+    def layer_bytes(self, shape: Sequence[int]) -> float:
+        return self.itemsize * prod(shape)
 
     def init(self, ops: Ops, layout: Layout) -> tuple[()]:
         del ops, layout

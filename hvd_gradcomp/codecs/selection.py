@@ -48,6 +48,18 @@ class Selection(ABC):
         """Per layer the largest of non-negative int64 items; 0 for a layer without any."""
 
     @abstractmethod
+    def sum_of_layer(self, items: Tensor) -> Tensor:
+        """Per layer the sum of int64 items, which are 0 where an item stands for no element."""
+
+    @abstractmethod
+    def index_of_items(self) -> Tensor:
+        """The index of each item."""
+
+    @abstractmethod
+    def items_only(self, items: Tensor) -> Tensor:
+        """int64 items, 0 where an item stands for an element not selected."""
+
+    @abstractmethod
     def of_layer(self, values: Tensor) -> Tensor:
         """For each item the value of its layer; values is [layers]."""
 
@@ -107,6 +119,16 @@ class Indexed(Selection):
         layer = layer_of(self.ops, self.layout, self.index)
         return self.ops.segment_max(items, layer, len(self.layout.names))
 
+    def sum_of_layer(self, items: Tensor) -> Tensor:
+        layer = layer_of(self.ops, self.layout, self.index)
+        return self.ops.segment_sum(items, layer, len(self.layout.names))
+
+    def index_of_items(self) -> Tensor:
+        return self.index
+
+    def items_only(self, items: Tensor) -> Tensor:
+        return items
+
     def of_layer(self, values: Tensor) -> Tensor:
         return self.ops.gather(values, layer_of(self.ops, self.layout, self.index))
 
@@ -158,6 +180,17 @@ class Masked(Selection):
         blocks = self.ops.max(self._blocks(self.ops.where(self.mask, items, 0)), -1)
         table = self.ops.table(self.layout, "layer_of_block")
         return self.ops.segment_max(blocks, table, len(self.layout.names))
+
+    def sum_of_layer(self, items: Tensor) -> Tensor:
+        table = self.ops.table(self.layout, "layer_of_block")
+        blocks = self.ops.sum(self._blocks(items), -1)
+        return self.ops.segment_sum(blocks, table, len(self.layout.names))
+
+    def index_of_items(self) -> Tensor:
+        return self.ops.arange(self.layout.size)
+
+    def items_only(self, items: Tensor) -> Tensor:
+        return self.ops.where(self.mask, items, 0)
 
     def of_layer(self, values: Tensor) -> Tensor:
         of_block = self.ops.gather(values, self.ops.table(self.layout, "layer_of_block"))

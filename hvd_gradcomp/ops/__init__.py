@@ -20,6 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvd_gradcomp.ops.composites import Composites
+
 if TYPE_CHECKING:
     from hvd_gradcomp.layout import Layout
 
@@ -30,7 +32,11 @@ class PayloadError(RuntimeError):
     """What a rank sent cannot be decoded: damaged, foreign, or made for another model."""
 
 
-class Ops(ABC):
+class NonFiniteGradientError(FloatingPointError):
+    """A rank's gradient has a NaN or an infinity: sent on, it would stay in every state."""
+
+
+class Ops(Composites, ABC):
     """The verbs of one framework on one device.
 
     Attributes:
@@ -76,6 +82,12 @@ class Ops(ABC):
     def times(self, x: Tensor, factor: float) -> Tensor: ...
 
     @abstractmethod
+    def log2(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def sqrt(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
     def maximum(self, x: Tensor, y: Any) -> Tensor: ...
 
     @abstractmethod
@@ -107,6 +119,14 @@ class Ops(ABC):
     @abstractmethod
     def split_bits(self, x: Tensor, low: int) -> tuple[Tensor, Tensor]:
         """`(x // 2**low, x % 2**low)` of int64 that is not negative."""
+
+    @abstractmethod
+    def shift_right(self, x: Tensor, amount: Tensor) -> Tensor:
+        """`x // 2**amount` of int64 that is not negative; amount is int64."""
+
+    @abstractmethod
+    def xor(self, x: Tensor, y: Any) -> Tensor:
+        """Bitwise, of int64."""
 
     @abstractmethod
     def float_bits(self, x: Tensor) -> Tensor:
@@ -142,6 +162,14 @@ class Ops(ABC):
         """`x[index] = values`. Donating. An index that repeats must repeat its value."""
 
     @abstractmethod
+    def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
+        """y, in the place of x where a framework writes in place. Donating."""
+
+    @abstractmethod
+    def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
+        """`x[start:start + len(y)] += y` for vectors; y may reach beyond the end. Donating."""
+
+    @abstractmethod
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
         """`x[index] += values`. Donating. Indices are unique, but for the sink."""
 
@@ -158,7 +186,29 @@ class Ops(ABC):
     def max(self, x: Tensor, axis: int | None = None) -> Tensor: ...
 
     @abstractmethod
+    def min(self, x: Tensor, axis: int | None = None) -> Tensor: ...
+
+    @abstractmethod
     def cumsum(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def sort(self, x: Tensor) -> Tensor:
+        """An int64 vector, ascending."""
+
+    @abstractmethod
+    def largest(self, x: Tensor, k: int) -> Tensor:
+        """The k largest of a float32 vector, descending."""
+
+    @abstractmethod
+    def find(self, x: Tensor, bound: Tensor) -> Tensor:
+        """Indices, ascending, where `|x| >= bound` of the element's block and x is not 0.
+
+        bound is [blocks], for blocks of one length. Needs `dynamic_shapes`.
+        """
+
+    @abstractmethod
+    def finite(self, x: Tensor) -> Any:
+        """Whether x has neither NaN nor infinity: a bool where it is known now, else a tensor."""
 
     @abstractmethod
     def nonzero(self, mask: Tensor) -> Tensor:
@@ -203,6 +253,15 @@ class Ops(ABC):
             With `dynamic_shapes` the ascending indices of the true flags, else the flags; and
             the new `donated`.
         """
+
+    @abstractmethod
+    def sweep(
+        self,
+        body: Callable[..., tuple[Tensor, ...]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """`body(*donated, *given) -> donated`, like `search` without flags."""
 
     @abstractmethod
     def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:

@@ -67,6 +67,12 @@ class TensorFlowOps(Ops):
             return product
         return tf.where(product == product, product, float("nan"))
 
+    def log2(self, x: Tensor) -> Tensor:
+        return tf.math.log(x) / tf.math.log(tf.constant(2.0, x.dtype))
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return tf.sqrt(x)
+
     def maximum(self, x: Tensor, y: Any) -> Tensor:
         return tf.maximum(x, y)
 
@@ -90,7 +96,7 @@ class TensorFlowOps(Ops):
         return tf.zeros_like(x)
 
     def scale(self, x: Tensor, factor: Any) -> Tensor:
-        return x * factor
+        return self._rounded(x * factor)
 
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return tf.cast(x, dtype)
@@ -98,6 +104,12 @@ class TensorFlowOps(Ops):
     def split_bits(self, x: Tensor, low: int) -> tuple[Tensor, Tensor]:
         amount = tf.constant(low, tf.int64)
         return tf.bitwise.right_shift(x, amount), tf.bitwise.bitwise_and(x, (1 << low) - 1)
+
+    def shift_right(self, x: Tensor, amount: Tensor) -> Tensor:
+        return tf.bitwise.right_shift(x, amount)
+
+    def xor(self, x: Tensor, y: Any) -> Tensor:
+        return tf.bitwise.bitwise_xor(x, tf.cast(y, x.dtype))
 
     def float_bits(self, x: Tensor) -> Tensor:
         return tf.cast(tf.bitcast(x, tf.int32), tf.int64) % _WORD
@@ -124,6 +136,15 @@ class TensorFlowOps(Ops):
         updates = tf.zeros_like(index, x.dtype) + tf.cast(values, x.dtype)
         return tf.tensor_scatter_nd_update(x, index[:, None], updates)
 
+    def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
+        del x
+        return y
+
+    def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
+        y = y[: max(x.shape[0] - start, 0)]
+        end = start + y.shape[0]
+        return tf.concat((x[:start], self.accumulate(x[start:end], y), x[end:]), 0)
+
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
         return tf.tensor_scatter_nd_add(x, index[:, None], values)
 
@@ -136,8 +157,25 @@ class TensorFlowOps(Ops):
     def max(self, x: Tensor, axis: int | None = None) -> Tensor:
         return tf.reduce_max(x, axis)
 
+    def min(self, x: Tensor, axis: int | None = None) -> Tensor:
+        return tf.reduce_min(x, axis)
+
     def cumsum(self, x: Tensor) -> Tensor:
         return tf.cumsum(x)
+
+    def sort(self, x: Tensor) -> Tensor:
+        return tf.sort(x)
+
+    def largest(self, x: Tensor, k: int) -> Tensor:
+        return tf.math.top_k(x, k).values
+
+    def find(self, x: Tensor, bound: Tensor) -> Tensor:
+        magnitude = tf.reshape(tf.abs(x), (bound.shape[0], -1))
+        return self.nonzero(tf.reshape((magnitude >= bound[:, None]) & (magnitude > 0), (-1,)))
+
+    def finite(self, x: Tensor) -> Any:
+        finite = tf.reduce_all(tf.math.is_finite(x))
+        return bool(finite) if tf.executing_eagerly() else finite
 
     def nonzero(self, mask: Tensor) -> Tensor:
         return tf.where(mask)[:, 0]
@@ -176,6 +214,14 @@ class TensorFlowOps(Ops):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         flags, settled = body(*donated, *given)
         return (self.nonzero(flags) if self.dynamic_shapes else flags), settled
+
+    def sweep(
+        self,
+        body: Callable[..., tuple[Tensor, ...]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        return body(*donated, *given)
 
     def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         if isinstance(dense, bool):

@@ -12,7 +12,7 @@ to the result of its step and raises at the next step, before anything else is s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +96,12 @@ class TorchOps(Ops):
     def times(self, x: Tensor, factor: float) -> Tensor:
         return torch.mul(x, factor, out=self._scratch(x))
 
+    def log2(self, x: Tensor) -> Tensor:
+        return torch.log2(x)
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x)
+
     def maximum(self, x: Tensor, y: Any) -> Tensor:
         return torch.maximum(x, y) if isinstance(y, torch.Tensor) else x.clamp(min=y)
 
@@ -126,6 +132,12 @@ class TorchOps(Ops):
     def split_bits(self, x: Tensor, low: int) -> tuple[Tensor, Tensor]:
         return x >> low, x & ((1 << low) - 1)
 
+    def shift_right(self, x: Tensor, amount: Tensor) -> Tensor:
+        return x >> amount
+
+    def xor(self, x: Tensor, y: Any) -> Tensor:
+        return x ^ y
+
     def float_bits(self, x: Tensor) -> Tensor:
         return x.view(torch.int32).to(torch.int64) & _WORD
 
@@ -152,6 +164,14 @@ class TorchOps(Ops):
             return x.index_put_((index,), values)
         return x.index_fill_(0, index, values)
 
+    def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.copy_(y)
+
+    def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
+        room = max(x.shape[0] - start, 0)
+        x[start : start + y.shape[0]].add_(y[:room])
+        return x
+
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
         return x.index_add_(0, index, values)
 
@@ -165,8 +185,34 @@ class TorchOps(Ops):
     def max(self, x: Tensor, axis: int | None = None) -> Tensor:
         return x.amax() if axis is None else x.amax(axis)
 
+    def min(self, x: Tensor, axis: int | None = None) -> Tensor:
+        return x.amin() if axis is None else x.amin(axis)
+
     def cumsum(self, x: Tensor) -> Tensor:
         return torch.cumsum(x, 0)
+
+    def sort(self, x: Tensor) -> Tensor:
+        return torch.sort(x).values
+
+    def largest(self, x: Tensor, k: int) -> Tensor:
+        return torch.topk(x, k).values
+
+    def find(self, x: Tensor, bound: Tensor) -> Tensor:
+        block = x.shape[0] // bound.shape[0]
+
+        def body(tile: Tensor, start: int) -> Tensor:
+            bounds = bound[start // block : (start + tile.shape[0]) // block, None]
+            magnitude = torch.abs(tile, out=self._scratch(tile)).view(-1, block)
+            flags = (magnitude >= bounds) & (magnitude > 0)
+            return flags.view(-1)
+
+        return self._indices(body(tile, place * _TILE) for place, tile in enumerate(x.split(_TILE)))
+
+    def finite(self, x: Tensor) -> Any:
+        total = x.sum()  # a NaN or an infinity survives a sum, but large numbers may overflow too
+        if not self.dynamic_shapes:
+            return torch.isfinite(x).all()
+        return bool(torch.isfinite(total)) or bool(torch.isfinite(x).all())
 
     def nonzero(self, mask: Tensor) -> Tensor:
         return mask.nonzero().view(-1)
@@ -198,24 +244,48 @@ class TorchOps(Ops):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not self.dynamic_shapes:
             return body(*donated, *given)
-        # Eight flags are one word: few words are set, and only those are looked into.
-        words, rows = [], []
+
+        def tiles() -> Iterator[Tensor]:
+            for tile in self._tiles((*donated, *given)):
+                flags, settled = body(*tile)
+                _write(tile, settled)
+                yield flags
+
+        return self._indices(tiles()), donated
+
+    def sweep(
+        self,
+        body: Callable[..., tuple[Tensor, ...]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        if not self.dynamic_shapes:
+            return body(*donated, *given)
+        for tile in self._tiles((*donated, *given)):
+            _write(tile, body(*tile))
+        return donated
+
+    def _tiles(self, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Pieces that stay in cache; within one, `_scratch` lends memory."""
         self._lent = {}
-        for start, tiles in enumerate(zip(*(x.split(_TILE) for x in (*donated, *given)))):
+        for tile in zip(*(x.split(_TILE) for x in tensors)):
             for dtype in self._lent:
                 self._lent[dtype] = 0
-            flags, settled = body(*tiles)
-            for tile, new in zip(tiles, settled):
-                if new is not tile:
-                    tile.copy_(new)
+            yield tile
+        self._lent = None
+
+    def _indices(self, tiles: Iterable[Tensor]) -> Tensor:
+        """Where flags are set, tile after tile."""
+        # Eight flags are one word: few words are set, and only those are looked into.
+        words, rows = [], []
+        for place, flags in enumerate(tiles):
             if flags.shape[0] % 8:
                 flags = torch.nn.functional.pad(flags, (0, -flags.shape[0] % 8))
             word = flags.view(torch.int64).nonzero().view(-1)
             rows.append(flags.view(-1, 8)[word])
-            words.append(word.add_(start * (_TILE // 8)))
-        self._lent = None
+            words.append(word.add_(place * (_TILE // 8)))
         place, bit = torch.cat(rows).nonzero(as_tuple=True)
-        return torch.cat(words)[place].mul_(8).add_(bit), donated
+        return torch.cat(words)[place].mul_(8).add_(bit)
 
     def _scratch(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
         """Memory for a temporary of one tile, lent until the next tile.
@@ -275,6 +345,13 @@ class TorchOps(Ops):
         pending, self._pending = self._pending, []
         for messages, held, error in pending:
             _raise_false(messages, held, error)
+
+
+def _write(tile: tuple[Tensor, ...], settled: tuple[Tensor, ...]) -> None:
+    """What a body returns goes where its arguments came from."""
+    for old, new in zip(tile, settled):
+        if new is not old:
+            old.copy_(new)
 
 
 def _low_word(x: Tensor) -> Tensor:

@@ -21,10 +21,9 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import handshake, validate
-from hvd_gradcomp.aggregator import Compressor, Context, Program, leaves, with_leaves
+from hvd_gradcomp import assignment, handshake, validate, wire
+from hvd_gradcomp.aggregator import Compressor, Context, Program, is_replicated, leaves, with_leaves
 from hvd_gradcomp.algorithms.dense import as_compressor
-from hvd_gradcomp.codecs.sparse import SparseState
 from hvd_gradcomp.collectives import (
     Allgather,
     Allreduce,
@@ -33,8 +32,7 @@ from hvd_gradcomp.collectives import (
     Collective,
     Switch,
 )
-from hvd_gradcomp.layout import plan_buckets
-from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.stats import CompressionStats
 
@@ -171,28 +169,22 @@ class Engine:
 
     def _plan(self, left_out: Collection[int]) -> None:
         """Lays the layers into buckets, last layers first, and makes their state."""
-        compressor = self.compressor
-        native = [
-            (name, shape, dtype if dtype in compressor.native_dtypes else "float32")
-            for place, (name, shape, dtype) in enumerate(self.layers)
-            if place not in left_out
-        ]
         target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
-        self.layouts = plan_buckets(reversed(native), target, compressor.block)
-        for layout in self.layouts:
-            compressor.check(layout)
+        planned = assignment.plan(self.compressor, self.layers, target, left_out=left_out)
+        self.compressors = [compressor for compressor, _ in planned]
+        self.layouts = [layout for _, layout in planned]
         places = {name: place for place, (name, _, _) in enumerate(self.layers)}
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         self.variables: list[list[tf.Variable]] = []
         with tf.init_scope():
-            self.templates = [compressor.init(self.ops, layout) for layout in self.layouts]
+            self.templates = [one.init(self.ops, layout) for one, layout in planned]
             for bucket, template in enumerate(self.templates):
                 self.variables.append([])
                 for path, value in leaves(template):
                     title = f"gradcomp_{bucket}_{path.replace('.', '_')}"
                     variable = self._make_variable(title, value)
                     self.variables[-1].append(variable)
-                    if path.partition(".")[0] not in compressor.replicated:
+                    if not is_replicated(self.compressors[bucket], path):
                         keep_local(variable)
 
     def forget(self) -> None:
@@ -229,7 +221,8 @@ class Engine:
             if ASSERTION not in error.message:
                 raise
             said = error.message.partition("assertion failed: ")[2].partition("\n")[0]
-            raise PayloadError(said or error.message) from None
+            kind = NonFiniteGradientError if wire.IS_NOT_FINITE in said else PayloadError
+            raise kind(said or error.message) from None
 
     def _agree(self, gradients: Sequence[Any]) -> None:
         """Compares with the other ranks what is about to be trained, once."""
@@ -277,13 +270,16 @@ class Engine:
                 self.postscale,
             )
             extra = {}
-            if any(moments[place] is not None for place in self.places[bucket]):
+            if self.compressors[bucket].uses_moments and any(
+                moments[place] is not None for place in self.places[bucket]
+            ):
                 extra["moment"] = self._flat(bucket, moments, "float32")
             state = with_leaves(
                 self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]]
             )
             flat = self._flat(bucket, dense, layout.dtype)
-            programs.append([self.compressor.aggregate(self.ops, context, flat, state, **extra)])
+            program = self.compressors[bucket].aggregate(self.ops, context, flat, state, **extra)
+            programs.append([program])
         # All first rounds come before any second one, as far as an eager run is concerned.
         for bucket, stack in enumerate(programs):
             requests.append(self._advance(stack, None, results, bucket))
@@ -449,11 +445,9 @@ class Engine:
         """Totals since the start."""
         steps = int(self.counters["exchanges"])
         layers: dict[str, int] = {}
-        for layout, template, variables in zip(self.layouts, self.templates, self.variables):
-            sent: Sequence[int] = [size * steps for size in layout.sizes]
-            if isinstance(template, SparseState):
-                state = with_leaves(template, list(variables))
-                sent = [int(n) for n in state.sent.numpy()]
+        for bucket, (layout, compressor) in enumerate(zip(self.layouts, self.compressors)):
+            state = with_leaves(self.templates[bucket], list(self.variables[bucket]))
+            sent = compressor.elements_sent(layout, state, steps)
             layers.update(zip(layout.names, sent))
         unbucketed = self.counters["unbucketed"].numpy().tolist()
         for (name, _, _), sent_as_is in zip(self.layers, unbucketed):

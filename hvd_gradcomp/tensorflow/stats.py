@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvd_gradcomp import description
 from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.tensorflow.engine import Engine
 from hvd_gradcomp.tensorflow.tape import engine_of_variables
 
 
@@ -18,6 +20,28 @@ def compression_stats(source: Any) -> CompressionStats:
     Raises:
         TypeError: nothing was exchanged for it.
     """
+    return _engine(source).stats()
+
+
+def describe(source: Any) -> str:
+    """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
+
+    Bytes are a rank's, of the layer's share of a payload. For compressors whose rule decides how
+    much is sent, 4 bytes for each element that will be.
+
+    Args:
+        source: as in `compression_stats`; an optimizer has to be built.
+
+    Raises:
+        TypeError: as in `compression_stats`.
+    """
+    engine = _engine(source)
+    table = description.describe(engine.compressor, engine.layers, len(engine.layouts))
+    print(table)
+    return table
+
+
+def _engine(source: Any) -> Engine:
     engine = getattr(source, "_gradcomp", None)
     if engine is None and isinstance(source, (list, tuple)):
         engine = engine_of_variables(source)
@@ -26,4 +50,4 @@ def compression_stats(source: Any) -> CompressionStats:
             f"no exchange is known for {type(source).__name__}: pass the optimizer or tape that "
             "hvd_gradcomp.tensorflow made, or the list of variables, after the first step"
         )
-    return engine.stats()
+    return engine

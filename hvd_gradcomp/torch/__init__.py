@@ -14,6 +14,11 @@ from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments
-from hvd_gradcomp.torch.optimizer import DistributedOptimizer, compression_stats
+from hvd_gradcomp.torch.optimizer import (
+    DistributedOptimizer,
+    broadcast_optimizer_state,
+    compression_stats,
+    describe,
+)
 
 __all__ = [name for name in dir() if not name.startswith("_")]

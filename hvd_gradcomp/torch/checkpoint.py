@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.aggregator import leaves, with_leaves
+from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
 from hvd_gradcomp.torch.engine import Engine
 
 FORMAT = 1
@@ -56,11 +56,10 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
         raise ValueError(f"the checkpoint is of another model; different: {', '.join(differing)}")
     place = (engine.process_set.rank(), engine.process_set.size())
     own = (saved["rank"], saved["size"]) == place
-    replicated = engine.compressor.replicated
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
         values: list[torch.Tensor] = []
         for path, current in leaves(bucket.state):
-            take = own or path.partition(".")[0] in replicated
+            take = own or is_replicated(bucket.compressor, path)
             values.append(entry["state"][path].to(current.device).clone() if take else current)
         bucket.state = with_leaves(bucket.state, values)
     engine.steps = saved["steps"]

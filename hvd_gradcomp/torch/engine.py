@@ -20,9 +20,8 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import handshake
+from hvd_gradcomp import assignment, handshake
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
-from hvd_gradcomp.codecs.sparse import SparseState
 from hvd_gradcomp.collectives import (
     Allgather,
     Allreduce,
@@ -31,7 +30,7 @@ from hvd_gradcomp.collectives import (
     Collective,
     Switch,
 )
-from hvd_gradcomp.layout import Layout, plan_buckets
+from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats
@@ -67,6 +66,7 @@ class Bucket:
 
     index: int
     layout: Layout
+    compressor: Compressor
     ops: TorchOps
     parameters: list[torch.nn.Parameter]
     flat: torch.Tensor
@@ -136,19 +136,23 @@ class Engine:
         self.steps = 0
         self._bytes_sent = self._bytes_received = 0
         self._agreed = False
-        self.moments = self._moment_source(named_parameters)
-        self.buckets = list(self._plan(named_parameters, bucket_bytes))
-        self._layers = [
+        self.layers = [
             (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
             for name, p in named_parameters
         ]
+        assigned = assignment.assign(compressor, self.layers)
+        self.moments = self._moment_source(
+            [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
+        )
+        self.buckets = list(self._plan(named_parameters, bucket_bytes))
         self._places = {
             p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
         }
         self._counted: dict[torch.nn.Parameter, int] = {}
         if self.moments == "microbatch":
-            for parameter in self._places:
-                parameter.register_hook(self._square_of(parameter))
+            for parameter, (bucket, _) in self._places.items():
+                if bucket.moment is not None:
+                    parameter.register_hook(self._square_of(parameter))
 
     # -- set-up ------------------------------------------------------------------------------
 
@@ -159,30 +163,21 @@ class Engine:
     ) -> Iterator[Bucket]:
         """Buckets in the order in which backward fills them: last layers first."""
         by_name = dict(named_parameters)
-        of_device: dict[torch.device, list[tuple[str, Sequence[int], str]]] = {}
-        for name, p in reversed(named_parameters):
+        for name, p in named_parameters:
             if p.dtype not in _DTYPE_NAMES:
                 raise ValueError(f"{name} has dtype {p.dtype}; only real floating point is reduced")
-            dtype = _DTYPE_NAMES[p.dtype]
-            native = dtype if dtype in self.compressor.native_dtypes else "float32"
-            of_device.setdefault(p.device, []).append((name, tuple(p.shape), native))
-        index = itertools.count()
-        for device, layers in of_device.items():
-            ops = TorchOps(device)
-            for layout in plan_buckets(layers, bucket_bytes or BUCKET_BYTES, self.compressor.block):
-                self.compressor.check(layout)
-                moment = None
-                if self.moments in ("sample", "microbatch"):
-                    moment = ops.zeros((layout.size,))
-                yield Bucket(
-                    next(index),
-                    layout,
-                    ops,
-                    [by_name[name] for name in layout.names],
-                    ops.zeros((layout.size,), layout.dtype),
-                    moment,
-                    self.compressor.init(ops, layout),
-                )
+        devices = [p.device for _, p in named_parameters]
+        verbs = {device: TorchOps(device) for device in devices}
+        plan = assignment.plan(self.compressor, self.layers, bucket_bytes or BUCKET_BYTES, devices)
+        for index, (compressor, layout) in enumerate(plan):
+            parameters = [by_name[name] for name in layout.names]
+            ops = verbs[parameters[0].device]
+            moment = None
+            if compressor.uses_moments and self.moments in ("sample", "microbatch"):
+                moment = ops.zeros((layout.size,))
+            flat = ops.zeros((layout.size,), layout.dtype)
+            state = compressor.init(ops, layout)
+            yield Bucket(index, layout, compressor, ops, parameters, flat, moment, state)
 
     def _moment_source(
         self,
@@ -237,7 +232,7 @@ class Engine:
     def _agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
         layouts = [bucket.layout for bucket in self.buckets]
-        mine = handshake.describe(self._layers, self.compressor, layouts, self.settings)
+        mine = handshake.describe(self.layers, self.compressor, layouts, self.settings)
         handshake.agree(self._gather_objects(mine))
         self._agreed = True
 
@@ -309,7 +304,7 @@ class Engine:
         )
         extra = {} if bucket.moment is None else {"moment": bucket.moment}
         with torch.no_grad():
-            program = self.compressor.aggregate(
+            program = bucket.compressor.aggregate(
                 bucket.ops, context, bucket.flat, bucket.state, **extra
             )
             bucket.programs.append(program)
@@ -435,11 +430,9 @@ class Engine:
         elements = 0
         for bucket in self.buckets:
             elements += bucket.layout.elements
-            sent: Sequence[int] = [n * self.steps for n in bucket.layout.sizes]
-            if isinstance(bucket.state, SparseState):
-                sent = bucket.state.sent.tolist()
+            sent = bucket.compressor.elements_sent(bucket.layout, bucket.state, self.steps)
             layers.update(zip(bucket.layout.names, sent))
-        order = [name for name, _, _ in self._layers]
+        order = [name for name, _, _ in self.layers]
         return CompressionStats(
             steps=self.steps,
             elements=elements * self.steps,

@@ -15,10 +15,10 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp import validate
+from hvd_gradcomp import description, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import checkpoint, moments
+from hvd_gradcomp.torch import checkpoint, moments, momentum
 from hvd_gradcomp.torch.engine import Engine, next_name
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
@@ -81,6 +81,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     compressor = as_compressor(compression, horovod.Compression)
+    compressor, gives_up = momentum.settle(optimizer, compressor)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     distributed = horovod.DistributedOptimizer(
@@ -118,6 +119,17 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     for name, method in _methods(cls).items():
         setattr(cls, name, method)
+    distributed._takeover = None
+    if gives_up:
+        own = momentum.momentum_of(distributed)
+        assert own is not None
+        distributed._takeover = momentum.Takeover(distributed, *own)
+        if process_set.rank() == 0:
+            momentum.LOGGER.info(
+                "momentum=%g, nesterov=%s are taken over from %s by the compressor",
+                *own,
+                cls.__name__,
+            )
     if not distributed._requires_update:  # Horovod skips its hooks where there is one rank
         distributed._register_hooks()
     return distributed
@@ -130,6 +142,34 @@ def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     return _engine(optimizer).stats()
+
+
+def describe(optimizer: torch.optim.Optimizer) -> str:
+    """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
+
+    Bytes are a rank's, of the layer's share of a payload. For compressors whose rule decides how
+    much is sent, 4 bytes for each element that will be.
+
+    Raises:
+        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
+    """
+    engine = _engine(optimizer)
+    table = description.describe(engine.compressor, engine.layers, len(engine.buckets))
+    print(table)
+    return table
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, **options: Any
+) -> None:
+    """Like Horovod's own; momentum that was taken over stays with the compressor.
+
+    What a compressor has accumulated belongs to each rank and is not broadcast.
+    """
+    horovod.broadcast_optimizer_state(optimizer, root_rank, **options)
+    takeover = getattr(optimizer, "_takeover", None)
+    if takeover is not None:
+        takeover.take()
 
 
 def _engine(optimizer: Any) -> Engine:
@@ -225,13 +265,18 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         super(cls, self).zero_grad(set_to_none=set_to_none)
 
     def state_dict(self: Any) -> dict[str, Any]:
-        return {**super(cls, self).state_dict(), "gradcomp": checkpoint.save(self._gradcomp)}
+        plain = super(cls, self).state_dict()
+        if self._takeover is not None:
+            plain = self._takeover.restored(plain)
+        return {**plain, "gradcomp": checkpoint.save(self._gradcomp)}
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if "gradcomp" in state_dict:
             checkpoint.load(self._gradcomp, state_dict["gradcomp"])
         stock_load(self, plain)
+        if self._takeover is not None:
+            self._takeover.take()
 
     stock_synchronize, stock_step = cls.synchronize, cls.step
     stock_load = cls.load_state_dict

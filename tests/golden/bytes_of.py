@@ -6,6 +6,7 @@ python -m tests.golden.bytes_of      writes those that are missing; never overwr
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ STEPS = 8
 
 def path_of(compressor: Compressor) -> Path:
     name = "".join(c if c.isalnum() else "_" for c in repr(compressor)).strip("_")
+    if len(name) > 100:
+        name = f"{name[:60]}_{zlib.crc32(name.encode()):08x}"
     return FOLDER / f"{name}.json"
 
 
@@ -36,13 +39,14 @@ def gradient(step: int, rank: int) -> list[list[float]]:
 
 
 def run(compressor: Compressor, ops: Any, tensor: Any, nbytes: Any) -> list[list[str]]:
-    """What two ranks send, as hexadecimal, [step][rank]."""
+    """What two ranks send, as hexadecimal, [round][rank], step after step."""
     layout = Layout(("weight", "bias"), SHAPES, block=compressor.block)
     world = World(compressor, ops, layout, 2)
     sent = []
     for step in range(STEPS):
         world.step([world.flat([tensor(x) for x in gradient(step, r)]) for r in range(2)])
-        sent.append([nbytes(request.tensor).hex() for request in world.traffic[0]])
+        for requests in world.traffic:
+            sent.append([nbytes(request.tensor).hex() for request in requests])
     return sent
 
 

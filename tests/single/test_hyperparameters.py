@@ -17,7 +17,7 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.layout import Layout
-from tests.methods import CLASSES, EVERY, LINEAR, SPARSE
+from tests.methods import CLASSES, EVERY, LINEAR, WORDS
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -78,7 +78,7 @@ def test_alpha_is_any_positive_number(alpha):
     assert VarianceCompressor(alpha=alpha).alpha == alpha
 
 
-@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
 def test_stock_horovod_is_told_which_import_to_use(compressor):
     import tensorflow as tf
 

@@ -24,33 +24,33 @@ def walk(ladder, needs):
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=80), st.integers(17, 4000))
 @settings(deadline=None)
 def test_there_is_always_room_for_what_was_needed(needs, top):
-    ladder = Ladder(top)
+    ladder = Ladder.up_to(top)
     for need, rung in zip(needs, walk(ladder, needs)):
         assert rung.dense or rung.capacity >= need
         assert rung.dense == (rung.index == ladder.top)
 
 
 def test_it_leaves_a_rung_slowly():
-    ladder = Ladder(10_000)
+    ladder = Ladder.up_to(10_000)
     rungs = walk(ladder, [5000] + [100] * (PATIENCE + 1))
     assert len({r.index for r in rungs[:PATIENCE]}) == 1
     assert rungs[-1].capacity >= 100 and rungs[-1].capacity < 200
 
 
 def test_it_goes_down_to_what_was_needed_meanwhile():
-    ladder = Ladder(10_000)
+    ladder = Ladder.up_to(10_000)
     needs = [5000] + [100] * (PATIENCE // 2) + [900] + [100] * (PATIENCE // 2)
     assert walk(ladder, needs)[-1].capacity >= 900
 
 
 def test_noise_does_not_change_the_size_each_step():
-    ladder = Ladder(10_000)
+    ladder = Ladder.up_to(10_000)
     needs = [1000 + 37 * (i * i % 11) for i in range(200)]
     indices = [r.index for r in walk(ladder, needs)][PATIENCE:]
     assert sum(a != b for a, b in zip(indices, indices[1:])) <= 2
 
 
 def test_a_tiny_bucket_has_only_the_dense_rung():
-    assert Ladder(5).capacities == ()
-    (rung,) = walk(Ladder(5), [3])
+    assert Ladder.up_to(5).capacities == ()
+    (rung,) = walk(Ladder.up_to(5), [3])
     assert rung.dense

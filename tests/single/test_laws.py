@@ -15,7 +15,7 @@ from hvd_gradcomp.ladder import Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LINEAR, SPARSE
+from tests.methods import EVERY, LINEAR, WORDS
 
 RANKS = st.integers(1, 8)
 SHAPES = st.lists(
@@ -54,14 +54,14 @@ def sent_by(world, rank):
     return compressor.decode_sum(ops, layout, rung, buffer[None, 32:], one, room)
 
 
-@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
 @given(shapes=SHAPES, seed=SEEDS, size=RANKS)
 @FAST
 def test_nothing_is_lost(compressor, shapes, seed, size):
     check_nothing_is_lost(compressor, TorchOps(), shapes, seed, size, steps=6)
 
 
-@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
 def test_nothing_is_lost_on_this_device(compressor, torch_ops):
     check_nothing_is_lost(compressor, torch_ops, ((40, 9), (7,), (600,)), 5, 3, steps=20)
 
@@ -94,7 +94,7 @@ def check_nothing_is_lost(compressor, ops, shapes, seed, size, steps):
             assert torch.equal(total, totals[0]), "replicas differ"
 
 
-@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
 @given(shapes=SHAPES, seed=SEEDS, size=RANKS)
 @FAST
 def test_bytes_equal_the_formula(compressor, shapes, seed, size):
@@ -139,7 +139,7 @@ def test_the_users_random_numbers_are_left_alone(compressor):
     assert np.random.get_state()[1].tolist() == before[1]
 
 
-@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
 def test_two_thousand_steps_of_any_scale_and_of_zeros(compressor):
     """Gradients times 10**U(-6, 6), every fourth step zero: no NaN, no stall, nothing lost."""
     shapes, ops = ((30, 5), (4,)), TorchOps()
@@ -178,7 +178,7 @@ def test_two_thousand_steps_of_any_scale_and_of_zeros(compressor):
             assert (error <= 2000 * 2.0**-23 * largest[rank] + 1e-12).all()
 
 
-@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
 def test_zero_gradients_send_nothing(compressor):
     layout = layout_of(((300,), (40,)), compressor)
     world = World(compressor, TorchOps(), layout, 2)

@@ -24,6 +24,7 @@ from hvd_gradcomp.tensorflow.engine import (
     takes_part,
 )
 from hvd_gradcomp.tensorflow.tape import named_layers
+from hvd_gradcomp.wrappers import take_over
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
@@ -98,9 +99,18 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     config = optimizer.get_config()
     if name is not None:
         config["name"] = name
+    own = None
+    if isinstance(optimizer, keras.optimizers.SGD):
+        own = (float(optimizer.momentum), bool(optimizer.nesterov))
+    compressor, gives_up = take_over(compressor, type(optimizer).__name__, own)
+    taken = {"momentum": config["momentum"], "nesterov": config["nesterov"]} if gives_up else {}
+    if gives_up:
+        config |= {"momentum": 0.0, "nesterov": False}
+        LOGGER.info("%s are taken over from %s by the compressor", taken, type(optimizer).__name__)
     distributed = cls.from_config(config)
     distributed._configure(
         compressor,
+        taken=taken,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         batch_size=batch_size,
@@ -111,7 +121,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     if optimizer.built:
         distributed.build(optimizer._trainable_variables)
-        for mine, theirs in zip(distributed.variables, optimizer.variables):
+        # The velocity of an optimizer that gave its momentum up stays behind.
+        count = distributed._plain_count
+        for mine, theirs in zip(distributed.variables[:count], optimizer.variables):
             mine.assign(theirs)
     return distributed
 
@@ -127,6 +139,7 @@ class _Reducing:
         self,
         compressor: Compressor,
         *,
+        taken: dict[str, Any],
         passes: int,
         average_passes: bool,
         batch_size: int | None,
@@ -134,10 +147,15 @@ class _Reducing:
     ) -> None:
         self._gradcomp = None
         self._moment_source = ""
+        self._taken = taken  # of its configuration, by the compressor
         self._moments = None  # left here by `track_moments`, for the `apply` that follows
         self._compressor = compressor
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
         self._settings = {**settings, "name": next_name()}
+
+    def get_config(self) -> dict[str, Any]:
+        """The optimizer's own configuration, with what the compressor has taken over."""
+        return {**super().get_config(), **self._taken}  # type: ignore[misc]
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, and those of the exchange after them."""

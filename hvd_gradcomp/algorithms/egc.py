@@ -1,0 +1,142 @@
+"""Entropy-based gradient compression (003): how much of a layer is sent follows its entropy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+from typing import Any, NamedTuple
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.codecs.momentum import MomentumCorrected
+from hvd_gradcomp.codecs.sparse import Memory
+from hvd_gradcomp.ladder import LadderState
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class EGCState(NamedTuple):
+    """State of one bucket."""
+
+    memory: Memory  # r, and u with momentum; rank-local
+    ladder: LadderState  # replicated
+    sent: Tensor  # int64 [layers], elements that this rank has sent so far
+    quota: Tensor  # int64 [layers], elements to send of each layer; rank-local
+
+
+@dataclass(frozen=True)
+class EGCCompressor(MomentumCorrected):
+    """Sends `n * H / K` elements of each layer, the largest (003, Algorithm 1 and section III).
+
+    `H` is the entropy, in bits, of the histogram of the layer's gradient over `bins` equal bins
+    between its smallest and largest element; it is taken anew every `entropy_interval` steps. Each
+    step: `u = m*u + g`, `r += u`; of each layer the `k = max(1, round(n * H / K))` largest `|r|`
+    are sent, and `r = u = 0` there.
+
+    What travels: float32 values and packed indices, by allgather; about
+    `4 + (log2(K/H) + 3) / 8` bytes an element sent. A payload has room for the largest entropy,
+    `log2(bins)`. State: `r` and `u`, 8 bytes an element.
+
+    Args:
+        K: the density is `H / K`; positive; larger sends less. The paper recommends 1024.
+        bins: of the histogram, 2 to 256; more send more (`H` grows to at most `log2(bins)`). A
+            refresh makes one pass over the gradient for each.
+        entropy_interval: steps from one histogram to the next, at least 1; an epoch in the paper.
+        momentum: of the velocity, in [0, 1). None takes it over from the wrapped SGD, whose own
+            is then 0; 0 goes without correction.
+        nesterov: the look-ahead variant; None takes it over as well.
+        masking: also stop the velocity of what was sent.
+        index_coding: "delta", packed, or "int32", plain.
+
+    Differs from the paper: a constant layer (`H = 0`) still sends one element; the entropy is
+    refreshed by steps and not by epochs; the selection is exact. The paper's learning-rate
+    correction is `hvd_gradcomp.torch.EGCScheduler` and the Keras callback `EGCLearningRate`.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> EGCCompressor(K=512, momentum=0.9)  # doctest: +ELLIPSIS
+    EGCCompressor(K=512, bins=2, entropy_interval=100, momentum=0.9, ...)
+    """
+
+    K: float = 1024
+    bins: int = 2
+    entropy_interval: int = 100
+    momentum: float | None = None
+    nesterov: bool | None = None
+    masking: bool = True
+    index_coding: str = "delta"
+
+    algorithm = 9
+
+    def __post_init__(self) -> None:
+        validate.real(self, "K", low=0)
+        validate.whole(self, "bins", low=2, high=256)
+        validate.whole(self, "entropy_interval", low=1)
+        self._validate_momentum()
+        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+
+    def count(self, size: int) -> int:
+        return min(size, max(1, int(size * log2(self.bins) / self.K + 0.5)))
+
+    def init(self, ops: Ops, layout: Layout) -> EGCState:
+        memory, ladder, sent = super().init(ops, layout)
+        return EGCState(memory, ladder, sent, ops.zeros((len(layout.names),), "int64"))
+
+    def quota(
+        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
+    ) -> tuple[Tensor, Any]:
+        quota = ops.cond(
+            step % self.entropy_interval == 0,
+            lambda: self._quota_by_entropy(ops, layout, gradient),
+            lambda: state.quota,
+        )
+        return quota, state._replace(quota=quota)
+
+    def _quota_by_entropy(self, ops: Ops, layout: Layout, gradient: Tensor) -> Tensor:
+        sizes = ops.cast(ops.words(layout.sizes), "float64")
+        entropy = entropy_of_layers(ops, layout, gradient, self.bins)
+        quota = ops.cast(sizes * entropy / self.K + 0.5, "int64")
+        return ops.minimum(ops.maximum(quota, 1), ops.words(self.most(layout)))
+
+
+def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> Tensor:
+    """Bits of each layer's histogram over equal bins between its extremes; float64 [layers]."""
+    table, block = ops.table(layout, "layer_of_block"), layout.block
+    layers = len(layout.names)
+    number = ops.arange(layout.size) - _of_blocks(
+        ops, layout, ops.gather(ops.words(layout.offsets), table)
+    )
+    own = number < _of_blocks(ops, layout, ops.gather(ops.words(layout.sizes), table))
+
+    def largest(x: Tensor) -> Tensor:
+        """Of each layer; the bits of a float32 order like integers, once their sign is folded."""
+        rows = ops.reshape(ops.where(own, x, float("-inf")), (-1, block))
+        bits = ops.float_bits(ops.max(rows, -1))
+        folded = ops.where(bits >= 1 << 31, (1 << 32) - 1 - bits, bits + (1 << 31))
+        top = ops.segment_max(folded, table, layers)
+        return ops.bits_float(ops.where(top >= 1 << 31, top - (1 << 31), (1 << 32) - 1 - top))
+
+    high, low = largest(gradient), 0.0 - largest(0.0 - gradient)
+    span = high - low
+    step = ops.where(span > 0, bins / ops.where(span > 0, span, 1.0), 0.0)
+    rows = ops.reshape(gradient, (-1, block)) - ops.reshape(ops.gather(low, table), (-1, 1))
+    place = ops.scale(rows, ops.reshape(ops.gather(step, table), (-1, 1)))  # [blocks, block]
+    own = ops.reshape(own, (-1, block))
+    sizes = ops.words(layout.sizes)
+    above, entropy = sizes, ops.cast(sizes * 0, "float64")
+    for upper in range(1, bins + 1):
+        if upper < bins:
+            flags = ops.cast((place >= upper) & own, "int64")
+            beyond = ops.segment_sum(ops.sum(flags, -1), table, layers)
+        else:
+            beyond = sizes * 0
+        share = ops.cast(above - beyond, "float64") / ops.cast(sizes, "float64")
+        entropy = entropy - share * ops.log2(ops.maximum(share, 1e-300))
+        above = beyond
+    return entropy
+
+
+def _of_blocks(ops: Ops, layout: Layout, values: Tensor) -> Tensor:
+    """For each element the value of its block."""
+    none = ops.full((1, layout.block), 0)
+    return ops.reshape(ops.reshape(values, (-1, 1)) + none, (layout.size,))

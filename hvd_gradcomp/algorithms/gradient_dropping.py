@@ -1,0 +1,48 @@
+"""Gradient dropping (Aji and Heafield 2017): one threshold over the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
+from hvd_gradcomp.codecs.largest import count_of
+
+
+@dataclass(frozen=True)
+class GradientDroppingCompressor(ResidualTopK):
+    """Drops all but the largest elements of the model (Aji and Heafield 2017, Algorithm 1).
+
+    Each step: `r += g`; the `k = max(1, round(n * (1 - ratio)))` largest `|r|` of the whole model
+    are sent as they are, and `r = 0` there. "Dropped" elements stay in the residual.
+
+    What travels: float32 values and packed indices, by one allgather; about
+    `4 + (log2(1/(1 - ratio)) + 3) / 8` bytes an element sent. State: `r`, 4 bytes an element.
+    The model is one bucket, so the exchange does not overlap with backward.
+
+    Args:
+        ratio: share of elements to drop, in (0, 1); larger sends less. The paper uses 0.99.
+        index_coding: "delta", packed, or "int32", plain.
+
+    Differs from the paper: the threshold is exact, not of a sample; zeros are not sent; layer
+    normalisation, which makes one threshold fair, is the model's affair.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> GradientDroppingCompressor()
+    GradientDroppingCompressor(ratio=0.99, index_coding='delta')
+    """
+
+    ratio: float = 0.99
+    index_coding: str = "delta"
+
+    algorithm = 7
+    whole_model = True
+
+    def __post_init__(self) -> None:
+        validate.real(self, "ratio", low=0, high=1)
+        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+
+    def count(self, size: int) -> int:
+        return count_of(size, 1 - self.ratio)

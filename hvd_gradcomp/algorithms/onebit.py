@@ -1,0 +1,91 @@
+"""1-bit SGD (Seide, Fu, Droppo, Li, Yu 2014): signs, two means a column, and error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.bands import Bands
+from hvd_gradcomp.codecs.quantized import EXCHANGES, Payload, QuantizedCompressor
+from hvd_gradcomp.codecs.sparse import Residual
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+@dataclass(frozen=True)
+class OneBitCompressor(QuantizedCompressor):
+    """Sends the sign of each element and two means for each column (Seide et al. 2014).
+
+    Each step: `r += g`; an element is sent as the mean of the elements of its column that have its
+    sign, and `r` keeps the difference. A column is one index of the layer's first axis; a layer
+    with one axis is one column.
+
+    What travels: 1 bit an element and two float32 a column, by allgather; by alltoall and
+    allgather (two-shot) where that moves fewer bytes. State: `r`, 4 bytes an element.
+
+    Args:
+        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes. The two-shot exchange
+            quantizes the sum of a shard by the columns that lie in it.
+
+    Differs from the paper: nothing but the exchange.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> OneBitCompressor()
+    OneBitCompressor(exchange='auto')
+    """
+
+    exchange: str = "auto"
+
+    algorithm = 12
+    bits = 1
+    side = ("above", "below")
+    seed = 0
+
+    def __post_init__(self) -> None:
+        validate.one_of(self, "exchange", EXCHANGES)
+
+    def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        columns = shape[0] if len(shape) > 1 else 1
+        return ((columns, prod(shape) // columns),)
+
+    def init(self, ops: Ops, layout: Layout) -> Residual:
+        return Residual(ops.zeros((layout.size,)))
+
+    def collect(self, ops: Ops, gradient: Tensor, state: Any) -> Tensor:
+        return ops.accumulate(gradient, state.r)
+
+    def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
+        del key
+        above, below, codes = ops.encode_signs(bands, x)
+        return {"above": above, "below": below, "codes": codes}
+
+    def add_decoded(
+        self, ops: Ops, bands: Bands, total: Tensor, payload: Payload, weight: Any
+    ) -> Tensor:
+        return ops.add_signs(
+            bands, total, payload["codes"], payload["above"], payload["below"], weight
+        )
+
+    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Residual:
+        r = ops.overwrite(state.r, x)
+        words = payload["codes"][: r.shape[0] // 32]  # a two-shot exchange pads
+        return Residual(self.add_decoded(ops, bands, r, {**payload, "codes": words}, -1.0))
+
+    def keep_of_sum(
+        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
+    ) -> Residual:
+        error = self.add_decoded(ops, bands, total, payload, -1.0)
+        return Residual(ops.add_slice(state.r, start, error))
+
+    def inherit(
+        self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor
+    ) -> tuple[Any, Tensor]:
+        return Residual(state.r + residual), gradient
+
+    def residual(self, state: Any) -> Tensor:
+        return state.r

@@ -1,0 +1,140 @@
+"""ScaleCom's CLT-k (Chen et al. 2020; 000, section II.B): one rank chooses, all send there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hvd_gradcomp import exchanges, validate, wire
+from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
+from hvd_gradcomp.codecs.largest import count_of
+from hvd_gradcomp.codecs.selection import layer_of
+from hvd_gradcomp.codecs.sparse import Residual
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class ScaleComState(NamedTuple):
+    """State of one bucket."""
+
+    memory: Residual  # rank-local
+    sent: Tensor  # int64 [layers], elements that this rank has sent so far
+
+
+@dataclass(frozen=True)
+class ScaleComCompressor(ResidualTopK):
+    """Sends each rank's values where one rank's are the largest (Chen et al. 2020, CLT-k).
+
+    The leader of step t is rank `t mod size`. It chooses the `k = max(1, round(n * density))`
+    largest elements of each layer of its `r + g` and broadcasts where they are; all ranks' values
+    there are added up by an allreduce, whose cost does not grow with the number of ranks. Then
+    `r = (1-beta)*r + beta*(r + g - sent)`.
+
+    What travels: packed indices from the leader, by broadcast; then 4 bytes an element sent, by
+    allreduce. State: `r`, 4 bytes an element.
+
+    Args:
+        density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent
+            dense.
+        beta: of the low-pass filter on the residual, in (0, 1]; 1 keeps all that was not sent,
+            smaller forgets by design.
+        index_coding: "delta", packed, or "int32", plain.
+
+    Differs from the paper: the selection is exact, not by chunks; zeros of the leader are not sent.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> ScaleComCompressor()
+    ScaleComCompressor(density=0.01, beta=1.0, index_coding='delta')
+    """
+
+    density: float = 0.01
+    beta: float = 1.0
+    index_coding: str = "delta"
+
+    algorithm = 13
+    replicated = frozenset({"sent"})
+
+    def __post_init__(self) -> None:
+        validate.real(self, "density", low=0, high=1, closed="]")
+        validate.real(self, "beta", low=0, high=1, closed="]")
+        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+
+    def count(self, size: int) -> int:
+        return count_of(size, self.density)
+
+    def init(self, ops: Ops, layout: Layout) -> ScaleComState:
+        layers = ops.zeros((len(layout.names),), "int64")
+        return ScaleComState(self.remember(ops, layout), layers)
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+    ) -> Program:
+        del extra
+        return exchanges.leader(self, ops, context, gradient, state)
+
+    # -- what the leader sends ---------------------------------------------------------------
+
+    def choice_parts(self, layout: Layout) -> dict[str, wire.Part]:
+        """The body of the broadcast."""
+        return self.coding.parts(layout, self.capacity(layout))
+
+    def choice_bytes(self, layout: Layout) -> int:
+        """Bytes of the broadcast, header included."""
+        return wire.HEADER_BYTES + int(wire.body_bytes(self.choice_parts(layout)))
+
+    def payload_bytes(self, layout: Layout, rung: Any = None) -> int:
+        """Bytes that one rank hands to both collectives."""
+        del rung
+        return self.choice_bytes(layout) + 4 * (self.capacity(layout) + 1)
+
+    def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
+        """The leader's payload: where its error-compensated gradient is largest."""
+        layout = context.layout
+        whole = state.memory.r + gradient
+        parts, index = self.select(ops, layout, context.step, whole, ops.words(self.most(layout)))
+        count = ops.sum(ops.cast(index < layout.sink, "int64"))
+        body = wire.pack_body(ops, self.choice_parts(layout), parts)
+        return wire.seal(ops, self._header(context)._replace(sent=count, wanted=count), body)
+
+    def _header(self, context: Context) -> wire.Header:
+        step = context.step % (1 << 32)
+        return wire.Header(self.algorithm, self.digest(context.layout), step, 0, 0, 0)
+
+    def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
+        """The leader's indices, from its payload [1, bytes]; int64 [capacity]."""
+        layout = context.layout
+        header, bodies = wire.open_sealed(ops, self._header(context), buffer)
+        payload = wire.unpack_body(ops, self.choice_parts(layout), bodies)
+        mine = {name: part[0] for name, part in payload.items()}
+        index = self.coding.decode(ops, layout, mine, self.capacity(layout))
+        if header.intact is not None:
+            index = ops.where(header.intact, index, layout.sink)
+        return index
+
+    # -- what all send -----------------------------------------------------------------------
+
+    def values(
+        self, ops: Ops, gradient: Tensor, state: Any, index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What this rank has at the indices; and 0, or NaN if its gradient is not finite."""
+        values = ops.gather(state.memory.r, index) + ops.gather(gradient, index)
+        finite = ops.words((ops.finite(gradient),))
+        healthy = ops.cast(finite, "float32")
+        return values, ops.where(healthy > 0, 0.0, healthy / healthy)
+
+    def settle_all(
+        self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor, total: Tensor
+    ) -> tuple[Tensor, ScaleComState]:
+        """The mean, and the state without what was sent."""
+        r = state.memory.r
+        kept = ops.gather(r, index) * (1.0 - self.beta)
+        if self.beta != 1.0:
+            gradient = ops.scale(gradient, self.beta)
+        r = ops.clear_last(ops.put(ops.accumulate(r, gradient), index, kept))
+        real = ops.cast(index < layout.sink, "int64")
+        per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
+        mean = ops.clear_last(ops.put(ops.clear(gradient), index, total))
+        return mean, ScaleComState(Residual(r), state.sent + per_layer)

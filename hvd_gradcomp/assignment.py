@@ -1,0 +1,324 @@
+"""Which compressor each layer gets, and which layers share a bucket.
+
+Rules, in this order:
+
+* `partition` names a compressor for each layer; without it all layers have the same.
+* A layer is sent dense, together with all others of that kind, where compressing it saves nothing:
+  where its share of a payload (`Compressor.layer_bytes`) is at least 4 bytes an element.
+* Where the optimizer's momentum was taken over, layers whose compressor does not correct momentum
+  get theirs after the exchange.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, NamedTuple, Union
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.layout import Layout, plan_buckets
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.wrappers import corrected
+
+Layer = tuple[str, Sequence[int], str]  # name, shape, dtype
+ROLES = ("first", "last", "bias", "norm", "embedding")
+_WHOLE = 1 << 62
+
+
+class Traits(NamedTuple):
+    """What rules look at."""
+
+    name: str
+    size: int
+    roles: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Matches layers by what they do; made by `role`."""
+
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"role({', '.join(map(repr, self.names))})"
+
+    def matches(self, layer: Traits) -> bool:
+        """Whether the layer has one of the roles."""
+        return not layer.roles.isdisjoint(self.names)
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """Matches layers with fewer elements; made by `smaller`."""
+
+    size: int
+
+    def __repr__(self) -> str:
+        return f"smaller({self.size})"
+
+    def matches(self, layer: Traits) -> bool:
+        """Whether the layer has fewer elements."""
+        return layer.size < self.size
+
+
+@dataclass(frozen=True)
+class Named:
+    """Matches layers whose name fits a pattern of the shell's kind."""
+
+    pattern: str
+
+    def __repr__(self) -> str:
+        return repr(self.pattern)
+
+    def matches(self, layer: Traits) -> bool:
+        """Whether the name fits."""
+        return fnmatchcase(layer.name, self.pattern)
+
+
+Rule = Union[Role, Smaller, Named]
+
+
+def role(*names: str) -> Role:
+    """Layers by role, for `partition`, judged by name and shape.
+
+    Args:
+        names: of "bias" (named bias or beta), "norm" (a vector named weight or gamma, and the bias
+            beside it), "embedding" (embed in its name), "first" and "last" (the first and the last
+            layer that has a matrix or more, with its bias).
+
+    Raises:
+        ValueError: a role is unknown.
+    """
+    for name in names:
+        if name not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {name!r}")
+    if not names:
+        raise ValueError(f"role() needs at least one of {', '.join(ROLES)}")
+    return Role(names)
+
+
+def smaller(size: int) -> Smaller:
+    """Layers of fewer elements, for `partition`.
+
+    Raises:
+        ValueError: the size is no positive whole number.
+    """
+    rule = Smaller(size)
+    validate.whole(rule, "size", low=1)
+    return rule
+
+
+@dataclass(frozen=True, repr=False)
+class Partition(Compressor):
+    """A compressor for each layer; made by `partition`."""
+
+    rules: tuple[tuple[Rule, Compressor], ...]
+
+    algorithm = 16
+
+    def __post_init__(self) -> None:
+        compressors = [c for _, c in self.rules]
+        object.__setattr__(self, "uses_moments", any(c.uses_moments for c in compressors))
+        sources = {getattr(c, "moments", "") for c in compressors if c.uses_moments}
+        if len(sources) > 1:
+            raise ValueError(
+                f"partition: its compressors take moments from {sorted(sources)}; give all of "
+                "them the same moments="
+            )
+        object.__setattr__(self, "moments", sources.pop() if sources else "")
+
+    def __repr__(self) -> str:
+        return f"partition([{', '.join(f'({r!r}, {c!r})' for r, c in self.rules)}])"
+
+    @property
+    def correction(self) -> tuple[float | None, bool | None] | None:
+        known = {c.correction for _, c in self.rules} - {None}
+        if len(known) > 1:
+            raise ValueError(
+                f"{self!r}: its compressors correct different momenta; an optimizer has one. Give "
+                "all of them the same momentum= and nesterov="
+            )
+        return known.pop() if known else None
+
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        return Partition(tuple((r, corrected(c, momentum, nesterov)) for r, c in self.rules))
+
+    def of_layers(self, layers: Sequence[Layer]) -> list[Compressor]:
+        """The compressor of each layer.
+
+        Raises:
+            ValueError: a rule matches no layer; two match one with different compressors; a layer
+                is matched by none.
+        """
+        traits = traits_of(layers)
+        rest = [c for rule, c in self.rules if rule == Named("*")]
+        rules = [(rule, c) for rule, c in self.rules if rule != Named("*")]
+        found: list[Compressor] = []
+        matched: set[int] = set()
+        for layer in traits:
+            hits = [i for i, (rule, _) in enumerate(rules) if rule.matches(layer)]
+            matched.update(hits)
+            chosen = {rules[i][1] for i in hits}
+            if len(chosen) > 1:
+                named = " and ".join(repr(rules[i][0]) for i in hits)
+                raise ValueError(
+                    f"partition: {named} conflict: both match {layer.name}, with different "
+                    "compressors. Make one of them narrower"
+                )
+            if not hits and not rest:
+                raise ValueError(
+                    f'partition: no rule matches {layer.name}; end with ("*", ...) for the rest'
+                )
+            found.append(chosen.pop() if hits else rest[0])
+        for place, (rule, _) in enumerate(rules):
+            if place not in matched:
+                names = ", ".join(t.name for t in traits[:8])
+                raise ValueError(
+                    f"partition: {rule!r} matches no layer; there are {names}"
+                    + (f" and {len(traits) - 8} more" if len(traits) > 8 else "")
+                )
+        return found
+
+    def init(self, ops: Ops, layout: Layout) -> State:
+        raise TypeError("a partition has no state: each of its compressors has buckets of its own")
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
+    ) -> Program:
+        raise TypeError("a partition runs nothing: each of its compressors has buckets of its own")
+
+
+def partition(
+    rules: Mapping[Any, Compressor | None] | Iterable[tuple[Any, Compressor | None]],
+) -> Partition:
+    """A compressor for each layer, by rules.
+
+    Args:
+        rules: (rule, compressor) pairs or a mapping. A rule is a pattern for the layer's name
+            ("encoder.*", "*.bias"), `role(...)` or `smaller(size)`; "*" is all that no other rule
+            matches. None as a compressor is no compression.
+
+    Returns:
+        What `DistributedOptimizer` takes as `compression=`.
+
+    Raises:
+        TypeError: a rule or a compressor is something else.
+        ValueError: there are no rules. When the optimizer is made: a rule matches no layer; two
+            match one layer with different compressors; no rule matches a layer.
+
+    >>> partition([(role("bias", "norm"), None), ("*", NoneCompressor())])
+    partition([(role('bias', 'norm'), NoneCompressor()), ('*', NoneCompressor())])
+    """
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    if not pairs:
+        raise ValueError("partition: there are no rules")
+    made: list[tuple[Rule, Compressor]] = []
+    for rule, compressor in pairs:
+        if isinstance(rule, str):
+            rule = Named(rule)
+        if not isinstance(rule, (Role, Smaller, Named)):
+            raise TypeError(f"partition: a rule is a pattern, role() or smaller(), got {rule!r}")
+        if isinstance(compressor, type) and issubclass(compressor, Compressor):
+            compressor = compressor()
+        compressor = NoneCompressor() if compressor is None else compressor
+        if not isinstance(compressor, Compressor) or isinstance(compressor, Partition):
+            raise TypeError(f"partition: {rule!r} needs a compressor or None, got {compressor!r}")
+        made.append((rule, compressor))
+    return Partition(tuple(made))
+
+
+def traits_of(layers: Sequence[Layer]) -> list[Traits]:
+    """What each layer is, by its name, its shape and its neighbours."""
+    modules: list[list[int]] = []  # runs of neighbours with one prefix, no part of them twice
+    previous = None
+    parts: set[str] = set()
+    leaves = []
+    for place, (name, _, _) in enumerate(layers):
+        prefix, _, leaf = re.sub(r"\.\d+$", "", name).replace("/", ".").rpartition(".")
+        leaves.append(leaf)
+        if prefix != previous or leaf in parts or not prefix:
+            modules.append([])
+            parts = set()
+        modules[-1].append(place)
+        previous = prefix
+        parts.add(leaf)
+    roles: list[set[str]] = [set() for _ in layers]
+    matrices = [m for m in modules if any(len(layers[place][1]) > 1 for place in m)]
+    for module in modules:
+        vector = [p for p in module if leaves[p] in ("weight", "gamma", "scale")]
+        norm = any(len(layers[p][1]) == 1 for p in vector)
+        for place in module:
+            name = layers[place][0].lower()
+            if re.match(r"bias|beta|b$", leaves[place]):
+                roles[place].add("bias")
+            if norm:
+                roles[place].add("norm")
+            if "embed" in name:
+                roles[place].add("embedding")
+            if matrices and module is matrices[0]:
+                roles[place].add("first")
+            if matrices and module is matrices[-1]:
+                roles[place].add("last")
+    return [
+        Traits(name, prod(shape), frozenset(found))
+        for (name, shape, _), found in zip(layers, roles)
+    ]
+
+
+def assign(compressor: Compressor, layers: Sequence[Layer]) -> list[Compressor]:
+    """The compressor of each layer, by the rules at the head of this file.
+
+    Args:
+        layers: (name, shape, dtype) in the order of the model.
+    """
+    if isinstance(compressor, Partition):
+        chosen = compressor.of_layers(layers)
+    else:
+        chosen = [compressor] * len(layers)
+    correction = compressor.correction or (0.0, False)
+    momentum, nesterov = correction[0] or 0.0, bool(correction[1])
+    assigned = []
+    for (_, shape, _), one in zip(layers, chosen):
+        share = one.layer_bytes(shape)
+        if share is not None and share >= 4 * prod(shape):
+            one = NoneCompressor()
+        assigned.append(corrected(one, momentum, nesterov))
+    return assigned
+
+
+def plan(
+    compressor: Compressor,
+    layers: Sequence[Layer],
+    bucket_bytes: int,
+    devices: Sequence[Any] | None = None,
+    left_out: Collection[int] = (),
+) -> list[tuple[Compressor, Layout]]:
+    """The buckets of a model, last layers first, each with its compressor.
+
+    Args:
+        layers: (name, shape, dtype) in the order of the model.
+        bucket_bytes: target size of a bucket.
+        devices: where each layer is, if not all are in one place.
+        left_out: places of layers that get no bucket.
+    """
+    groups: dict[tuple[Any, Compressor], list[Layer]] = {}
+    places = devices or [None] * len(layers)
+    assigned = assign(compressor, layers)
+    described = [
+        item for place, item in enumerate(zip(layers, assigned, places)) if place not in left_out
+    ]
+    for (name, shape, dtype), one, device in reversed(described):
+        native = dtype if dtype in one.native_dtypes else "float32"
+        groups.setdefault((device, one), []).append((name, shape, native))
+    buckets = []
+    for (_, one), members in groups.items():
+        target = _WHOLE if one.whole_model else bucket_bytes
+        for layout in plan_buckets(members, target, one.block):
+            one.check(layout)
+            buckets.append((one, layout))
+    return buckets

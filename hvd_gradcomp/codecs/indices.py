@@ -1,0 +1,149 @@
+"""How the indices of sent elements travel: a fixed room for a given number of them.
+
+`delta` sorts, takes differences, and packs each block of 32 of them to the fewest bits that hold
+the block's largest. With k of n elements sent, sorted indices cannot take fewer than about
+`log2(n/k) + 1.44` bits each; the packing takes about one more for random places.
+
+Sizes must not change from step to step (Horovod would negotiate anew), so there is a fixed room for
+the packed words: what random places need and a little more. Should they need more than that, the
+blocks at the end are not sent and stay in the state; the list begins at another block each step, so
+no place in the bucket is cut more often than another.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.composites import GROUP
+from hvd_gradcomp.wire import Part
+
+_SPARE_BITS = 2.75  # an index of random places needs log2(n/k) + 2.5 with blocks of 32
+
+
+class IndexCoding(ABC):
+    """A room and a code for ascending indices of one bucket."""
+
+    @abstractmethod
+    def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
+        """What travels for `capacity` indices."""
+
+    @abstractmethod
+    def bits(self, size: int, count: int) -> float:
+        """What one of `count` indices into `size` elements takes, about."""
+
+    @abstractmethod
+    def encode(
+        self, ops: Ops, layout: Layout, parts: Mapping[str, Part], index: Tensor, turn: Any
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Codes ascending indices that may end in any number of sinks.
+
+        Args:
+            index: int64 [capacity].
+            turn: the step.
+
+        Returns:
+            The parts; the indices in the order in which they travel, [capacity], sinks for those
+            that do not; and the place in `index` that each came from, [capacity].
+        """
+
+    @abstractmethod
+    def decode(
+        self, ops: Ops, layout: Layout, payload: Mapping[str, Tensor], capacity: Any
+    ) -> Tensor:
+        """The indices of one rank's parts; int64 [capacity]."""
+
+
+class Plain(IndexCoding):
+    """32 bits each."""
+
+    def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
+        del layout
+        return {"index": Part("uint32", capacity)}
+
+    def bits(self, size: int, count: int) -> float:
+        return 32.0
+
+    def encode(
+        self, ops: Ops, layout: Layout, parts: Mapping[str, Part], index: Tensor, turn: Any
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        del layout, parts, turn
+        return {"index": index}, index, ops.arange(ops.length(index))
+
+    def decode(
+        self, ops: Ops, layout: Layout, payload: Mapping[str, Tensor], capacity: Any
+    ) -> Tensor:
+        del ops, layout, capacity
+        return payload["index"]
+
+
+class Delta(IndexCoding):
+    """Differences, packed to the fewest bits for each block of 32."""
+
+    def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
+        blocks = -(-capacity // GROUP)
+        most = layout.size.bit_length()
+        words = math.ceil(blocks * (math.log2(layout.size / capacity) + _SPARE_BITS)) + 3 * most
+        return {
+            "widths": Part("uint8", blocks),
+            "deltas": Part("uint32", min(words, blocks * most)),
+        }
+
+    def bits(self, size: int, count: int) -> float:
+        return math.log2(size / count) + _SPARE_BITS + 8 / GROUP
+
+    def encode(
+        self, ops: Ops, layout: Layout, parts: Mapping[str, Part], index: Tensor, turn: Any
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        blocks, room = parts["widths"].count, parts["deltas"].count
+        capacity = ops.length(index)
+        place = (ops.arange(capacity) + turn % blocks * GROUP) % capacity
+        index = ops.gather(index, place)
+        filled = ops.concat((index, ops.full((blocks * GROUP - capacity,), layout.sink)))
+        before = ops.concat((ops.full((1,), 0), filled[:-1]))
+        groups = ops.reshape((filled - before + layout.size) % layout.size, (-1, GROUP))
+        most = layout.size.bit_length()
+        bits = ops.words([1 << bit for bit in range(most)])
+        largest = ops.reshape(ops.max(groups, -1), (-1, 1))
+        width = ops.sum(ops.cast(largest >= bits, "int64"), -1)  # [blocks]
+        slot, fits = _slots(ops, width, most, room)
+        planes = ops.where(slot < room, ops.bit_planes(groups, most), 0)
+        stream = ops.put(
+            ops.full((room + 1,), 0), ops.reshape(slot, (-1,)), ops.reshape(planes, (-1,))
+        )
+        index = ops.where(_of_blocks(ops, fits)[:capacity], index, layout.sink)
+        return {"widths": width, "deltas": stream[:room]}, index, place
+
+    def decode(
+        self, ops: Ops, layout: Layout, payload: Mapping[str, Tensor], capacity: Any
+    ) -> Tensor:
+        width, stream = payload["widths"], payload["deltas"]
+        room, most = ops.length(stream), layout.size.bit_length()
+        slot, fits = _slots(ops, width, most, room)
+        planes = ops.gather(ops.concat((stream, ops.full((1,), 0))), slot)
+        groups = ops.from_bit_planes(planes)
+        index = ops.cumsum(ops.reshape(groups, (-1,))) % layout.size
+        return ops.where(_of_blocks(ops, fits), index, layout.sink)[:capacity]
+
+
+def _slots(ops: Ops, width: Tensor, most: int, room: Any) -> tuple[Tensor, Tensor]:
+    """Where plane j of each block lies in the stream, `room` for nowhere, and which blocks fit."""
+    end = ops.cumsum(width)
+    fits = end <= room
+    plane = ops.arange(most)
+    slot = ops.reshape(end - width, (-1, 1)) + plane  # [blocks, most]
+    used = (plane < ops.reshape(width, (-1, 1))) & ops.reshape(fits, (-1, 1))
+    return ops.where(used, slot, room), fits
+
+
+def _of_blocks(ops: Ops, flags: Tensor) -> Tensor:
+    """For each index the flag of its block."""
+    none = ops.full((1, GROUP), 0)
+    return ops.reshape(ops.reshape(ops.cast(flags, "int64"), (-1, 1)) + none > 0, (-1,))
+
+
+CODINGS: dict[str, IndexCoding] = {"delta": Delta(), "int32": Plain()}

@@ -1,0 +1,333 @@
+"""The sparse methods with a number of elements: the k largest of each layer, or of the model.
+
+    collect  takes the gradient into the memory, elementwise
+    quota    how many elements of each layer to send
+    encode   the k largest, their indices, the payload
+    settle   the memory, by what was *sent*
+
+The selection is exact. No layer is sorted for it: a strided sample gives a bound that a few more
+than k elements pass, one scan finds them, and only they are sorted. Where the sample misled (too
+few passed) the bound is lowered and the layer scanned again. Elements as large as the k-th are
+taken in turn, so that no place is preferred: those at `step * k` and after come first.
+
+Zeros are never sent. Payload: float32 values and coded indices, of a fixed size.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+from hvd_gradcomp import wire
+from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
+from hvd_gradcomp.codecs.selection import Indexed, Masked, Selection, layer_of
+from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
+from hvd_gradcomp.ladder import Ladder, Rung
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+_BITS = 31  # of a magnitude
+_FINE = 18  # bits below a bin of the sample's histogram: 32 bins to an octave
+_BINS = 512  # 16 octaves below the largest; the last bin takes the rest
+
+
+def count_of(size: int, density: float) -> int:
+    """How many of `size` elements a density means: at least one.
+
+    >>> count_of(1000, 0.001), count_of(10, 0.001), count_of(1500, 0.001)
+    (1, 1, 2)
+    """
+    return min(size, max(1, int(size * density + 0.5)))
+
+
+class LargestCompressor(SparseCompressor):
+    """Base of the family; see the head of this file."""
+
+    index_coding: str
+
+    @abstractmethod
+    def count(self, size: int) -> int:
+        """The most of so many elements that are sent."""
+
+    @abstractmethod
+    def collect(self, ops: Ops, memory: Memory, gradient: Tensor) -> Memory:
+        """Takes the gradient in. Elementwise, donating."""
+
+    @abstractmethod
+    def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
+        """Takes out what was sent; indices may be the sink."""
+
+    def quota(
+        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: SparseState
+    ) -> tuple[Tensor, SparseState]:
+        """How many elements of each layer (or of the model) are sent in this step; int64 [k]."""
+        del step, gradient
+        return ops.words(self.most(layout)), state
+
+    # -- sizes -------------------------------------------------------------------------------
+
+    @property
+    def coding(self) -> IndexCoding:
+        """How indices travel."""
+        return CODINGS[self.index_coding]
+
+    def most(self, layout: Layout) -> tuple[int, ...]:
+        """The most elements that are sent of each layer, or of the model."""
+        return tuple(self.count(size) for size in Scope(layout, self.whole_model).sizes)
+
+    def capacity(self, layout: Layout) -> int:
+        """Elements that a payload holds."""
+        return sum(self.most(layout))
+
+    def ladder(self, layout: Layout) -> Ladder:
+        return Ladder((self.capacity(layout),))
+
+    def parts(self, layout: Layout) -> dict[str, wire.Part]:
+        """The body of a payload."""
+        capacity = self.capacity(layout)
+        return {
+            **self.coding.parts(layout, capacity),
+            "values": wire.Part("uint32", capacity),  # the bits of float32
+        }
+
+    def payload_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
+        del rung  # there is one
+        return wire.HEADER_BYTES + int(wire.body_bytes(self.parts(layout)))
+
+    def layer_bytes(self, shape: Sequence[int]) -> float:
+        size = prod(shape)
+        count = self.count(size)
+        return count * (4 + self.coding.bits(size, count) / 8)
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def encode(
+        self,
+        ops: Ops,
+        layout: Layout,
+        rung: Rung,
+        step: Any,
+        gradient: Tensor,
+        state: SparseState,
+        moment: Tensor | None = None,
+    ) -> tuple[Encoded, SparseState]:
+        del rung, moment
+        quota, state = self.quota(ops, layout, step, gradient, state)
+        kind = type(state.memory)
+        fields = len(state.memory)
+
+        def tile(*pieces: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.collect(ops, kind(*pieces[:fields]), pieces[fields]))
+
+        memory = kind(*ops.sweep(tile, tuple(state.memory), (gradient,)))
+        parts, index = self.select(ops, layout, step, memory[0], quota)
+        # Not sent are sinks, whose value is zero.
+        parts["values"] = ops.float_bits(ops.gather(memory[0], index))
+        body = wire.pack_body(ops, self.parts(layout), parts)
+        real = ops.cast(index < layout.sink, "int64")
+        per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
+        held = self.held(ops, memory, index)
+        memory = self.settled(ops, self.settle(ops, memory, index))
+        encoded = Encoded(body, ops.sum(real), ops.sum(quota), held)
+        return encoded, state._replace(memory=memory, sent=state.sent + per_layer)
+
+    def select(
+        self, ops: Ops, layout: Layout, step: Any, r: Tensor, quota: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The k largest |r|: the parts of the payload that say which, and their indices."""
+        scope = Scope(layout, self.whole_model)
+        selection, bits = largest(ops, scope, r, quota, self.most(layout), step)
+        sent = selection.cut(bits, self.capacity(layout), step)
+        parts, index, _ = self.coding.encode(ops, layout, self.parts(layout), sent.index, step)
+        return parts, index
+
+    def decode_sum(
+        self,
+        ops: Ops,
+        layout: Layout,
+        rung: Rung,
+        bodies: Tensor,
+        weights: Tensor,
+        room: Tensor,
+    ) -> Tensor:
+        del rung
+        payload = wire.unpack_body(ops, self.parts(layout), bodies)
+        values = ops.bits_float(payload.pop("values")) * weights[:, None]  # [world, capacity]
+        capacity = self.capacity(layout)
+        total = ops.clear(room)
+        for rank in range(bodies.shape[0]):
+            mine = {name: part[rank] for name, part in payload.items()}
+            index = self.coding.decode(ops, layout, mine, capacity)
+            total = ops.add_at(total, index, values[rank])
+        return ops.clear_last(total)
+
+
+class Scope:
+    """What competes: the elements of each layer among themselves, or all of the model.
+
+    A *group* is a layer, or the one group of the model.
+
+    Args:
+        layout: of the bucket.
+        whole: whether there is one group.
+    """
+
+    def __init__(self, layout: Layout, whole: bool) -> None:
+        self.layout, self.whole = layout, whole
+        self.count = 1 if whole else len(layout.names)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Elements of each group."""
+        return (self.layout.elements,) if self.whole else self.layout.sizes
+
+    def of_layers(self, ops: Ops, groups: Tensor) -> Tensor:
+        """A value of each group as one of each layer."""
+        if not self.whole:
+            return groups
+        return ops.gather(groups, ops.full((len(self.layout.names),), 0))
+
+    def of_index(self, ops: Ops, index: Tensor) -> Tensor:
+        """The group of each element."""
+        return index * 0 if self.whole else layer_of(ops, self.layout, index)
+
+    def starts(self) -> tuple[int, ...]:
+        """What to take off an element's index, by layer, to get its number within its group."""
+        if not self.whole:
+            return self.layout.offsets
+        before = [sum(self.layout.sizes[:layer]) for layer in range(len(self.layout.names))]
+        return tuple(offset - b for offset, b in zip(self.layout.offsets, before))
+
+
+def largest(
+    ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int], turn: Any
+) -> tuple[Selection, Tensor]:
+    """The k largest |r| of each group, zeros excepted.
+
+    Args:
+        r: float32 [size].
+        k: int64 [groups], at most `most`.
+        turn: the step; says which of equal magnitudes come first.
+
+    Returns:
+        The selection and the bits of its magnitudes.
+    """
+    layout = scope.layout
+    if ops.dynamic_shapes:
+        found = _candidates(ops, scope, r, k, most)
+        bits = ops.float_bits(ops.abs(ops.gather(r, found)))
+        selection: Selection = Indexed(ops, layout, found)
+        last = _last_of_sorted(ops, scope, found, bits, k)
+    else:
+        bits = ops.float_bits(ops.abs(r))
+        selection = Masked(ops, layout, bits > 0)
+        last = _last_of_layers(ops, scope, r, k, most)
+    last_of_item = selection.of_layer(scope.of_layers(ops, last))
+    selection, bits = selection.only((bits > 0) & (bits >= last_of_item), bits)
+    return _without_surplus(ops, scope, selection, bits, last, k, turn)
+
+
+def _candidates(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
+    """Indices of at least the k largest of each group, or of all that are not zero."""
+    layout = scope.layout
+    table = ops.table(layout, "layer_of_block")
+    bound = _bound_by_sample(ops, scope, r, k, most)  # [groups]
+
+    def scan(bound: Tensor) -> Tensor:
+        return ops.find(r, ops.gather(scope.of_layers(ops, bound), table))
+
+    found = scan(bound)
+    for factor in (0.25, 0.0):
+        group = scope.of_index(ops, found)
+        count = ops.segment_sum(ops.full((ops.length(found),), 1), group, scope.count)
+        short = (count < k) & (bound > 0)
+        lower = ops.where(short, bound * factor, bound)
+        some = ops.staged(ops.stage(ops.max(ops.cast(short, "int64")))) > 0
+        found, bound = ops.cond(
+            some, partial(lambda b: (scan(b), b), lower), partial(lambda f, b: (f, b), found, bound)
+        )
+    return found
+
+
+def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
+    """A magnitude of each group that somewhat more than k elements reach, to all appearance."""
+    layout = scope.layout
+    index, layer = ops.table(layout, "sample"), ops.table(layout, "layer_of_sample")
+    magnitude, _ = ops.split_bits(ops.float_bits(ops.abs(ops.gather(r, index))), _FINE)
+    group = layer * 0 if scope.whole else layer
+    top = ops.segment_max(magnitude, group, scope.count)
+    bin_ = ops.minimum(ops.gather(top, group) - magnitude, _BINS - 1)
+    strides = ops.gather(ops.table(layout, "strides"), layer)
+    counts = ops.segment_sum(strides, group * _BINS + bin_, scope.count * _BINS)
+    counts = ops.reshape(counts, (scope.count, _BINS))
+    reached = ops.reshape(ops.cumsum(ops.reshape(counts, (-1,))), (scope.count, _BINS))
+    reached = reached - reached[:, :1] + counts[:, :1]
+    # Three standard deviations of what a sample of this size finds, and a few for small ones.
+    strides_of = [max(layout.strides)] if scope.whole else layout.strides
+    slack = [0 if s == 1 else int(3 * (m * s) ** 0.5) + 4 * s for m, s in zip(most, strides_of)]
+    target = ops.reshape(k + ops.words(slack), (-1, 1))
+    below = ops.sum(ops.cast(reached < target, "int64"), -1)
+    bits = ops.where(below < _BINS - 1, ops.maximum(top - below, 0), 0)
+    return ops.bits_float(bits * (1 << _FINE))
+
+
+def _last_of_sorted(ops: Ops, scope: Scope, found: Tensor, bits: Tensor, k: Tensor) -> Tensor:
+    """The bits of the k-th largest of each group, by sorting the candidates."""
+    group = scope.of_index(ops, found)
+    limit = (1 << _BITS) - 1
+    ascending = ops.sort(group * (1 << _BITS) + (limit - bits))
+    ascending = ops.concat((ascending, ops.full((1,), limit)))
+    count = ops.segment_sum(ops.full((ops.length(found),), 1), group, scope.count)
+    end = ops.cumsum(count)
+    place = ops.maximum(end - count + ops.minimum(k, count) - 1, 0)
+    return limit - ops.split_bits(ops.gather(ascending, place), _BITS)[1]
+
+
+def _last_of_layers(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
+    """The same in static shapes, layer by layer."""
+    layout, magnitude = scope.layout, ops.abs(r)
+    if scope.whole:
+        pieces = [magnitude]
+    else:
+        pieces = [magnitude[o : o + n] for o, n in zip(layout.offsets, layout.sizes)]
+    last = [
+        ops.gather(ops.float_bits(ops.largest(piece, m)), k[group : group + 1] - 1)
+        for group, (piece, m) in enumerate(zip(pieces, most))
+    ]
+    return ops.concat(last)
+
+
+def _without_surplus(
+    ops: Ops,
+    scope: Scope,
+    selection: Selection,
+    bits: Tensor,
+    last: Tensor,
+    k: Tensor,
+    turn: Any,
+) -> tuple[Selection, Tensor]:
+    """Drops from elements as large as the k-th what goes beyond k, another each step."""
+    tie = ops.cast(bits == selection.of_layer(scope.of_layers(ops, last)), "int64")
+    tie = selection.items_only(tie)
+    greater = selection.items_only(1 - tie)
+
+    def per_group(items: Tensor) -> Tensor:
+        by_layer = selection.sum_of_layer(items)
+        return ops.reshape(ops.sum(by_layer), (1,)) if scope.whole else by_layer
+
+    def of_item(groups: Tensor) -> Tensor:
+        return selection.of_layer(scope.of_layers(ops, groups))
+
+    room = k - per_group(greater)
+    first = turn * k % ops.words(scope.sizes)
+    number = selection.index_of_items() - selection.of_layer(ops.words(scope.starts()))
+    early = ops.cast(number < of_item(first), "int64") * tie
+    ties, earlies = per_group(tie), per_group(early)
+    before = ops.cumsum(ties) - ties
+    rank = ops.cumsum(tie) - of_item(before)  # from 1, in the order of indices
+    rank = rank + ops.where(early > 0, of_item(ties - earlies), of_item(0 - earlies))
+    kept = (greater > 0) | (rank <= of_item(room))
+    return selection.only(kept & (tie + greater > 0), bits)

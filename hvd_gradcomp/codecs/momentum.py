@@ -1,0 +1,83 @@
+"""Momentum correction: velocity is accumulated instead of the gradient.
+
+Deep Gradient Compression (Lin et al. 2018), section 3.2.
+
+A delayed gradient that the optimizer's momentum sees only when it arrives counts for less than it
+would have. So the momentum is taken over from the optimizer and applied before compression, on
+each rank; what is sent is velocity, and the optimizer only adds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.codecs.largest import LargestCompressor
+from hvd_gradcomp.codecs.sparse import Memory, Residual
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class Velocity(NamedTuple):
+    """Velocity that was accumulated and not yet sent, and the velocity itself."""
+
+    r: Tensor  # float32 [size]
+    u: Tensor  # float32 [size]
+
+
+class MomentumCorrected(LargestCompressor):
+    """Base of EGC and DGC. Subclasses are dataclasses with these fields."""
+
+    momentum: float | None
+    nesterov: bool | None
+    masking: bool
+
+    def _validate_momentum(self) -> None:
+        if self.momentum is not None:
+            validate.real(self, "momentum", low=0, high=1, closed="[")
+        if self.nesterov is not None:
+            validate.boolean(self, "nesterov")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError(f"{type(self).__name__}: nesterov needs a momentum above 0")
+        validate.boolean(self, "masking")
+
+    @property
+    def correction(self) -> tuple[float | None, bool | None]:
+        return self.momentum, self.nesterov
+
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        return replace(self, momentum=momentum, nesterov=nesterov)  # type: ignore[type-var]
+
+    def check(self, layout: Layout) -> None:
+        super().check(layout)
+        if self.momentum is None:
+            raise ValueError(
+                f"{self!r}: there is no optimizer here to take the momentum over from; give "
+                "momentum=0.9, or momentum=0 to go without"
+            )
+
+    def remember(self, ops: Ops, layout: Layout) -> Memory:
+        r = ops.zeros((layout.size,))
+        return Velocity(r, ops.zeros((layout.size,))) if self.momentum else Residual(r)
+
+    def collect(self, ops: Ops, memory: Memory, gradient: Tensor) -> Memory:
+        if not self.momentum:
+            return Residual(ops.accumulate(memory.r, gradient))
+        u = ops.accumulate(ops.scale(memory.u, self.momentum), gradient)
+        ahead = ops.accumulate(ops.times(u, self.momentum), gradient) if self.nesterov else u
+        return Velocity(ops.accumulate(memory.r, ahead), u)
+
+    def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
+        """With `masking`, the velocity of what was sent stops as well (ibid., section 3.3)."""
+        r = ops.put(memory.r, index, 0.0)
+        if not self.momentum:
+            return Residual(r)
+        return Velocity(r, ops.put(memory.u, index, 0.0) if self.masking else memory.u)
+
+    def with_velocity(self, state: Any, velocity: Tensor) -> Any:
+        """Goes on from a velocity that all ranks had in common."""
+        if not self.momentum:
+            return state
+        return state._replace(memory=state.memory._replace(u=velocity))

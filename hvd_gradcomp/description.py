@@ -1,0 +1,43 @@
+"""What a compressor will do to a model, as a table, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from math import prod
+
+from tabulate import tabulate
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.assignment import Layer, assign
+from hvd_gradcomp.wrappers import After, MomentumAfter
+
+
+def describe(compressor: Compressor, layers: Sequence[Layer], buckets: int) -> str:
+    """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it."""
+    rows: list[tuple[str, str, str, str, str]] = []
+    dense = expected = 0.0
+    for (name, shape, _), one in zip(layers, assign(compressor, layers)):
+        size, share = 4 * prod(shape), one.layer_bytes(shape)
+        dense, expected = dense + size, expected + (share or 0.0)
+        said = "4 an element sent" if share is None else f"{share:,.0f}"
+        rows.append((name, "x".join(map(str, shape)), _brief(one), f"{size:,}", said))
+    total = f"{len(layers)} layers, {buckets} buckets"
+    rows.append(("total", total, "", f"{dense:,.0f}", f"{expected:,.0f}"))
+    head = ("layer", "shape", "compressor", "bytes dense", "bytes a step")
+    return tabulate(rows, head, colalign=("left", "left", "left", "right", "right"))
+
+
+def _brief(compressor: Compressor) -> str:
+    """Without what is as it is by default."""
+    if isinstance(compressor, MomentumAfter):
+        return f"{_brief(compressor.inner)}, then momentum={compressor.momentum}"
+    if isinstance(compressor, After):
+        first, then = _brief(compressor.first), _brief(compressor.then)
+        return f"after({compressor.steps}, {first}, {then})"
+    said = [
+        f"{field.name}={getattr(compressor, field.name)!r}"
+        for field in fields(compressor)  # type: ignore[arg-type]
+        if getattr(compressor, field.name) != field.default
+    ]
+    return f"{type(compressor).__name__.removesuffix('Compressor')}({', '.join(said)})"

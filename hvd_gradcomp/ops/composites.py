@@ -1,0 +1,205 @@
+"""Verbs made of other verbs, written once for all frameworks.
+
+A backend may shadow one with its better way, if the result is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.bands import Band, Bands
+    from hvd_gradcomp.ops import Tensor
+
+GROUP = 32  # codes that are packed together
+_TINY = 2.0**-100  # a group whose scale is below counts as zero: its inverse would overflow
+_FACTOR = 0x45D9F3B
+
+
+class Composites:
+    """Base of `Ops`."""
+
+    # -- packing -----------------------------------------------------------------------------
+    #
+    # Bit by bit: 32 codes of b bits are b words of 32 bits, word j holding bit j of each. So any
+    # width packs without a code that straddles two words.
+
+    def pack(self: Any, codes: Tensor, bits: int) -> Tensor:
+        """Codes below 2**bits as words; int64 [32 m] to int64 [m * bits] below 2**32."""
+        return self.reshape(self.bit_planes(self.reshape(codes, (-1, GROUP)), bits), (-1,))
+
+    def unpack(self: Any, words: Tensor, bits: int) -> Tensor:
+        """The inverse of `pack`."""
+        return self.reshape(self.from_bit_planes(self.reshape(words, (-1, bits))), (-1,))
+
+    def bit_planes(self: Any, groups: Tensor, bits: int) -> Tensor:
+        """Bit j of the 32 codes of a group, as one word; [m, 32] to [m, bits]."""
+        lanes = self.words([1 << lane for lane in range(GROUP)])
+        planes = []
+        for place in range(bits):
+            bit = self.split_bits(groups, place)[0] % 2
+            planes.append(self.reshape(self.sum(bit * lanes, -1), (-1, 1)))
+        return self.concat(planes)
+
+    def from_bit_planes(self: Any, planes: Tensor) -> Tensor:
+        """The inverse of `bit_planes`; [m, bits] to [m, 32]."""
+        lanes = self.arange(GROUP)
+        codes = self.shift_right(planes[:, :1], lanes) % 2
+        for place in range(1, planes.shape[1]):
+            bit = self.shift_right(planes[:, place : place + 1], lanes) % 2
+            codes = codes + bit * (1 << place)
+        return codes
+
+    # -- random numbers ----------------------------------------------------------------------
+    #
+    # Number i of a key is a hash of i and the key; there is no state besides the step, and the
+    # user's random numbers are not touched. The hash is two rounds of a 32-bit finalizer
+    # (xor-shift, multiply), one for each half of the key, in arithmetic that stays below 2**63.
+
+    def key(self: Any, step: Any, salt: int) -> Tensor:
+        """The key of a step; int64 [2] below 2**32. `salt` tells ranks, buckets and uses apart."""
+        first = self.mix(self.xor(self.mix(self.words((step % (1 << 32),))), salt))
+        return self.concat((first, self.mix(self.xor(first, 0x9E3779B9))))
+
+    def uniform(self: Any, key: Tensor, count: Any) -> Tensor:
+        """Numbers 0 to count - 1 of a key, multiples of 2**-24 in [0, 1); float32 [count]."""
+        hashed = self.mix((self.arange(count) + key[:1]) % (1 << 32))
+        hashed = self.mix(self.xor(hashed, key[1:]))
+        return self.cast(self.split_bits(hashed, 8)[0], "float32") * 2.0**-24
+
+    def mix(self: Any, x: Tensor) -> Tensor:
+        """A bijection of [0, 2**32) that looks random."""
+        for _ in range(2):
+            x = self.xor(x, self.split_bits(x, 16)[0]) * _FACTOR % (1 << 32)
+        return self.xor(x, self.split_bits(x, 16)[0])
+
+    # -- sums --------------------------------------------------------------------------------
+
+    def sum_of_rows(self: Any, x: Tensor) -> Tensor:
+        """The sum of each row, float32 [rows, n] to [rows], the same to the bit everywhere.
+
+        The order of a framework's own sum is its own affair, and rounding depends on it. Here rows
+        are folded in halves, elementwise.
+        """
+        length = x.shape[-1]
+        while length > 1:
+            half = length // 2
+            folded = x[:, :half] + x[:, half : 2 * half]
+            if length % 2:
+                first = folded[:, :1] + x[:, length - 1 : length]
+                folded = first if half == 1 else self.concat((first, folded[:, 1:]))
+            x, length = folded, half
+        return self.reshape(x, (-1,))
+
+    # -- codes for every element -------------------------------------------------------------
+
+    def group_maxima(self: Any, bands: Bands, x: Tensor) -> Tensor:
+        """The largest |x| of each group; float32 [groups]."""
+        return self._joined([self.max(self.abs(rows), -1) for rows in self._rows(bands, x)])
+
+    def group_squares(self: Any, bands: Bands, x: Tensor) -> Tensor:
+        """The sum of squares of each group; float32 [groups]."""
+        return self._joined([self.sum_of_rows(self.square(rows)) for rows in self._rows(bands, x)])
+
+    def encode_levels(
+        self: Any, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
+    ) -> Tensor:
+        """Rounds `|x| / scale` at random to one of `s = 2**(bits-1) - 1` levels and packs.
+
+        A code is `s` plus or minus the level. Elements beyond the scale get the last level.
+
+        Returns:
+            Words, int64 [size * bits / 32] below 2**32.
+        """
+        levels = (1 << bits - 1) - 1
+        used = scale >= _TINY
+        inverse = self.where(used, levels / self.where(used, scale, 1.0), 0.0)
+        noise = self.uniform(key, x.shape[0])
+
+        def codes(band: Band, groups: slice) -> Tensor:
+            rows, chance = (self._band(band, y) for y in (x, noise))
+            height = self.scale(self.abs(rows), self.reshape(inverse[groups], (-1, 1)))
+            level = self.minimum(self.cast(self.minimum(height + chance, levels), "int64"), levels)
+            return self.where(rows < 0, levels - level, levels + level)
+
+        return self.pack(self._fill(bands, x.shape[0], codes, "int64"), bits)
+
+    def add_levels(
+        self: Any, bands: Bands, total: Tensor, words: Tensor, scale: Tensor, bits: int, weight: Any
+    ) -> Tensor:
+        """`total + weight * level * scale / s` for the codes of `encode_levels`. Donating."""
+        levels = (1 << bits - 1) - 1
+        unit = self.where(scale >= _TINY, scale / levels, 0.0)
+        code = self.unpack(words, bits)
+
+        def values(band: Band, groups: slice) -> Tensor:
+            level = self.cast(self._band(band, code) - levels, "float32")
+            value = self.scale(level, self.reshape(unit[groups], (-1, 1)))
+            return self.scale(value, weight)
+
+        return self.accumulate(total, self._fill(bands, total.shape[0], values, "float32"))
+
+    def encode_signs(self: Any, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean of x >= 0, mean of x < 0, packed signs) by group; 0 for the mean of nothing."""
+        above: list[Any] = []
+        below: list[Any] = []
+        for rows in self._rows(bands, x):
+            negative = self.cast(rows < 0, "int64")
+            count = self.sum(negative, -1)
+            for means, side, n in (
+                (above, self.where(rows < 0, 0.0, rows), rows.shape[-1] - count),
+                (below, self.where(rows < 0, rows, 0.0), count),
+            ):
+                means.append(self.sum_of_rows(side) / self.cast(self.maximum(n, 1), "float32"))
+
+        def codes(band: Band, groups: slice) -> Tensor:
+            del groups
+            return self.cast(self._band(band, x) < 0, "int64")
+
+        words = self.pack(self._fill(bands, x.shape[0], codes, "int64"), 1)
+        return self._joined(above), self._joined(below), words
+
+    def add_signs(
+        self: Any,
+        bands: Bands,
+        total: Tensor,
+        words: Tensor,
+        above: Tensor,
+        below: Tensor,
+        weight: Any,
+    ) -> Tensor:
+        """`total + weight * mean` of the element's side, by `encode_signs`. Donating."""
+        code = self.unpack(words, 1)
+
+        def values(band: Band, groups: slice) -> Tensor:
+            high, low = (self.reshape(side[groups], (-1, 1)) for side in (above, below))
+            return self.scale(self.where(self._band(band, code) > 0, low, high), weight)
+
+        return self.accumulate(total, self._fill(bands, total.shape[0], values, "float32"))
+
+    def _joined(self: Any, pieces: list[Tensor]) -> Tensor:
+        """One vector; a shard that is all padding has no pieces."""
+        return self.concat(pieces) if pieces else self.zeros((0,))
+
+    def _rows(self: Any, bands: Bands, x: Tensor) -> list[Tensor]:
+        return [self._band(band, x) for band in bands.bands]
+
+    def _band(self: Any, band: Band, x: Tensor) -> Tensor:
+        return self.reshape(x[band.start : band.end], (band.rows, band.length))
+
+    def _fill(
+        self: Any, bands: Bands, size: int, values: Callable[[Band, slice], Tensor], dtype: str
+    ) -> Tensor:
+        """The vector whose bands are `values(band, groups)` [rows, length], and 0 elsewhere."""
+        pieces: list[Any] = []
+        done = group = 0
+        for band in bands.bands:
+            if band.start > done:
+                pieces.append(self.zeros((band.start - done,), dtype))
+            groups = slice(group, group + band.rows)
+            pieces.append(self.reshape(values(band, groups), (band.rows * band.length,)))
+            done, group = band.end, group + band.rows
+        if size > done:
+            pieces.append(self.zeros((size - done,), dtype))
+        return self.concat(pieces) if len(pieces) > 1 else pieces[0]

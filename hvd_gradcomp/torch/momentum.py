@@ -1,0 +1,112 @@
+"""Takes the momentum of `torch.optim.SGD` over, for compressors that correct it.
+
+The optimizer's momentum is 0 while it is wrapped; `state_dict()` shows what it was. Weight decay
+stays with the optimizer, with momentum as before: SGD adds `decay * p` to the gradient before the
+momentum, so its velocity is kept here, dense, and needs no exchange since parameters are equal on
+all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.wrappers import take_over
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+_VELOCITY = "decay_velocity"  # in the optimizer's state, so that it is saved and broadcast
+
+
+def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool] | None:
+    """(momentum, nesterov) of SGD; None for an optimizer that cannot hand them over.
+
+    Raises:
+        ValueError: groups differ, or the momentum is dampened.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    found = {(float(g["momentum"]), bool(g["nesterov"])) for g in optimizer.param_groups}
+    if len(found) > 1:
+        raise ValueError(
+            f"momentum cannot be taken over: the groups of SGD have {sorted(found)} as (momentum, "
+            "nesterov). Give all groups the same, or the compressor momentum=0"
+        )
+    if any(g["momentum"] and g["dampening"] for g in optimizer.param_groups):
+        raise ValueError(
+            "momentum cannot be taken over from SGD with dampening: set dampening=0, or give the "
+            "compressor momentum=0"
+        )
+    return found.pop()
+
+
+class Takeover:
+    """What was taken from an optimizer: where it goes back to, and what decay needs of it.
+
+    Args:
+        optimizer: the distributed one.
+        momentum, nesterov: what it had.
+    """
+
+    def __init__(self, optimizer: Any, momentum: float, nesterov: bool) -> None:
+        self.optimizer, self.momentum, self.nesterov = optimizer, momentum, nesterov
+        self.take()
+        optimizer.register_step_pre_hook(self._before_update)
+
+    def take(self) -> None:
+        """Sets the optimizer's own to 0; again after something has set them.
+
+        Raises:
+            ValueError: they were set to something else than was taken over.
+        """
+        for group in self.optimizer.param_groups:
+            if group["momentum"] not in (0, self.momentum):
+                raise ValueError(
+                    f"the optimizer got momentum={group['momentum']}, the compressor has taken "
+                    f"{self.momentum} over: it cannot change meanwhile"
+                )
+            group["momentum"], group["nesterov"] = 0, False
+
+    def restored(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's state with its own momentum in it."""
+        own = {"momentum": self.momentum, "nesterov": self.nesterov}
+        groups = [{**group, **own} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                if group["momentum"]:
+                    raise RuntimeError(
+                        f"momentum={group['momentum']} was set on an optimizer whose momentum the "
+                        "compressor has taken over; it would be applied twice. Do not cycle "
+                        "momentum (OneCycleLR: cycle_momentum=False)"
+                    )
+                if group["weight_decay"]:
+                    sign = -1.0 if group.get("maximize") else 1.0
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            self._decay(p, group["weight_decay"], sign)
+
+    def _decay(self, p: torch.nn.Parameter, decay: float, sign: float) -> None:
+        """Adds to the gradient what momentum makes of earlier decay; SGD adds this step's."""
+        state = self.optimizer.state[p]
+        if _VELOCITY not in state:
+            state[_VELOCITY] = torch.zeros_like(p)
+        velocity = state[_VELOCITY]
+        if self.nesterov:
+            velocity.mul_(self.momentum).add_(p, alpha=decay)
+            p.grad.add_(velocity, alpha=sign * self.momentum)
+        else:
+            p.grad.add_(velocity, alpha=sign * self.momentum)
+            velocity.mul_(self.momentum).add_(p, alpha=decay)
+
+
+def settle(optimizer: torch.optim.Optimizer, compressor: Compressor) -> tuple[Compressor, bool]:
+    """The compressor with its momentum settled, and whether the optimizer gives its own up."""
+    if compressor.correction is None or compressor.correction[0] == 0:
+        return compressor, False
+    return take_over(compressor, type(optimizer).__name__, momentum_of(optimizer))
