@@ -69,7 +69,7 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py docker/constraints.txt
+$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py docker/constraints.txt hvd_gradcomp/ops/native.c
 	@echo "tools: linter, type checker, test runner and this package (half a minute)"
 	@$(pip) "setuptools<81" wheel
 	@$(pip) --no-build-isolation --editable ".[test]"
@@ -85,4 +85,5 @@ $(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh
 	@docker/install-system.sh $(PYTHON)
 	@echo "horovod: from the cache, or built (about 8 minutes on two cores)"
 	@PATH="$(path)" PIP_CONSTRAINT=docker/constraints.txt docker/build-horovod.sh $(VENV)/bin/python
+	@$(pip) --no-build-isolation --no-deps --editable .  # once more: now there is a compiler
 	@touch $@

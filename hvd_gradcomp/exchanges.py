@@ -79,10 +79,7 @@ def quantized_allgather(
     state = codec.keep(ops, bands, x, mine, state)
     payload = wire.unpack_body(ops, parts, bodies)
     weights = _weights(ops, context, header)
-    total = ops.clear(gradient)
-    for rank in range(context.size):
-        total = codec.add_decoded(ops, bands, total, _of(payload, rank), weights[rank])
-    return total, state
+    return codec.add_decoded(ops, bands, None, gradient, payload, weights), state
 
 
 def two_shot(
@@ -109,9 +106,7 @@ def two_shot(
     reply, bodies = wire.open_sealed(ops, _header(codec, context), buffers)
     payload = wire.unpack_body(ops, parts, bodies)
     plain = _weights(ops, context._replace(prescale=1.0, postscale=1.0), reply)
-    total = ops.zeros((shard,))
-    for other in range(world):
-        total = codec.add_decoded(ops, cuts[rank], total, _of(payload, other), plain[other])
+    total = codec.add_decoded(ops, cuts[rank], None, ops.zeros((shard,)), payload, plain)
 
     summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
     body = wire.pack_body(ops, parts, codec.filled(ops, summed, parts))
@@ -123,16 +118,16 @@ def two_shot(
     weights = _weights(ops, context, reply)
     pieces = [
         codec.add_decoded(
-            ops, cuts[other], ops.zeros((shard,)), _of(payload, other), weights[other]
+            ops,
+            cuts[other],
+            None,
+            ops.zeros((shard,)),
+            {name: part[other : other + 1] for name, part in payload.items()},
+            weights[other : other + 1],
         )
         for other in range(world)
     ]
     return ops.overwrite(gradient, ops.concat(pieces)[: layout.size]), state
-
-
-def _of(payload: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """One rank's parts."""
-    return {name: part[rank] for name, part in payload.items()}
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:

@@ -118,6 +118,16 @@ class Layout:
             layers += [layer] * (whole * _RUN + min(rest, _RUN))
         return tuple(layers)
 
+    @cached_property
+    def stride_of_sample(self) -> tuple[int, ...]:
+        """How many elements each of the sample stands for."""
+        return tuple(self.strides[layer] for layer in self.layer_of_sample)
+
+    @property
+    def no_layer_of_sample(self) -> tuple[int, ...]:
+        """Zeros, where all layers count as one."""
+        return (0,) * len(self.sample)
+
     @property
     def block_bits(self) -> int:
         """log2 of `block`."""

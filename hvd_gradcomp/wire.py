@@ -27,7 +27,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
 MAGIC = (ord("G"), ord("C"))
 VERSION = 1
 HEADER_BYTES = 32
-ITEMSIZE = {"uint8": 1, "int8": 1, "float16": 2, "float32": 4, "uint32": 4, "int64": 8}
+ITEMSIZE = {"bytes": 1, "uint8": 1, "int8": 1, "float16": 2, "float32": 4, "uint32": 4, "int64": 8}
 
 
 _DAMAGED = (
@@ -54,7 +54,10 @@ _OTHER_SIZE = "rank {ranks} uses another payload size; load the same checkpoint 
 
 
 class Part(NamedTuple):
-    """A named piece of the body: its dtype on the wire and how many items it holds."""
+    """A named piece of the body: its dtype on the wire and how many items it holds.
+
+    "uint8" is small integers, which the verbs hold as int64; "bytes" is what is packed already.
+    """
 
     dtype: str
     count: Any  # int, or a scalar tensor in a graph
@@ -86,7 +89,9 @@ def pack_body(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]
     """The payload's parts as one uint8 vector of `body_bytes(parts)`."""
     pieces = []
     for name, part in parts.items():
-        data = ops.to_bytes(payload[name], part.dtype)
+        data = payload[name]
+        if part.dtype != "bytes":
+            data = ops.to_bytes(data, part.dtype)
         pieces.append(data)
         padding = _padded(part) - part.count * ITEMSIZE[part.dtype]
         if not (isinstance(padding, int) and padding == 0):
@@ -99,7 +104,8 @@ def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, 
     payload, start = {}, 0
     for name, part in parts.items():
         end = start + part.count * ITEMSIZE[part.dtype]
-        payload[name] = ops.from_bytes(body[:, start:end], part.dtype)
+        piece = body[:, start:end]
+        payload[name] = piece if part.dtype == "bytes" else ops.from_bytes(piece, part.dtype)
         start = start + _padded(part)
     return payload
 
@@ -112,7 +118,7 @@ def seal(ops: Ops, header: Header, body: Tensor) -> Tensor:
         (tag, header.digest, header.step, header.rung, header.sent, header.wanted, poisoned)
     )
     front = ops.to_bytes(words, "uint32")
-    checksum = _checksum(ops, words, ops.from_bytes(body, "uint32"))
+    checksum = _checksum(ops, words, body)
     return ops.concat((front, ops.to_bytes(ops.reshape(checksum, (1,)), "uint32"), body))
 
 
@@ -128,8 +134,8 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
             algorithm, model or at another step. All ranks see the same buffers, so all raise.
         NonFiniteGradientError: naming the ranks that say so of theirs.
     """
-    words = ops.from_bytes(buffers, "uint32")  # [world, words]
-    front, body = words[:, :7], words[:, 8:]
+    words = ops.from_bytes(buffers[:, :HEADER_BYTES], "uint32")  # [world, 8]
+    front, body = words[:, :7], buffers[:, HEADER_BYTES:]
     tag = front[:, 0]
     intact = ops.require(
         {
@@ -146,11 +152,10 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
     if intact is not None:
         intact = intact & finite
     header = expected._replace(sent=front[:, 4], wanted=front[:, 5], intact=intact)
-    return header, buffers[:, HEADER_BYTES:]
+    return header, body
 
 
 def _checksum(ops: Ops, front: Tensor, body: Tensor) -> Tensor:
     """The weighted sum, of a vector or of each row."""
-    places = ops.arange(ops.length(body)) * 2 + 17
     weights = ops.arange(7) * 2 + 1
-    return (ops.sum(front * weights, -1) + ops.sum(body * places, -1)) % (1 << 32)
+    return (ops.sum(front * weights, -1) + ops.weighted_sum(body)) % (1 << 32)

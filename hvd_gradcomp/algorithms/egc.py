@@ -20,6 +20,7 @@ class EGCState(NamedTuple):
     memory: Memory  # r, and u with momentum; rank-local
     ladder: LadderState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
+    hint: Tensor  # float32 [layers], where to look first in the next step; rank-local
     quota: Tensor  # int64 [layers], elements to send of each layer; rank-local
 
 
@@ -79,8 +80,8 @@ class EGCCompressor(MomentumCorrected):
         return min(size, max(1, int(size * log2(self.bins) / self.K + 0.5)))
 
     def init(self, ops: Ops, layout: Layout) -> EGCState:
-        memory, ladder, sent = super().init(ops, layout)
-        return EGCState(memory, ladder, sent, ops.zeros((len(layout.names),), "int64"))
+        memory, ladder, sent, hint = super().init(ops, layout)
+        return EGCState(memory, ladder, sent, hint, ops.zeros((len(layout.names),), "int64"))
 
     def quota(
         self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any

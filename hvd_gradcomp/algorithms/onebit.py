@@ -65,22 +65,32 @@ class OneBitCompressor(QuantizedCompressor):
         return {"above": above, "below": below, "codes": codes}
 
     def add_decoded(
-        self, ops: Ops, bands: Bands, total: Tensor, payload: Payload, weight: Any
+        self,
+        ops: Ops,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        payload: Payload,
+        weights: Tensor,
     ) -> Tensor:
-        return ops.add_signs(
-            bands, total, payload["codes"], payload["above"], payload["below"], weight
-        )
+        codes, above, below = payload["codes"], payload["above"], payload["below"]
+        return ops.add_signs(bands, base, room, codes, above, below, weights)
 
     def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Residual:
-        r = ops.overwrite(state.r, x)
-        words = payload["codes"][: r.shape[0] // 32]  # a two-shot exchange pads
-        return Residual(self.add_decoded(ops, bands, r, {**payload, "codes": words}, -1.0))
+        codes = payload["codes"][: x.shape[0] // 8]  # a two-shot exchange pads
+        return Residual(self._less(ops, bands, x, state.r, {**payload, "codes": codes}))
 
     def keep_of_sum(
         self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
     ) -> Residual:
-        error = self.add_decoded(ops, bands, total, payload, -1.0)
-        return Residual(ops.add_slice(state.r, start, error))
+        return Residual(
+            ops.add_slice(state.r, start, self._less(ops, bands, total, total, payload))
+        )
+
+    def _less(self, ops: Ops, bands: Bands, x: Tensor, room: Tensor, payload: Payload) -> Tensor:
+        """What is left of x when the payload is taken off."""
+        one = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
+        return self.add_decoded(ops, bands, x, room, one, ops.full((1,), -1.0, "float32"))
 
     def inherit(
         self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor

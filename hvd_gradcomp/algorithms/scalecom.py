@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hvd_gradcomp import exchanges, validate, wire
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
-from hvd_gradcomp.codecs.largest import count_of
+from hvd_gradcomp.codecs.largest import Scope, count_of
 from hvd_gradcomp.codecs.selection import layer_of
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.layout import Layout
@@ -94,7 +94,8 @@ class ScaleComCompressor(ResidualTopK):
         """The leader's payload: where its error-compensated gradient is largest."""
         layout = context.layout
         whole = state.memory.r + gradient
-        parts, index = self.select(ops, layout, context.step, whole, ops.words(self.most(layout)))
+        quota, scope = ops.words(self.most(layout)), Scope(layout, whole=False)
+        parts, index, _, _ = self.select(ops, scope, context.step, whole, quota, None)
         count = ops.sum(ops.cast(index < layout.sink, "int64"))
         body = wire.pack_body(ops, self.choice_parts(layout), parts)
         return wire.seal(ops, self._header(context)._replace(sent=count, wanted=count), body)

@@ -5,10 +5,12 @@
     encode   the k largest, their indices, the payload
     settle   the memory, by what was *sent*
 
-The selection is exact. No layer is sorted for it: a strided sample gives a bound that a few more
-than k elements pass, one scan finds them, and only they are sorted. Where the sample misled (too
-few passed) the bound is lowered and the layer scanned again. Elements as large as the k-th are
-taken in turn, so that no place is preferred: those at `step * k` and after come first.
+The selection is exact. No layer is sorted for it: elements beyond a bound are found while the
+gradient is collected, and only they are sorted. About 1.3 k passed it in the step before; that
+changes slowly, since the memory changes slowly. Layers of which fewer than k elements pass (all, in
+the first step) are scanned again: small ones whole, others with a bound from a strided sample, and
+once more below where the sample misled. Elements as large as the k-th are taken in turn, so that no
+place is preferred: those at `step * k` and after come first.
 
 Zeros are never sent. Payload: float32 values and coded indices, of a fixed size.
 """
@@ -17,18 +19,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_gradcomp import wire
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
 from hvd_gradcomp.codecs.selection import Indexed, Masked, Selection, layer_of
-from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
-from hvd_gradcomp.ladder import Ladder, Rung
+from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor
+from hvd_gradcomp.ladder import Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
+_SMALL = 4096  # a layer up to here is not sampled
 _BITS = 31  # of a magnitude
 _FINE = 18  # bits below a bin of the sample's histogram: 32 bins to an octave
 _BINS = 512  # 16 octaves below the largest; the last bin takes the rest
@@ -41,6 +44,15 @@ def count_of(size: int, density: float) -> int:
     (1, 1, 2)
     """
     return min(size, max(1, int(size * density + 0.5)))
+
+
+class LargestState(NamedTuple):
+    """State of one bucket."""
+
+    memory: Memory  # NamedTuple of float32 [size], rank-local
+    ladder: LadderState  # replicated
+    sent: Tensor  # int64 [layers], elements that this rank has sent so far
+    hint: Tensor  # float32 [groups], where to look first in the next step; rank-local
 
 
 class LargestCompressor(SparseCompressor):
@@ -61,8 +73,8 @@ class LargestCompressor(SparseCompressor):
         """Takes out what was sent; indices may be the sink."""
 
     def quota(
-        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: SparseState
-    ) -> tuple[Tensor, SparseState]:
+        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
+    ) -> tuple[Tensor, Any]:
         """How many elements of each layer (or of the model) are sent in this step; int64 [k]."""
         del step, gradient
         return ops.words(self.most(layout)), state
@@ -76,7 +88,7 @@ class LargestCompressor(SparseCompressor):
 
     def most(self, layout: Layout) -> tuple[int, ...]:
         """The most elements that are sent of each layer, or of the model."""
-        return tuple(self.count(size) for size in Scope(layout, self.whole_model).sizes)
+        return _most_of(self, layout)
 
     def capacity(self, layout: Layout) -> int:
         """Elements that a payload holds."""
@@ -90,7 +102,7 @@ class LargestCompressor(SparseCompressor):
         capacity = self.capacity(layout)
         return {
             **self.coding.parts(layout, capacity),
-            "values": wire.Part("uint32", capacity),  # the bits of float32
+            "values": wire.Part("float32", capacity),
         }
 
     def payload_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
@@ -102,6 +114,15 @@ class LargestCompressor(SparseCompressor):
         count = self.count(size)
         return count * (4 + self.coding.bits(size, count) / 8)
 
+    def init(self, ops: Ops, layout: Layout) -> Any:
+        memory, ladder, sent = super().init(ops, layout)
+        return LargestState(memory, ladder, sent, self.unknown(ops, layout))
+
+    def unknown(self, ops: Ops, layout: Layout) -> Tensor:
+        """The hint before the first step: no element passes."""
+        groups = Scope(layout, self.whole_model).count
+        return ops.full((groups,), float("inf"), "float32")
+
     # -- one step ----------------------------------------------------------------------------
 
     def encode(
@@ -111,38 +132,65 @@ class LargestCompressor(SparseCompressor):
         rung: Rung,
         step: Any,
         gradient: Tensor,
-        state: SparseState,
+        state: Any,
         moment: Tensor | None = None,
-    ) -> tuple[Encoded, SparseState]:
+    ) -> tuple[Encoded, Any]:
         del rung, moment
         quota, state = self.quota(ops, layout, step, gradient, state)
-        kind = type(state.memory)
-        fields = len(state.memory)
+        scope = Scope(layout, self.whole_model)
+        found, memory = self._collected(ops, scope, gradient, state)
+        parts, index, values, hint = self.select(ops, scope, step, memory[0], quota, found)
+        parts["values"] = values = ops.bits_float(values)
+        body = wire.pack_body(ops, self.parts(layout), parts)
+        real = ops.cast(index < layout.sink, "int64")
+        per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
+        held = self.held(ops, memory, index, values)
+        memory = self.settled(ops, self.settle(ops, memory, index))
+        encoded = Encoded(body, ops.sum(real), ops.sum(quota), held)
+        sent = state.sent + per_layer
+        return encoded, state._replace(memory=memory, sent=sent, hint=hint)
+
+    def _collected(
+        self, ops: Ops, scope: Scope, gradient: Tensor, state: Any
+    ) -> tuple[Tensor | None, Memory]:
+        """The memory with the gradient in it, and which elements pass the hint, if one looked."""
+        kind, fields = type(state.memory), len(state.memory)
 
         def tile(*pieces: Tensor) -> tuple[Tensor, ...]:
             return tuple(self.collect(ops, kind(*pieces[:fields]), pieces[fields]))
 
-        memory = kind(*ops.sweep(tile, tuple(state.memory), (gradient,)))
-        parts, index = self.select(ops, layout, step, memory[0], quota)
-        # Not sent are sinks, whose value is zero.
-        parts["values"] = ops.float_bits(ops.gather(memory[0], index))
-        body = wire.pack_body(ops, self.parts(layout), parts)
-        real = ops.cast(index < layout.sink, "int64")
-        per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
-        held = self.held(ops, memory, index)
-        memory = self.settled(ops, self.settle(ops, memory, index))
-        encoded = Encoded(body, ops.sum(real), ops.sum(quota), held)
-        return encoded, state._replace(memory=memory, sent=state.sent + per_layer)
+        if not ops.dynamic_shapes:
+            return None, kind(*ops.sweep(tile, tuple(state.memory), (gradient,)))
+
+        def with_values(*pieces: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            settled = tile(*pieces)
+            return settled[0], settled
+
+        bound = _of_blocks(ops, scope, state.hint)
+        found, settled = ops.search(with_values, tuple(state.memory), (gradient,), bound)
+        return found, kind(*settled)
 
     def select(
-        self, ops: Ops, layout: Layout, step: Any, r: Tensor, quota: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The k largest |r|: the parts of the payload that say which, and their indices."""
-        scope = Scope(layout, self.whole_model)
-        selection, bits = largest(ops, scope, r, quota, self.most(layout), step)
-        sent = selection.cut(bits, self.capacity(layout), step)
-        parts, index, _ = self.coding.encode(ops, layout, self.parts(layout), sent.index, step)
-        return parts, index
+        self,
+        ops: Ops,
+        scope: Scope,
+        step: Any,
+        r: Tensor,
+        quota: Tensor,
+        found: Tensor | None,
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
+        """The k largest |r|: parts that say which, indices, bits of the values, the next hint.
+
+        Args:
+            found: indices of all elements beyond some bound; None to look for them here.
+        """
+        layout = scope.layout
+        selection, code, hint = largest(ops, scope, r, quota, self.most(layout), step, found)
+        sent = selection.cut(code, self.capacity(layout), step)
+        given = self.parts(layout)
+        parts, index, place = self.coding.encode(ops, layout, given, sent.index, step)
+        values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
+        return parts, index, values, hint
 
     def decode_sum(
         self,
@@ -155,7 +203,7 @@ class LargestCompressor(SparseCompressor):
     ) -> Tensor:
         del rung
         payload = wire.unpack_body(ops, self.parts(layout), bodies)
-        values = ops.bits_float(payload.pop("values")) * weights[:, None]  # [world, capacity]
+        values = payload.pop("values") * weights[:, None]  # [world, capacity]
         capacity = self.capacity(layout)
         total = ops.clear(room)
         for rank in range(bodies.shape[0]):
@@ -163,6 +211,11 @@ class LargestCompressor(SparseCompressor):
             index = self.coding.decode(ops, layout, mine, capacity)
             total = ops.add_at(total, index, values[rank])
         return ops.clear_last(total)
+
+
+@lru_cache(maxsize=1024)
+def _most_of(compressor: LargestCompressor, layout: Layout) -> tuple[int, ...]:
+    return tuple(compressor.count(size) for size in Scope(layout, compressor.whole_model).sizes)
 
 
 class Scope:
@@ -194,6 +247,13 @@ class Scope:
         """The group of each element."""
         return index * 0 if self.whole else layer_of(ops, self.layout, index)
 
+    def count_of(self, ops: Ops, index: Tensor) -> Tensor:
+        """How many of the elements are of each group; int64 [groups]."""
+        if self.whole:
+            return ops.words((ops.length(index),))
+        ones = ops.full((ops.length(index),), 1)
+        return ops.segment_sum(ones, self.of_index(ops, index), self.count)
+
     def starts(self) -> tuple[int, ...]:
         """What to take off an element's index, by layer, to get its number within its group."""
         if not self.whole:
@@ -203,53 +263,93 @@ class Scope:
 
 
 def largest(
-    ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int], turn: Any
-) -> tuple[Selection, Tensor]:
+    ops: Ops,
+    scope: Scope,
+    r: Tensor,
+    k: Tensor,
+    most: Sequence[int],
+    turn: Any,
+    found: Tensor | None,
+) -> tuple[Selection, Tensor, Tensor]:
     """The k largest |r| of each group, zeros excepted.
 
     Args:
         r: float32 [size].
         k: int64 [groups], at most `most`.
         turn: the step; says which of equal magnitudes come first.
+        found: indices of all elements beyond some bound, ascending; None if nobody looked.
 
     Returns:
-        The selection and the bits of its magnitudes.
+        The selection, the bits of its values, and a magnitude of each group that about
+        1.3 k elements reach; infinite where shapes are static, 0 for a group that has fewer than k.
     """
     layout = scope.layout
     if ops.dynamic_shapes:
-        found = _candidates(ops, scope, r, k, most)
-        bits = ops.float_bits(ops.abs(ops.gather(r, found)))
+        found = _candidates(ops, scope, r, k, most, found)
+        code = ops.float_bits(ops.gather(r, found))
+        bits = code % (1 << _BITS)
         selection: Selection = Indexed(ops, layout, found)
-        last = _last_of_sorted(ops, scope, found, bits, k)
+        last, hint = _last_of_sorted(ops, scope, found, bits, k)
     else:
-        bits = ops.float_bits(ops.abs(r))
+        code = ops.float_bits(r)
+        bits = code % (1 << _BITS)
         selection = Masked(ops, layout, bits > 0)
         last = _last_of_layers(ops, scope, r, k, most)
+        hint = ops.full((scope.count,), float("inf"), "float32")
     last_of_item = selection.of_layer(scope.of_layers(ops, last))
-    selection, bits = selection.only((bits > 0) & (bits >= last_of_item), bits)
-    return _without_surplus(ops, scope, selection, bits, last, k, turn)
-
-
-def _candidates(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
-    """Indices of at least the k largest of each group, or of all that are not zero."""
-    layout = scope.layout
-    table = ops.table(layout, "layer_of_block")
-    bound = _bound_by_sample(ops, scope, r, k, most)  # [groups]
-
-    def scan(bound: Tensor) -> Tensor:
-        return ops.find(r, ops.gather(scope.of_layers(ops, bound), table))
-
-    found = scan(bound)
-    for factor in (0.25, 0.0):
-        group = scope.of_index(ops, found)
-        count = ops.segment_sum(ops.full((ops.length(found),), 1), group, scope.count)
-        short = (count < k) & (bound > 0)
-        lower = ops.where(short, bound * factor, bound)
-        some = ops.staged(ops.stage(ops.max(ops.cast(short, "int64")))) > 0
-        found, bound = ops.cond(
-            some, partial(lambda b: (scan(b), b), lower), partial(lambda f, b: (f, b), found, bound)
+    selection, code = selection.only((bits > 0) & (bits >= last_of_item), code)
+    if ops.dynamic_shapes:
+        index, code = ops.cond(
+            selection.count() > ops.staged(ops.stage(ops.sum(k))),
+            lambda: _dropped(_without_surplus(ops, scope, selection, code, last, k, turn)),
+            lambda: (selection.index_of_items(), code),
         )
+        return Indexed(ops, layout, index), code, hint
+    return *_without_surplus(ops, scope, selection, code, last, k, turn), hint
+
+
+def _dropped(selected: tuple[Selection, Tensor]) -> tuple[Tensor, Tensor]:
+    return selected[0].index_of_items(), selected[1]
+
+
+def _candidates(
+    ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int], found: Tensor | None
+) -> Tensor:
+    """Indices of at least the k largest of each group, or of all that are not zero; ascending."""
+
+    def short_of(found: Tensor) -> Tensor:
+        return scope.count_of(ops, found) < k
+
+    def again(found: Tensor, short: Tensor, bound: Tensor) -> Tensor:
+        """Scans the groups that are short, and only them."""
+        kept = ops.nonzero(~ops.gather(short, scope.of_index(ops, found)))
+        more = ops.find(r, _of_blocks(ops, scope, ops.where(short, bound, float("inf"))))
+        return ops.sort(ops.concat((ops.gather(found, kept), more)))
+
+    def some(short: Tensor) -> Any:
+        return ops.staged(ops.stage(ops.max(ops.cast(short, "int64")))) > 0
+
+    found = ops.full((0,), 0) if found is None else found
+    short = short_of(found)
+    large = ops.words(scope.sizes) > _SMALL
+    zero = ops.full((scope.count,), 0.0, "float32")
+    bound = ops.cond(
+        some(short & large), lambda: _bound_by_sample(ops, scope, r, k, most), lambda: zero
+    )
+    bound = ops.where(large, bound, 0.0)
+    for factor in (0.25, 0.0, 0.0):
+        found = ops.cond(
+            some(short), partial(again, found, short, bound), partial(lambda f: f, found)
+        )
+        short = short_of(found) & (bound > 0)
+        bound = bound * factor
     return found
+
+
+def _of_blocks(ops: Ops, scope: Scope, bound: Tensor) -> Tensor:
+    """A value of each group as one of each block."""
+    table = ops.table(scope.layout, "layer_of_block")
+    return ops.gather(scope.of_layers(ops, bound), table)
 
 
 def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
@@ -257,10 +357,10 @@ def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequenc
     layout = scope.layout
     index, layer = ops.table(layout, "sample"), ops.table(layout, "layer_of_sample")
     magnitude, _ = ops.split_bits(ops.float_bits(ops.abs(ops.gather(r, index))), _FINE)
-    group = layer * 0 if scope.whole else layer
+    group = ops.table(layout, "no_layer_of_sample") if scope.whole else layer
     top = ops.segment_max(magnitude, group, scope.count)
     bin_ = ops.minimum(ops.gather(top, group) - magnitude, _BINS - 1)
-    strides = ops.gather(ops.table(layout, "strides"), layer)
+    strides = ops.table(layout, "stride_of_sample")
     counts = ops.segment_sum(strides, group * _BINS + bin_, scope.count * _BINS)
     counts = ops.reshape(counts, (scope.count, _BINS))
     reached = ops.reshape(ops.cumsum(ops.reshape(counts, (-1,))), (scope.count, _BINS))
@@ -274,16 +374,27 @@ def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequenc
     return ops.bits_float(bits * (1 << _FINE))
 
 
-def _last_of_sorted(ops: Ops, scope: Scope, found: Tensor, bits: Tensor, k: Tensor) -> Tensor:
-    """The bits of the k-th largest of each group, by sorting the candidates."""
+def _last_of_sorted(
+    ops: Ops, scope: Scope, found: Tensor, bits: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The bits of the k-th largest of each group, by sorting the candidates; and the next hint."""
     group = scope.of_index(ops, found)
     limit = (1 << _BITS) - 1
     ascending = ops.sort(group * (1 << _BITS) + (limit - bits))
     ascending = ops.concat((ascending, ops.full((1,), limit)))
-    count = ops.segment_sum(ops.full((ops.length(found),), 1), group, scope.count)
-    end = ops.cumsum(count)
-    place = ops.maximum(end - count + ops.minimum(k, count) - 1, 0)
-    return limit - ops.split_bits(ops.gather(ascending, place), _BITS)[1]
+    count = scope.count_of(ops, found)
+    start = ops.cumsum(count) - count
+
+    def magnitude(rank: Tensor) -> Tensor:
+        place = start + ops.maximum(ops.minimum(rank, count) - 1, 0)
+        return limit - ops.split_bits(ops.gather(ascending, place), _BITS)[1]
+
+    # A quarter more, and what the count may vary by; where too few passed, look deeper next time.
+    spread = ops.cast(ops.sqrt(ops.cast(k, "float64")) * 4.0, "int64")
+    wished = k + ops.split_bits(k, 2)[0] + spread + 8
+    hint = ops.bits_float(magnitude(wished)) * ops.where(count < wished, ops.reals([0.97]), 1.0)
+    few = count < k
+    return ops.where(few, 0, magnitude(k)), ops.where(few, 0.0, hint)
 
 
 def _last_of_layers(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
@@ -304,12 +415,13 @@ def _without_surplus(
     ops: Ops,
     scope: Scope,
     selection: Selection,
-    bits: Tensor,
+    code: Tensor,
     last: Tensor,
     k: Tensor,
     turn: Any,
 ) -> tuple[Selection, Tensor]:
     """Drops from elements as large as the k-th what goes beyond k, another each step."""
+    bits = code % (1 << _BITS)
     tie = ops.cast(bits == selection.of_layer(scope.of_layers(ops, last)), "int64")
     tie = selection.items_only(tie)
     greater = selection.items_only(1 - tie)
@@ -330,4 +442,4 @@ def _without_surplus(
     rank = ops.cumsum(tie) - of_item(before)  # from 1, in the order of indices
     rank = rank + ops.where(early > 0, of_item(ties - earlies), of_item(0 - earlies))
     kept = (greater > 0) | (rank <= of_item(room))
-    return selection.only(kept & (tie + greater > 0), bits)
+    return selection.only(kept & (tie + greater > 0), code)

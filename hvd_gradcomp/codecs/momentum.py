@@ -65,9 +65,8 @@ class MomentumCorrected(LargestCompressor):
     def collect(self, ops: Ops, memory: Memory, gradient: Tensor) -> Memory:
         if not self.momentum:
             return Residual(ops.accumulate(memory.r, gradient))
-        u = ops.accumulate(ops.scale(memory.u, self.momentum), gradient)
-        ahead = ops.accumulate(ops.times(u, self.momentum), gradient) if self.nesterov else u
-        return Velocity(ops.accumulate(memory.r, ahead), u)
+        nesterov = bool(self.nesterov)
+        return Velocity(*ops.advance(memory.r, memory.u, gradient, self.momentum, nesterov))
 
     def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
         """With `masking`, the velocity of what was sent stops as well (ibid., section 3.3)."""

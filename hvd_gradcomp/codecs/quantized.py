@@ -50,13 +50,26 @@ class QuantizedCompressor(Compressor):
 
     @abstractmethod
     def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
-        """The side values of the groups, and "codes": words, int64 [size * bits / 32]."""
+        """The side values of the groups, and "codes", packed, uint8 [size * bits / 8]."""
 
     @abstractmethod
     def add_decoded(
-        self, ops: Ops, bands: Bands, total: Tensor, payload: Payload, weight: Any
+        self,
+        ops: Ops,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        payload: Payload,
+        weights: Tensor,
     ) -> Tensor:
-        """`total + weight * what the payload stands for`. Donating."""
+        """`base + sum over ranks of weight * what the payload stands for`.
+
+        Args:
+            base: float32 [size]; None for zeros.
+            room: where the result may be written; may be `base`. Donating.
+            payload: parts [world, ...].
+            weights: float32 [world].
+        """
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -80,7 +93,7 @@ class QuantizedCompressor(Compressor):
 
     def _parts(self, groups: int, size: int) -> dict[str, wire.Part]:
         side = {name: wire.Part("float32", groups) for name in self.side}
-        return {**side, "codes": wire.Part("uint32", size * self.bits // 32)}
+        return {**side, "codes": wire.Part("bytes", size * self.bits // 8)}
 
     def moved_bytes(self, layout: Layout, world: int, exchange: str) -> int:
         """Bytes that arrive at each rank from others, by an exchange."""
@@ -141,10 +154,10 @@ class QuantizedCompressor(Compressor):
         parts: dict[str, wire.Part],
     ) -> Payload:
         """What of a payload concerns one shard."""
-        words = parts["codes"].count
+        codes = parts["codes"].count
         first, groups = cuts[shard].first, cuts[shard].groups
         mine = {name: payload[name][first : first + groups] for name in self.side}
-        mine["codes"] = payload["codes"][shard * words : (shard + 1) * words]
+        mine["codes"] = payload["codes"][shard * codes : (shard + 1) * codes]
         return self.filled(ops, mine, parts)
 
     def filled(self, ops: Ops, payload: Payload, parts: dict[str, wire.Part]) -> Payload:
@@ -169,9 +182,16 @@ class LevelsCompressor(QuantizedCompressor):
         return {"scale": scale, "codes": ops.encode_levels(bands, x, scale, self.bits, key)}
 
     def add_decoded(
-        self, ops: Ops, bands: Bands, total: Tensor, payload: Payload, weight: Any
+        self,
+        ops: Ops,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        payload: Payload,
+        weights: Tensor,
     ) -> Tensor:
-        return ops.add_levels(bands, total, payload["codes"], payload["scale"], self.bits, weight)
+        codes, scale = payload["codes"], payload["scale"]
+        return ops.add_levels(bands, base, room, codes, scale, self.bits, weights)
 
 
 @lru_cache(maxsize=256)

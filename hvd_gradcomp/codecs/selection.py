@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.layout import Layout
@@ -109,6 +110,11 @@ class Indexed(Selection):
         super().__init__(ops, layout)
         self.index = index
 
+    @cached_property
+    def layer(self) -> Tensor:
+        """The layer of each item."""
+        return layer_of(self.ops, self.layout, self.index)
+
     def count(self) -> Any:
         return self.ops.length(self.index)
 
@@ -116,12 +122,10 @@ class Indexed(Selection):
         return self.ops.gather(x, self.index)
 
     def largest_of_layer(self, items: Tensor) -> Tensor:
-        layer = layer_of(self.ops, self.layout, self.index)
-        return self.ops.segment_max(items, layer, len(self.layout.names))
+        return self.ops.segment_max(items, self.layer, len(self.layout.names))
 
     def sum_of_layer(self, items: Tensor) -> Tensor:
-        layer = layer_of(self.ops, self.layout, self.index)
-        return self.ops.segment_sum(items, layer, len(self.layout.names))
+        return self.ops.segment_sum(items, self.layer, len(self.layout.names))
 
     def index_of_items(self) -> Tensor:
         return self.index
@@ -130,7 +134,7 @@ class Indexed(Selection):
         return items
 
     def of_layer(self, values: Tensor) -> Tensor:
-        return self.ops.gather(values, layer_of(self.ops, self.layout, self.index))
+        return self.ops.gather(values, self.layer)
 
     def only(self, kept: Tensor, code: Tensor) -> tuple[Selection, Tensor]:
         items = self.ops.nonzero(kept)

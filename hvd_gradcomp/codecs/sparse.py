@@ -106,11 +106,14 @@ class SparseCompressor(Compressor):
         size = self.payload_bytes(layout, rung) - wire.HEADER_BYTES
         return Encoded(ops.zeros((size,), "uint8"), 0, 0)
 
-    def held(self, ops: Ops, memory: Memory, index: Tensor) -> Held | None:
-        """What `give_back` needs; before the memory is settled."""
+    def held(
+        self, ops: Ops, memory: Memory, index: Tensor, first: Tensor | None = None
+    ) -> Held | None:
+        """What `give_back` needs, before the memory is settled; `first` if it is at hand."""
         if not ops.dynamic_shapes:
             return None  # nothing fails there before the step is over
-        return Held(index, tuple(ops.gather(x, index) for x in memory))
+        known = [] if first is None else [first]
+        return Held(index, (*known, *(ops.gather(x, index) for x in memory[len(known) :])))
 
     def settled(self, ops: Ops, memory: Memory) -> Memory:
         """Unused slots point to the sink, so settling wrote there: it starts again from zero."""

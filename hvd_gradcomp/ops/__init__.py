@@ -67,6 +67,10 @@ class Ops(Composites, ABC):
         """Python integers and int64 scalars as one int64 vector."""
 
     @abstractmethod
+    def reals(self, values: Sequence[float]) -> Tensor:
+        """Python floats as a float32 vector."""
+
+    @abstractmethod
     def host(self, value: Any) -> Tensor:
         """An int64 scalar that lives on the host: rungs and counters, never data."""
 
@@ -193,7 +197,7 @@ class Ops(Composites, ABC):
 
     @abstractmethod
     def sort(self, x: Tensor) -> Tensor:
-        """An int64 vector, ascending."""
+        """An int64 vector that is not negative, ascending."""
 
     @abstractmethod
     def largest(self, x: Tensor, k: int) -> Tensor:
@@ -243,8 +247,11 @@ class Ops(Composites, ABC):
         body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         donated: tuple[Tensor, ...],
         given: tuple[Tensor, ...],
+        bound: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`body(*donated, *given) -> (flags, donated)`, elementwise, in pieces that stay in cache.
+
+        With a bound, the body returns values instead of flags, and `find` says which count.
 
         Donating, for all of `donated`. Within `body` use the verbs instead of `*`, so that a
         backend can reuse memory.

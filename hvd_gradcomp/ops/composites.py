@@ -20,6 +20,17 @@ _FACTOR = 0x45D9F3B
 class Composites:
     """Base of `Ops`."""
 
+    def advance(
+        self: Any, r: Tensor, u: Tensor, gradient: Tensor, momentum: float, nesterov: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Momentum: `u = momentum*u + g`, `r += u` (with Nesterov `r += momentum*u + g`); (r, u).
+
+        Elementwise, donating for r and u.
+        """
+        u = self.accumulate(self.scale(u, momentum), gradient)
+        ahead = self.accumulate(self.times(u, momentum), gradient) if nesterov else u
+        return self.accumulate(r, ahead), u
+
     # -- packing -----------------------------------------------------------------------------
     #
     # Bit by bit: 32 codes of b bits are b words of 32 bits, word j holding bit j of each. So any
@@ -50,6 +61,15 @@ class Composites:
             bit = self.shift_right(planes[:, place : place + 1], lanes) % 2
             codes = codes + bit * (1 << place)
         return codes
+
+    def _packed(self: Any, codes: Tensor, bits: int) -> Tensor:
+        return self.to_bytes(self.pack(codes, bits), "uint32")
+
+    def weighted_sum(self: Any, data: Tensor) -> Tensor:
+        """Sum of 32-bit words, each times 2 * place + 17, modulo 2**32; uint8 [..., n] to [...]."""
+        words = self.from_bytes(data, "uint32")
+        places = self.arange(self.length(words)) * 2 + 17
+        return self.sum(words * places, -1) % (1 << 32)
 
     # -- random numbers ----------------------------------------------------------------------
     #
@@ -110,7 +130,7 @@ class Composites:
         A code is `s` plus or minus the level. Elements beyond the scale get the last level.
 
         Returns:
-            Words, int64 [size * bits / 32] below 2**32.
+            Packed codes, uint8 [size * bits / 8].
         """
         levels = (1 << bits - 1) - 1
         used = scale >= _TINY
@@ -123,25 +143,45 @@ class Composites:
             level = self.minimum(self.cast(self.minimum(height + chance, levels), "int64"), levels)
             return self.where(rows < 0, levels - level, levels + level)
 
-        return self.pack(self._fill(bands, x.shape[0], codes, "int64"), bits)
+        return self._packed(self._fill(bands, x.shape[0], codes, "int64"), bits)
 
     def add_levels(
-        self: Any, bands: Bands, total: Tensor, words: Tensor, scale: Tensor, bits: int, weight: Any
+        self: Any,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        bits: int,
+        weights: Tensor,
     ) -> Tensor:
-        """`total + weight * level * scale / s` for the codes of `encode_levels`. Donating."""
+        """`base + sum over ranks of weight * level * scale / s`, for codes of `encode_levels`.
+
+        Args:
+            base: float32 [size]; None for zeros.
+            room: where the result may be written; may be `base`. Donating.
+            packed: uint8 [world, size * bits / 8].
+            scale: float32 [world, groups].
+            weights: float32 [world].
+        """
         levels = (1 << bits - 1) - 1
-        unit = self.where(scale >= _TINY, scale / levels, 0.0)
-        code = self.unpack(words, bits)
+        total = self.clear(room) if base is None else self.overwrite(room, base)
+        for rank in range(packed.shape[0]):
+            unit = self.where(scale[rank] >= _TINY, scale[rank] / levels, 0.0)
+            code = self.unpack(self.from_bytes(packed[rank], "uint32"), bits)
 
-        def values(band: Band, groups: slice) -> Tensor:
-            level = self.cast(self._band(band, code) - levels, "float32")
-            value = self.scale(level, self.reshape(unit[groups], (-1, 1)))
-            return self.scale(value, weight)
+            def values(
+                band: Band, groups: slice, unit: Tensor = unit, code: Tensor = code
+            ) -> Tensor:
+                level = self.cast(self._band(band, code) - levels, "float32")
+                return self.scale(level, self.reshape(unit[groups], (-1, 1)))
 
-        return self.accumulate(total, self._fill(bands, total.shape[0], values, "float32"))
+            value = self._fill(bands, total.shape[0], values, "float32")
+            total = self.accumulate(total, self.scale(value, weights[rank]))
+        return total
 
     def encode_signs(self: Any, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean of x >= 0, mean of x < 0, packed signs) by group; 0 for the mean of nothing."""
+        """(mean of x >= 0, mean of x < 0) by group, 0 for the mean of nothing; and packed signs."""
         above: list[Any] = []
         below: list[Any] = []
         for rows in self._rows(bands, x):
@@ -157,26 +197,34 @@ class Composites:
             del groups
             return self.cast(self._band(band, x) < 0, "int64")
 
-        words = self.pack(self._fill(bands, x.shape[0], codes, "int64"), 1)
-        return self._joined(above), self._joined(below), words
+        packed = self._packed(self._fill(bands, x.shape[0], codes, "int64"), 1)
+        return self._joined(above), self._joined(below), packed
 
     def add_signs(
         self: Any,
         bands: Bands,
-        total: Tensor,
-        words: Tensor,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
         above: Tensor,
         below: Tensor,
-        weight: Any,
+        weights: Tensor,
     ) -> Tensor:
-        """`total + weight * mean` of the element's side, by `encode_signs`. Donating."""
-        code = self.unpack(words, 1)
+        """`base + sum over ranks of weight * mean` of the element's side, for `encode_signs`.
 
-        def values(band: Band, groups: slice) -> Tensor:
-            high, low = (self.reshape(side[groups], (-1, 1)) for side in (above, below))
-            return self.scale(self.where(self._band(band, code) > 0, low, high), weight)
+        Arguments as for `add_levels`; above and below are float32 [world, groups]. Donating.
+        """
+        total = self.clear(room) if base is None else self.overwrite(room, base)
+        for rank in range(packed.shape[0]):
+            code = self.unpack(self.from_bytes(packed[rank], "uint32"), 1)
 
-        return self.accumulate(total, self._fill(bands, total.shape[0], values, "float32"))
+            def values(band: Band, groups: slice, rank: int = rank, code: Tensor = code) -> Tensor:
+                high, low = (self.reshape(s[rank][groups], (-1, 1)) for s in (above, below))
+                return self.where(self._band(band, code) > 0, low, high)
+
+            value = self._fill(bands, total.shape[0], values, "float32")
+            total = self.accumulate(total, self.scale(value, weights[rank]))
+        return total
 
     def _joined(self: Any, pieces: list[Tensor]) -> Tensor:
         """One vector; a shard that is all padding has no pieces."""

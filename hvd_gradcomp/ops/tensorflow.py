@@ -49,6 +49,9 @@ class TensorFlowOps(Ops):
     def words(self, values: Sequence[Any]) -> Tensor:
         return tf.stack([tf.cast(value, tf.int64) for value in values])
 
+    def reals(self, values: Sequence[float]) -> Tensor:
+        return tf.constant(values, tf.float32)
+
     def host(self, value: Any) -> Tensor:
         return tf.cast(value, tf.int64)
 
@@ -211,8 +214,11 @@ class TensorFlowOps(Ops):
         body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         donated: tuple[Tensor, ...],
         given: tuple[Tensor, ...],
+        bound: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         flags, settled = body(*donated, *given)
+        if bound is not None:
+            return self.find(flags, bound), settled
         return (self.nonzero(flags) if self.dynamic_shapes else flags), settled
 
     def sweep(

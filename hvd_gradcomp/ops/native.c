@@ -1,0 +1,535 @@
+/* Composite verbs of ops/composites.py in one pass each, for tensors on a CPU.
+ *
+ * Every result equals the composite's to the bit: the same operations in the same order, no fused
+ * multiply-add (compiled with -ffp-contract=off), sums folded in halves. No Python, no framework;
+ * ops/native.py calls this through ctypes.
+ *
+ * A band is {start, rows, length}: `rows` groups of `length` neighbours each, see bands.py.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FAST
+#endif
+
+#define GROUP 32
+#define CHUNK 4096
+#define TINY 0x1p-100f
+
+typedef struct {
+  int64_t start, rows, length;
+} band;
+
+/* -- momentum ------------------------------------------------------------------------------ */
+
+FAST void advance(float *restrict r, float *restrict u, const float *restrict g, int64_t n,
+                  float momentum, int nesterov) {
+  for (int64_t i = 0; i < n; i++) {
+    float next = u[i] * momentum;
+    next = next + g[i];
+    u[i] = next;
+    float ahead = next * momentum;
+    ahead = ahead + g[i];
+    r[i] = r[i] + (nesterov ? ahead : next);
+  }
+}
+
+/* -- finding ------------------------------------------------------------------------------- */
+
+/* Few elements pass, so 64 at a time are asked whether any does. */
+#define RUN 64
+
+#define FIND_PLAINLY(passes)                            \
+  int64_t count = 0;                                    \
+  for (int64_t i = 0; i < n; i++)                       \
+    if (passes) out[count++] = base + i;                \
+  return count;
+
+/* `compare` gives 8 flags as the signs of 8 floats, from x + i. */
+#define FIND_AVX2(compare, passes)                                                        \
+  int64_t count = 0, run = 0;                                                             \
+  for (; run + RUN <= n; run += RUN) {                                                    \
+    uint64_t flags = 0;                                                                   \
+    for (int64_t part = 0; part < RUN; part += 8) {                                       \
+      int64_t i = run + part;                                                             \
+      flags |= (uint64_t)(uint8_t)_mm256_movemask_ps(compare) << part;                    \
+    }                                                                                     \
+    for (; flags; flags &= flags - 1) out[count++] = base + run + __builtin_ctzll(flags); \
+  }                                                                                       \
+  for (int64_t i = run; i < n; i++)                                                       \
+    if (passes) out[count++] = base + i;                                                  \
+  return count;
+
+#define ABOVE ((fabsf(x[i]) >= bound) & (x[i] != 0.0f))
+
+static int64_t above_plainly(const float *x, int64_t n, float bound, int64_t base, int64_t *out) {
+  FIND_PLAINLY(ABOVE)
+}
+
+static int64_t greater_plainly(const float *x, const float *y, int64_t n, int64_t base,
+                               int64_t *out) {
+  FIND_PLAINLY(x[i] > y[i])
+}
+
+static int64_t beyond_plainly(const float *x, float y, int64_t n, int64_t base, int64_t *out) {
+  FIND_PLAINLY(x[i] > y)
+}
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2")))
+
+AVX2 static int64_t above_avx2(const float *x, int64_t n, float bound, int64_t base,
+                               int64_t *out) {
+  const __m256 least = _mm256_set1_ps(bound), zero = _mm256_setzero_ps();
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+#define SIZE _mm256_and_ps(_mm256_loadu_ps(x + i), magnitude)
+  FIND_AVX2(_mm256_and_ps(_mm256_cmp_ps(SIZE, least, _CMP_GE_OQ),
+                          _mm256_cmp_ps(SIZE, zero, _CMP_GT_OQ)),
+            ABOVE)
+}
+
+AVX2 static int64_t greater_avx2(const float *x, const float *y, int64_t n, int64_t base,
+                                 int64_t *out) {
+  FIND_AVX2(_mm256_cmp_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(y + i), _CMP_GT_OQ), x[i] > y[i])
+}
+
+AVX2 static int64_t beyond_avx2(const float *x, float y, int64_t n, int64_t base, int64_t *out) {
+  const __m256 least = _mm256_set1_ps(y);
+  FIND_AVX2(_mm256_cmp_ps(_mm256_loadu_ps(x + i), least, _CMP_GT_OQ), x[i] > y)
+}
+
+#define BEST(name) (__builtin_cpu_supports("avx2") ? name##_avx2 : name##_plainly)
+#else
+#define BEST(name) name##_plainly
+#endif
+
+int64_t find_above(const float *x, int64_t n, const float *bounds, int64_t block, int64_t base,
+                   int64_t *out) {
+  int64_t count = 0;
+  for (int64_t start = 0, end; start < n; start = end) {
+    /* Neighbouring blocks mostly belong to one layer and have one bound. */
+    float bound = bounds[start / block];
+    for (end = start + block; end < n && bounds[end / block] == bound; end += block) continue;
+    end = end < n ? end : n;
+    if (isinf(bound)) continue; /* not wanted: not even read */
+    count += BEST(above)(x + start, end - start, bound, base + start, out + count);
+  }
+  return count;
+}
+
+int64_t find_greater(const float *x, const float *y, int64_t n, int64_t base, int64_t *out) {
+  return BEST(greater)(x, y, n, base, out);
+}
+
+int64_t find_beyond(const float *x, float y, int64_t n, int64_t base, int64_t *out) {
+  return BEST(beyond)(x, y, n, base, out);
+}
+
+/* Ascending, of what is not negative: 11 bits at a time, from the lowest; 0, or -1 without memory. */
+int sort(int64_t *x, int64_t n) {
+  int64_t *other = malloc(sizeof(int64_t) * (size_t)(n ? n : 1)), *from = x, *to = other;
+  if (!other) return -1;
+  uint64_t all = 0;
+  for (int64_t i = 0; i < n; i++) all |= (uint64_t)x[i];
+  for (int shift = 0; shift < 63 && all >> shift; shift += 11) {
+    int64_t starts[2049] = {0};
+    for (int64_t i = 0; i < n; i++) starts[(from[i] >> shift & 2047) + 1]++;
+    for (int digit = 0; digit < 2048; digit++) starts[digit + 1] += starts[digit];
+    for (int64_t i = 0; i < n; i++) to[starts[from[i] >> shift & 2047]++] = from[i];
+    int64_t *done = to;
+    to = from;
+    from = done;
+  }
+  if (from != x) memcpy(x, from, sizeof(int64_t) * (size_t)n);
+  free(other);
+  return 0;
+}
+
+/* -- single elements, far apart ------------------------------------------------------------ */
+
+/* Fetched ahead; 0, or -1 at the first index that is not below size. */
+#define AHEAD 24
+#define EACH_INDEX(does)                                                 \
+  for (int64_t i = 0; i < n; i++) {                                      \
+    __builtin_prefetch(x + index[i + AHEAD < n ? i + AHEAD : i], 1);     \
+    if ((uint64_t)index[i] >= (uint64_t)size) return -1;                 \
+    does;                                                                \
+  }                                                                      \
+  return 0;
+
+int gather(const float *x, int64_t size, const int64_t *index, int64_t n, float *out) {
+  EACH_INDEX(out[i] = x[index[i]])
+}
+
+int fill_at(float *x, int64_t size, const int64_t *index, int64_t n, float value) {
+  EACH_INDEX(x[index[i]] = value)
+}
+
+int add_at(float *x, int64_t size, const int64_t *index, int64_t n, const float *values) {
+  EACH_INDEX(x[index[i]] += values[i])
+}
+
+/* -- packing ------------------------------------------------------------------------------- */
+
+#define ONES 0x0101010101010101ull
+
+/* Bit `plane` of 32 bytes as one word. */
+static inline uint32_t gather_plane(const uint8_t *codes, int plane) {
+  uint32_t word = 0;
+  for (int part = 0; part < 4; part++) {
+    uint64_t eight;
+    memcpy(&eight, codes + 8 * part, 8);
+    uint64_t bits = ((eight >> plane) & ONES) * 0x0102040810204080ull >> 56;
+    word |= (uint32_t)bits << (8 * part);
+  }
+  return word;
+}
+
+/* codes [n] to words [n / 32 * bits]. */
+static void pack_plainly(const uint8_t *codes, int64_t n, int bits, uint32_t *words) {
+  for (int64_t g = 0; g < n / GROUP; g++)
+    for (int plane = 0; plane < bits; plane++)
+      words[g * bits + plane] = gather_plane(codes + g * GROUP, plane);
+}
+
+static void unpack_plainly(const uint32_t *words, int64_t n, int bits, uint8_t *codes) {
+  for (int64_t g = 0; g < n / GROUP; g++) {
+    uint64_t parts[4] = {0, 0, 0, 0};
+    for (int plane = 0; plane < bits; plane++) {
+      uint32_t word = words[g * bits + plane];
+      for (int part = 0; part < 4; part++) {
+        uint64_t spread = ((word >> (8 * part) & 255) * ONES) & 0x8040201008040201ull;
+        spread = ((spread + 0x7f7f7f7f7f7f7f7full) >> 7) & ONES;
+        parts[part] |= spread << plane;
+      }
+    }
+    memcpy(codes + g * GROUP, parts, GROUP);
+  }
+}
+
+#ifdef __x86_64__
+AVX2 static void pack_avx2(const uint8_t *codes, int64_t n, int bits,
+                                                      uint32_t *words) {
+  for (int64_t g = 0; g < n / GROUP; g++) {
+    __m256i v = _mm256_loadu_si256((const __m256i *)(codes + g * GROUP));
+    for (int plane = 0; plane < bits; plane++)
+      words[g * bits + plane] = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(v, 7 - plane));
+  }
+}
+
+AVX2 static void unpack_avx2(const uint32_t *words, int64_t n, int bits,
+                                                        uint8_t *codes) {
+  const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2,
+                                          2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m256i lanes = _mm256_set1_epi64x((long long)0x8040201008040201ull);
+  for (int64_t g = 0; g < n / GROUP; g++) {
+    __m256i v = _mm256_setzero_si256();
+    for (int plane = 0; plane < bits; plane++) {
+      __m256i word = _mm256_set1_epi32((int)words[g * bits + plane]);
+      __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(word, spread), lanes);
+      __m256i set = _mm256_cmpeq_epi8(own, lanes);
+      v = _mm256_or_si256(v, _mm256_and_si256(set, _mm256_set1_epi8((char)(1 << plane))));
+    }
+    _mm256_storeu_si256((__m256i *)(codes + g * GROUP), v);
+  }
+}
+#endif
+
+static void pack_codes(const uint8_t *codes, int64_t n, int bits, uint32_t *words) {
+  BEST(pack)(codes, n, bits, words);
+}
+
+static void unpack_codes(const uint32_t *words, int64_t n, int bits, uint8_t *codes) {
+  BEST(unpack)(words, n, bits, codes);
+}
+
+/* The same for integers of any width: [m, 32] to [m, bits] and back. */
+FAST void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes) {
+  for (int64_t g = 0; g < m; g++) {
+    uint32_t codes[GROUP];
+    for (int lane = 0; lane < GROUP; lane++) codes[lane] = (uint32_t)groups[g * GROUP + lane];
+    for (int plane = 0; plane < bits; plane++) {
+      uint32_t word = 0;
+      for (int lane = 0; lane < GROUP; lane++) word |= (codes[lane] >> plane & 1) << lane;
+      planes[g * bits + plane] = word;
+    }
+  }
+}
+
+FAST void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups) {
+  for (int64_t g = 0; g < m; g++) {
+    uint32_t codes[GROUP] = {0};
+    for (int plane = 0; plane < bits; plane++) {
+      uint32_t word = (uint32_t)planes[g * bits + plane];
+      for (int lane = 0; lane < GROUP; lane++) codes[lane] |= (word >> lane & 1) << plane;
+    }
+    for (int lane = 0; lane < GROUP; lane++) groups[g * GROUP + lane] = codes[lane];
+  }
+}
+
+/* Sum of words, each times 2 * place + 17, modulo 2**32. */
+FAST uint32_t weighted_sum(const uint32_t *words, int64_t n) {
+  uint32_t sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += words[i] * (uint32_t)(2 * i + 17);
+  return sum;
+}
+
+/* -- sums and extremes of groups ------------------------------------------------------------- */
+
+/* x[0..n) is folded in halves, in place; the sum is x[0]. */
+FAST static void fold(float *x, int64_t n) {
+  while (n > 1) {
+    int64_t half = n / 2;
+    for (int64_t i = 0; i < half; i++) x[i] = x[i] + x[half + i];
+    if (n % 2) x[0] = x[0] + x[n - 1];
+    n = half;
+  }
+}
+
+FAST static float largest_magnitude(const float *x, int64_t n) {
+  /* Magnitudes order like their bits, and integers have a vector maximum. */
+  int32_t largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  float value;
+  memcpy(&value, &largest, 4);
+  return value;
+}
+
+void group_maxima(const band *bands, int64_t count, const float *x, float *out) {
+  for (int64_t b = 0; b < count; b++)
+    for (int64_t row = 0; row < bands[b].rows; row++)
+      *out++ = largest_magnitude(x + bands[b].start + row * bands[b].length, bands[b].length);
+}
+
+static int64_t longest(const band *bands, int64_t count) {
+  int64_t most = 1;
+  for (int64_t b = 0; b < count; b++)
+    if (bands[b].length > most) most = bands[b].length;
+  return most;
+}
+
+FAST static void squares(const float *x, int64_t n, float *out) {
+  /* The first fold, while squaring: half the memory. */
+  int64_t half = n / 2;
+  if (n == 1) out[0] = x[0] * x[0];
+  for (int64_t i = 0; i < half; i++) out[i] = x[i] * x[i] + x[half + i] * x[half + i];
+  if (n > 1 && n % 2) out[0] = out[0] + x[n - 1] * x[n - 1];
+}
+
+int group_squares(const band *bands, int64_t count, const float *x, float *out) {
+  float *scratch = malloc(sizeof(float) * (size_t)(longest(bands, count) / 2 + 1));
+  if (!scratch) return -1;
+  for (int64_t b = 0; b < count; b++)
+    for (int64_t row = 0; row < bands[b].rows; row++) {
+      int64_t n = bands[b].length;
+      squares(x + bands[b].start + row * n, n, scratch);
+      fold(scratch, n > 1 ? n / 2 : 1);
+      *out++ = scratch[0];
+    }
+  free(scratch);
+  return 0;
+}
+
+/* Sums of what is not negative and of what is, and how many are. */
+FAST static int64_t split(const float *x, int64_t n, float *above, float *below) {
+  int64_t half = n / 2;
+  int32_t negative = 0;
+  for (int64_t i = 0; i < half; i++) {
+    float a = x[i], b = x[half + i];
+    above[i] = (a < 0.0f ? 0.0f : a) + (b < 0.0f ? 0.0f : b);
+    below[i] = (a < 0.0f ? a : 0.0f) + (b < 0.0f ? b : 0.0f);
+    negative += (a < 0.0f) + (b < 0.0f);
+  }
+  if (n % 2) {
+    float last = x[n - 1], up = last < 0.0f ? 0.0f : last, down = last < 0.0f ? last : 0.0f;
+    above[0] = n == 1 ? up : above[0] + up;
+    below[0] = n == 1 ? down : below[0] + down;
+    negative += last < 0.0f;
+  }
+  return negative;
+}
+
+/* -- codes for every element ------------------------------------------------------------------ */
+
+static inline uint32_t mix(uint32_t x) {
+  x = (x ^ x >> 16) * 0x45d9f3bu;
+  x = (x ^ x >> 16) * 0x45d9f3bu;
+  return x ^ x >> 16;
+}
+
+FAST static void level_codes(const float *x, int64_t n, float inverse, int levels, uint32_t first,
+                             uint32_t key, uint8_t *codes) {
+  float most = (float)levels;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t hash = mix(mix(first + (uint32_t)i) ^ key);
+    float chance = (float)(int32_t)(hash >> 8) * 0x1p-24f;
+    float height = fabsf(x[i]) * inverse;
+    height = height + chance;
+    int32_t level = (int32_t)(height < most ? height : most);
+    codes[i] = (uint8_t)(x[i] < 0.0f ? levels - level : levels + level);
+  }
+}
+
+FAST static void sign_codes(const float *x, int64_t n, uint8_t *codes) {
+  for (int64_t i = 0; i < n; i++) codes[i] = x[i] < 0.0f;
+}
+
+FAST static void add_level_values(float *total, const uint8_t *codes, int64_t n, float unit,
+                                  int levels, float weight) {
+  for (int64_t i = 0; i < n; i++) {
+    float value = (float)(codes[i] - levels) * unit;
+    value = value * weight;
+    total[i] = total[i] + value;
+  }
+}
+
+FAST static void add_sign_values(float *total, const uint8_t *codes, int64_t n, float above,
+                                 float below) {
+  for (int64_t i = 0; i < n; i++) total[i] = total[i] + (codes[i] ? below : above);
+}
+
+/* Goes over a vector chunk by chunk, and within one over the rows that meet it. */
+typedef struct {
+  const band *bands;
+  int64_t count, at, row, group;
+} walk;
+
+/* The next piece of a row in [begin, end): 1 and where, or 0. */
+static int next_piece(walk *w, int64_t begin, int64_t end, int64_t *from, int64_t *to,
+                      int64_t *group) {
+  while (w->at < w->count) {
+    const band *b = w->bands + w->at;
+    int64_t start = b->start + w->row * b->length, stop = start + b->length;
+    if (start >= end) return 0;
+    *from = start > begin ? start : begin;
+    *to = stop < end ? stop : end;
+    *group = w->group;
+    if (stop > end) return *from < *to ? 2 : 0;
+    w->group++;
+    if (++w->row == b->rows) w->row = 0, w->at++;
+    if (*from < *to) return 1;
+  }
+  return 0;
+}
+
+void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
+                   int bits, uint32_t key1, uint32_t key2, uint32_t *words) {
+  uint8_t codes[CHUNK];
+  int levels = (1 << (bits - 1)) - 1, more;
+  walk w = {bands, count, 0, 0, 0};
+  for (int64_t begin = 0; begin < n; begin += CHUNK) {
+    int64_t end = begin + CHUNK < n ? begin + CHUNK : n, from, to, group;
+    memset(codes, 0, CHUNK);
+    do {
+      more = next_piece(&w, begin, end, &from, &to, &group);
+      if (more) {
+        float inverse = scale[group] >= TINY ? (float)levels / scale[group] : 0.0f;
+        level_codes(x + from, to - from, inverse, levels, (uint32_t)from + key1, key2,
+                    codes + from - begin);
+      }
+    } while (more == 1);
+    pack_codes(codes, end - begin, bits, words + begin / GROUP * bits);
+  }
+}
+
+/* Where a sum starts: from another vector, or from nothing. */
+static void begin_sum(float *out, const float *base, int64_t begin, int64_t end) {
+  size_t bytes = sizeof(float) * (size_t)(end - begin);
+  if (!base)
+    memset(out + begin, 0, bytes);
+  else if (base != out)
+    memcpy(out + begin, base + begin, bytes);
+}
+
+/* out = base + the sum over ranks, rank by rank; strides in words and floats. */
+void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
+                int64_t scale_stride, int bits, const float *weights) {
+  uint8_t codes[CHUNK];
+  int levels = (1 << (bits - 1)) - 1, more;
+  walk w = {bands, count, 0, 0, 0};
+  for (int64_t begin = 0; begin < n; begin += CHUNK) {
+    int64_t end = begin + CHUNK < n ? begin + CHUNK : n, from, to, group;
+    walk start = w;
+    begin_sum(out, base, begin, end);
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      const float *scales = scale + rank * scale_stride;
+      w = start;
+      unpack_codes(words + rank * word_stride + begin / GROUP * bits, end - begin, bits, codes);
+      do {
+        more = next_piece(&w, begin, end, &from, &to, &group);
+        if (more) {
+          float unit = scales[group] >= TINY ? scales[group] / (float)levels : 0.0f;
+          add_level_values(out + from, codes + from - begin, to - from, unit, levels,
+                           weights[rank]);
+        }
+      } while (more == 1);
+    }
+  }
+}
+
+int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
+                 float *below, uint32_t *words) {
+  uint8_t codes[CHUNK];
+  int64_t half = longest(bands, count) / 2 + 1;
+  float *scratch = malloc(2 * sizeof(float) * (size_t)half);
+  if (!scratch) return -1;
+  for (int64_t b = 0; b < count; b++)
+    for (int64_t row = 0; row < bands[b].rows; row++) {
+      int64_t size = bands[b].length, folded = size > 1 ? size / 2 : 1;
+      int64_t negative =
+          split(x + bands[b].start + row * size, size, scratch, scratch + half);
+      fold(scratch, folded);
+      fold(scratch + half, folded);
+      *above++ = scratch[0] / (float)(size - negative > 1 ? size - negative : 1);
+      *below++ = scratch[half] / (float)(negative > 1 ? negative : 1);
+    }
+  free(scratch);
+  walk w = {bands, count, 0, 0, 0};
+  for (int64_t begin = 0; begin < n; begin += CHUNK) {
+    int64_t end = begin + CHUNK < n ? begin + CHUNK : n, from, to, group;
+    int more;
+    memset(codes, 0, CHUNK);
+    do {
+      more = next_piece(&w, begin, end, &from, &to, &group);
+      if (more) sign_codes(x + from, to - from, codes + from - begin);
+    } while (more == 1);
+    pack_codes(codes, end - begin, 1, words + begin / GROUP);
+  }
+  return 0;
+}
+
+void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+               int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
+               const float *below, int64_t mean_stride, const float *weights) {
+  uint8_t codes[CHUNK];
+  walk w = {bands, count, 0, 0, 0};
+  for (int64_t begin = 0; begin < n; begin += CHUNK) {
+    int64_t end = begin + CHUNK < n ? begin + CHUNK : n, from, to, group;
+    walk start = w;
+    int more;
+    begin_sum(out, base, begin, end);
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      w = start;
+      unpack_codes(words + rank * word_stride + begin / GROUP, end - begin, 1, codes);
+      do {
+        more = next_piece(&w, begin, end, &from, &to, &group);
+        if (more)
+          add_sign_values(out + from, codes + from - begin, to - from,
+                          above[rank * mean_stride + group] * weights[rank],
+                          below[rank * mean_stride + group] * weights[rank]);
+      } while (more == 1);
+    }
+  }
+}
