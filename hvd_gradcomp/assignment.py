@@ -275,13 +275,22 @@ def assign(compressor: Compressor, layers: Sequence[Layer]) -> list[Compressor]:
 
     Args:
         layers: (name, shape, dtype) in the order of the model.
+
+    Raises:
+        ValueError: a partition's rules do not fit the layers; or a momentum is to be taken over
+            where there is no optimizer.
     """
     if isinstance(compressor, Partition):
         chosen = compressor.of_layers(layers)
     else:
         chosen = [compressor] * len(layers)
     correction = compressor.correction or (0.0, False)
-    momentum, nesterov = correction[0] or 0.0, bool(correction[1])
+    if correction[0] is None:
+        raise ValueError(
+            f"{compressor!r}: there is no optimizer here to take the momentum over from; give "
+            "momentum=0.9, or momentum=0 to go without"
+        )
+    momentum, nesterov = correction[0], bool(correction[1])
     assigned = []
     for (_, shape, _), one in zip(layers, chosen):
         share = one.layer_bytes(shape)

@@ -109,11 +109,16 @@ class World:
             if not isinstance(requests[0], Switch):
                 self.traffic.append(requests)
             replies, requests = self._perform(requests), []
+            failures: list[Exception] = []
             for rank, program in enumerate(programs):
                 try:
                     requests.append(program.send(replies[rank]))
                 except StopIteration as stop:
                     results[rank] = stop.value
+                except Exception as error:
+                    failures.append(error)  # the other ranks have to see their replies too
+            if failures:
+                raise failures[0]
         return results
 
     def _perform(self, requests: list[Any]) -> list[Any]:
@@ -137,7 +142,7 @@ class World:
             total = tensors[0] * first.prescale
             for tensor in tensors[1:]:
                 total = total + tensor * first.prescale
-            return [total * first.postscale] * self.size
+            return [total * first.postscale for _ in tensors]  # each rank may write to its own
         if isinstance(first, Alltoall):
             return [self.ops.stack([t[rank] for t in tensors]) for rank in range(self.size)]
         if isinstance(first, Broadcast):

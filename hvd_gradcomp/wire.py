@@ -113,7 +113,10 @@ def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, 
 def seal(ops: Ops, header: Header, body: Tensor) -> Tensor:
     """Header and body as the buffer that travels; uint8 [HEADER_BYTES + body]."""
     tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
-    poisoned = 1 - ops.cast(header.finite, "int64") if header.finite is not True else 0
+    if isinstance(header.finite, bool):
+        poisoned = int(not header.finite)
+    else:
+        poisoned = 1 - ops.cast(header.finite, "int64")
     words = ops.words(
         (tag, header.digest, header.step, header.rung, header.sent, header.wanted, poisoned)
     )

@@ -56,6 +56,7 @@ PHASED: list[Compressor] = [
     after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=0.9)),
 ]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
+ONE_OF_EACH = list({type(c): c for c in reversed(EVERY)}.values())[::-1]
 CLASSES = sorted(
     {type(c) for c in EVERY if type(c).__name__.endswith("Compressor")},
     key=lambda cls: cls.__name__,

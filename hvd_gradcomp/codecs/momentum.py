@@ -50,14 +50,6 @@ class MomentumCorrected(LargestCompressor):
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         return replace(self, momentum=momentum, nesterov=nesterov)  # type: ignore[type-var]
 
-    def check(self, layout: Layout) -> None:
-        super().check(layout)
-        if self.momentum is None:
-            raise ValueError(
-                f"{self!r}: there is no optimizer here to take the momentum over from; give "
-                "momentum=0.9, or momentum=0 to go without"
-            )
-
     def remember(self, ops: Ops, layout: Layout) -> Memory:
         r = ops.zeros((layout.size,))
         return Velocity(r, ops.zeros((layout.size,))) if self.momentum else Residual(r)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.methods import EVERY
+from tests.methods import ONE_OF_EACH
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.parallel
@@ -23,11 +23,12 @@ pytestmark = pytest.mark.parallel
     ids=str,
 )
 def test_replicas_are_identical_after_200_steps(kind, ranks, backend, tmp_path):
-    results = launch("tensorflow_replicas", ranks, backend, tmp_path, kind, "200", deadline=400)
-    assert set(results[0]) == {repr(c) for c in EVERY}
+    results = launch("tensorflow_replicas", ranks, backend, tmp_path, kind, "200", deadline=550)
+    methods = ONE_OF_EACH if kind in ("fit", "graph") else ONE_OF_EACH[:4]
+    assert set(results[0]) == {repr(c) for c in methods}
     for result in results:
         assert result == results[0]
-    assert len({digest for digest, _ in results[0].values()}) == len(EVERY)
+    assert len({digest for digest, _ in results[0].values()}) == len(methods)
 
 
 MESSAGES = {

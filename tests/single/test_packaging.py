@@ -23,7 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in PACKAGING:
         shutil.copy(ROOT / name, source)
-    ignored = shutil.ignore_patterns("__pycache__")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "hvd_gradcomp", source / "hvd_gradcomp", ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps"]
     command += ["--no-build-isolation", "--wheel-dir", str(target), str(source)]
@@ -43,13 +43,15 @@ def test_ships_every_module_and_its_types_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert len(expected) > 1
-    assert shipped == expected | {"hvd_gradcomp/py.typed"}
+    built = {name for name in shipped if name.startswith("hvd_gradcomp/ops/_native.")}
+    assert len(built) <= 1, "one library, where there is a compiler"
+    assert shipped - built == expected | {"hvd_gradcomp/py.typed"}
 
 
-def test_requires_nothing_outside_the_extras(wheel: Path) -> None:
+def test_requires_little_outside_the_extras(wheel: Path) -> None:
     metadata = _metadata(wheel)
     requirements = metadata.get_all("Requires-Dist") or []
-    assert [r for r in requirements if "extra ==" not in r] == []
+    assert [r for r in requirements if "extra ==" not in r] == ["tabulate"]
     assert {"torch", "tensorflow", "test", "examples"} <= set(metadata.get_all("Provides-Extra"))
     # Horovod as released does not build against today's frameworks, so pip must not try.
     assert [r for r in requirements if r.startswith("horovod")] == []

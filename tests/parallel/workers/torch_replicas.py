@@ -22,8 +22,11 @@ def main(folder: str, steps: int) -> None:
             nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10)
         )
         tracker = hvd.track_moments(model) if compressor.uses_moments else None
+        plain: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if compressor.correction is not None:  # a momentum of its own, which Adam has too
+            plain = torch.optim.SGD(model.parameters(), lr=0.001)
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.Adam(model.parameters(), lr=0.01),
+            plain,
             model.named_parameters(),
             compression=compressor,
             bucket_bytes=4096,

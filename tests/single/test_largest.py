@@ -1,0 +1,288 @@
+"""The top-k family: exactly the k largest, nothing lost, bytes by the formula, fair when cut."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import (
+    DGCCompressor,
+    EGCCompressor,
+    GradientDroppingCompressor,
+    ScaleComCompressor,
+    SparseGDCompressor,
+)
+from hvd_gradcomp.codecs.indices import CODINGS
+from hvd_gradcomp.codecs.largest import count_of
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+from tests.methods import LARGEST
+
+FAST = settings(max_examples=25, deadline=None)
+
+
+def inputs(kind: str, n: int, random: np.random.Generator) -> np.ndarray:
+    if kind == "heavy":
+        x = random.standard_cauchy(n)
+    elif kind == "constant":
+        x = np.full(n, -0.25)
+    elif kind == "sparse":
+        x = np.where(random.random(n) < 0.004, random.standard_normal(n), 0.0)
+    elif kind == "clustered":
+        x = np.zeros(n)
+        x[n // 3 : n // 3 + max(1, n // 50)] = random.standard_normal(max(1, n // 50))
+    elif kind == "zero":
+        x = np.zeros(n)
+    else:
+        x = random.standard_normal(n)
+    return x.astype(np.float32)
+
+
+def chosen(r: np.ndarray, k: int, step: int) -> np.ndarray:
+    """Where the k largest |r| are: the definition, by sorting all."""
+    n = len(r)
+    turn = (np.arange(n) - step * k % n) % n
+    order = np.lexsort((turn, -np.abs(r)))[:k]
+    return np.sort(order[r[order] != 0])
+
+
+def sent_by(world: World, rank: int) -> torch.Tensor:
+    compressor, ops, layout = world.compressor, world.ops, world.layout
+    buffer = world.traffic[0][rank].tensor
+    room = torch.empty(layout.size)
+    return compressor.decode_sum(ops, layout, None, buffer[None, 32:], torch.ones(1), room)
+
+
+KINDS = ("heavy", "normal", "constant", "sparse", "clustered", "zero")
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(5,), (300, 7, 70_000), (20_000, 1, 9_000)], ids=str)
+def test_sends_exactly_the_largest(kind, sizes, static):
+    density = 0.003
+    compressor = SparseGDCompressor(density=density)
+    layout = Layout(tuple(map(str, range(len(sizes)))), tuple((n,) for n in sizes))
+    world = World(compressor, TorchOps(static=static), layout, 1)
+    random = np.random.default_rng(len(kind))
+    r = [np.zeros(n, np.float32) for n in sizes]
+    for step in range(6):
+        scale = np.float32(10.0 ** random.uniform(-2, 2))  # what the hint does not expect
+        g = [inputs(kind, n, random) * scale for n in sizes]
+        total = world.step([world.flat([torch.from_numpy(x) for x in g])])[0].numpy()
+        for layer, start in enumerate(layout.offsets):
+            r[layer] += g[layer]
+            where = chosen(r[layer], count_of(sizes[layer], density), step)
+            piece = total[start : start + sizes[layer]]
+            np.testing.assert_array_equal(np.nonzero(piece)[0], where)
+            np.testing.assert_array_equal(piece[where], r[layer][where])
+            r[layer][where] = 0
+            kept = world.states[0].memory.r[start : start + sizes[layer]].numpy()
+            np.testing.assert_array_equal(kept, r[layer])
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_threshold_over_the_whole_model(kind, static):
+    sizes, ratio = (300, 7, 30_000), 0.995
+    compressor = GradientDroppingCompressor(ratio=ratio)
+    layout = Layout(("a", "b", "c"), tuple((n,) for n in sizes))
+    world = World(compressor, TorchOps(static=static), layout, 1)
+    random = np.random.default_rng(3)
+    r = np.zeros(sum(sizes), np.float32)
+    k = count_of(len(r), 1 - ratio)
+    for step in range(5):
+        g = [inputs(kind, n, random) * np.float32(10.0**i) for i, n in enumerate(sizes)]
+        total = world.step([world.flat([torch.from_numpy(x) for x in g])])[0].numpy()
+        r += np.concatenate(g)
+        where = chosen(r, k, step)
+        flat = np.concatenate([total[o : o + n] for o, n in zip(layout.offsets, sizes)])
+        np.testing.assert_array_equal(np.nonzero(flat)[0], where)
+        r[where] = 0
+
+
+@pytest.mark.parametrize(
+    "compressor", [c for c in LARGEST if getattr(c, "clip_norm", None) is None], ids=repr
+)
+@given(
+    shapes=st.lists(
+        st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
+    ),
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(1, 5),
+)
+@FAST
+def test_nothing_is_lost(compressor, shapes, seed, size):
+    layout = Layout(tuple(map(str, range(len(shapes)))), tuple(shapes))
+    world = World(compressor, TorchOps(), layout, size)
+    random = np.random.default_rng(seed)
+    before = [0 * s.memory.r for s in world.states]
+    for _ in range(5):
+        gradients = [
+            world.flat(
+                [
+                    torch.from_numpy(np.round(random.standard_normal(s), 1).astype("f4"))
+                    for s in shapes
+                ]
+            )
+            for _ in range(size)
+        ]
+        velocities = [getattr(s.memory, "u", 0 * s.memory.r).clone() for s in world.states]
+        totals = world.step(gradients)
+        for rank, state in enumerate(world.states):
+            sent = sent_by(world, rank)
+            there = before[rank] + arrived(compressor, gradients[rank], velocities[rank])
+            untouched = sent == 0
+            torch.testing.assert_close(
+                state.memory.r[untouched], there[untouched], rtol=1e-6, atol=1e-6
+            )
+            torch.testing.assert_close(sent[~untouched], there[~untouched], rtol=1e-6, atol=1e-6)
+            assert not state.memory.r[~untouched].any()
+            before[rank] = state.memory.r.clone()
+        assert all(torch.equal(total, totals[0]) for total in totals)
+
+
+def arrived(compressor, gradient, velocity):
+    """What a step adds to r."""
+    momentum = getattr(compressor, "momentum", 0.0) or 0.0
+    u = velocity * momentum + gradient
+    return u * momentum + gradient if getattr(compressor, "nesterov", False) else u
+
+
+@pytest.mark.parametrize("compressor", LARGEST, ids=repr)
+def test_bytes_equal_the_formula(compressor):
+    sizes = (3000, 40, 500)
+    layout = Layout(("a", "b", "c"), tuple((n,) for n in sizes))
+    k = sum(compressor.most(layout))
+    blocks, bits = -(-k // 32), layout.size.bit_length()
+    words = min(math.ceil(blocks * (math.log2(layout.size / k) + 2.75)) + 3 * bits, blocks * bits)
+    indices = 4 * -(-blocks // 4) + 4 * words if compressor.index_coding == "delta" else 4 * k
+    assert compressor.payload_bytes(layout) == 32 + 4 * k + indices
+    world = World(compressor, TorchOps(), layout, 2)
+    for _ in range(9):
+        world.step([torch.randn(layout.size) for _ in range(2)])
+        if world.steps > 6:  # after the warm-up, which sends more
+            for request in world.traffic[0]:
+                assert request.tensor.numel() == compressor.payload_bytes(layout)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
+def test_equal_magnitudes_take_turns(static):
+    layout = Layout(("a",), ((900,),))
+    world = World(SparseGDCompressor(density=0.05), TorchOps(static=static), layout, 1)
+    sent = torch.zeros(900)
+    for _ in range(40):
+        world.states = [world.compressor.init(world.ops, layout)]  # all equal, each time
+        g = world.flat([torch.full((900,), 0.5)])
+        sent += world.step([g])[0][:900] != 0
+    assert sent.sum() == 40 * 45
+    assert sent.max() - sent.min() <= 1
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
+def test_what_has_no_room_stays_and_takes_turns(static, monkeypatch):
+    monkeypatch.setattr("hvd_gradcomp.codecs.indices._SPARE_BITS", -3.0)
+    n = 20_000
+    layout = Layout(("a",), ((n,),))
+    world = World(SparseGDCompressor(density=0.06), TorchOps(static=static), layout, 1)
+    random = np.random.default_rng(1)
+    counts = np.zeros(n)
+    for _ in range(4 * 38):  # the list of 1200 indices has 38 blocks, and begins at each in turn
+        r = world.states[0].memory.r.clone()
+        g = world.flat([torch.from_numpy(random.standard_normal(n).astype("f4"))])
+        total = world.step([g])[0]
+        there, sent = r + g, total != 0
+        assert torch.equal(total[sent], there[sent])
+        assert torch.equal(world.states[0].memory.r[~sent], there[~sent])
+        assert sent.sum() < 1200, "there is not room for all"
+        counts += sent[:n].numpy()
+    quarters = counts.reshape(4, -1).sum(1)
+    assert quarters.max() < 1.3 * quarters.min(), "some places are cut more often"
+
+
+@given(
+    size=st.integers(600, 100_000),
+    share=st.floats(0.0005, 0.5),
+    seed=st.integers(0, 2**32 - 1),
+    turn=st.integers(0, 10**6),
+    coding=st.sampled_from(sorted(CODINGS)),
+)
+@FAST
+def test_indices_come_back(size, share, seed, turn, coding):
+    ops, layout = TorchOps(), Layout(("a",), ((size,),))
+    random = np.random.default_rng(seed)
+    count = max(1, int(size * share))
+    used = int(random.integers(0, count + 1))
+    index = np.sort(random.choice(size, used, replace=False))
+    index = torch.from_numpy(np.concatenate([index, np.full(count - used, layout.sink)]))
+    code = CODINGS[coding]
+    parts = code.parts(layout, count)
+    payload, travels, place = code.encode(ops, layout, parts, index, turn)
+    assert {name: len(x) for name, x in payload.items()} == {n: p.count for n, p in parts.items()}
+    assert torch.equal(code.decode(ops, layout, payload, count), travels)
+    assert torch.equal(index[place][travels < layout.sink], travels[travels < layout.sink])
+    assert len(travels[travels < layout.sink].unique()) == (travels < layout.sink).sum()
+
+
+def test_bits_of_an_index_are_near_the_entropy_bound():
+    n, k = 1 << 20, 1 << 10
+    ops, layout = TorchOps(), Layout(("a",), ((n,),))
+    random = np.random.default_rng(1)
+    parts = CODINGS["delta"].parts(layout, k)
+    bound = math.log2(n / k) + 1.44
+    for turn in range(20):
+        index = torch.from_numpy(np.sort(random.choice(n, k, replace=False)))
+        payload, travels, _ = CODINGS["delta"].encode(ops, layout, parts, index, turn)
+        assert (travels < layout.sink).all(), "random places have room"
+        used = (int(payload["widths"].sum()) * 32 + 8 * len(payload["widths"])) / k
+        assert bound < used < bound + 1.6
+    room = (parts["deltas"].count * 32 + 8 * parts["widths"].count) / k
+    assert room < bound + 3.5
+
+
+def test_entropy_says_how_much_is_sent():
+    compressor = EGCCompressor(K=10, bins=2, momentum=0.0, entropy_interval=1)
+    layout = Layout(("even", "skewed", "constant"), ((1000,), (1000,), (1000,)))
+    world = World(compressor, TorchOps(), layout, 1)
+    even = torch.linspace(-1, 1, 1000)
+    skewed = torch.cat([torch.full((990,), 0.1), torch.full((10,), 1.0)])
+    world.step([world.flat([even, skewed, torch.full((1000,), 2.0)])])
+    share = 0.01
+    entropy = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
+    assert world.states[0].sent.tolist() == [100, round(100 * entropy), 1]
+
+
+def test_a_warm_up_sends_less_and_less():
+    compressor = DGCCompressor(density=0.001, momentum=0.0, warmup_epochs=4, steps_per_epoch=2)
+    assert [end for end, _ in compressor.phases] == [2, 4, 6, 8]
+    layout = Layout(("a",), ((10_000,),))
+    world = World(compressor, TorchOps(), layout, 1)
+    sent = []
+    for _ in range(10):
+        world.step([torch.cat([torch.randn(10_000), torch.zeros(layout.size - 10_000)])])
+        sent.append(int(world.states[0].sent))
+    steps = np.diff([0, *sent]).tolist()
+    assert steps == [2500, 2500, 625, 625, 156, 156, 40, 40, 10, 10]
+
+
+def test_a_leader_chooses_for_all():
+    layout = Layout(("a",), ((1000,),))
+    world = World(ScaleComCompressor(density=0.01), TorchOps(), layout, 3)
+    random = np.random.default_rng(2)
+    r = np.zeros((3, 1000), np.float32)
+    for step in range(9):
+        g = random.standard_normal((3, 1000)).astype("f4")
+        r += g
+        where = chosen(r[step % 3], 10, step)
+        total = world.step([world.flat([torch.from_numpy(x)]) for x in g])[0].numpy()[:1000]
+        np.testing.assert_array_equal(np.nonzero(total)[0], where)
+        np.testing.assert_allclose(total[where], r[:, where].mean(0), rtol=1e-5, atol=1e-6)
+        r[:, where] = 0
+        for rank in range(3):
+            np.testing.assert_array_equal(world.states[rank].memory.r[:1000], r[rank])

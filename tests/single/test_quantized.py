@@ -1,0 +1,238 @@
+"""The quantizers: truly packed, unbiased, bytes by the formula either way, nothing lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import OneBitCompressor, QSGDCompressor, TernGradCompressor
+from hvd_gradcomp.bands import Band, Bands
+from hvd_gradcomp.collectives import Allgather, Alltoall
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+from tests.methods import QUANTIZED
+
+FAST = settings(max_examples=30, deadline=None)
+SHAPES = ((40, 7), (13,), (70, 3, 3), (1000,))
+
+
+def layout_of(shapes=SHAPES) -> Layout:
+    return Layout(tuple(map(str, range(len(shapes)))), tuple(shapes), block=32)
+
+
+def own(layout: Layout, x: torch.Tensor) -> torch.Tensor:
+    """The elements of the layers, without padding."""
+    return torch.cat([x[o : o + n] for o, n in zip(layout.offsets, layout.sizes)])
+
+
+def noise(layout, seed, ranks, steps=1):
+    generator = torch.Generator().manual_seed(seed)
+    world = World(QSGDCompressor(), TorchOps(), layout, 1)
+    return [
+        [
+            world.flat(
+                [torch.randn(s, generator=generator) * (i + 1) for i, s in enumerate(SHAPES)]
+            )
+            for _ in range(ranks)
+        ]
+        for _ in range(steps)
+    ]
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(0, 2**32 - 1))
+@FAST
+def test_codes_come_back(bits, groups, seed):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (32 * groups,), generator=generator)
+    for ops in (TorchOps(), TorchOps(static=True)):
+        words = ops.pack(codes, bits)
+        assert words.shape[0] == groups * bits, "no bit more than it takes"
+        assert torch.equal(ops.unpack(words, bits), codes)
+
+
+def test_private_noise_is_what_counting_gives():
+    def mix(x):
+        for _ in range(2):
+            x = (x ^ (x >> 16)) * 0x45D9F3B % 2**32
+        return x ^ (x >> 16)
+
+    ops = TorchOps()
+    first, second = 0xFFFFFFF0, 0x12345678  # the counter wraps
+    drawn = ops.uniform(torch.tensor([first, second]), 100)
+    expected = [(mix(mix((i + first) % 2**32) ^ second) >> 8) / 2**24 for i in range(100)]
+    assert drawn.tolist() == expected
+    many = ops.uniform(ops.key(7, 3), 200_000).double()
+    assert abs(many.mean() - 0.5) < 0.003 and abs(many.var() - 1 / 12) < 0.001
+    assert not torch.equal(ops.key(7, 3), ops.key(8, 3))
+    assert abs(torch.corrcoef(torch.stack([many[:-1], many[1:]]))[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [QSGDCompressor(), QSGDCompressor(bits=2, norm="l2"), TernGradCompressor(clip=100.0)],
+    ids=repr,
+)
+def test_right_on_average(compressor):
+    layout, draws = layout_of(), 1500
+    (gradients,) = noise(layout, 1, 1)
+    world = World(compressor, TorchOps(), layout, 1)
+    total = torch.zeros(layout.size, dtype=torch.float64)
+    largest = 0.0
+    for _ in range(draws):
+        result = world.step(gradients)[0].double()
+        total += result
+        largest = max(largest, float((result - gradients[0]).abs().max()))
+    error = own(layout, total / draws - gradients[0])
+    # Hoeffding: each draw is within `largest` of its mean; a failure has probability below 1e-6.
+    bound = largest * (2 * np.log(2 * len(error) / 1e-6) / draws) ** 0.5
+    assert error.abs().max() < bound
+
+
+def test_clips_at_root_mean_squares():
+    layout = layout_of(((1000,),))
+    x = torch.ones(1000)
+    x[0] = 1000.0
+    world = World(TernGradCompressor(clip=2.5), TorchOps(), layout, 1)
+    total = world.step([world.flat([x])])[0]
+    sigma = float((x * x).mean() ** 0.5)
+    sent = total[:1000][total[:1000] != 0]
+    assert sent[0] == total[0] and torch.allclose(sent, torch.tensor(2.5 * sigma))
+
+
+@pytest.mark.parametrize("world_size", range(2, 17))
+@pytest.mark.parametrize(
+    "compressor",
+    [QSGDCompressor(bits=4), TernGradCompressor(), OneBitCompressor()],
+    ids=lambda c: type(c).__name__,
+)
+def test_bytes_equal_the_formula_either_way(compressor, world_size):
+    layout = layout_of()
+    groups = {"QSGDCompressor": 1 + 1 + 2 + 2, "TernGradCompressor": 4}
+    groups["OneBitCompressor"] = 40 + 1 + 70 + 1
+    count = groups[type(compressor).__name__]
+    sides = len(compressor.side)
+    moved = {}
+    for way in ("allgather", "two_shot"):
+        world = World(replace(compressor, exchange=way), TorchOps(), layout, world_size)
+        gradients = noise(layout, 2, world_size)[0]
+        totals = world.step(gradients)
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        arrives = 0
+        for requests in world.traffic:
+            (kind,) = {type(r) for r in requests}
+            shape = requests[0].tensor.shape
+            assert kind is (Alltoall if len(shape) == 2 else Allgather)
+            arrives += (world_size - 1) * shape[-1]
+        moved[way] = arrives
+        assert arrives == compressor.moved_bytes(layout, world_size, way)
+    plain = 32 + 4 * sides * count + layout.size * compressor.bits // 8
+    assert moved["allgather"] == (world_size - 1) * plain
+    shard = -(-layout.size // (32 * world_size)) * 32
+    most = max(
+        compressor.bands(layout).cut(i * shard, (i + 1) * shard).groups for i in range(world_size)
+    )
+    assert moved["two_shot"] == 2 * (world_size - 1) * (
+        32 + 4 * sides * most + shard * compressor.bits // 8
+    )
+    better = min(moved, key=moved.__getitem__)
+    assert compressor.chosen_exchange(layout, world_size) == better
+
+
+def test_large_models_take_two_shots_beyond_two_ranks():
+    layout = layout_of(((1000, 1000),))
+    for compressor in (QSGDCompressor(), TernGradCompressor(), OneBitCompressor()):
+        chosen = [compressor.chosen_exchange(layout, size) for size in (2, 3, 4, 64)]
+        assert chosen == ["allgather", "two_shot", "two_shot", "two_shot"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9)), max_size=6),
+    st.data(),
+)
+@FAST
+def test_a_cut_keeps_every_element_in_its_group(layers, data):
+    bands, start = [], 0
+    for gap, rows, length in layers:
+        bands.append(Band(start + gap, rows, length))
+        start = bands[-1].end
+    whole = Bands(tuple(bands))
+
+    def groups(bands: Bands) -> dict[int, int]:
+        numbered, group = {}, bands.first
+        for band in bands.bands:
+            for row in range(band.rows):
+                first = band.start + row * band.length
+                numbered.update(dict.fromkeys(range(first, first + band.length), group + row))
+            group += band.rows
+        return numbered
+
+    begin = data.draw(st.integers(0, start))
+    end = data.draw(st.integers(begin, start + 3))
+    expected = {i - begin: g for i, g in groups(whole).items() if begin <= i < end}
+    assert groups(whole.cut(begin, end)) == expected
+
+
+@pytest.mark.parametrize("way", ["allgather", "two_shot"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_one_bit_loses_nothing(way, size):
+    layout = layout_of()
+    world = World(OneBitCompressor(way), TorchOps(), layout, size, average=False)
+    for gradients in noise(layout, 3, size, steps=8):
+        before = sum(s.r.double() for s in world.states)
+        there = before + sum(g.double() for g in gradients)
+        total = world.step(gradients)[0].double()
+        kept = sum(s.r.double() for s in world.states)
+        difference = own(layout, kept + total - there)
+        assert difference.abs().max() < 1e-5 * own(layout, there).abs().max()
+        for state in world.states:
+            padding = state.r.clone()
+            for offset, count in zip(layout.offsets, layout.sizes):
+                padding[offset : offset + count] = 0
+            assert not padding.any()
+
+
+@pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
+def test_zero_and_tiny_gradients(compressor):
+    layout = layout_of()
+    world = World(compressor, TorchOps(), layout, 3)
+    for scale in (0.0, 1e-38, 1e-45, 0.0):
+        gradients = [g * scale for g in noise(layout, 4, 3)[0]]
+        for total in world.step(gradients):
+            assert total.isfinite().all()
+            assert own(layout, total).abs().max() <= 1e-37
+            if scale == 0.0 and not isinstance(compressor, OneBitCompressor):
+                assert not total.any()
+
+
+@pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
+def test_native_and_composite_verbs_agree(compressor):
+    layout = layout_of()
+    fast, plain = TorchOps(), TorchOps(static=True)
+    if fast.native is None:
+        pytest.skip("installed without a compiler")
+    worlds = [World(compressor, ops, layout, 3) for ops in (fast, plain)]
+    for gradients in noise(layout, 5, 3, steps=4):
+        totals = [world.step(gradients)[0] for world in worlds]
+        assert torch.equal(own(layout, totals[0]), own(layout, totals[1]))
+        for a, b in zip(*(world.traffic for world in worlds)):
+            assert all(torch.equal(x.tensor, y.tensor) for x, y in zip(a, b))
+
+
+def test_bytes_of_an_element():
+    """What the README promises: 4-bit QSGD, TernGrad and 1-bit SGD on a real model's shapes."""
+    from benchmarks.models import resnet50
+
+    names, shapes = zip(*resnet50())
+    layout = Layout(tuple(names), tuple(shapes), block=32)
+    for compressor, most in (
+        (QSGDCompressor(bits=4), 0.52),
+        (TernGradCompressor(), 0.26),
+        (OneBitCompressor(), 0.135),
+    ):
+        assert compressor.moved_bytes(layout, 2, "allgather") / layout.elements <= most
