@@ -131,8 +131,9 @@ class ScaleComCompressor(ResidualTopK):
     ) -> tuple[Tensor, ScaleComState]:
         """The mean, and the state without what was sent."""
         r = state.memory.r
-        kept = ops.gather(r, index) * (1.0 - self.beta)
+        kept: Any = 0.0
         if self.beta != 1.0:
+            kept = ops.times(ops.gather(r, index), 1.0 - self.beta)
             gradient = ops.scale(gradient, self.beta)
         r = ops.clear_last(ops.put(ops.accumulate(r, gradient), index, kept))
         real = ops.cast(index < layout.sink, "int64")

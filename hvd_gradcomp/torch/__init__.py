@@ -20,5 +20,6 @@ from hvd_gradcomp.torch.optimizer import (
     compression_stats,
     describe,
 )
+from hvd_gradcomp.torch.schedulers import EGCScheduler
 
 __all__ = [name for name in dir() if not name.startswith("_")]

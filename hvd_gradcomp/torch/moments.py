@@ -9,11 +9,15 @@ is a mean over the batch, `c_z = grad_z / B`, as there; the output gradient that
 carries the factor, so no batch size has to be known. The first axis of a module's input counts the
 samples.
 
-How. A forward hook puts a tensor hook on the module's output. When the output's gradient `delta`
-arrives, (module, input, delta) is noted as a *use* of the module's parameters. When a parameter's
+How. A forward hook passes the module's output through an identity. When the output's gradient
+`delta` arrives there in backward, (module, input, delta) is noted as a *use* of the module's
+parameters. A tensor hook would not do: where the output is a view (Linear on more than two axes),
+an in-place activation after it takes the hook's node out of the graph. When a parameter's
 gradient has been accumulated, its uses in this backward pass are complete: per-sample gradients of
 all uses are added before they are squared, so shared modules and tied weights are exact. Samples of
 further passes are further samples: moments add. A forward without backward leaves nothing behind.
+What reaches a parameter around its module (`functional.linear(x, layer.weight)`, a penalty on the
+weight) belongs to no sample and is left out; a parameter that nothing else has reached is an error.
 
 Cost. A Linear on [batch, features] costs one GEMM more, `(delta**2)^T (x**2)`, about a third of its
 backward. Everything else forms the gradients of `chunk` samples at a time: about as many
@@ -58,9 +62,11 @@ class Use(NamedTuple):
 
 @dataclass
 class _Record:
+    name: str
     chunk: int
     uses: list[Use] = field(default_factory=list)
     moment: Tensor | None = None
+    bypassed: bool = False  # a gradient came that no use explains
 
 
 _records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -247,17 +253,19 @@ def track_moments(model: nn.Module, *, chunk: int = 16) -> MomentTracker:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     handles: list[Any] = []
     owners: list[nn.Module] = []
-    parameters: dict[nn.Parameter, None] = {}
+    parameters: dict[nn.Parameter, str] = {}
     unsupported = []
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
         if not own:
             continue
-        if _rule(module) is None or getattr(module, "scale_grad_by_freq", False):
+        ruled = _rule(module) is not None and own.keys() <= {"weight", "bias"}
+        if not ruled or getattr(module, "scale_grad_by_freq", False):
             unsupported.append(f"{name or 'the model itself'} ({type(module).__name__})")
             continue
         owners.append(module)
-        parameters.update(dict.fromkeys(own))
+        for n, p in own.items():
+            parameters.setdefault(p, f"{name}.{n} ({type(module).__name__})".lstrip("."))
     if unsupported:
         raise TypeError(
             "no per-sample moments for: " + ", ".join(unsupported) + ". Replace these modules, "
@@ -265,8 +273,8 @@ def track_moments(model: nn.Module, *, chunk: int = 16) -> MomentTracker:
         )
     if any(p in _records for p in parameters):
         raise ValueError("this model is tracked already; call remove() on its tracker first")
-    for parameter in parameters:
-        _records[parameter] = _Record(chunk)
+    for parameter, name in parameters.items():
+        _records[parameter] = _Record(name, chunk)
         handles.append(parameter.register_post_accumulate_grad_hook(_flush))
     handles += [module.register_forward_hook(_watch) for module in owners]
     return MomentTracker(handles, list(parameters))
@@ -281,40 +289,70 @@ def take(parameter: nn.Parameter) -> Tensor | None:
     """The moment since the last `take`, float32 in the parameter's shape, and forgets it.
 
     None if the parameter is not tracked or nothing contributed to it.
+
+    Raises:
+        RuntimeError: a gradient came, but none of it through the forward of the parameter's module.
     """
     record = _records.get(parameter)
-    if record is None or record.moment is None:
+    if record is None:
         return None
-    moment, record.moment = record.moment, None
-    return moment.to(torch.float32)
+    moment, bypassed = record.moment, record.bypassed
+    record.moment, record.bypassed = None, False
+    if moment is not None:
+        return moment.to(torch.float32)
+    if bypassed:
+        raise RuntimeError(
+            f"{record.name} has a gradient, but its module was not called, so there are no "
+            "per-sample moments. Call the module instead of using its parameter directly, or use "
+            "moments='microbatch' or moments='step'"
+        )
+    return None
 
 
 def discard(parameter: nn.Parameter) -> None:
     """Forgets what was accumulated, as `zero_grad` does with the gradient."""
     record = _records.get(parameter)
     if record is not None:
-        record.moment = None
+        record.moment, record.bypassed = None, False
         record.uses.clear()
 
 
-def _watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    if not torch.is_grad_enabled() or not output.requires_grad:
-        return
-    x = inputs[0].detach()
+class _Noted(torch.autograd.Function):
+    """A module's output as it is, without a copy; in backward, a use of its parameters."""
 
-    def note(delta: Tensor) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return output.detach()  # no view to autograd, so that it may be overwritten
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        for name, parameter in ctx.module.named_parameters(recurse=False):
             record = _records.get(parameter)
             if record is not None and parameter.requires_grad:
-                record.uses.append(Use(module, name, x, delta.detach()))
+                record.uses.append(Use(ctx.module, name, x, delta.detach()))
+        return delta, None, None
 
-    output.register_hook(note)
+
+def _watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    if not torch.is_grad_enabled() or not output.requires_grad:
+        return output
+    x = inputs[0].detach()
+    if not module.weight.requires_grad:
+        x = x.new_zeros(()).expand_as(x)  # a bias needs no values, and they may be overwritten
+    return _Noted.apply(output, x, module)
 
 
 @torch.no_grad()
 def _flush(parameter: nn.Parameter) -> None:
     record = _records.get(parameter)
-    if record is None or not record.uses:
+    if record is None:
+        return
+    if not record.uses:
+        # Zero is what `0 * p.sum()` gives, which reaches a parameter that is not used.
+        record.bypassed |= bool(parameter.grad.norm() != 0)
         return
     uses, record.uses = record.uses, []
     with torch.autocast(parameter.device.type, enabled=False):

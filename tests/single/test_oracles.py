@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 import torch
 
-from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp import (
+    DGCCompressor,
+    EGCCompressor,
+    GradientDroppingCompressor,
+    HybridCompressor,
+    OneBitCompressor,
+    QSGDCompressor,
+    ScaleComCompressor,
+    SparseGDCompressor,
+    StromCompressor,
+    TernGradCompressor,
+    VarianceCompressor,
+)
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
+from tests.oracles import quantizers, topk
 from tests.oracles.variance import Hybrid, Strom, Variance, encode
 
 SIZES = (70, 9, 33)
@@ -97,3 +112,120 @@ def test_appendix_b():
         codes = {w & 0xFFFFFFF: (w >> 28) & 15 for w in words}
         assert codes == {1: 7, 2: 8 + 2, 3: 1, 4: 8 + 0}
         assert world.states[0].memory.r[0] == np.float32(0.04), "what is not sent stays"
+
+
+TOPK = {
+    "sparse gd": (
+        SparseGDCompressor(density=0.06),
+        lambda: topk.TopK(SIZES, RANKS, 0.06),
+    ),
+    "gradient dropping": (
+        GradientDroppingCompressor(ratio=0.9),
+        lambda: topk.GradientDropping(SIZES, RANKS, 0.9),
+    ),
+    "dgc": (
+        DGCCompressor(density=0.05, momentum=0.9),
+        lambda: topk.DGC(SIZES, RANKS, 0.05, 0.9),
+    ),
+    "dgc nesterov clipped": (
+        DGCCompressor(density=0.05, momentum=0.7, nesterov=True, clip_norm=6.0),
+        lambda: topk.DGC(SIZES, RANKS, 0.05, 0.7, True, 6.0),
+    ),
+    "egc": (
+        EGCCompressor(K=20, bins=2, entropy_interval=4, momentum=0.9),
+        lambda: topk.EGC(SIZES, RANKS, 20, 2, 4, 0.9),
+    ),
+    "egc many bins": (
+        EGCCompressor(K=40, bins=9, entropy_interval=1, momentum=0.5),
+        lambda: topk.EGC(SIZES, RANKS, 40, 9, 1, 0.5),
+    ),
+    "scalecom": (
+        ScaleComCompressor(density=0.05),
+        lambda: topk.ScaleCom(SIZES, RANKS, 0.05, 1.0),
+    ),
+    "scalecom filtered": (
+        ScaleComCompressor(density=0.05, beta=0.3),
+        lambda: topk.ScaleCom(SIZES, RANKS, 0.05, 0.3),
+    ),
+}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
+@pytest.mark.parametrize("case", TOPK)
+def test_top_k_agrees_with_the_paper(case, static):
+    compressor, make = TOPK[case]
+    layout = Layout(("a", "b", "c"), tuple((n,) for n in SIZES))
+    world, oracle = World(compressor, TorchOps(static=static), layout, RANKS), make()
+    random = np.random.default_rng(7)
+    exact = "clipped" not in case and "scalecom" not in case
+    for _ in range(50):
+        scale = np.float32(2.0 ** random.integers(-3, 4))
+        gradients = [
+            [(random.standard_normal(n) * scale).astype(np.float32) for n in SIZES]
+            for _ in range(RANKS)
+        ]
+        total = world.step([world.flat([torch.from_numpy(g) for g in r]) for r in gradients])[0]
+        means = oracle.step(gradients)
+        for layer, start in enumerate(layout.offsets):
+            piece = slice(start, start + SIZES[layer])
+            pairs = [(total[piece], means[layer])]
+            pairs += [
+                (world.states[rank].memory.r[piece], oracle.r[rank][layer]) for rank in range(RANKS)
+            ]
+            for ours, theirs in pairs:
+                if exact:
+                    np.testing.assert_array_equal(ours.numpy(), theirs)
+                else:
+                    np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [QSGDCompressor(bits=4, bucket_size=32), QSGDCompressor(bits=3, bucket_size=50, norm="l2")],
+    ids=repr,
+)
+def test_qsgd_agrees_with_the_paper(compressor):
+    sizes = (70, 33)
+    layout = Layout(("a", "b"), tuple((n,) for n in sizes), block=32)
+    ops = TorchOps()
+    world = World(compressor, ops, layout, 1)
+    random = np.random.default_rng(3)
+    for step in range(10):
+        gradients = [random.standard_normal(n).astype("f4") for n in sizes]
+        total = world.step([world.flat([torch.from_numpy(g) for g in gradients])])[0].numpy()
+        salt = zlib.crc32(f"{compressor.seed} 0 0 {layout.digest}".encode())
+        first, second = ops.key(step, salt).tolist()
+        for g, start in zip(gradients, layout.offsets):
+            for at in range(0, len(g), compressor.bucket_size):
+                group = g[at : at + compressor.bucket_size]
+                chances = [
+                    quantizers.noise(first, second, start + at + i) for i in range(len(group))
+                ]
+                expected = quantizers.qsgd(group, compressor.bits, compressor.norm, chances)
+                sent = total[start + at : start + at + len(group)]
+                np.testing.assert_allclose(sent, expected, rtol=1e-6)
+
+
+def test_terngrad_agrees_with_the_paper():
+    layout, ops = Layout(("a", "b"), ((70,), (40,)), block=32), TorchOps()
+    compressor = TernGradCompressor(clip=1.5, seed=9)
+    world = World(compressor, ops, layout, 1)
+    random = np.random.default_rng(3)
+    for step in range(10):
+        gradients = [random.standard_normal(n).astype("f4") for n in (70, 40)]
+        total = world.step([world.flat([torch.from_numpy(g) for g in gradients])])[0].numpy()
+        first, second = ops.key(step, zlib.crc32(f"9 0 0 {layout.digest}".encode())).tolist()
+        for g, start in zip(gradients, layout.offsets):
+            chances = [quantizers.noise(first, second, start + i) for i in range(len(g))]
+            expected = quantizers.terngrad(g, 1.5, chances)
+            np.testing.assert_allclose(total[start : start + len(g)], expected, rtol=1e-6)
+
+
+def test_one_bit_agrees_with_the_paper():
+    layout = Layout(("a",), ((8, 12),), block=32)
+    world, oracle = World(OneBitCompressor(), TorchOps(), layout, 1), quantizers.OneBit(8, 12)
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        g = random.standard_normal((8, 12)).astype("f4")
+        total = world.step([world.flat([torch.from_numpy(g)])])[0].numpy()
+        np.testing.assert_allclose(total[:96].reshape(8, 12), oracle.step(g), rtol=1e-4, atol=1e-5)

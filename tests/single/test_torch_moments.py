@@ -37,6 +37,19 @@ class Twice(nn.Module):
         return self.layer(torch.tanh(self.layer(x)))
 
 
+class Residual(nn.Module):
+    """A sum that overwrites the layer's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        y += x
+        return y
+
+
 def images(*shape):
     return lambda: torch.randn(5, *shape, dtype=torch.float64)
 
@@ -71,6 +84,20 @@ CASES = {
     "group norm": (lambda: nn.GroupNorm(2, 6), images(6, 3, 4)),
     "tied": (Tied, tokens(4)),
     "twice": (Twice, images(6)),
+    "linear 2-D + in-place add": (Residual, images(6)),
+    "linear over time + in-place add": (Residual, images(3, 6)),
+    "linear over time + inplace ReLU": (
+        lambda: nn.Sequential(nn.Linear(7, 4), nn.ReLU(inplace=True)),
+        images(3, 2, 7),
+    ),
+    "embedding + inplace op": (
+        lambda: nn.Sequential(nn.Embedding(12, 5), nn.ELU(inplace=True)),
+        tokens(6),
+    ),
+    "conv + inplace ReLU": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)),
+        images(3, 6, 7),
+    ),
 }
 
 
@@ -121,6 +148,23 @@ def test_equals_a_loop_over_samples(case, chunk):
         for name, p in model.named_parameters():
             close(moments.take(p), expected[name])
             assert moments.take(p) is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_changes_neither_output_nor_gradients(case):
+    make, draw = CASES[case]
+    model = prepared(make)
+    x = draw()
+
+    def results():
+        model.zero_grad()
+        y = model(x)
+        y.sin().mean().backward()
+        return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = results()
+    with moments.track_moments(model):
+        assert all(torch.equal(a, b) for a, b in zip(results(), expected))
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -193,6 +237,27 @@ def test_in_place_activations():
             close(moments.take(p), expected[name])
 
 
+def test_a_bias_alone_lets_its_input_be_overwritten():
+    model = prepared(lambda: nn.Linear(6, 6))
+    model.weight.requires_grad_(False)
+
+    def residual(x):
+        y = x.clone()
+        y += model(y)
+        return y
+
+    x = images(6)()
+    with moments.track_moments(model):
+        loss_of(residual, x).backward()
+        got = moments.take(model.bias)
+    expected = 0.0
+    for z in range(len(x)):
+        model.zero_grad()
+        loss_of(residual, x[z : z + 1]).backward()
+        expected = expected + (model.bias.grad / len(x)) ** 2
+    close(got, expected)
+
+
 def test_half_precision_is_squared_in_float32():
     model = nn.Linear(7, 4).to(torch.bfloat16)
     with moments.track_moments(model):
@@ -239,13 +304,49 @@ def test_discard_and_frozen_parameters():
     assert not moments.is_tracked(model.weight)
 
 
+class Functional(nn.Module):
+    """A layer whose weight is read around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(7, 4, bias=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.layer.weight)
+
+
+def test_a_gradient_around_the_module_is_an_error():
+    model = Functional()
+    x = torch.randn(5, 7)
+    with moments.track_moments(model):
+        model(x).sum().backward()
+        with pytest.raises(RuntimeError, match=r"layer\.weight .*moments='microbatch'"):
+            moments.take(model.layer.weight)
+        moments.discard(model.layer.weight)
+        assert moments.take(model.layer.weight) is None
+        model.layer.weight.square().sum().backward()  # a penalty, before the samples
+        model.layer(x).sum().backward()
+        assert moments.take(model.layer.weight) is not None
+
+
+def test_a_gradient_of_zero_needs_no_module():
+    """The usual way to give an unused parameter a gradient."""
+    model = nn.Linear(7, 4)
+    with moments.track_moments(model):
+        sum(0.0 * p.sum() for p in model.parameters()).backward()
+        assert moments.take(model.weight) is None
+
+
 def test_unsupported_modules_are_all_named():
     class Own(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2
 
     model = nn.ModuleDict({"rnn": nn.LSTM(3, 3), "own": Own(2, 2), "fine": nn.Linear(2, 2)})
-    with pytest.raises(TypeError, match=r"rnn \(LSTM\), own \(Own\).*moments='microbatch'"):
+    model["extra"] = nn.Linear(2, 2)
+    model["extra"].scale = nn.Parameter(torch.ones(2))
+    named = r"rnn \(LSTM\), own \(Own\), extra \(Linear\).*moments='microbatch'"
+    with pytest.raises(TypeError, match=named):
         moments.track_moments(model)
 
 

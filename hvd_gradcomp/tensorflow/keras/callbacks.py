@@ -8,6 +8,7 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
+from hvd_gradcomp.schedule import EGCCorrection
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import LOGGER, plain_variable, takes_part
 
@@ -75,8 +76,76 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not takes_part(self.process_set):
             return
         for name in sorted(logs or {}):
-            value = tf.constant(float(logs[name]), tf.float64)  # type: ignore[index]
-            mean = horovod.allreduce(
-                value, name=f"metric.{name}", op=horovod.Average, process_set=self.process_set
+            value = float(logs[name])  # type: ignore[index]
+            logs[name] = _mean(value, f"metric.{name}", self.process_set)  # type: ignore[index]
+
+
+class EGCLearningRate(keras.callbacks.Callback):
+    """Lowers the learning rate when the validation loss has stopped falling (003, section IV.B).
+
+    After `patience` consecutive epochs without a value below the lowest so far,
+    `lr = max(lr / (1 + t * epoch), min_lr)`. The details, and where the paper's text and its
+    Algorithm 2 differ, are those of `hvd_gradcomp.schedule.EGCCorrection`.
+
+    Works with every Keras optimizer, distributed or not. Where there are several ranks, each of
+    them has this callback and what counts is the mean of their values, so rates stay equal; a
+    `MetricAverageCallback` before it changes nothing.
+
+    One object serves one training, which may be several calls of `fit`. Where `fit` begins with an
+    `initial_epoch`, epochs count from there.
+
+    Args:
+        monitor: the entry of the epoch's logs that should fall. One that is not finite counts as
+            no improvement.
+        patience: epochs, at least 1.
+        t: rate of attenuation; positive.
+        min_lr: lower limit of the learning rate, not negative.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: a parameter is out of range; in `fit`, an epoch's logs lack `monitor`.
+        TypeError: in `fit`, the optimizer's learning rate is a schedule and cannot be set.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        patience: int = 3,
+        t: float = 0.1,
+        min_lr: float = 0.0,
+        process_set: Any = horovod.global_process_set,
+    ) -> None:
+        super().__init__()
+        self.monitor, self.process_set = monitor, process_set
+        self._rule = EGCCorrection(patience, t, min_lr)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        # Keras refuses where the rate is a schedule; better now than when it first has to fall.
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = float(optimizer.learning_rate)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.monitor not in (logs or {}):
+            raise ValueError(
+                f"EGCLearningRate: no {self.monitor!r} at the end of epoch {epoch + 1}, only "
+                f"{sorted(logs or {})}. Give fit validation_data= and validation_freq=1, or name "
+                "another entry with monitor="
             )
-            logs[name] = float(mean)  # type: ignore[index]
+        value = float(logs[self.monitor])  # type: ignore[index]
+        exchanged = horovod.is_initialized() and takes_part(self.process_set)
+        if exchanged and self.process_set.size() > 1:
+            value = _mean(value, "gradcomp.EGCLearningRate", self.process_set)
+        self._rule.epoch = max(self._rule.epoch, epoch)
+        optimizer = self.model.optimizer
+        old = float(optimizer.learning_rate)
+        (new,) = self._rule.step(value, [old])
+        if new != old:
+            optimizer.learning_rate = new
+
+
+def _mean(value: float, name: str, process_set: Any) -> float:
+    mean = horovod.allreduce(
+        tf.constant(value, tf.float64), name=name, op=horovod.Average, process_set=process_set
+    )
+    return float(mean)
