@@ -29,13 +29,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.models import resnet50
 from hvd_gradcomp import (
     Compressor,
+    DGCCompressor,
+    EGCCompressor,
     FP16Compressor,
+    GradientDroppingCompressor,
     HybridCompressor,
     NoneCompressor,
+    OneBitCompressor,
+    QSGDCompressor,
+    ScaleComCompressor,
+    SparseGDCompressor,
     StromCompressor,
+    TernGradCompressor,
     VarianceCompressor,
 )
 from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.collectives import Allgather, Switch
+from hvd_gradcomp.description import brief
 from hvd_gradcomp.layout import plan_buckets
 from hvd_gradcomp.ops.torch import TorchOps
 
@@ -76,6 +86,8 @@ class Step:
         self.compressor, self.ranks = compressor, ranks
         self.ops = TorchOps(device)
         layers = [(name, shape, "float32") for name, shape in reversed(resnet50())]
+        if compressor.whole_model:
+            bucket_bytes = 1 << 40
         self.layouts = plan_buckets(layers, bucket_bytes, compressor.block)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.layers = [
@@ -88,6 +100,8 @@ class Step:
         self.step = 0
         self.requests: list[Any] = []
         self.programs: list[Any] = []
+        self.sent = self.collectives = 0  # bytes, and how many, of this rank so far
+        self.total: Any = None
 
     def draw(self) -> None:
         """New gradients: noise, so that few elements become large or unambiguous at a time."""
@@ -105,27 +119,49 @@ class Step:
                 flat[offset : offset + size].view(x.shape).copy_(x)
 
     def encode(self, bucket: int) -> None:
-        context = Context(self.layouts[bucket], 0, self.ranks, self.step, 1.0, 1.0 / self.ranks)
+        """Runs a bucket's program up to its first collective."""
+        # In turn every rank leads, where one leads.
+        rank = self.step % self.ranks
+        context = Context(self.layouts[bucket], rank, self.ranks, self.step, 1.0, 1.0 / self.ranks)
         extra = {"moment": self.moments[bucket]} if self.compressor.uses_moments else {}
         program = self.compressor.aggregate(
             self.ops, context, self.gradients[bucket], self.states[bucket], **extra
         )
-        self.requests.append(next(program))
-        self.programs.append(program)
+        self.programs.append([program])
+        self.requests.append(self._advance(bucket, None))
+
+    def _advance(self, bucket: int, reply: Any) -> Any:
+        """The next collective of a bucket, or None at its end."""
+        programs = self.programs[bucket]
+        while programs:
+            try:
+                request = programs[-1].send(reply)
+            except StopIteration as stop:
+                programs.pop()
+                reply = stop.value
+                continue
+            if not isinstance(request, Switch):
+                self.sent += request.tensor.numel() * request.tensor.element_size()
+                self.collectives += 1
+                return request
+            programs.append(request.branches[int(request.index)]())
+            reply = None
+        self.total, self.states[bucket] = reply
+        return None
 
     def reply(self, bucket: int) -> Any:
         request = self.requests[bucket]
-        if type(request).__name__ == "Allgather":
+        if isinstance(request, Allgather):
             return torch.stack([request.tensor] * self.ranks)
         return request.tensor.clone()
 
     def decode(self, bucket: int, reply: Any) -> Any:
-        try:
-            self.programs[bucket].send(reply)
-        except StopIteration as stop:
-            total, self.states[bucket] = stop.value
-            return total
-        raise AssertionError("more than one collective for a bucket and step")
+        """Runs a bucket's program to its end; further collectives give back what they are given."""
+        request = self._advance(bucket, reply)
+        while request is not None:
+            self.requests[bucket] = request
+            request = self._advance(bucket, self.reply(bucket))
+        return self.total
 
 
 def _clock(device: str) -> float:
@@ -142,7 +178,7 @@ def measure(
     flats = step.gradients
     targets = [torch.empty_like(g) for g in flats]
     rows: dict[str, list[float]] = {"copy": [], "pack": [], "encode": [], "decode": []}
-    sent_before, sent, payload = 0, 0, 0
+    sent_before = payload = collectives = 0
     warmup = 64  # the ladder rests, and the elements' histories have drifted apart
     for turn in range(warmup + steps):
         step.draw()
@@ -165,14 +201,14 @@ def measure(
             decode += _clock(device) - start
         step.step += 1
         if turn == warmup - 1:
-            sent_before = _sent(step)
+            sent_before, payload, collectives = _sent(step), step.sent, step.collectives
         if turn >= warmup:
             rows["copy"].append(marks[1] - marks[0])
             rows["pack"].append(marks[2] - marks[1])
             rows["encode"].append(encode)
             rows["decode"].append(decode)
-            payload += sum(r.tensor.numel() * r.tensor.element_size() for r in step.requests)
-    sent = _sent(step) - sent_before
+    sent, payload = _sent(step) - sent_before, step.sent - payload
+    collectives = step.collectives - collectives
     calls, extra = _count(step)
     copy = statistics.median(rows["copy"])
     elements = sum(layout.elements for layout in step.layouts)
@@ -187,7 +223,7 @@ def measure(
         "spread": [min(both) / copy, max(both) / copy],
         "bytes": payload // steps,
         "element_ratio": elements * steps / sent if sent else float(elements > 0),
-        "collectives_per_bucket": len(step.requests) / len(step.layouts),
+        "collectives_per_bucket": collectives / steps / len(step.layouts),
         "buckets": len(step.layouts),
         "calls": calls,
         "extra_buckets": extra,
@@ -270,12 +306,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ratio", type=float, default=500.0, help="least element ratio")
     parser.add_argument("--bucket-bytes", type=int, default=None)
+    parser.add_argument("--only", default="", help="methods whose name has this in it")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     bucket_bytes = options.bucket_bytes or BUCKET_BYTES
     methods: list[Compressor] = [NoneCompressor(), FP16Compressor()]
     methods += [tuned(make, 1.1 * options.ratio) for _, make in thresholds(options.ratio)]
+    methods += [
+        SparseGDCompressor(density=0.001),
+        DGCCompressor(density=0.001, momentum=0.9),
+        EGCCompressor(K=1024, momentum=0.9),
+        GradientDroppingCompressor(ratio=0.999),
+        GradientDroppingCompressor(ratio=0.99),
+        ScaleComCompressor(density=0.001),
+        QSGDCompressor(bits=4, exchange="allgather"),
+        QSGDCompressor(bits=4, exchange="two_shot"),
+        TernGradCompressor(),
+        OneBitCompressor(),
+    ]
+    if options.only:
+        methods = [m for m in methods if options.only in repr(m)]
     rows = []
     print(f"ResNet-50, 161 shapes, {options.ranks} ranks, {options.device}, one thread")
     head = ("pack", "encode", "decode", "copies", "min", "max", "MB", "ratio", "colls", "calls")
@@ -283,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     for compressor in methods:
         row = measure(compressor, options.device, options.steps, options.ranks, bucket_bytes)
         rows.append(row)
-        name = row["method"].split(", zeta")[0].rstrip(")") + ")"
+        name = brief(compressor)
         print(
             f"{name:<34}{row['pack']:>9.2f}{row['encode']:>9.2f}{row['decode']:>9.2f}"
             f"{row['copies']:>9.2f}{row['spread'][0]:>9.2f}{row['spread'][1]:>9.2f}"

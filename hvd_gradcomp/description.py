@@ -21,19 +21,19 @@ def describe(compressor: Compressor, layers: Sequence[Layer], buckets: int) -> s
         size, share = 4 * prod(shape), one.layer_bytes(shape)
         dense, expected = dense + size, expected + (share or 0.0)
         said = "4 an element sent" if share is None else f"{share:,.0f}"
-        rows.append((name, "x".join(map(str, shape)), _brief(one), f"{size:,}", said))
+        rows.append((name, "x".join(map(str, shape)), brief(one), f"{size:,}", said))
     total = f"{len(layers)} layers, {buckets} buckets"
     rows.append(("total", total, "", f"{dense:,.0f}", f"{expected:,.0f}"))
     head = ("layer", "shape", "compressor", "bytes dense", "bytes a step")
     return tabulate(rows, head, colalign=("left", "left", "left", "right", "right"))
 
 
-def _brief(compressor: Compressor) -> str:
+def brief(compressor: Compressor) -> str:
     """Without what is as it is by default."""
     if isinstance(compressor, MomentumAfter):
-        return f"{_brief(compressor.inner)}, then momentum={compressor.momentum}"
+        return f"{brief(compressor.inner)}, then momentum={compressor.momentum}"
     if isinstance(compressor, After):
-        first, then = _brief(compressor.first), _brief(compressor.then)
+        first, then = brief(compressor.first), brief(compressor.then)
         return f"after({compressor.steps}, {first}, {then})"
     said = [
         f"{field.name}={getattr(compressor, field.name)!r}"

@@ -116,18 +116,15 @@ def two_shot(
     state = codec.keep_of_sum(ops, cuts[rank], rank * shard, total, summed, state)
     payload = wire.unpack_body(ops, parts, bodies)
     weights = _weights(ops, context, reply)
-    pieces = [
-        codec.add_decoded(
-            ops,
-            cuts[other],
-            None,
-            ops.zeros((shard,)),
-            {name: part[other : other + 1] for name, part in payload.items()},
-            weights[other : other + 1],
-        )
-        for other in range(world)
-    ]
-    return ops.overwrite(gradient, ops.concat(pieces)[: layout.size]), state
+    pieces = []
+    for other, cut in enumerate(cuts):
+        room = gradient[other * shard : (other + 1) * shard]
+        if room.shape[0] < shard:  # the last shard may reach beyond the bucket
+            room = ops.zeros((shard,))
+        theirs = {name: part[other : other + 1] for name, part in payload.items()}
+        weight = weights[other : other + 1]
+        pieces.append(codec.add_decoded(ops, cut, None, room, theirs, weight))
+    return ops.assemble(gradient, pieces), state
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:

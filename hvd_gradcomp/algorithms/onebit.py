@@ -77,8 +77,7 @@ class OneBitCompressor(QuantizedCompressor):
         return ops.add_signs(bands, base, room, codes, above, below, weights)
 
     def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Residual:
-        codes = payload["codes"][: x.shape[0] // 8]  # a two-shot exchange pads
-        return Residual(self._less(ops, bands, x, state.r, {**payload, "codes": codes}))
+        return Residual(self._less(ops, bands, x, state.r, payload))
 
     def keep_of_sum(
         self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any

@@ -170,6 +170,13 @@ class Ops(Composites, ABC):
         """y, in the place of x where a framework writes in place. Donating."""
 
     @abstractmethod
+    def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """The pieces one after another, cut to the length of room. Donating for room.
+
+        A piece may be the part of room where it belongs.
+        """
+
+    @abstractmethod
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
         """`x[start:start + len(y)] += y` for vectors; y may reach beyond the end. Donating."""
 

@@ -143,6 +143,9 @@ class TensorFlowOps(Ops):
         del x
         return y
 
+    def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        return tf.concat(list(pieces), 0)[: room.shape[0]]
+
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
         y = y[: max(x.shape[0] - start, 0)]
         end = start + y.shape[0]

@@ -189,6 +189,15 @@ class TorchOps(Ops):
     def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
         return x.copy_(y)
 
+    def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        start = 0
+        for piece in pieces:
+            place = room[start : start + piece.shape[0]]
+            if place.shape[0] and place.data_ptr() != piece.data_ptr():
+                place.copy_(piece[: place.shape[0]])
+            start += piece.shape[0]
+        return room
+
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
         room = max(x.shape[0] - start, 0)
         x[start : start + y.shape[0]].add_(y[:room])

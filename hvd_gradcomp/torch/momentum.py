@@ -53,7 +53,6 @@ class Takeover:
     def __init__(self, optimizer: Any, momentum: float, nesterov: bool) -> None:
         self.optimizer, self.momentum, self.nesterov = optimizer, momentum, nesterov
         self.take()
-        optimizer.register_step_pre_hook(self._before_update)
 
     def take(self) -> None:
         """Sets the optimizer's own to 0; again after something has set them.
@@ -69,22 +68,31 @@ class Takeover:
                 )
             group["momentum"], group["nesterov"] = 0, False
 
+    def forget_decay(self) -> None:
+        """Stops the velocity of weight decay."""
+        for state in self.optimizer.state.values():
+            state.pop(_VELOCITY, None)
+
     def restored(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state with its own momentum in it."""
         own = {"momentum": self.momentum, "nesterov": self.nesterov}
         groups = [{**group, **own} for group in state_dict["param_groups"]]
         return {**state_dict, "param_groups": groups}
 
-    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def check(self) -> None:
+        """Raises a RuntimeError if somebody has set the optimizer's own momentum meanwhile."""
+        for group in self.optimizer.param_groups:
+            if group["momentum"]:
+                raise RuntimeError(
+                    f"momentum={group['momentum']} was set on an optimizer whose momentum the "
+                    "compressor has taken over; it would be applied twice. Do not cycle momentum "
+                    "(OneCycleLR: cycle_momentum=False)"
+                )
+
+    def decay(self) -> None:
+        """Adds to the reduced gradients what momentum makes of earlier weight decay."""
         with torch.no_grad():
-            for group in optimizer.param_groups:
-                if group["momentum"]:
-                    raise RuntimeError(
-                        f"momentum={group['momentum']} was set on an optimizer whose momentum the "
-                        "compressor has taken over; it would be applied twice. Do not cycle "
-                        "momentum (OneCycleLR: cycle_momentum=False)"
-                    )
+            for group in self.optimizer.param_groups:
                 if group["weight_decay"]:
                     sign = -1.0 if group.get("maximize") else 1.0
                     for p in group["params"]:

@@ -119,7 +119,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     for name, method in _methods(cls).items():
         setattr(cls, name, method)
-    distributed._takeover = None
+    distributed._takeover, distributed._in_step = None, False
     if gives_up:
         own = momentum.momentum_of(distributed)
         assert own is not None
@@ -164,12 +164,22 @@ def broadcast_optimizer_state(
 ) -> None:
     """Like Horovod's own; momentum that was taken over stays with the compressor.
 
-    What a compressor has accumulated belongs to each rank and is not broadcast.
+    Horovod makes missing state by a step with zero gradients, in which weight decay changes the
+    parameters; here they are put back. What a compressor has accumulated belongs to each rank and
+    is not broadcast.
     """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    fresh = not optimizer.state_dict()["state"]
+    before = [p.detach().clone() for p in parameters] if fresh else []
     horovod.broadcast_optimizer_state(optimizer, root_rank, **options)
+    with torch.no_grad():
+        for p, value in zip(parameters, before):
+            p.copy_(value)
     takeover = getattr(optimizer, "_takeover", None)
     if takeover is not None:
         takeover.take()
+        if fresh:
+            takeover.forget_decay()
 
 
 def _engine(optimizer: Any) -> Engine:
@@ -233,13 +243,31 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             raise
         finally:
             self._gradcomp.clear()
+        if self._in_step:  # called by the user, it leaves that to the step
+            _decay(self)
+
+    def _decay(self: Any) -> None:
+        if self._takeover is not None:
+            self._takeover.decay()
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if self._takeover is not None:
+            self._takeover.check()
+        self._in_step = True
+        try:
+            return _step(self, closure)
+        finally:
+            self._in_step = False
+
+    def _step(self: Any, closure: Callable[[], Any] | None) -> Any:
         if closure is None and self._synchronized and not self._handles:
             # synchronize() was called. Horovod would exchange once more; here that would add what
             # was exchanged to the residual a second time.
             self._synchronized = False
+            _decay(self)
             return super(cls, self).step()
+        if not self._should_synchronize:
+            _decay(self)
         if closure is None or not self._should_synchronize:
             return stock_step(self, closure)
 

@@ -58,3 +58,21 @@ def test_like_stock_horovod_and_bad_input(tmp_path):
         assert result["replicas"] == results[0]["replicas"]
         for name, message in MESSAGES.items():
             assert message in result["errors"][name], name
+
+
+TAKEOVER_MESSAGES = {
+    "adam": "Adam has none that it could take over",
+    "another": "another momentum than SGD, 0.5 and 0.9",
+    "taped": "no optimizer here to take the momentum over from",
+    "poisoned": "NonFiniteGradientError",
+    "poisoned graph": "has a NaN or an infinity in its gradient",
+}
+
+
+def test_momentum_is_applied_once(tmp_path):
+    for result in launch("tensorflow_momentum", 2, "gloo", tmp_path):
+        for name, (difference, _) in result["pairs"].items():
+            assert difference < 1e-4, (name, difference)
+        assert "DGC(density=0.1, momentum=0.9, nesterov=False)" in result["description"]
+        for name, message in TAKEOVER_MESSAGES.items():
+            assert message in result["errors"][name], name

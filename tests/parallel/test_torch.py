@@ -59,3 +59,25 @@ def test_bad_input_is_an_error_on_all_ranks(tmp_path):
     for result in launch("torch_errors", 2, "gloo", tmp_path, deadline=120):
         for name, message in MESSAGES.items():
             assert message in result[name], name
+
+
+TAKEOVER_MESSAGES = {
+    "adam": "Adam has none that it could take over",
+    "adam given": "Use SGD, or give the compressor momentum=0",
+    "another": "another momentum than SGD, 0.5 and 0.9",
+    "groups": "the groups of SGD have",
+    "cycled": "it would be applied twice",
+    "rules": "'nothing' matches no layer",
+    "poisoned": "NonFiniteGradientError: rank 1 has a NaN or an infinity in its gradient",
+}
+
+
+def test_momentum_is_applied_once(tmp_path):
+    for result in launch("torch_momentum", 2, "gloo", tmp_path):
+        for name, (difference, _) in result["pairs"].items():
+            assert difference < 1e-4, (name, difference)
+        assert result["resumed"][0] == result["resumed"][1]
+        assert "DGC(density=0.1, momentum=0.9, nesterov=False)" in result["description"]
+        assert "None(), then momentum=0.9" in result["description"]
+        for name, message in TAKEOVER_MESSAGES.items():
+            assert message in result["errors"][name], name
