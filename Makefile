@@ -36,10 +36,10 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test demo bench clean
+.PHONY: help setup check test demo bench bench-loopback clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
 
 setup: $(horovod) ## virtual environment, frameworks, Horovod, this package
 
@@ -57,6 +57,9 @@ demo: $(horovod) ## train on real digits with and without compression, on PyTorc
 
 bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a GPU
 	@$(run) -m benchmarks.codecs --device $(DEVICE) $(ARGS)
+
+bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allreduce and plain top-k
+	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.loopback $(ARGS)
 
 clean: ## remove the virtual environment, caches and build products
 	rm -rf $(VENV) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -536,11 +536,15 @@ class TorchOps(Ops):
 class _Condition:
     """A condition on a tile, not looked at yet: indices are found without forming flags."""
 
-    def __and__(self, other: Any) -> Tensor:
-        return self.flags() & (other.flags() if isinstance(other, _Condition) else other)
+    def __and__(self, other: _Condition) -> _Condition:
+        return _Both(self, other)
 
     def flags(self) -> Tensor:
         """As bool."""
+        raise NotImplementedError
+
+    def at(self, index: Tensor) -> Tensor:
+        """As bool, at some indices."""
         raise NotImplementedError
 
     def find(self, native: Any, base: int, out: Tensor) -> int:
@@ -554,14 +558,31 @@ class _Greater(_Condition):
     def __init__(self, x: Tensor, y: Any) -> None:
         self.x, self.y = x, y
 
-    def flags(self) -> Tensor:
-        return self.x > self.y
+    def at(self, index: Tensor) -> Tensor:
+        y = self.y[index] if isinstance(self.y, torch.Tensor) else self.y
+        return self.x[index] > y
 
     def find(self, native: Any, base: int, out: Tensor) -> int:
         x, size, room = self.x.data_ptr(), self.x.shape[0], out.data_ptr()
         if isinstance(self.y, torch.Tensor):
             return int(native.find_greater(x, self.y.data_ptr(), size, base, room))
         return int(native.find_beyond(x, self.y, size, base, room))
+
+
+class _Both(_Condition):
+    """The first condition, and the second where the first holds."""
+
+    def __init__(self, first: _Condition, second: _Condition) -> None:
+        self.first, self.second = first, second
+
+    def at(self, index: Tensor) -> Tensor:
+        return self.first.at(index) & self.second.at(index)
+
+    def find(self, native: Any, base: int, out: Tensor) -> int:
+        index = out[: self.first.find(native, 0, out)]
+        kept = index[self.second.at(index)]
+        out[: kept.shape[0]] = kept + base
+        return kept.shape[0]
 
 
 class _Above(_Condition):

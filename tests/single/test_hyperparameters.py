@@ -10,10 +10,18 @@ import torch
 
 import hvd_gradcomp
 from hvd_gradcomp import (
+    DGCCompressor,
+    EGCCompressor,
     FP16Compressor,
+    GradientDroppingCompressor,
     HybridCompressor,
     NoneCompressor,
+    OneBitCompressor,
+    QSGDCompressor,
+    ScaleComCompressor,
+    SparseGDCompressor,
     StromCompressor,
+    TernGradCompressor,
     VarianceCompressor,
 )
 from hvd_gradcomp.layout import Layout
@@ -57,6 +65,16 @@ BAD = [0, -1, float("nan"), float("inf"), "2", None, True]
         (HybridCompressor, "alpha"),
         (HybridCompressor, "zeta"),
         (StromCompressor, "tau"),
+        (SparseGDCompressor, "density"),
+        (GradientDroppingCompressor, "ratio"),
+        (DGCCompressor, "density"),
+        (EGCCompressor, "K"),
+        (EGCCompressor, "bins"),
+        (EGCCompressor, "entropy_interval"),
+        (ScaleComCompressor, "density"),
+        (ScaleComCompressor, "beta"),
+        (QSGDCompressor, "bucket_size"),
+        (TernGradCompressor, "clip"),
     ],
 )
 def test_wrong_numbers_are_named(cls, name, value):
@@ -71,6 +89,36 @@ def test_wrong_choices_are_named():
         VarianceCompressor(zeta=1.5)
     with pytest.raises(ValueError, match="feedback_rounding must be True or False"):
         VarianceCompressor(feedback_rounding=1)
+
+
+def test_settings_of_the_baselines_are_checked():
+    for bits in (0, 1, 5, 16, 4.5, "4"):
+        with pytest.raises(ValueError, match="bits must be one of 2, 3, 4, 8, got"):
+            QSGDCompressor(bits=bits)
+    with pytest.raises(ValueError, match="norm must be one of 'max', 'l2'"):
+        QSGDCompressor(norm="l1")
+    with pytest.raises(ValueError, match="exchange must be one of 'auto', 'allgather', 'two_shot'"):
+        OneBitCompressor(exchange="ring")
+    with pytest.raises(ValueError, match="index_coding must be one of 'delta', 'int32'"):
+        SparseGDCompressor(index_coding="gzip")
+    for density in (1.5, -0.1):
+        with pytest.raises(ValueError, match=r"density must be a number in \(0, 1\]"):
+            DGCCompressor(density=density)
+    with pytest.raises(ValueError, match="ratio must be a number in"):
+        GradientDroppingCompressor(ratio=1.0)
+    for momentum in (-0.1, 1.0, "0.9"):
+        with pytest.raises(ValueError, match="momentum must be a number in"):
+            EGCCompressor(momentum=momentum)
+    with pytest.raises(ValueError, match="nesterov needs a momentum above 0"):
+        DGCCompressor(momentum=0.0, nesterov=True)
+    with pytest.raises(ValueError, match="clip_norm must be a number in"):
+        DGCCompressor(clip_norm=0)
+    with pytest.raises(ValueError, match="warmup_epochs needs steps_per_epoch"):
+        DGCCompressor(warmup_epochs=4)
+    with pytest.raises(ValueError, match="warmup must be a number in"):
+        DGCCompressor(warmup_steps=10, warmup=(0.5, 2.0))
+    with pytest.raises(ValueError, match="seed must be a whole number"):
+        TernGradCompressor(seed=-1)
 
 
 @pytest.mark.parametrize("alpha", [1e-9, 0.5, 1, 2, 1e9])
