@@ -22,7 +22,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.wire import Part
 
-_SPARE_BITS = 2.75  # an index of random places needs log2(n/k) + 2.5 with blocks of 32
+_SPARE_BITS = 3.5  # with blocks of 32 random places need 2.5, clustered ones more
 
 
 class IndexCoding(ABC):
@@ -87,7 +87,9 @@ class Delta(IndexCoding):
     def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
         blocks = -(-capacity // GROUP)
         most = layout.size.bit_length()
-        words = math.ceil(blocks * (math.log2(layout.size / capacity) + _SPARE_BITS)) + 3 * most
+        distance = math.log2(layout.size / capacity)
+        # Three blocks may need all bits: at the beginning, where the list wraps, at unused slots.
+        words = math.ceil(blocks * (distance + _SPARE_BITS)) + 3 * (most - int(distance))
         return {
             "widths": Part("uint8", blocks),
             "deltas": Part("uint32", min(words, blocks * most)),
