@@ -46,3 +46,17 @@ def test_cifar10(tmp_path):
 
 def test_custom_loop():
     assert "accuracy" in run("examples.tensorflow2.custom_loop", "--epochs", "1")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("examples.pytorch.compare", "--width", "32"),
+        ("examples.pytorch.compare", "--width", "32", "--task", "chars"),
+        ("examples.keras.compare", "--width", "32"),
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_comparisons(arguments):
+    out = run(*arguments, "--epochs", "2", "--warmup", "1", "--methods", "none,dgc,terngrad")
+    assert "DGC(warmup_steps=" in out and "TernGrad()" in out and "difference" in out
