@@ -299,13 +299,19 @@ def largest(
     last_of_item = selection.of_layer(scope.of_layers(ops, last))
     selection, code = selection.only((bits > 0) & (bits >= last_of_item), code)
     if ops.dynamic_shapes:
+        surplus = scope.count_of(ops, selection.index_of_items()) > k
         index, code = ops.cond(
-            selection.count() > ops.staged(ops.stage(ops.sum(k))),
+            _some(ops, surplus),
             lambda: _dropped(_without_surplus(ops, scope, selection, code, last, k, turn)),
             lambda: (selection.index_of_items(), code),
         )
         return Indexed(ops, layout, index), code, hint
     return *_without_surplus(ops, scope, selection, code, last, k, turn), hint
+
+
+def _some(ops: Ops, flags: Tensor) -> Any:
+    """Whether any is true, where branches are chosen."""
+    return ops.staged(ops.stage(ops.max(ops.cast(flags, "int64")))) > 0
 
 
 def _dropped(selected: tuple[Selection, Tensor]) -> tuple[Tensor, Tensor]:
@@ -326,20 +332,17 @@ def _candidates(
         more = ops.find(r, _of_blocks(ops, scope, ops.where(short, bound, float("inf"))))
         return ops.sort(ops.concat((ops.gather(found, kept), more)))
 
-    def some(short: Tensor) -> Any:
-        return ops.staged(ops.stage(ops.max(ops.cast(short, "int64")))) > 0
-
     found = ops.full((0,), 0) if found is None else found
     short = short_of(found)
     large = ops.words(scope.sizes) > _SMALL
     zero = ops.full((scope.count,), 0.0, "float32")
     bound = ops.cond(
-        some(short & large), lambda: _bound_by_sample(ops, scope, r, k, most), lambda: zero
+        _some(ops, short & large), lambda: _bound_by_sample(ops, scope, r, k, most), lambda: zero
     )
     bound = ops.where(large, bound, 0.0)
     for factor in (0.25, 0.0, 0.0):
         found = ops.cond(
-            some(short), partial(again, found, short, bound), partial(lambda f: f, found)
+            _some(ops, short), partial(again, found, short, bound), partial(lambda f: f, found)
         )
         short = short_of(found) & (bound > 0)
         bound = bound * factor

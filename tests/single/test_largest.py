@@ -188,6 +188,22 @@ def test_equal_magnitudes_take_turns(static):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
+def test_a_layer_that_lacks_does_not_make_room_for_another(static):
+    layout = Layout(("equal", "empty"), ((1000,), (1000,)))
+    world = World(SparseGDCompressor(density=0.01), TorchOps(static=static), layout, 1)
+    equal = torch.full((1000,), 0.1)
+    equal[:12] = 2.0  # two more than there are to be sent
+    few = torch.zeros(1000)
+    few[:8] = 1.0  # two less
+    for _ in range(3):
+        world.step([world.flat([equal, few])])
+        world.states = [
+            world.states[0]._replace(memory=world.compressor.remember(world.ops, layout))
+        ]
+    assert world.states[0].sent.tolist() == [30, 24]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
 def test_what_has_no_room_stays_and_takes_turns(static, monkeypatch):
     monkeypatch.setattr("hvd_gradcomp.codecs.indices._SPARE_BITS", -1.0)
     n = 20_000
