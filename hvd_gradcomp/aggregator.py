@@ -53,6 +53,7 @@ class Compressor(ABC):
         max_bucket: the most elements that a bucket may have.
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
         whole_model: all layers share one bucket, so nothing is sent before the last gradient.
+        runs: whether it has programs of its own; a partition only chooses among others.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
     """
 
@@ -62,6 +63,7 @@ class Compressor(ABC):
     max_bucket: ClassVar[int] = 1 << 31
     native_dtypes: ClassVar[frozenset[str]] = frozenset({"float32"})
     whole_model: ClassVar[bool] = False
+    runs: ClassVar[bool] = True
     uses_moments: ClassVar[bool] = False
 
     @abstractmethod

@@ -23,7 +23,7 @@ from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.layout import Layout, plan_buckets
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.wrappers import corrected
+from hvd_gradcomp.wrappers import corrected, part
 
 Layer = tuple[str, Sequence[int], str]  # name, shape, dtype
 ROLES = ("first", "last", "bias", "norm", "embedding")
@@ -120,6 +120,7 @@ class Partition(Compressor):
     rules: tuple[tuple[Rule, Compressor], ...]
 
     algorithm = 16
+    runs = False
 
     def __post_init__(self) -> None:
         compressors = [c for _, c in self.rules]
@@ -223,12 +224,7 @@ def partition(
             rule = Named(rule)
         if not isinstance(rule, (Role, Smaller, Named)):
             raise TypeError(f"partition: a rule is a pattern, role() or smaller(), got {rule!r}")
-        if isinstance(compressor, type) and issubclass(compressor, Compressor):
-            compressor = compressor()
-        compressor = NoneCompressor() if compressor is None else compressor
-        if not isinstance(compressor, Compressor) or isinstance(compressor, Partition):
-            raise TypeError(f"partition: {rule!r} needs a compressor or None, got {compressor!r}")
-        made.append((rule, compressor))
+        made.append((rule, part(f"partition: {rule!r}", compressor)))
     return Partition(tuple(made))
 
 

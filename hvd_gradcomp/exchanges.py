@@ -34,7 +34,7 @@ def allgather(
     """
     layout = context.layout
     rung, ladder = codec.ladder(layout).climb(ops, state.ladder)
-    finite = ops.finite(gradient)
+    finite, gradient = _checked(ops, gradient)
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)
     else:
@@ -70,7 +70,7 @@ def quantized_allgather(
     """
     layout = context.layout
     bands, parts = codec.bands(layout), codec.parts(layout)
-    finite = ops.finite(gradient)
+    finite, gradient = _checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
     mine = codec.encode(ops, bands, x, _key(ops, codec, context, 0))
     body = wire.pack_body(ops, parts, mine)
@@ -94,7 +94,7 @@ def two_shot(
     shard, bands = codec.shard_size(layout, world), codec.bands(layout)
     cuts = [bands.cut(i * shard, (i + 1) * shard) for i in range(world)]
     parts = codec.shard_parts(layout, world)
-    finite = ops.finite(gradient)
+    finite, gradient = _checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
     padding = ops.zeros((world * shard - layout.size,))
     mine = codec.encode(ops, bands, ops.concat((x, padding)), _key(ops, codec, context, 0))
@@ -127,6 +127,14 @@ def two_shot(
     return ops.assemble(gradient, pieces), state
 
 
+def _checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
+    """Whether it is finite; and zeros instead where that is known too late to leave it out."""
+    finite = ops.finite(gradient)
+    if not ops.dynamic_shapes:
+        gradient = ops.where(finite, gradient, 0.0)
+    return finite, gradient
+
+
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:
     """The key of this rank's private random numbers in this step; int64 [2]."""
     salt = f"{codec.seed} {context.rank} {stage} {context.layout.digest}".encode()
@@ -154,6 +162,7 @@ def leader(
     A broadcast of the leader's indices and an allreduce of everybody's values there.
     """
     layout, turn = context.layout, context.step % context.size
+    finite, gradient = _checked(ops, gradient)
     chosen = ops.cond(
         turn == context.rank,
         lambda: codec.choose(ops, context, gradient, state),
@@ -166,7 +175,7 @@ def leader(
     roots = [lambda r=root: from_root(r) for root in range(context.size)]
     (buffer,) = yield Switch(turn, roots)
     index = codec.chosen(ops, context, ops.reshape(buffer, (1, -1)))
-    values, poison = codec.values(ops, gradient, state, index)
+    values, poison = codec.values(ops, gradient, state, index, finite)
     total = yield Allreduce(ops.concat((values, poison)), context.prescale, context.postscale)
     intact = ops.require({wire.ANY_NOT_FINITE: total[-1:] == 0}, NonFiniteGradientError)
     total = total[:-1]

@@ -174,11 +174,28 @@ def after(steps: int, first: Compressor | None, then: Compressor | None) -> Comp
 
     Raises:
         ValueError: `steps` is no positive whole number.
+        TypeError: a phase is no compressor; a partition is none, but its compressors may have
+            phases.
 
     >>> after(200, None, NoneCompressor())
     after(200, NoneCompressor(), NoneCompressor())
     """
-    return After(steps, first or NoneCompressor(), then or NoneCompressor())
+    return After(steps, part("after: a phase", first), part("after: a phase", then))
+
+
+def part(what: str, compressor: Any) -> Compressor:
+    """A compressor that another is made of; None is no compression.
+
+    Raises:
+        TypeError: it is no compressor, or a partition.
+    """
+    if compressor is None:
+        return NoneCompressor()
+    if isinstance(compressor, type) and issubclass(compressor, Compressor):
+        compressor = compressor()
+    if not isinstance(compressor, Compressor) or not compressor.runs:
+        raise TypeError(f"{what} needs a compressor or None, got {compressor!r}")
+    return compressor
 
 
 def corrected(compressor: Compressor, momentum: float, nesterov: bool) -> Compressor:

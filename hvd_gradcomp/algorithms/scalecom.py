@@ -118,12 +118,11 @@ class ScaleComCompressor(ResidualTopK):
     # -- what all send -----------------------------------------------------------------------
 
     def values(
-        self, ops: Ops, gradient: Tensor, state: Any, index: Tensor
+        self, ops: Ops, gradient: Tensor, state: Any, index: Tensor, finite: Any
     ) -> tuple[Tensor, Tensor]:
         """What this rank has at the indices; and 0, or NaN if its gradient is not finite."""
         values = ops.gather(state.memory.r, index) + ops.gather(gradient, index)
-        finite = ops.words((ops.finite(gradient),))
-        healthy = ops.cast(finite, "float32")
+        healthy = ops.cast(ops.words((finite,)), "float32")
         return values, ops.where(healthy > 0, 0.0, healthy / healthy)
 
     def settle_all(

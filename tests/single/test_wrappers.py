@@ -91,6 +91,10 @@ def test_phases_are_values():
     with pytest.raises(ValueError, match="steps must be a whole number in"):
         after(0, None, None)
     assert after(5, None, VarianceCompressor()).uses_moments
+    assert after(5, None, QSGDCompressor) == after(5, None, QSGDCompressor())
+    for wrong in (partition({"*": None}), "dgc"):
+        with pytest.raises(TypeError, match="a phase needs a compressor or None, got"):
+            after(5, None, wrong)
 
 
 # -- a compressor for each layer -----------------------------------------------------------------
