@@ -65,7 +65,7 @@ class HybridCompressor(WordCompressor):
         self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Ambiguity]:
         r, v = memory.plus(ops, gradient, moment)
-        unambiguous = ops.greater(ops.square(r), ops.times(v, self.alpha))
+        unambiguous = ops.square_exceeds(r, v, self.alpha)
         return unambiguous & ops.greater(ops.abs(r), self.tau), Ambiguity(r, v)
 
     def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:

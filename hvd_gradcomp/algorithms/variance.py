@@ -35,9 +35,9 @@ class Ambiguity(NamedTuple):
     def plus(self, ops: Ops, gradient: Tensor, moment: Tensor | None) -> Ambiguity:
         """`r += g`, `v += q`; without moments the step is the sample, `q = g*g`. Donating."""
         r = ops.accumulate(self.r, gradient)
-        return Ambiguity(
-            r, ops.accumulate(self.v, ops.square(gradient) if moment is None else moment)
-        )
+        if moment is None:
+            return Ambiguity(r, ops.accumulate_square(self.v, gradient))
+        return Ambiguity(r, ops.accumulate(self.v, moment))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class VarianceCompressor(WordCompressor):
         self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Ambiguity]:
         r, v = memory.plus(ops, gradient, moment)
-        wanted = ops.greater(ops.square(r), ops.times(v, self.alpha))
+        wanted = ops.square_exceeds(r, v, self.alpha)
         return wanted, Ambiguity(r, ops.scale(v, self.zeta))
 
     def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:

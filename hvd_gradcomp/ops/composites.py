@@ -20,6 +20,14 @@ _FACTOR = 0x45D9F3B
 class Composites:
     """Base of `Ops`."""
 
+    def accumulate_square(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        """`x + y*y`. Donating."""
+        return self.accumulate(x, self.square(y))
+
+    def square_exceeds(self: Any, x: Tensor, y: Tensor, factor: float) -> Any:
+        """`x*x > factor*y`, for the body of a `search`."""
+        return self.greater(self.square(x), self.times(y, factor))
+
     def advance(
         self: Any, r: Tensor, u: Tensor, gradient: Tensor, momentum: float, nesterov: bool
     ) -> tuple[Tensor, Tensor]:
@@ -167,7 +175,8 @@ class Composites:
         levels = (1 << bits - 1) - 1
         total = self.clear(room) if base is None else self.overwrite(room, base)
         for rank in range(packed.shape[0]):
-            unit = self.where(scale[rank] >= _TINY, scale[rank] / levels, 0.0)
+            # A product: graphs turn a division by a constant into one, which rounds otherwise.
+            unit = self.where(scale[rank] >= _TINY, scale[rank] * (1.0 / levels), 0.0)
             code = self.unpack(self.from_bytes(packed[rank], "uint32"), bits)
 
             def values(

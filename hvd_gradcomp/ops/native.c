@@ -39,6 +39,13 @@ FAST void advance(float *restrict r, float *restrict u, const float *restrict g,
   }
 }
 
+FAST void accumulate_square(float *restrict x, const float *restrict y, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    float square = y[i] * y[i];
+    x[i] = x[i] + square;
+  }
+}
+
 /* -- finding ------------------------------------------------------------------------------- */
 
 /* Few elements pass, so 64 at a time are asked whether any does. */
@@ -80,6 +87,13 @@ static int64_t beyond_plainly(const float *x, float y, int64_t n, int64_t base, 
   FIND_PLAINLY(x[i] > y)
 }
 
+#define EXCEEDS (x[i] * x[i] > y[i] * factor)
+
+static int64_t exceeding_plainly(const float *x, const float *y, float factor, int64_t n,
+                                 int64_t base, int64_t *out) {
+  FIND_PLAINLY(EXCEEDS)
+}
+
 #ifdef __x86_64__
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
@@ -104,6 +118,14 @@ AVX2 static int64_t beyond_avx2(const float *x, float y, int64_t n, int64_t base
   FIND_AVX2(_mm256_cmp_ps(_mm256_loadu_ps(x + i), least, _CMP_GT_OQ), x[i] > y)
 }
 
+AVX2 static int64_t exceeding_avx2(const float *x, const float *y, float factor, int64_t n,
+                                   int64_t base, int64_t *out) {
+  const __m256 times = _mm256_set1_ps(factor);
+#define SQUARE _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(x + i))
+  FIND_AVX2(_mm256_cmp_ps(SQUARE, _mm256_mul_ps(_mm256_loadu_ps(y + i), times), _CMP_GT_OQ),
+            EXCEEDS)
+}
+
 #define BEST(name) (__builtin_cpu_supports("avx2") ? name##_avx2 : name##_plainly)
 #else
 #define BEST(name) name##_plainly
@@ -125,6 +147,11 @@ int64_t find_above(const float *x, int64_t n, const float *bounds, int64_t block
 
 int64_t find_greater(const float *x, const float *y, int64_t n, int64_t base, int64_t *out) {
   return BEST(greater)(x, y, n, base, out);
+}
+
+int64_t find_exceeding(const float *x, const float *y, float factor, int64_t n, int64_t base,
+                       int64_t *out) {
+  return BEST(exceeding)(x, y, factor, n, base, out);
 }
 
 int64_t find_beyond(const float *x, float y, int64_t n, int64_t base, int64_t *out) {
@@ -470,7 +497,7 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
       do {
         more = next_piece(&w, begin, end, &from, &to, &group);
         if (more) {
-          float unit = scales[group] >= TINY ? scales[group] / (float)levels : 0.0f;
+          float unit = scales[group] >= TINY ? scales[group] * (float)(1.0 / levels) : 0.0f;
           add_level_values(out + from, codes + from - begin, to - from, unit, levels,
                            weights[rank]);
         }

@@ -21,6 +21,8 @@ _U = ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "find_above": (_N, (_P, _N, _P, _N, _N, _P)),
     "find_greater": (_N, (_P, _P, _N, _N, _P)),
+    "find_exceeding": (_N, (_P, _P, _F, _N, _N, _P)),
+    "accumulate_square": (None, (_P, _P, _N)),
     "find_beyond": (_N, (_P, _F, _N, _N, _P)),
     "gather": (_I, (_P, _N, _P, _N, _P)),
     "fill_at": (_I, (_P, _N, _P, _N, _F)),

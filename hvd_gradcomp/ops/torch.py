@@ -345,6 +345,22 @@ class TorchOps(Ops):
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._bands[bands], len(bands.bands)
 
+    def accumulate_square(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.native is None or self._lent is None:
+            return super().accumulate_square(x, y)
+        self.native.accumulate_square(x.data_ptr(), y.data_ptr(), x.shape[0])
+        return x
+
+    def square_exceeds(self, x: Tensor, y: Tensor, factor: float) -> Any:
+        if self.native is None or self._lent is None:
+            return super().square_exceeds(x, y, factor)
+        # At once: what follows in the body may write to y.
+        out = self._scratch(x, torch.int64)
+        assert out is not None
+        pointers = (x.data_ptr(), y.data_ptr(), factor)
+        count = self.native.find_exceeding(*pointers, x.shape[0], 0, out.data_ptr())
+        return _Found(out[:count])
+
     def advance(
         self, r: Tensor, u: Tensor, gradient: Tensor, momentum: float, nesterov: bool
     ) -> tuple[Tensor, Tensor]:
@@ -567,6 +583,18 @@ class _Greater(_Condition):
         if isinstance(self.y, torch.Tensor):
             return int(native.find_greater(x, self.y.data_ptr(), size, base, room))
         return int(native.find_beyond(x, self.y, size, base, room))
+
+
+class _Found(_Condition):
+    """Where a condition held when it was looked at."""
+
+    def __init__(self, index: Tensor) -> None:
+        self.index = index
+
+    def find(self, native: Any, base: int, out: Tensor) -> int:
+        count = self.index.shape[0]
+        torch.add(self.index, base, out=out[:count])
+        return count
 
 
 class _Both(_Condition):

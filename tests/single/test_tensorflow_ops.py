@@ -13,7 +13,7 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, SPARSE
+from tests.methods import LEADER, ONE_OF_EACH, PHASED, WORDS
 
 SHAPES = ((40, 7), (10,), (700,))
 RANKS = 4
@@ -46,8 +46,15 @@ def bits(tensors) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in tensors]
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["step", "moments"])
-@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+# A world in a graph cannot switch by a step that is known at run time only, as a frontend can.
+STRAIGHT = [c for c in ONE_OF_EACH if c not in LEADER + PHASED]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "given"),
+    [(c, given) for c in STRAIGHT for given in (False, True) if c.uses_moments or not given],
+    ids=repr,
+)
 def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given):
     layout, data = layout_for(compressor), gradients(1)
     squares = gradients(2) ** 2 / 16 if given else None
@@ -79,14 +86,16 @@ def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given)
         assert bits(sent) == bits(request.tensor for request in reference.traffic[0])
         assert bits(totals) == bits(expected)
         for state, other in zip(values, reference.states):
-            assert bits(state) == bits(x for _, x in leaves(other))
+            for mine, (name, theirs) in zip(state, leaves(other)):
+                if not name.endswith("hint"):  # where to look first is each backend's own affair
+                    assert bits([mine]) == bits([theirs]), name
         sizes.add(len(sent[0]))
     assert len(traces) == 1, "a rung must not retrace"
-    assert compressor.block == 1 or len(sizes) > 2, "too few rungs were used"
+    assert compressor not in WORDS or len(sizes) > 2, "too few rungs were used"
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["words", "dense"])
-@pytest.mark.parametrize("compressor", SPARSE, ids=repr)
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
 def test_xla_gives_the_same_bits(compressor, dense):
     """XLA contracts a product and a sum into one rounding unless the verbs prevent it."""
     layout, eager, static = layout_for(compressor), TensorFlowOps(), TensorFlowOps(static=True)
