@@ -221,9 +221,6 @@ class TorchOps(Ops):
     def max(self, x: Tensor, axis: int | None = None) -> Tensor:
         return x.amax() if axis is None else x.amax(axis)
 
-    def min(self, x: Tensor, axis: int | None = None) -> Tensor:
-        return x.amin() if axis is None else x.amin(axis)
-
     def cumsum(self, x: Tensor) -> Tensor:
         return torch.cumsum(x, 0)
 

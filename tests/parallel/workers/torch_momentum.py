@@ -111,7 +111,7 @@ def cycled():
     try:
         optimizer.step()
     finally:
-        optimizer.zero_grad()
+        optimizer.synchronize()
 
 
 def poisoned():
