@@ -11,7 +11,9 @@ from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
 from hvd_gradcomp.algorithms.dgc import DGCCompressor
 from hvd_gradcomp.algorithms.egc import EGCCompressor
 from hvd_gradcomp.algorithms.gradient_dropping import GradientDroppingCompressor
+from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.hybrid import HybridCompressor
+from hvd_gradcomp.algorithms.lgc import LGCCompressor
 from hvd_gradcomp.algorithms.onebit import OneBitCompressor
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
 from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
@@ -30,8 +32,10 @@ __all__ = [
     "DGCCompressor",
     "EGCCompressor",
     "FP16Compressor",
+    "GradiVeQCompressor",
     "GradientDroppingCompressor",
     "HybridCompressor",
+    "LGCCompressor",
     "NonFiniteGradientError",
     "NoneCompressor",
     "OneBitCompressor",

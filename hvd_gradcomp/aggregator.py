@@ -21,6 +21,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp.collectives import Collective
+from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.layout import BLOCK, Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -67,8 +68,8 @@ class Compressor(ABC):
     uses_moments: ClassVar[bool] = False
 
     @abstractmethod
-    def init(self, ops: Ops, layout: Layout) -> State:
-        """The state before the first step."""
+    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> State:
+        """The state before the first step, where so many ranks exchange."""
 
     @abstractmethod
     def aggregate(
@@ -78,6 +79,19 @@ class Compressor(ABC):
 
         `gradient` is [layout.size], zero outside the layers. Donating: the result may lie in it.
         """
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> Sequence[Compressor]:
+        """Who compresses which layer: itself all of them, unless it knows better.
+
+        Args:
+            layers: (name, shape, dtype) in the order of the model.
+            ranks: how many exchange.
+
+        Raises:
+            ValueError: it cannot work on these layers, or with so many ranks.
+        """
+        del ranks
+        return [self] * len(layers)
 
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         """About what a layer takes of a payload; None where that depends on the gradients."""
@@ -103,6 +117,16 @@ class Compressor(ABC):
         """What was accumulated and not yet sent, [size]; None where nothing is kept."""
         del state
         return None
+
+    def losses(self, state: State) -> dict[str, float]:
+        """What a learned method loses, as shares of the energy, by name; reads the device."""
+        del state
+        return {}
+
+    def retrained(self, ops: Ops, state: State, step: Any) -> State:
+        """A state that learns anew, from this step on, what the method learns (a basis, an autoencoder)."""
+        del ops, step
+        return state
 
     def inherit(
         self, ops: Ops, state: State, gradient: Tensor, residual: Tensor

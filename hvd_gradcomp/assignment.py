@@ -2,7 +2,8 @@
 
 Rules, in this order:
 
-* `partition` names a compressor for each layer; without it all layers have the same.
+* A compressor says who takes which layer (`Compressor.of_layers`): `partition` by its rules, methods
+  that are made for some layers leave the others to another, most take all.
 * A layer is sent dense, together with all others of that kind, where compressing it saves nothing:
   where its share of a payload (`Compressor.layer_bytes`) is at least 4 bytes an element.
 * Where the optimizer's momentum was taken over, layers whose compressor does not correct momentum
@@ -11,31 +12,21 @@ Rules, in this order:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
 from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.layers import ROLES, Layer, Traits, traits_of
 from hvd_gradcomp.layout import Layout, plan_buckets
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.wrappers import corrected, part
 
-Layer = tuple[str, Sequence[int], str]  # name, shape, dtype
-ROLES = ("first", "last", "bias", "norm", "embedding")
 _WHOLE = 1 << 62
-
-
-class Traits(NamedTuple):
-    """What rules look at."""
-
-    name: str
-    size: int
-    roles: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -149,13 +140,23 @@ class Partition(Compressor):
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         return Partition(tuple((r, corrected(c, momentum, nesterov)) for r, c in self.rules))
 
-    def of_layers(self, layers: Sequence[Layer]) -> list[Compressor]:
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         """The compressor of each layer.
 
         Raises:
             ValueError: a rule matches no layer; two match one with different compressors; a layer
                 is matched by none.
         """
+        chosen = self._by_rule(layers)
+        settled: list[Compressor] = list(chosen)
+        for one in dict.fromkeys(chosen):  # which may itself tell layers apart
+            places = [place for place, other in enumerate(chosen) if other == one]
+            mine = one.of_layers([layers[place] for place in places], ranks)
+            for place, inner in zip(places, mine):
+                settled[place] = inner
+        return settled
+
+    def _by_rule(self, layers: Sequence[Layer]) -> list[Compressor]:
         traits = traits_of(layers)
         rest = [c for rule, c in self.rules if rule == Named("*")]
         rules = [(rule, c) for rule, c in self.rules if rule != Named("*")]
@@ -185,7 +186,7 @@ class Partition(Compressor):
                 )
         return found
 
-    def init(self, ops: Ops, layout: Layout) -> State:
+    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> State:
         raise TypeError("a partition has no state: each of its compressors has buckets of its own")
 
     def aggregate(
@@ -228,58 +229,20 @@ def partition(
     return Partition(tuple(made))
 
 
-def traits_of(layers: Sequence[Layer]) -> list[Traits]:
-    """What each layer is, by its name, its shape and its neighbours."""
-    modules: list[list[int]] = []  # runs of neighbours with one prefix, no part of them twice
-    previous = None
-    parts: set[str] = set()
-    leaves = []
-    for place, (name, _, _) in enumerate(layers):
-        prefix, _, leaf = re.sub(r"\.\d+$", "", name).replace("/", ".").rpartition(".")
-        leaves.append(leaf)
-        if prefix != previous or leaf in parts or not prefix:
-            modules.append([])
-            parts = set()
-        modules[-1].append(place)
-        previous = prefix
-        parts.add(leaf)
-    roles: list[set[str]] = [set() for _ in layers]
-    matrices = [m for m in modules if any(len(layers[place][1]) > 1 for place in m)]
-    for module in modules:
-        vector = [p for p in module if leaves[p] in ("weight", "gamma", "scale")]
-        norm = any(len(layers[p][1]) == 1 for p in vector)
-        for place in module:
-            name = layers[place][0].lower()
-            if re.match(r"bias|beta|b$", leaves[place]):
-                roles[place].add("bias")
-            if norm:
-                roles[place].add("norm")
-            if "embed" in name:
-                roles[place].add("embedding")
-            if matrices and module is matrices[0]:
-                roles[place].add("first")
-            if matrices and module is matrices[-1]:
-                roles[place].add("last")
-    return [
-        Traits(name, prod(shape), frozenset(found))
-        for (name, shape, _), found in zip(layers, roles)
-    ]
-
-
-def assign(compressor: Compressor, layers: Sequence[Layer]) -> list[Compressor]:
+def assign(
+    compressor: Compressor, layers: Sequence[Layer], ranks: int = 1
+) -> list[Compressor]:
     """The compressor of each layer, by the rules at the head of this file.
 
     Args:
         layers: (name, shape, dtype) in the order of the model.
+        ranks: how many exchange.
 
     Raises:
-        ValueError: a partition's rules do not fit the layers; or a momentum is to be taken over
-            where there is no optimizer.
+        ValueError: a compressor does not fit the layers or the ranks; or a momentum is to be taken
+            over where there is no optimizer.
     """
-    if isinstance(compressor, Partition):
-        chosen = compressor.of_layers(layers)
-    else:
-        chosen = [compressor] * len(layers)
+    chosen = compressor.of_layers(layers, ranks)
     correction = compressor.correction or (0.0, False)
     if correction[0] is None:
         raise ValueError(
@@ -302,6 +265,8 @@ def plan(
     bucket_bytes: int,
     devices: Sequence[Any] | None = None,
     left_out: Collection[int] = (),
+    ranks: int = 1,
+    filters_last: bool = False,
 ) -> list[tuple[Compressor, Layout]]:
     """The buckets of a model, last layers first, each with its compressor.
 
@@ -310,10 +275,12 @@ def plan(
         bucket_bytes: target size of a bucket.
         devices: where each layer is, if not all are in one place.
         left_out: places of layers that get no bucket.
+        ranks: how many exchange.
+        filters_last: see `Layout`.
     """
     groups: dict[tuple[Any, Compressor], list[Layer]] = {}
     places = devices or [None] * len(layers)
-    assigned = assign(compressor, layers)
+    assigned = assign(compressor, layers, ranks)
     described = [
         item for place, item in enumerate(zip(layers, assigned, places)) if place not in left_out
     ]
@@ -323,7 +290,7 @@ def plan(
     buckets = []
     for (_, one), members in groups.items():
         target = _WHOLE if one.whole_model else bucket_bytes
-        for layout in plan_buckets(members, target, one.block):
+        for layout in plan_buckets(members, target, one.block, filters_last):
             one.check(layout)
             buckets.append((one, layout))
     return buckets

@@ -39,6 +39,17 @@ class Broadcast(NamedTuple):
     root: int
 
 
+class Gather(NamedTuple):
+    """Everybody's vector for the root: one after another, in rank order; empty elsewhere.
+
+    `lengths` says how many items each rank's vector has, on all ranks alike.
+    """
+
+    tensor: Tensor
+    root: int
+    lengths: tuple[int, ...]
+
+
 class Switch(NamedTuple):
     """One of several programs, chosen by an index that all ranks share (a phase, by the step).
 
@@ -50,4 +61,4 @@ class Switch(NamedTuple):
     branches: Sequence[Callable[[], Any]]
 
 
-Collective = Union[Allgather, Allreduce, Alltoall, Broadcast, Switch]
+Collective = Union[Allgather, Allreduce, Alltoall, Broadcast, Gather, Switch]

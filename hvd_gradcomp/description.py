@@ -9,15 +9,18 @@ from math import prod
 from tabulate import tabulate
 
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.assignment import Layer, assign
+from hvd_gradcomp.assignment import assign
+from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.wrappers import After, MomentumAfter
 
 
-def describe(compressor: Compressor, layers: Sequence[Layer], buckets: int) -> str:
+def describe(
+    compressor: Compressor, layers: Sequence[Layer], buckets: int, ranks: int = 1
+) -> str:
     """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it."""
     rows: list[tuple[str, str, str, str, str]] = []
     dense = expected = 0.0
-    for (name, shape, _), one in zip(layers, assign(compressor, layers)):
+    for (name, shape, _), one in zip(layers, assign(compressor, layers, ranks)):
         size, share = 4 * prod(shape), one.layer_bytes(shape)
         dense, expected = dense + size, expected + (share or 0.0)
         said = "4 an element sent" if share is None else f"{share:,.0f}"

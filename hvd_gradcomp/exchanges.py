@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from hvd_gradcomp import wire
@@ -34,7 +34,7 @@ def allgather(
     """
     layout = context.layout
     rung, ladder = codec.ladder(layout).climb(ops, state.ladder)
-    finite, gradient = _checked(ops, gradient)
+    finite, gradient = checked(ops, gradient)
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)
     else:
@@ -54,7 +54,7 @@ def allgather(
     except (PayloadError, NonFiniteGradientError):
         codec.give_back(ops, state.memory, encoded.held)
         raise
-    weights = _weights(ops, context, header)
+    weights = weights_of(ops, context, header)
     total = codec.decode_sum(ops, layout, rung, bodies, weights, room=gradient)
     needed = ops.stage(ops.max(header.wanted))
     return total, state._replace(ladder=ladder._replace(needed=needed))
@@ -70,15 +70,15 @@ def quantized_allgather(
     """
     layout = context.layout
     bands, parts = codec.bands(layout), codec.parts(layout)
-    finite, gradient = _checked(ops, gradient)
+    finite, gradient = checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
     mine = codec.encode(ops, bands, x, _key(ops, codec, context, 0))
     body = wire.pack_body(ops, parts, mine)
-    buffers = yield Allgather(wire.seal(ops, _header(codec, context, finite), body))
-    header, bodies = wire.open_sealed(ops, _header(codec, context), buffers)
+    buffers = yield Allgather(wire.seal(ops, header_of(codec, context, finite), body))
+    header, bodies = wire.open_sealed(ops, header_of(codec, context), buffers)
     state = codec.keep(ops, bands, x, mine, state)
     payload = wire.unpack_body(ops, parts, bodies)
-    weights = _weights(ops, context, header)
+    weights = weights_of(ops, context, header)
     return codec.add_decoded(ops, bands, None, gradient, payload, weights), state
 
 
@@ -94,28 +94,28 @@ def two_shot(
     shard, bands = codec.shard_size(layout, world), codec.bands(layout)
     cuts = [bands.cut(i * shard, (i + 1) * shard) for i in range(world)]
     parts = codec.shard_parts(layout, world)
-    finite, gradient = _checked(ops, gradient)
+    finite, gradient = checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
     padding = ops.zeros((world * shard - layout.size,))
     mine = codec.encode(ops, bands, ops.concat((x, padding)), _key(ops, codec, context, 0))
-    header = _header(codec, context, finite)
+    header = header_of(codec, context, finite)
     bodies = [
         wire.pack_body(ops, parts, codec.shard_of(ops, mine, cuts, i, parts)) for i in range(world)
     ]
     buffers = yield Alltoall(ops.stack([wire.seal(ops, header, body) for body in bodies]))
-    reply, bodies = wire.open_sealed(ops, _header(codec, context), buffers)
+    reply, bodies = wire.open_sealed(ops, header_of(codec, context), buffers)
     payload = wire.unpack_body(ops, parts, bodies)
-    plain = _weights(ops, context._replace(prescale=1.0, postscale=1.0), reply)
+    plain = weights_of(ops, context._replace(prescale=1.0, postscale=1.0), reply)
     total = codec.add_decoded(ops, cuts[rank], None, ops.zeros((shard,)), payload, plain)
 
     summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
     body = wire.pack_body(ops, parts, codec.filled(ops, summed, parts))
-    buffers = yield Allgather(wire.seal(ops, _header(codec, context), body))
-    reply, bodies = wire.open_sealed(ops, _header(codec, context), buffers)
+    buffers = yield Allgather(wire.seal(ops, header_of(codec, context), body))
+    reply, bodies = wire.open_sealed(ops, header_of(codec, context), buffers)
     state = codec.keep(ops, bands, x, mine, state)
     state = codec.keep_of_sum(ops, cuts[rank], rank * shard, total, summed, state)
     payload = wire.unpack_body(ops, parts, bodies)
-    weights = _weights(ops, context, reply)
+    weights = weights_of(ops, context, reply)
     pieces = []
     for other, cut in enumerate(cuts):
         room = gradient[other * shard : (other + 1) * shard]
@@ -127,7 +127,7 @@ def two_shot(
     return ops.assemble(gradient, pieces), state
 
 
-def _checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
+def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     """Whether it is finite; and zeros instead where that is known too late to leave it out."""
     finite = ops.finite(gradient)
     if not ops.dynamic_shapes:
@@ -141,14 +141,14 @@ def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> 
     return ops.key(context.step, zlib.crc32(salt))
 
 
-def _header(codec: Compressor, context: Context, finite: Any = True) -> wire.Header:
+def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.Header:
     elements = context.layout.elements
     step = context.step % (1 << 32)
     digest = codec.digest(context.layout)
     return wire.Header(codec.algorithm, digest, step, 0, elements, elements, finite)
 
 
-def _weights(ops: Ops, context: Context, header: wire.Header) -> Tensor:
+def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     """What each rank counts for; nothing where its payload is not to be used."""
     weights = ops.full((context.size,), context.prescale * context.postscale, "float32")
     return weights if header.intact is None else weights * ops.cast(header.intact, "float32")
@@ -162,26 +162,62 @@ def leader(
     A broadcast of the leader's indices and an allreduce of everybody's values there.
     """
     layout, turn = context.layout, context.step % context.size
-    finite, gradient = _checked(ops, gradient)
-    chosen = ops.cond(
-        turn == context.rank,
-        lambda: codec.choose(ops, context, gradient, state),
-        lambda: ops.zeros((codec.choice_bytes(layout),), "uint8"),
-    )
+    finite, gradient = checked(ops, gradient)
+
+    def chosen() -> Tensor:
+        return codec.choose(ops, context, gradient, state)
+
+    buffer = yield from from_leader(ops, context, turn, chosen, codec.choice_bytes(layout))
+    index = codec.chosen(ops, context, ops.reshape(buffer, (1, -1)))
+    values = ops.concat((codec.values(ops, gradient, state, index), poison(ops, finite)))
+    total = yield Allreduce(values, context.prescale, context.postscale)
+    total = unpoisoned(ops, total)
+    return codec.settle_all(ops, layout, gradient, state, index, total)
+
+
+def from_leader(
+    ops: Ops, context: Context, leader: Any, payload: Callable[[], Tensor], size: int
+) -> Generator[Any, Any, Tensor]:
+    """One rank's payload of so many bytes, on all ranks; `leader` may be known in the graph only."""
+    mine = ops.cond(leader == context.rank, payload, lambda: ops.zeros((size,), "uint8"))
 
     def from_root(root: int) -> Generator[Broadcast, Tensor, tuple[Tensor]]:
-        return ((yield Broadcast(chosen, root)),)
+        return ((yield Broadcast(mine, root)),)
 
-    roots = [lambda r=root: from_root(r) for root in range(context.size)]
-    (buffer,) = yield Switch(turn, roots)
-    index = codec.chosen(ops, context, ops.reshape(buffer, (1, -1)))
-    values, poison = codec.values(ops, gradient, state, index, finite)
-    total = yield Allreduce(ops.concat((values, poison)), context.prescale, context.postscale)
+    (buffer,) = yield Switch(leader, [lambda r=root: from_root(r) for root in range(context.size)])
+    return buffer
+
+
+def poison(ops: Ops, finite: Any) -> Tensor:
+    """0, or NaN if this rank's gradient is not finite; float32 [1], the last of what is added up."""
+    healthy = ops.cast(ops.words((finite,)), "float32")
+    return ops.where(healthy > 0, 0.0, healthy / healthy)
+
+
+def unpoisoned(ops: Ops, total: Tensor) -> Tensor:
+    """A sum of vectors that end in `poison`, without it.
+
+    Raises:
+        NonFiniteGradientError: on all ranks; where that comes a step too late, zeros instead.
+    """
     intact = ops.require({wire.ANY_NOT_FINITE: total[-1:] == 0}, NonFiniteGradientError)
     total = total[:-1]
-    if intact is not None:
-        total = ops.where(intact, total, 0.0)
-    return codec.settle_all(ops, layout, gradient, state, index, total)
+    return total if intact is None else ops.where(intact, total, 0.0)
+
+
+def drawn(step: Any, seed: int, count: int) -> Any:
+    """A number below `count` that all ranks draw alike for a step; at random to all appearance.
+
+    Plain arithmetic below 2**62, so that it is the same of an int and of a scalar in a graph.
+
+    >>> [drawn(step, 0, 4) for step in range(12)]
+    [0, 0, 0, 1, 3, 3, 2, 3, 3, 0, 2, 1]
+    """
+    prime = (1 << 31) - 1
+    x = (step % prime * 1103515245 + (seed * 69621 + 40014) % prime) % prime
+    for shift in (7919, 104729):
+        x = x * ((x + shift) % prime) % prime * 16807 % prime
+    return x // 1024 % count
 
 
 def allreduce(

@@ -29,6 +29,9 @@ class Layout:
         shapes: their shapes.
         dtype: of the bucket, "float32" unless a compressor takes others as they are.
         block: alignment in elements, a power of two; 1 packs layers tightly and leaves no sink.
+        filters_last: how the framework stores a convolution's weights: [height, width, depth,
+            filters] (TensorFlow), or [filters, depth, height, width] (PyTorch). One framework trains
+            a model, so the digest leaves it out.
 
     >>> layout = Layout(("weight", "bias"), ((3, 100), (10,)))
     >>> layout.elements, layout.offsets, layout.size, layout.sink
@@ -39,6 +42,7 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     dtype: str = "float32"
     block: int = BLOCK
+    filters_last: bool = False
 
     def __post_init__(self) -> None:
         if self.block < 1 or self.block & (self.block - 1):
@@ -147,14 +151,17 @@ class Layout:
 
 
 def plan_buckets(
-    layers: Iterable[tuple[str, Sequence[int], str]], bucket_bytes: int, block: int = BLOCK
+    layers: Iterable[tuple[str, Sequence[int], str]],
+    bucket_bytes: int,
+    block: int = BLOCK,
+    filters_last: bool = False,
 ) -> list[Layout]:
     """Cuts layers, in the order given, into buckets of whole layers of one dtype.
 
     Args:
         layers: (name, shape, dtype) of each.
         bucket_bytes: a bucket is closed once it holds this much; a larger layer is a bucket alone.
-        block: see `Layout`.
+        block, filters_last: see `Layout`.
 
     >>> [b.names for b in plan_buckets([("a", (8,), "float32"), ("b", (4,), "float32")], 32)]
     [('a',), ('b',)]
@@ -168,7 +175,7 @@ def plan_buckets(
 
     def close(dtype: str) -> None:
         names, shapes = zip(*open_layers.pop(dtype))
-        buckets.append(Layout(names, shapes, dtype, block))
+        buckets.append(Layout(names, shapes, dtype, block, filters_last))
         filled.pop(dtype)
 
     for name, shape, dtype in layers:

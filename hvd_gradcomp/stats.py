@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -18,6 +19,9 @@ class CompressionStats:
             included.
         bytes_received: bytes that collectives handed back.
         layers: elements sent by layer name.
+        losses: what learned methods lose now, not since the start, as shares of the energy: "basis",
+            what GradiVeQ's projection leaves out; "autoencoder", what LGC's reconstruction misses.
+            The mean over buckets; nothing where nothing is learned, or not yet.
     """
 
     steps: int = 0
@@ -27,6 +31,7 @@ class CompressionStats:
     bytes_sent: int = 0
     bytes_received: int = 0
     layers: dict[str, int] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
 
     @property
     def element_ratio(self) -> float:
@@ -48,4 +53,19 @@ class CompressionStats:
             self.bytes_sent - earlier.bytes_sent,
             self.bytes_received - earlier.bytes_received,
             {k: n - earlier.layers.get(k, 0) for k, n in self.layers.items()},
+            self.losses,
         )
+
+
+def mean_losses(several: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The mean of each loss over the buckets that have it.
+
+    >>> mean_losses([{"basis": 0.5}, {}, {"basis": 0.25}])
+    {'basis': 0.375}
+    """
+    values: dict[str, list[float]] = {}
+    for losses in several:
+        for name, value in losses.items():
+            if value == value:  # NaN: not known yet
+                values.setdefault(name, []).append(value)
+    return {name: sum(known) / len(known) for name, known in values.items()}

@@ -21,7 +21,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
-from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall, Broadcast, Switch
+from hvd_gradcomp.collectives import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Gather,
+    Switch,
+)
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -57,7 +64,7 @@ class World:
         self.compressor, self.ops, self.layout, self.size = compressor, ops, layout, size
         self.postscale = 1.0 / size if average else 1.0
         self.tamper = tamper
-        self.states: list[State] = [compressor.init(ops, layout) for _ in range(size)]
+        self.states: list[State] = [compressor.init(ops, layout, size) for _ in range(size)]
         self.steps = 0
         self.traffic: list[list[Any]] = []
 
@@ -131,6 +138,12 @@ class World:
             if len(chosen) != 1:
                 raise AssertionError(f"ranks are in different phases: {chosen}")
             return self._run([r.branches[int(r.index)]() for r in requests])
+        if isinstance(first, Gather):
+            plans = {(r.root, r.lengths) for r in requests}
+            if len(plans) != 1 or first.lengths != tuple(r.tensor.shape[0] for r in requests):
+                raise AssertionError(f"ranks gather differently: {plans}")
+            everything = self.ops.concat([r.tensor for r in requests])
+            return [everything if r == first.root else everything[:0] for r in range(self.size)]
         shapes = {(tuple(r.tensor.shape), r.tensor.dtype) for r in requests}
         if len(shapes) != 1:
             raise AssertionError(f"ranks sent different shapes: {shapes}")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-INDEX_CODINGS = ("delta", "int32")
+INDEX_CODINGS = ("delta", "deflate", "int32")
 
 
 def real(owner: Any, name: str, *, low: float, high: float = math.inf, closed: str = "") -> None:

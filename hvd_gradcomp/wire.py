@@ -30,7 +30,7 @@ HEADER_BYTES = 32
 ITEMSIZE = {"bytes": 1, "uint8": 1, "int8": 1, "float16": 2, "float32": 4, "uint32": 4, "int64": 8}
 
 
-_DAMAGED = (
+DAMAGED = (
     "rank {ranks} sent a damaged payload: the checksum does not match. If it happens again, "
     "suspect memory or the network of that host"
 )
@@ -137,25 +137,43 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
             algorithm, model or at another step. All ranks see the same buffers, so all raise.
         NonFiniteGradientError: naming the ranks that say so of theirs.
     """
-    words = ops.from_bytes(buffers[:, :HEADER_BYTES], "uint32")  # [world, 8]
-    front, body = words[:, :7], buffers[:, HEADER_BYTES:]
-    tag = front[:, 0]
-    intact = ops.require(
-        {
-            _DAMAGED: words[:, 7] == _checksum(ops, front, body),
-            _FOREIGN: tag % (1 << 16) == MAGIC[0] | MAGIC[1] << 8,
-            _OTHER_VERSION: tag // (1 << 16) % (1 << 8) == VERSION,
-            _OTHER_ALGORITHM: tag // (1 << 24) == expected.algorithm,
-            _OTHER_MODEL: front[:, 1] == expected.digest,
-            _OTHER_STEP: front[:, 2] == expected.step,
-            _OTHER_SIZE: front[:, 3] == expected.rung,
-        }
-    )
-    finite = ops.require({NOT_FINITE: front[:, 6] == 0}, NonFiniteGradientError)
+    front, body = cut(buffers)
+    words = ops.from_bytes(front, "uint32")  # [world, 8]
+    intact = ops.require(_facts(ops, expected, words, body))
+    finite = ops.require({NOT_FINITE: words[:, 6] == 0}, NonFiniteGradientError)
     if intact is not None:
         intact = intact & finite
-    header = expected._replace(sent=front[:, 4], wanted=front[:, 5], intact=intact)
+    header = expected._replace(sent=words[:, 4], wanted=words[:, 5], intact=intact)
     return header, body
+
+
+def examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each buffer is what was expected, and finite; bool [world] both. Raises nothing."""
+    front, body = cut(buffers)
+    words = ops.from_bytes(front, "uint32")
+    intact = words[:, 7] >= 0
+    for held in _facts(ops, expected, words, body).values():
+        intact = intact & held
+    return intact, words[:, 6] == 0
+
+
+def cut(buffers: Tensor) -> tuple[Tensor, Tensor]:
+    """Headers [world, 32] and bodies [world, bytes]."""
+    return buffers[:, :HEADER_BYTES], buffers[:, HEADER_BYTES:]
+
+
+def _facts(ops: Ops, expected: Header, words: Tensor, body: Tensor) -> dict[str, Tensor]:
+    """What has to hold for every rank, by what is wrong where it does not."""
+    tag = words[:, 0]
+    return {
+        DAMAGED: words[:, 7] == _checksum(ops, words[:, :7], body),
+        _FOREIGN: tag % (1 << 16) == MAGIC[0] | MAGIC[1] << 8,
+        _OTHER_VERSION: tag // (1 << 16) % (1 << 8) == VERSION,
+        _OTHER_ALGORITHM: tag // (1 << 24) == expected.algorithm,
+        _OTHER_MODEL: words[:, 1] == expected.digest,
+        _OTHER_STEP: words[:, 2] == expected.step,
+        _OTHER_SIZE: words[:, 3] == expected.rung,
+    }
 
 
 def _checksum(ops: Ops, front: Tensor, body: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor, Context, Program
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.collectives import Switch
+from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -60,8 +61,8 @@ class MomentumAfter(Compressor):
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         return self.inner.layer_bytes(shape)
 
-    def init(self, ops: Ops, layout: Layout) -> MomentumState:
-        return MomentumState(self.inner.init(ops, layout), ops.zeros((layout.size,), layout.dtype))
+    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> MomentumState:
+        return MomentumState(self.inner.init(ops, layout, ranks), ops.zeros((layout.size,), layout.dtype))
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
@@ -74,6 +75,12 @@ class MomentumAfter(Compressor):
         else:
             mean = ops.overwrite(mean, velocity)
         return mean, MomentumState(inner, velocity)
+
+    def losses(self, state: Any) -> dict[str, float]:
+        return self.inner.losses(state.inner)
+
+    def retrained(self, ops: Ops, state: Any, step: Any) -> MomentumState:
+        return MomentumState(self.inner.retrained(ops, state.inner, step), state.velocity)
 
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         return self.inner.elements_sent(layout, state.inner, steps)
@@ -130,8 +137,8 @@ class After(Compressor):
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         return self.then.layer_bytes(shape)
 
-    def init(self, ops: Ops, layout: Layout) -> AfterState:
-        return AfterState(self.first.init(ops, layout), self.then.init(ops, layout))
+    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> AfterState:
+        return AfterState(self.first.init(ops, layout, ranks), self.then.init(ops, layout, ranks))
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
@@ -155,6 +162,19 @@ class After(Compressor):
 
         phase = ops.bisect((self.steps, self.steps + 1), context.step + 1)
         return (yield Switch(phase, (before, lambda: then(True), lambda: then(False))))
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        both = (c.of_layers(layers, ranks) for c in (self.first, self.then))
+        return [After(self.steps, first, then) for first, then in zip(*both)]
+
+    def losses(self, state: Any) -> dict[str, float]:
+        return {**self.first.losses(state.first), **self.then.losses(state.then)}
+
+    def retrained(self, ops: Ops, state: Any, step: Any) -> AfterState:
+        return AfterState(
+            self.first.retrained(ops, state.first, step),
+            self.then.retrained(ops, state.then, step),
+        )
 
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         early = self.first.elements_sent(layout, state.first, min(steps, self.steps))

@@ -39,6 +39,7 @@ class GradientDroppingCompressor(ResidualTopK):
 
     algorithm = 7
     whole_model = True
+    of_model = True
 
     def __post_init__(self) -> None:
         validate.real(self, "ratio", low=0, high=1)

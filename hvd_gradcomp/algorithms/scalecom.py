@@ -65,7 +65,7 @@ class ScaleComCompressor(ResidualTopK):
     def count(self, size: int) -> int:
         return count_of(size, self.density)
 
-    def init(self, ops: Ops, layout: Layout) -> ScaleComState:
+    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> ScaleComState:
         layers = ops.zeros((len(layout.names),), "int64")
         return ScaleComState(self.remember(ops, layout), layers)
 
@@ -117,13 +117,9 @@ class ScaleComCompressor(ResidualTopK):
 
     # -- what all send -----------------------------------------------------------------------
 
-    def values(
-        self, ops: Ops, gradient: Tensor, state: Any, index: Tensor, finite: Any
-    ) -> tuple[Tensor, Tensor]:
-        """What this rank has at the indices; and 0, or NaN if its gradient is not finite."""
-        values = ops.gather(state.memory.r, index) + ops.gather(gradient, index)
-        healthy = ops.cast(ops.words((finite,)), "float32")
-        return values, ops.where(healthy > 0, 0.0, healthy / healthy)
+    def values(self, ops: Ops, gradient: Tensor, state: Any, index: Tensor) -> Tensor:
+        """What this rank has at the indices."""
+        return ops.gather(state.memory.r, index) + ops.gather(gradient, index)
 
     def settle_all(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor, total: Tensor

@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp import wire
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
@@ -56,8 +56,13 @@ class LargestState(NamedTuple):
 
 
 class LargestCompressor(SparseCompressor):
-    """Base of the family; see the head of this file."""
+    """Base of the family; see the head of this file.
 
+    Attributes:
+        of_model: whether the elements of all layers compete, not those of each among themselves.
+    """
+
+    of_model: ClassVar[bool] = False
     index_coding: str
 
     @abstractmethod
@@ -114,13 +119,13 @@ class LargestCompressor(SparseCompressor):
         count = self.count(size)
         return count * (4 + self.coding.bits(size, count) / 8)
 
-    def init(self, ops: Ops, layout: Layout) -> Any:
-        memory, ladder, sent = super().init(ops, layout)
+    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> Any:
+        memory, ladder, sent = super().init(ops, layout, ranks)
         return LargestState(memory, ladder, sent, self.unknown(ops, layout))
 
     def unknown(self, ops: Ops, layout: Layout) -> Tensor:
         """The hint before the first step: no element passes."""
-        groups = Scope(layout, self.whole_model).count
+        groups = Scope(layout, self.of_model).count
         return ops.full((groups,), float("inf"), "float32")
 
     # -- one step ----------------------------------------------------------------------------
@@ -137,7 +142,7 @@ class LargestCompressor(SparseCompressor):
     ) -> tuple[Encoded, Any]:
         del rung, moment
         quota, state = self.quota(ops, layout, step, gradient, state)
-        scope = Scope(layout, self.whole_model)
+        scope = Scope(layout, self.of_model)
         found, memory = self._collected(ops, scope, gradient, state)
         parts, index, values, hint = self.select(ops, scope, step, memory[0], quota, found)
         parts["values"] = values = ops.bits_float(values)
@@ -215,7 +220,7 @@ class LargestCompressor(SparseCompressor):
 
 @lru_cache(maxsize=1024)
 def _most_of(compressor: LargestCompressor, layout: Layout) -> tuple[int, ...]:
-    return tuple(compressor.count(size) for size in Scope(layout, compressor.whole_model).sizes)
+    return tuple(compressor.count(size) for size in Scope(layout, compressor.of_model).sizes)
 
 
 class Scope:

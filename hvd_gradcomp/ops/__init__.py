@@ -15,6 +15,7 @@ Rules of the house:
 
 from __future__ import annotations
 
+import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hvd_gradcomp.layout import Layout
 
 Tensor = Any
+LOGGER = logging.getLogger("hvd_gradcomp")
 
 
 class PayloadError(RuntimeError):
@@ -229,6 +231,31 @@ class Ops(Composites, ABC):
     @abstractmethod
     def segment_sum(self, x: Tensor, segment: Tensor, count: int) -> Tensor: ...
 
+    # -- matrices ----------------------------------------------------------------------------
+    #
+    # Rounding is the framework's own affair here, and differs between frameworks.
+
+    @abstractmethod
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        """[..., a, b] times [..., b, c]; leading axes are broadcast."""
+
+    @abstractmethod
+    def transpose(self, x: Tensor, axes: Sequence[int]) -> Tensor:
+        """Axis i of the result is axis `axes[i]` of x."""
+
+    @abstractmethod
+    def eigh(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [n], ascending, and eigenvectors in columns [n, n] of a symmetric matrix."""
+
+    @abstractmethod
+    def value_and_grad(
+        self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """`function(*parameters)`, scalars, and the derivatives of the first by each parameter.
+
+        No verb that donates may be used within.
+        """
+
     # -- bytes -------------------------------------------------------------------------------
 
     @abstractmethod
@@ -277,6 +304,14 @@ class Ops(Composites, ABC):
     @abstractmethod
     def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         """One of two branches. A Python bool chooses now, a tensor while the graph runs."""
+
+    @abstractmethod
+    def map_bytes(self, function: Callable[[bytes], bytes], data: Tensor) -> Tensor:
+        """`function` of a uint8 vector's bytes, as a uint8 vector. Waits for the device."""
+
+    @abstractmethod
+    def warn(self, condition: Any, message: str) -> None:
+        """Logs a warning where a condition, made of what `staged` gives, holds."""
 
     @abstractmethod
     def stage(self, x: Tensor) -> Tensor:

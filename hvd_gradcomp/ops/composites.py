@@ -39,6 +39,10 @@ class Composites:
         ahead = self.accumulate(self.times(u, momentum), gradient) if nesterov else u
         return self.accumulate(r, ahead), u
 
+    def leaky_relu(self: Any, x: Tensor, slope: float) -> Tensor:
+        """x where it is positive, `slope * x` elsewhere."""
+        return self.where(x > 0, x, x * slope)
+
     # -- packing -----------------------------------------------------------------------------
     #
     # Bit by bit: 32 codes of b bits are b words of 32 bits, word j holding bit j of each. So any

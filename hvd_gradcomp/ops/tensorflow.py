@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.ops import Ops, PayloadError, Tensor
+from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 
 if TYPE_CHECKING:
     from hvd_gradcomp.layout import Layout
@@ -189,6 +189,25 @@ class TensorFlowOps(Ops):
     def segment_sum(self, x: Tensor, segment: Tensor, count: int) -> Tensor:
         return tf.math.unsorted_segment_sum(x, segment, count)
 
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        return tf.matmul(x, y)
+
+    def transpose(self, x: Tensor, axes: Sequence[int]) -> Tensor:
+        return tf.transpose(x, list(axes))
+
+    def eigh(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = tf.linalg.eigh(x)
+        return values, vectors
+
+    def value_and_grad(
+        self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        leaves = [tf.identity(parameter) for parameter in parameters]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(leaves)
+            values = function(*leaves)
+        return values, list(tape.gradient(values[0], leaves))
+
     def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
         if dtype == "uint8":
             return tf.cast(x, tf.uint8)
@@ -233,6 +252,29 @@ class TensorFlowOps(Ops):
         if isinstance(dense, bool):
             return if_true() if dense else if_false()
         return tf.cond(dense, if_true, if_false)
+
+    def map_bytes(self, function: Callable[[bytes], bytes], data: Tensor) -> Tensor:
+        def call(given: Any) -> Any:
+            result = function(given.numpy().tobytes())
+            return tf.constant(tf.io.decode_raw(result, tf.uint8))
+
+        if tf.executing_eagerly():
+            return call(data)
+        result = tf.py_function(call, [data], tf.uint8)
+        result.set_shape((None,))
+        return result
+
+    def warn(self, condition: Any, message: str) -> None:
+        def log() -> None:
+            LOGGER.warning("%s", message)
+
+        if isinstance(condition, bool):
+            if condition:
+                log()
+        elif tf.executing_eagerly():
+            self.warn(bool(condition), message)
+        else:
+            tf.cond(condition, lambda: [tf.py_function(log, [], [])][:0], lambda: [])
 
     def stage(self, x: Tensor) -> Tensor:
         return x

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_gradcomp.ops import Ops, PayloadError, Tensor
+from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.native import library
 
@@ -257,6 +257,25 @@ class TorchOps(Ops):
 
     def segment_sum(self, x: Tensor, segment: Tensor, count: int) -> Tensor:
         return self.zeros((count,), "int64").index_add_(0, segment, x)
+
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.matmul(x, y)
+
+    def transpose(self, x: Tensor, axes: Sequence[int]) -> Tensor:
+        return x.permute(tuple(axes))
+
+    def eigh(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(x)
+        return values, vectors
+
+    def value_and_grad(
+        self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        with torch.enable_grad():
+            leaves = [parameter.detach().requires_grad_() for parameter in parameters]
+            values = function(*leaves)
+            gradients = torch.autograd.grad(values[0], leaves)
+        return tuple(value.detach() for value in values), list(gradients)
 
     def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
         narrow = _low_word(x) if dtype == "uint32" else x.to(_DTYPES[dtype])
@@ -505,6 +524,14 @@ class TorchOps(Ops):
 
     def cond(self, dense: bool, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         return if_true() if dense else if_false()
+
+    def map_bytes(self, function: Callable[[bytes], bytes], data: Tensor) -> Tensor:
+        result = function(data.cpu().contiguous().numpy().tobytes())
+        return torch.frombuffer(bytearray(result), dtype=torch.uint8).to(self.device)
+
+    def warn(self, condition: Any, message: str) -> None:
+        if condition:
+            LOGGER.warning("%s", message)
 
     def stage(self, x: Tensor) -> Tensor:
         if not x.is_cuda:

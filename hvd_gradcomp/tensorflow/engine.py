@@ -30,11 +30,12 @@ from hvd_gradcomp.collectives import (
     Alltoall,
     Broadcast,
     Collective,
+    Gather,
     Switch,
 )
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.stats import CompressionStats, mean_losses
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
@@ -170,14 +171,22 @@ class Engine:
     def _plan(self, left_out: Collection[int]) -> None:
         """Lays the layers into buckets, last layers first, and makes their state."""
         target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
-        planned = assignment.plan(self.compressor, self.layers, target, left_out=left_out)
+        ranks = self.process_set.size()
+        planned = assignment.plan(
+            self.compressor,
+            self.layers,
+            target,
+            left_out=left_out,
+            ranks=ranks,
+            filters_last=True,
+        )
         self.compressors = [compressor for compressor, _ in planned]
         self.layouts = [layout for _, layout in planned]
         places = {name: place for place, (name, _, _) in enumerate(self.layers)}
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         self.variables: list[list[tf.Variable]] = []
         with tf.init_scope():
-            self.templates = [one.init(self.ops, layout) for one, layout in planned]
+            self.templates = [one.init(self.ops, layout, ranks) for one, layout in planned]
             for bucket, template in enumerate(self.templates):
                 self.variables.append([])
                 for path, value in leaves(template):
@@ -396,7 +405,9 @@ class Engine:
             "ignore_name_scope": True,
             "process_set": self.process_set,
         }
-        self.counters["bytes_sent"].assign_add(_bytes(tensor))
+        rooted = isinstance(request, Broadcast)
+        if not rooted or request.root == self.process_set.rank():
+            self.counters["bytes_sent"].assign_add(_bytes(tensor))
         if isinstance(request, Allgather):
             reply = mpi_ops.allgather(tensor, **shared)
             same = tf.debugging.Assert(
@@ -422,13 +433,20 @@ class Engine:
         elif isinstance(request, Alltoall):
             reply = mpi_ops.alltoall(tf.reshape(tensor, (-1,)), **shared)
             reply = tf.reshape(reply, tf.shape(tensor))
+        elif isinstance(request, Gather):
+            splits = [0] * world
+            splits[request.root] = sum(tensor.shape)
+            reply = mpi_ops.alltoall(tensor, splits=tf.constant(splits, tf.int32), **shared)[0]
+            here = request.root == self.process_set.rank()
+            reply = tf.reshape(reply, (sum(request.lengths) if here else 0,))
         elif isinstance(request, Broadcast):
             ranks = self.process_set.ranks
             root = ranks[request.root] if ranks else request.root
             reply = mpi_ops.broadcast(tensor, root, **shared)
         else:
             raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
-        self.counters["bytes_received"].assign_add(_bytes(reply))
+        if not rooted or request.root != self.process_set.rank():
+            self.counters["bytes_received"].assign_add(_bytes(reply))
         return reply
 
     def _run(self, program: Program, name: str) -> Any:
@@ -445,10 +463,12 @@ class Engine:
         """Totals since the start."""
         steps = int(self.counters["exchanges"])
         layers: dict[str, int] = {}
+        losses = []
         for bucket, (layout, compressor) in enumerate(zip(self.layouts, self.compressors)):
             state = with_leaves(self.templates[bucket], list(self.variables[bucket]))
             sent = compressor.elements_sent(layout, state, steps)
             layers.update(zip(layout.names, sent))
+            losses.append(compressor.losses(state))
         unbucketed = self.counters["unbucketed"].numpy().tolist()
         for (name, _, _), sent_as_is in zip(self.layers, unbucketed):
             layers[name] = layers.get(name, 0) + sent_as_is
@@ -461,7 +481,17 @@ class Engine:
             bytes_sent=int(self.counters["bytes_sent"]),
             bytes_received=int(self.counters["bytes_received"]),
             layers={name: layers[name] for name, _, _ in self.layers},
+            losses=mean_losses(losses),
         )
+
+    def retrain(self) -> None:
+        """Lets the compressors learn anew what they learn, from the next step on."""
+        for bucket, compressor in enumerate(self.compressors):
+            values = [tf.identity(v) for v in self.variables[bucket]]
+            state = with_leaves(self.templates[bucket], values)
+            state = compressor.retrained(self.ops, state, int(self.steps))
+            for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
+                variable.assign(value)
 
 
 def _bytes(tensor: tf.Tensor) -> tf.Tensor:

@@ -36,7 +36,9 @@ def describe(source: Any) -> str:
         TypeError: as in `compression_stats`.
     """
     engine = _engine(source)
-    table = description.describe(engine.compressor, engine.layers, len(engine.layouts))
+    table = description.describe(
+        engine.compressor, engine.layers, len(engine.layouts), engine.process_set.size()
+    )
     print(table)
     return table
 

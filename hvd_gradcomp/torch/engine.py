@@ -28,12 +28,13 @@ from hvd_gradcomp.collectives import (
     Alltoall,
     Broadcast,
     Collective,
+    Gather,
     Switch,
 )
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.stats import CompressionStats, mean_losses
 from hvd_gradcomp.torch import moments
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -140,7 +141,7 @@ class Engine:
             (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
             for name, p in named_parameters
         ]
-        assigned = assignment.assign(compressor, self.layers)
+        assigned = assignment.assign(compressor, self.layers, process_set.size())
         self.moments = self._moment_source(
             [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
         )
@@ -168,7 +169,9 @@ class Engine:
                 raise ValueError(f"{name} has dtype {p.dtype}; only real floating point is reduced")
         devices = [p.device for _, p in named_parameters]
         verbs = {device: TorchOps(device) for device in devices}
-        plan = assignment.plan(self.compressor, self.layers, bucket_bytes or BUCKET_BYTES, devices)
+        ranks = self.process_set.size()
+        target = bucket_bytes or BUCKET_BYTES
+        plan = assignment.plan(self.compressor, self.layers, target, devices, ranks=ranks)
         for index, (compressor, layout) in enumerate(plan):
             parameters = [by_name[name] for name in layout.names]
             ops = verbs[parameters[0].device]
@@ -176,7 +179,7 @@ class Engine:
             if compressor.uses_moments and self.moments in ("sample", "microbatch"):
                 moment = ops.zeros((layout.size,))
             flat = ops.zeros((layout.size,), layout.dtype)
-            state = compressor.init(ops, layout)
+            state = compressor.init(ops, layout, ranks)
             yield Bucket(index, layout, compressor, ops, parameters, flat, moment, state)
 
     def _moment_source(
@@ -374,7 +377,8 @@ class Engine:
     def _submit(self, bucket: Bucket, request: Collective) -> Any:
         name = f"{self.name}.{bucket.index}.{bucket.round}"
         tensor = request.tensor.contiguous()  # type: ignore[union-attr]
-        self._bytes_sent += tensor.numel() * tensor.element_size()
+        if not isinstance(request, Broadcast) or request.root == self.process_set.rank():
+            self._bytes_sent += tensor.numel() * tensor.element_size()
         if isinstance(request, Allgather):
             return horovod.allgather_async(tensor, name, self.process_set)
         if isinstance(request, Allreduce):
@@ -389,6 +393,11 @@ class Engine:
         if isinstance(request, Alltoall):
             flat = tensor.reshape(-1)
             return horovod.alltoall_async(flat, None, name, self.process_set)
+        if isinstance(request, Gather):
+            splits = [0] * self.process_set.size()
+            splits[request.root] = tensor.numel()
+            there = torch.tensor(splits, dtype=torch.int32)
+            return horovod.alltoall_async(tensor, there, name, self.process_set)
         if isinstance(request, Broadcast):
             root = self.process_set.ranks[request.root] if self.process_set.ranks else request.root
             return horovod.broadcast_async(tensor, root, name, self.process_set)
@@ -404,7 +413,10 @@ class Engine:
             here = torch.cuda.current_stream(reply.device)
             if here != torch.cuda.default_stream(reply.device):
                 here.wait_stream(torch.cuda.default_stream(reply.device))
-        self._bytes_received += reply.numel() * reply.element_size()
+        if not isinstance(request, Broadcast) or request.root != self.process_set.rank():
+            self._bytes_received += reply.numel() * reply.element_size()
+        if isinstance(request, Gather):
+            return reply
         world, sent = self.process_set.size(), request.tensor  # type: ignore[union-attr]
         if isinstance(request, Allgather):
             if reply.numel() != world * sent.numel():
@@ -441,4 +453,10 @@ class Engine:
             bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
             layers={name: layers[name] for name in order},
+            losses=mean_losses(b.compressor.losses(b.state) for b in self.buckets),
         )
+
+    def retrain(self) -> None:
+        """Lets the compressors learn anew what they learn, from the next step on."""
+        for bucket in self.buckets:
+            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)

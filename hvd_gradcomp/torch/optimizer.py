@@ -154,7 +154,9 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     engine = _engine(optimizer)
-    table = description.describe(engine.compressor, engine.layers, len(engine.buckets))
+    table = description.describe(
+        engine.compressor, engine.layers, len(engine.buckets), engine.process_set.size()
+    )
     print(table)
     return table
 

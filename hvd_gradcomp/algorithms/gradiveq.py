@@ -1,0 +1,587 @@
+"""GradiVeQ (Yu et al. 2018; 002): a linear projection that commutes with the sum over ranks.
+
+    slices   of a layer, so that gradients of one input lie together
+    sample   what the ranks' mean was, for some steps
+    basis    its principal components, computed by one rank and given to all
+    encode   coefficients, whose sum over ranks is all that the ranks exchange
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+from hvd_gradcomp import exchanges, validate
+from hvd_gradcomp import ops as verbs
+from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
+from hvd_gradcomp.codecs.pca import components, dimension
+from hvd_gradcomp.collectives import Allreduce, Broadcast, Switch
+from hvd_gradcomp.layers import Layer
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.wrappers import part
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+_DEFAULT_LOSS = 0.01
+SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
+
+
+class GradiVeQState(NamedTuple):
+    """State of one bucket. All but `sampling` and `r` is equal on all ranks."""
+
+    samples: Tensor  # float32 [sample_steps * sum over groups of their slice's length]
+    basis: Tensor  # float32 [sum over groups of length * room]
+    offset: Tensor  # float32 [sum over groups of length], the mean's part outside the basis
+    dimensions: Tensor  # int64 [groups], on the host
+    start: Tensor  # int64 [] step at which the cycle began to sample, on the host
+    drifted: Tensor  # int64 [] whether the loss of the last step asks for another cycle, on the host
+    loss: Tensor  # float32 [] of the last compressed step, mean over ranks; NaN before one
+    sent: Tensor  # int64 [layers]
+    sampling: Any  # state of the compressor of the other steps
+    r: Any  # float32 [size] with feedback, else ()
+
+
+class Slices(NamedTuple):
+    """How one layer is cut."""
+
+    start: int  # in the bucket
+    size: int  # elements
+    shape: tuple[int, ...]  # as the framework stores them
+    order: tuple[int, ...]  # of axes, so that filters come last and depth before them
+    length: int  # of a slice
+    count: int  # slices, the last one filled up with zeros
+    reuse: int  # neighbours that share a basis
+    room: int  # the most dimensions that a basis may have
+
+    @property
+    def groups(self) -> int:
+        """How many bases there are."""
+        return -(-self.count // self.reuse)
+
+    def members(self, group: int) -> int:
+        """Slices that share a basis."""
+        return min(self.reuse, self.count - group * self.reuse)
+
+    def cut(self, ops: Ops, bucket: Tensor) -> Tensor:
+        """The layer's slices; [count, length]."""
+        layer = ops.reshape(bucket[self.start : self.start + self.size], self.shape)
+        flat = ops.reshape(ops.transpose(layer, self.order), (self.size,))
+        missing = self.count * self.length - self.size
+        if missing:
+            flat = ops.concat((flat, ops.zeros((missing,))))
+        return ops.reshape(flat, (self.count, self.length))
+
+    def joined(self, ops: Ops, slices: Tensor) -> Tensor:
+        """The inverse of `cut`; [size]."""
+        ordered = ops.reshape(slices, (-1,))[: self.size]
+        ordered = ops.reshape(ordered, tuple(self.shape[axis] for axis in self.order))
+        back = tuple(self.order.index(axis) for axis in range(len(self.order)))
+        return ops.reshape(ops.transpose(ordered, back), (self.size,))
+
+
+@dataclass(frozen=True)
+class GradiVeQCompressor(Compressor):
+    """Projects slices of convolutions onto their principal components (Yu et al. 2018).
+
+    A layer is flattened so that the gradients of all filters at one place lie together, then along
+    depth, width and height, and cut into slices `s`. After `warmup_steps` uncompressed steps,
+    cycles of two phases follow. For `sample_steps` the mean gradient is exchanged whole and the
+    first slice of every `reuse` is recorded. One rank computes the samples' mean `mu` and principal
+    components `U` and broadcasts them. For `compress_steps` each rank sends `z = U^T s` only; the
+    ranks' mean of `z` gives back `U (z - U^T mu) + mu`.
+
+    What travels: while compressing, 4 bytes a coefficient (`d` of them a slice) and 8 bytes a bucket,
+    by allreduce; while sampling, what `sampling` sends; once a cycle a broadcast of
+    `4 * (length * (d + 1) + 1)` bytes a basis, `d` being the most that it may have. State, besides
+    that of `sampling`: samples and basis, `4 * length * (sample_steps + d + 1)` bytes each; with
+    `feedback` 4 bytes an element. Memory and time do not depend on the number of ranks.
+
+    Args:
+        slice_size: elements of a slice; None takes `filters * depth` if that is at most
+            `max_slice`, else the largest multiple of the filters that is. Of a layer with fewer
+            elements, all.
+        max_slice: see there. Larger finds more correlation and costs more.
+        loss_threshold: the share of the samples' energy that a basis may leave out, in (0, 1); it
+            fixes `d` each cycle. Larger sends less. 0.01 unless a `ratio` is given.
+        ratio: fixes `d = max(1, length // ratio)` instead, at least 1. Larger sends less.
+        reuse: slices that share a basis; None for one basis a layer.
+        warmup_steps: steps before the first cycle, at least 0.
+        sample_steps: samples of a cycle, at least 2. They bound `d` by `sample_steps - 1`.
+        compress_steps: compressed steps of a cycle, at least 1.
+        resample_loss: the next cycle starts early once the mean over ranks of the local loss
+            `||s - s'||^2 / ||s||^2` exceeds this, in (0, 1]; None never.
+        sampling: how warm-up and sampling steps are exchanged: "none", "qsgd" (4 bits), or a
+            compressor.
+        other: the compressor of layers that are no convolution (fewer than three axes); None sends
+            them dense.
+        feedback: keep on each rank what its projection left out, and add it to its next gradient.
+            The next sampling phase then begins with a step that flushes it, and takes no sample.
+
+    Differs from the paper: the loss is measured by bucket; one rank computes the basis, so that all
+    have the same bits; feedback (off by default). Weights of transposed convolutions are cut as if
+    they were stored like others. Products are rounded as the framework does it, so PyTorch and
+    TensorFlow send the same coefficients but for the last bits.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range, or both `loss_threshold` and `ratio` are given.
+        TypeError: `sampling` or `other` is no compressor, or one that takes momentum over.
+
+    >>> GradiVeQCompressor(ratio=8).room(1024), GradiVeQCompressor(ratio=8).room(72)
+    (99, 9)
+    """
+
+    slice_size: int | None = None
+    max_slice: int = 1024
+    loss_threshold: float | None = None
+    ratio: float | None = None
+    reuse: int | None = None
+    warmup_steps: int = 100
+    sample_steps: int = 100
+    compress_steps: int = 400
+    resample_loss: float | None = None
+    sampling: Any = "none"
+    other: Any = None
+    feedback: bool = False
+
+    algorithm = 17
+
+    def __post_init__(self) -> None:
+        for name, low in (("slice_size", 1), ("reuse", 1)):
+            if getattr(self, name) is not None:
+                validate.whole(self, name, low=low)
+        validate.whole(self, "max_slice", low=1)
+        if self.loss_threshold is not None and self.ratio is not None:
+            raise ValueError(
+                "GradiVeQCompressor: loss_threshold and ratio both fix the dimension; give one, got "
+                f"{self.loss_threshold!r} and {self.ratio!r}"
+            )
+        if self.ratio is not None:
+            validate.real(self, "ratio", low=1, closed="[")
+        else:
+            if self.loss_threshold is None:
+                object.__setattr__(self, "loss_threshold", _DEFAULT_LOSS)
+            validate.real(self, "loss_threshold", low=0, high=1)
+        validate.whole(self, "warmup_steps", low=0)
+        validate.whole(self, "sample_steps", low=2)
+        validate.whole(self, "compress_steps", low=1)
+        if self.resample_loss is not None:
+            validate.real(self, "resample_loss", low=0, high=1, closed="]")
+        validate.boolean(self, "feedback")
+        if isinstance(self.sampling, str):
+            validate.one_of(self, "sampling", tuple(SAMPLING))
+        for name in ("between", "others"):
+            one = getattr(self, name)
+            if one.correction is not None or one.uses_moments:
+                raise TypeError(
+                    f"GradiVeQCompressor: {one!r} takes over momentum or uses second moments; "
+                    "give it to the layers by hvd_gradcomp.partition instead"
+                )
+        object.__setattr__(self, "block", self.between.block)
+        object.__setattr__(self, "max_bucket", self.between.max_bucket)
+        inside = frozenset(f"sampling.{name}" for name in self.between.replicated)
+        mine = {"samples", "basis", "offset", "dimensions", "start", "drifted", "loss", "sent"}
+        object.__setattr__(self, "replicated", inside | mine)
+
+    @property
+    def between(self) -> Compressor:
+        """The compressor of steps that are not projected."""
+        chosen = SAMPLING.get(self.sampling) if isinstance(self.sampling, str) else self.sampling
+        return part("GradiVeQCompressor: sampling", chosen)
+
+    @property
+    def others(self) -> Compressor:
+        """The compressor of layers that are no convolutions."""
+        return part("GradiVeQCompressor: other", self.other)
+
+    # -- sizes -------------------------------------------------------------------------------
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        convolutions = [len(shape) > 2 for _, shape, _ in layers]
+        if not any(convolutions):
+            LOGGER.warning(
+                "GradiVeQCompressor: none of %d layers is a convolution (three or more axes), so all "
+                "of them go to other=%r: %s%s",
+                len(layers),
+                self.others,
+                ", ".join(name for name, _, _ in layers[:8]),
+                ", ..." if len(layers) > 8 else "",
+            )
+        others = iter(
+            self.others.of_layers([x for x, mine in zip(layers, convolutions) if not mine], ranks)
+        )
+        return [self if mine else next(others) for mine in convolutions]
+
+    def room(self, length: int) -> int:
+        """The most dimensions of a basis for slices of a length."""
+        most = min(length, self.sample_steps - 1)
+        return most if self.ratio is None else min(most, max(1, int(length / self.ratio)))
+
+    def slices(self, layout: Layout) -> tuple[Slices, ...]:
+        """How each layer is cut."""
+        return _slices_of(self, layout)
+
+    def slices_of(self, shape: tuple[int, ...], filters_last: bool, start: int = 0) -> Slices:
+        """How a layer of a shape is cut."""
+        axes, size = tuple(range(len(shape))), prod(shape)
+        order = axes if filters_last else (*axes[2:], *axes[:2][::-1])
+        filters = shape[order[-1]] if shape else 1
+        depth = shape[order[-2]] if len(shape) > 1 else 1
+        length = self.slice_size or filters * depth
+        if self.slice_size is None and length > self.max_slice:
+            length = max(self.max_slice // filters * filters, 0) or self.max_slice
+        length = max(min(length, size), 1)
+        count = -(-size // length)
+        reuse = min(self.reuse or count, count)
+        return Slices(start, size, shape, order, length, count, reuse, self.room(length))
+
+    @property
+    def flush_steps(self) -> int:
+        """Steps at the begin of a cycle that take no sample."""
+        return int(self.feedback)
+
+    @property
+    def cycle_steps(self) -> int:
+        """Steps of a whole cycle."""
+        return self.flush_steps + self.sample_steps + self.compress_steps
+
+    def coefficient_bytes(self, layout: Layout, dimensions: Sequence[int] | None = None) -> int:
+        """Bytes that a rank hands to the allreduce of a compressed step.
+
+        Args:
+            dimensions: of each basis; None for all that there is room for.
+        """
+        given = iter(dimensions or [s.room for s in self.slices(layout) for _ in range(s.groups)])
+        used = (s.members(g) * next(given) for s in self.slices(layout) for g in range(s.groups))
+        return 4 * (sum(used) + 2)
+
+    def basis_bytes(self, layout: Layout) -> int:
+        """Bytes of the broadcast at the end of a sampling phase."""
+        return 4 * sum(s.groups * (s.length * (s.room + 1) + 1) for s in self.slices(layout))
+
+    def layer_bytes(self, shape: Sequence[int]) -> float | None:
+        if self.ratio is None:
+            return None
+        cut = self.slices_of(tuple(shape), filters_last=False)
+        return 4 * cut.count * cut.room
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> GradiVeQState:
+        cuts = self.slices(layout)
+        lengths = sum(s.groups * s.length for s in cuts)
+        dimensions = [s.room for s in cuts for _ in range(s.groups)]
+        return GradiVeQState(
+            samples=ops.zeros((self.sample_steps * lengths,)),
+            basis=ops.zeros((sum(s.groups * s.length * s.room for s in cuts),)),
+            offset=ops.zeros((lengths,)),
+            dimensions=ops.stage(ops.words(dimensions)),
+            start=ops.host(self.warmup_steps),
+            drifted=ops.host(0),
+            loss=ops.full((), float("nan"), "float32"),
+            sent=ops.zeros((len(layout.names),), "int64"),
+            sampling=self.between.init(ops, layout, ranks),
+            r=ops.zeros((layout.size,)) if self.feedback else (),
+        )
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+    ) -> Program:
+        del extra
+        start, drifted = ops.staged(state.start), ops.staged(state.drifted)
+        over = (context.step - start >= self.cycle_steps) | (drifted > 0)
+        start = ops.pick(over, context.step, start)
+        state = state._replace(start=ops.host(start), drifted=ops.host(0))
+        if self.feedback:
+            gradient = ops.accumulate(gradient, state.r)
+        first = self.flush_steps
+        last = first + self.sample_steps - 1
+        elapsed = context.step - start
+        phase = ops.bisect((first - 1, last - 1, last), elapsed)
+        row = elapsed - first
+
+        def whole() -> Program:
+            return self._whole(ops, context, gradient, state)
+
+        def sample() -> Program:
+            total, after = yield from self._whole(ops, context, gradient, state)
+            return total, self._recorded(ops, context.layout, total, row, after)
+
+        def learn() -> Program:
+            total, after = yield from sample()
+            return total, (yield from self._learned(ops, context, after))
+
+        def compress() -> Program:
+            return self._compressed(ops, context, gradient, state)
+
+        return (yield Switch(phase, (whole, sample, learn, compress)))
+
+    def _whole(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
+        layout = context.layout
+        total, inner = yield from self.between.aggregate(ops, context, gradient, state.sampling)
+        after = state._replace(sampling=inner, sent=state.sent + ops.words(layout.sizes))
+        return total, after._replace(r=ops.zeros((layout.size,))) if self.feedback else after
+
+    def _recorded(self, ops: Ops, layout: Layout, total: Tensor, row: Any, state: Any) -> Any:
+        """The state with the first slice of each group of this step's result."""
+        pieces = []
+        for cut in self.slices(layout):
+            slices = cut.cut(ops, total)
+            pieces += [slices[group * cut.reuse] for group in range(cut.groups)]
+        taken = ops.concat(pieces)
+        taken = ops.where(taken - taken == 0, taken, 0.0)  # one that is not finite says nothing
+        place = ops.arange(taken.shape[0]) + row * taken.shape[0]
+        return state._replace(samples=ops.put(state.samples * 1, place, taken))
+
+    def _learned(self, ops: Ops, context: Context, state: Any) -> Program:
+        """One rank computes the bases; all get the same bits."""
+        layout = context.layout
+        size, root = self.basis_bytes(layout) // 4, layout.digest % context.size
+        mine = self._bases(ops, layout, state) if context.rank == root else ops.zeros((size,))
+        flat = yield Broadcast(mine, root)
+        cuts = self.slices(layout)
+        lengths = sum(s.groups * s.length for s in cuts)
+        groups = sum(s.groups for s in cuts)
+        dimensions = ops.cast(flat[size - groups :], "int64")
+        return state._replace(
+            basis=flat[: size - groups - lengths] * 1,
+            offset=flat[size - groups - lengths : size - groups] * 1,
+            dimensions=ops.stage(dimensions),
+        )
+
+    def _bases(self, ops: Ops, layout: Layout, state: Any) -> Tensor:
+        """All bases, then the offsets, then the dimensions; float32."""
+        samples = ops.reshape(state.samples, (self.sample_steps, -1))
+        bases, offsets, dimensions = [], [], []
+        start = 0
+        for cut in self.slices(layout):
+            for _ in range(cut.groups):
+                found = components(ops, samples[:, start : start + cut.length])
+                count = found.energy.shape[0]
+                if self.loss_threshold is None:
+                    used = ops.full((1,), cut.room)
+                else:
+                    used = dimension(ops, found.energy, self.loss_threshold, cut.room)
+                basis = found.vectors[:, count - cut.room :]  # [length, room], the strongest last
+                column = ops.arange(cut.room) >= cut.room - used
+                basis = ops.where(column, basis, 0.0)
+                mean = ops.reshape(found.mean, (1, cut.length))
+                inside = ops.matmul(ops.matmul(mean, basis), ops.transpose(basis, (1, 0)))
+                bases.append(ops.reshape(ops.cast(basis, "float32"), (-1,)))
+                offsets.append(ops.reshape(ops.cast(mean - inside, "float32"), (-1,)))
+                dimensions.append(ops.cast(used, "float32"))
+                start += cut.length
+        return ops.concat((*bases, *offsets, *dimensions))
+
+    def _compressed(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
+        layout, weight = context.layout, context.prescale * context.postscale
+        finite, gradient = exchanges.checked(ops, gradient)
+        code, energy, lost = self.encode(ops, layout, gradient, state)
+        loss = ops.where(energy > 0, lost / ops.where(energy > 0, energy, 1.0), 0.0)
+        said = ops.concat((code, ops.reshape(loss, (1,)), exchanges.poison(ops, finite)))
+        total = yield Allreduce(said, context.prescale, context.postscale)
+        total = exchanges.unpoisoned(ops, total)
+        loss = ops.reshape(total[-1:], ()) * (1.0 / (weight * context.size))
+        if self.resample_loss is not None:
+            drifted = ops.stage(ops.cast(loss > self.resample_loss, "int64"))
+            state = state._replace(drifted=drifted)
+        if self.feedback:
+            share = 1.0 / (weight * context.size)
+            kept = gradient - self.decode(ops, layout, code, state, share)
+            state = state._replace(r=kept)
+        mean = self.decode(ops, layout, total[:-1], state)
+        sent = state.sent + self._coefficients(ops, layout, state)
+        return mean, state._replace(loss=loss, sent=sent)
+
+    def _groups(self, ops: Ops, layout: Layout, state: Any) -> list[tuple[Slices, int, Any, Any, Any]]:
+        """(cut, group, dimension, basis [length, dimension], offset [1, length]) of each group."""
+        found = []
+        start = offset = number = 0
+        for cut in self.slices(layout):
+            for group in range(cut.groups):
+                basis = state.basis[start : start + cut.length * cut.room]
+                basis = ops.reshape(basis, (cut.length, cut.room))
+                used: Any = cut.room
+                if self.loss_threshold is not None and ops.dynamic_shapes:
+                    used = ops.staged(state.dimensions[number])
+                    basis = basis[:, cut.room - used :]
+                beside = ops.reshape(state.offset[offset : offset + cut.length], (1, cut.length))
+                found.append((cut, group, used, basis, beside))
+                start += cut.length * cut.room
+                offset += cut.length
+                number += 1
+        return found
+
+    def encode(
+        self, ops: Ops, layout: Layout, gradient: Tensor, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The coefficients, linear in the gradient; its energy; and what of it the basis leaves out.
+
+        The local loss needs no projection back: with `c` the offset, which is orthogonal to `U`,
+        `||s - U U^T s - c||^2 = ||s||^2 - ||U^T s||^2 - 2 c.s + ||c||^2`.
+        """
+        codes: list[Any] = []
+        energy = lost = ops.zeros(())
+        slices, of_layer = None, None
+        for cut, group, _, basis, offset in self._groups(ops, layout, state):
+            if cut is not of_layer:
+                slices, of_layer = cut.cut(ops, gradient), cut
+            assert slices is not None
+            first, members = group * cut.reuse, cut.members(group)
+            mine = slices[first : first + members]
+            code = ops.matmul(mine, basis)
+            codes.append(ops.reshape(code, (-1,)))
+            whole = ops.sum(mine * mine)
+            beside = ops.sum(mine * offset) * 2.0 - ops.sum(offset * offset) * float(members)
+            energy = energy + whole
+            lost = lost + ops.maximum(whole - ops.sum(code * code) - beside, 0.0)
+        return ops.concat(codes), energy, lost
+
+    def decode(
+        self, ops: Ops, layout: Layout, code: Tensor, state: Any, share: float = 1.0
+    ) -> Tensor:
+        """The gradient that coefficients stand for; `share` of the mean's part outside the basis."""
+        pieces: list[Any] = []
+        rows: list[Any] = []
+        done, start = 0, 0
+        for cut, group, used, basis, offset in self._groups(ops, layout, state):
+            members = cut.members(group)
+            mine = ops.reshape(code[start : start + members * used], (members, used))
+            start = start + members * used
+            back = ops.matmul(mine, ops.transpose(basis, (1, 0)))
+            rows.append(ops.reshape(back + offset * share, (-1,)))
+            if group == cut.groups - 1:
+                if cut.start > done:
+                    pieces.append(ops.zeros((cut.start - done,)))
+                pieces.append(cut.joined(ops, ops.concat(rows)))
+                rows, done = [], cut.start + cut.size
+        if layout.size > done:
+            pieces.append(ops.zeros((layout.size - done,)))
+        return ops.concat(pieces)
+
+    def _coefficients(self, ops: Ops, layout: Layout, state: Any) -> Tensor:
+        """How many each layer sends; int64 [layers]."""
+        counts: list[Any] = []
+        for cut, group, used, _, _ in self._groups(ops, layout, state):
+            if group == 0:
+                counts.append(0)
+            counts[-1] = counts[-1] + cut.members(group) * used
+        return ops.words(counts)
+
+    # -- what users ask ----------------------------------------------------------------------
+
+    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
+        del layout, steps
+        return [int(n) for n in state.sent]
+
+    def losses(self, state: Any) -> dict[str, float]:
+        return {"basis": float(state.loss)}
+
+    def residual(self, state: Any) -> Tensor | None:
+        return state.r if self.feedback else None
+
+    def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
+        return state if step < self.warmup_steps else state._replace(start=ops.host(step))
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        raise TypeError(
+            f"{self!r} has no basis yet. Inside stock Horovod nothing could be sampled: pass "
+            "compression=compressor.fit(samples), with samples [count, *shape] of each convolution's "
+            "gradients; or import hvd_gradcomp.torch (or .tensorflow) as hvd"
+        )
+
+    def fit(self, samples: Sequence[Tensor], filters_last: bool | None = None) -> FittedGradiVeQ:
+        """A stock Horovod `Compressor` with a basis for each shape, from gradients seen before.
+
+        Args:
+            samples: float32 [count, *shape] of each layer, at least 2 of each. Stock Horovod names
+                no layers, so those of one shape share a basis.
+            filters_last: see `Layout`; None for what the tensors' framework does.
+
+        Returns:
+            What `hvd.DistributedOptimizer(compression=)` of stock Horovod takes. It projects tensors
+            whose shape it has seen and passes on others.
+
+        Raises:
+            ValueError: there are no samples, or fewer than 2 of a layer.
+        """
+        if not samples or any(len(x.shape) < 2 or x.shape[0] < 2 for x in samples):
+            raise ValueError(
+                "fit needs samples [count, *shape] with at least 2 of each layer, got shapes "
+                f"{[tuple(x.shape) for x in samples]}"
+            )
+        if filters_last is None:
+            filters_last = type(samples[0]).__module__.partition(".")[0] == "tensorflow"
+        return FittedGradiVeQ(self, samples, filters_last)
+
+
+class FittedGradiVeQ:
+    """GradiVeQ whose basis is set, for stock Horovod; made by `GradiVeQCompressor.fit`."""
+
+    def __init__(
+        self, compressor: GradiVeQCompressor, samples: Sequence[Tensor], filters_last: bool
+    ) -> None:
+        shapes: dict[tuple[int, ...], list[Tensor]] = {}
+        for several in samples:
+            shape = tuple(int(extent) for extent in several.shape[1:])
+            shapes.setdefault(shape, []).append(several)
+        self._known: dict[tuple[int, ...], tuple[GradiVeQCompressor, Layout, Any]] = {}
+        for shape, layers in shapes.items():
+            self._known[shape] = _fitted(compressor, shape, layers, filters_last)
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """What stock Horovod shall allreduce: coefficients, where the shape is known."""
+        shape = tuple(int(extent) for extent in tensor.shape)
+        if shape not in self._known:
+            return tensor, None
+        ops = verbs.of(tensor)
+        compressor, layout, state = self._known[shape]
+        code, _, _ = compressor.encode(ops, layout, ops.reshape(tensor, (-1,)), state)
+        return code, shape
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """The mean gradient from the mean of coefficients."""
+        if context is None:
+            return tensor
+        compressor, layout, state = self._known[context]
+        ops = verbs.of(tensor)
+        return ops.reshape(compressor.decode(ops, layout, tensor, state), context)
+
+
+def _fitted(
+    compressor: GradiVeQCompressor,
+    shape: tuple[int, ...],
+    layers: Sequence[Tensor],
+    filters_last: bool,
+) -> tuple[GradiVeQCompressor, Layout, Any]:
+    ops = verbs.of(layers[0])
+    count = sum(int(several.shape[0]) for several in layers)
+    compressor = replace(compressor, sample_steps=count, sampling="none", feedback=False)
+    layout = Layout(("tensor",), (shape,), block=1, filters_last=filters_last)
+    state = compressor.init(ops, layout)
+    row = 0
+    for several in layers:
+        for place in range(int(several.shape[0])):
+            total = ops.reshape(ops.cast(several[place], "float32"), (layout.size,))
+            state = compressor._recorded(ops, layout, total, row, state)
+            row += 1
+    program = compressor._learned(ops, Context(layout, 0, 1, 0), state)
+    request = next(program)
+    try:
+        program.send(request.tensor)
+    except StopIteration as stop:
+        state = stop.value
+    return compressor, layout, state
+
+
+@lru_cache(maxsize=256)
+def _slices_of(compressor: GradiVeQCompressor, layout: Layout) -> tuple[Slices, ...]:
+    return tuple(
+        compressor.slices_of(shape, layout.filters_last, start)
+        for start, shape in zip(layout.offsets, layout.shapes)
+    )

@@ -1,0 +1,253 @@
+"""The autoencoder of LGC (000, section IV.C, Tables I and II), of one-dimensional convolutions.
+
+Written once for all frameworks: a convolution of width 3 is three shifted copies of its input beside
+each other, times a matrix; a transposed one is a matrix times the input, shifted and added. Vectors
+are [rows, length, channels], so shifting along the length is cutting a row.
+
+Parameters are flat vectors, layer after layer: a matrix of the taps, then a bias.
+
+*Initial parameters.* Every network here begins by passing a signal on: encoders send the mean of
+four neighbours, four of them to a code, and decoders spread it out again, but their last layer begins
+with zeros. So the loss begins at 1, and what has to be learned first is a scale. Other channels begin
+with small noise. With noise alone a few hundred steps of plain gradient descent hardly learn anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.ops import Ops, Tensor
+
+STRIDE = 16  # elements that become one position of a code
+SLOPE = 0.01  # of the leaky ReLU
+_CHANNELS = 4  # of a code
+_NOISE = 0.1  # initial, as a share of what keeps the variance
+_SHIFT = 8.0  # keeps a code, whose elements have about unit variance, on the rectifier's upper side
+_PASS = 1.0 / (1.0 + SLOPE)  # a signal is the difference of two rectified channels, times this
+_HALF = 0.5**0.5
+
+
+class Layer(NamedTuple):
+    """A convolution: channels in and out, taps, stride."""
+
+    inputs: int
+    outputs: int
+    taps: int
+    stride: int
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has."""
+        return (self.taps * self.inputs + 1) * self.outputs
+
+
+ENCODER = (
+    Layer(1, 64, 3, 2),
+    Layer(64, 128, 3, 2),
+    Layer(128, 256, 3, 2),
+    Layer(256, 64, 3, 2),
+    Layer(64, _CHANNELS, 1, 1),
+)
+# The first one has stride 1: five of stride 2, as printed, would give twice the length.
+DECODER = (
+    Layer(_CHANNELS, 4, 3, 1),
+    Layer(4, 32, 3, 2),
+    Layer(32, 64, 3, 2),
+    Layer(64, 128, 3, 2),
+    Layer(128, 32, 3, 2),
+)
+ENCODER_SIZE = sum(layer.size for layer in ENCODER)
+
+
+def last_layer(innovation: bool) -> Layer:
+    """The last convolution of a decoder; the innovation is one more channel of its input."""
+    return Layer(DECODER[-1].outputs + innovation, 1, 1, 1)
+
+
+def decoder_size(innovation: bool) -> int:
+    """Parameters of a decoder."""
+    return sum(layer.size for layer in DECODER) + last_layer(innovation).size
+
+
+def padded(length: int) -> int:
+    """The length that a vector is filled up to."""
+    return -(-length // STRIDE) * STRIDE
+
+
+def code_length(length: int) -> int:
+    """Elements of the code of a vector."""
+    return padded(length) // STRIDE * _CHANNELS
+
+
+def encode(ops: Ops, parameters: Tensor, x: Tensor) -> Tensor:
+    """Codes of vectors; [rows, length] to [rows, length / 4]. The length is a multiple of 16."""
+    rows, length = x.shape
+    signal = ops.reshape(x, (rows, length, 1))
+    for layer, weight, bias in _cut(ops, parameters, ENCODER):
+        if layer.taps == 1:
+            signal = ops.matmul(signal, weight) + bias
+        else:
+            signal = ops.leaky_relu(_halved(ops, signal, weight) + bias, SLOPE)
+    return ops.reshape(signal, (rows, length // STRIDE * _CHANNELS))
+
+
+def decode(ops: Ops, parameters: Tensor, code: Tensor, innovation: Tensor | None = None) -> Tensor:
+    """Vectors from codes, by one decoder a row.
+
+    Args:
+        parameters: float32 [heads, size].
+        code: [heads, length / 4], or [1, length / 4] for all heads.
+        innovation: [heads, length]; None if the decoders take none.
+    """
+    heads = parameters.shape[0]
+    positions = code.shape[1] // _CHANNELS
+    signal = ops.reshape(code, (code.shape[0], positions, _CHANNELS))
+    layers = (*DECODER, last_layer(innovation is not None))
+    for layer, weight, bias in _cut(ops, parameters, layers):
+        if layer.taps == 1:
+            if innovation is not None:
+                beside = ops.reshape(innovation, (heads, positions * STRIDE, 1))
+                signal = ops.concat((signal, beside))
+            signal = ops.matmul(signal, weight) + bias
+        else:
+            spread = _doubled if layer.stride == 2 else _smoothed
+            signal = ops.leaky_relu(spread(ops, signal, weight) + bias, SLOPE)
+    return ops.reshape(signal, (heads, positions * STRIDE))
+
+
+def _cut(ops: Ops, parameters: Tensor, layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, Any, Any]]:
+    """Each layer with its matrix [..., taps * inputs, outputs] and bias [..., 1, outputs].
+
+    A transposed convolution's matrix is [..., inputs, taps * outputs].
+    """
+    batched = len(parameters.shape) == 2
+    head = (parameters.shape[0],) if batched else ()
+    start = 0
+    for layer in layers:
+        weights = layer.taps * layer.inputs * layer.outputs
+        flat = parameters[..., start : start + weights]
+        bias = parameters[..., start + weights : start + layer.size]
+        transposed = batched and layer.taps > 1
+        rows = layer.inputs if transposed else layer.taps * layer.inputs
+        yield (
+            layer,
+            ops.reshape(flat, (*head, rows, weights // rows)),
+            ops.reshape(bias, (*head, 1, layer.outputs)),
+        )
+        start += layer.size
+
+
+def _shifted(ops: Ops, x: Tensor, by: int) -> Tensor:
+    """`x[:, i - by]` at i, with zeros beyond the ends; by is 1 or -1."""
+    rows, length, channels = x.shape
+    flat = ops.reshape(x, (rows, length * channels))
+    nothing = ops.zeros((rows, channels))
+    pieces = (nothing, flat[:, :-channels]) if by > 0 else (flat[:, channels:], nothing)
+    return ops.reshape(ops.concat(pieces), (rows, length, channels))
+
+
+def _halved(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+    """A convolution of stride 2: position i sees 2i - 1, 2i and 2i + 1."""
+    rows, length, channels = x.shape
+    pairs = ops.reshape(x, (rows, length // 2, 2 * channels))
+    before = _shifted(ops, pairs[:, :, channels:], 1)
+    return ops.matmul(ops.concat((before, pairs)), weight)
+
+
+def _doubled(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+    """A transposed convolution of stride 2: position i adds to 2i - 1, 2i and 2i + 1."""
+    spread = ops.matmul(x, weight)
+    rows, length, outputs = spread.shape[0], spread.shape[1], spread.shape[2] // 3
+    odd = spread[:, :, 2 * outputs :] + _shifted(ops, spread[:, :, :outputs], -1)
+    pairs = ops.concat((spread[:, :, outputs : 2 * outputs], odd))
+    return ops.reshape(pairs, (rows, 2 * length, outputs))
+
+
+def _smoothed(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+    """A transposed convolution of stride 1: position i adds to i - 1, i and i + 1."""
+    spread = ops.matmul(x, weight)
+    outputs = spread.shape[2] // 3
+    middle = spread[:, :, outputs : 2 * outputs]
+    left = _shifted(ops, spread[:, :, :outputs], -1)
+    return middle + left + _shifted(ops, spread[:, :, 2 * outputs :], 1)
+
+
+# -- initial parameters ------------------------------------------------------------------------
+
+
+def initial_encoder(ops: Ops, seed: int) -> Tensor:
+    """Parameters of an encoder; float32 [ENCODER_SIZE]."""
+    found = {}
+    for layer in (0, 1):  # means of two, as a pair of channels with both signs
+        for tap in (1, 2):
+            for source, sign in (((0, 1.0),) if layer == 0 else ((0, _PASS), (1, -_PASS))):
+                found[layer, tap, source, 0] = sign * _HALF
+                found[layer, tap, source, 1] = -sign * _HALF
+    for layer, signals in ((2, 1), (3, 2)):  # two positions become neighbours in the channels
+        for tap in (1, 2):
+            for signal in range(signals):
+                target = 2 * (signals * (tap - 1) + signal)
+                for source, sign in ((2 * signal, _PASS), (2 * signal + 1, -_PASS)):
+                    found[layer, tap, source, target] = sign
+                    found[layer, tap, source, target + 1] = -sign
+    for signal in range(_CHANNELS):
+        found[4, 0, 2 * signal, signal] = _PASS
+        found[4, 0, 2 * signal + 1, signal] = -_PASS
+    places = {
+        _place(ENCODER, layer, tap * ENCODER[layer].inputs + source, target): value
+        for (layer, tap, source, target), value in found.items()
+    }
+    return _filled(ops, ENCODER, places, seed)
+
+
+def initial_decoder(ops: Ops, innovation: bool, seed: int) -> Tensor:
+    """Parameters of a decoder; float32 [decoder_size(innovation)]."""
+    layers = (*DECODER, last_layer(innovation))
+    found = {(0, 1, signal, signal): 1.0 for signal in range(_CHANNELS)}
+    for tap in (1, 2):
+        for signal in range(2):  # two signals at each of the two positions
+            found[1, tap, 2 * (tap - 1) + signal, 2 * signal] = 1.0
+            found[1, tap, 2 * (tap - 1) + signal, 2 * signal + 1] = -1.0
+        for layer in (2, 3, 4):  # then one at each; then it is repeated
+            first = 2 * (tap - 1) if layer == 2 else 0
+            for source, sign in ((first, _PASS), (first + 1, -_PASS)):
+                found[layer, tap, source, 0] = sign
+                found[layer, tap, source, 1] = -sign
+    places = {
+        _place(layers, layer, source, tap * layers[layer].outputs + target, 3): value
+        for (layer, tap, source, target), value in found.items()
+    }
+    ends = [sum(layer.size for layer in layers[: i + 1]) for i in range(2)]
+    for signal in range(_CHANNELS):
+        places[ends[0] - _CHANNELS + signal] = _SHIFT
+        places[ends[1] - layers[1].outputs + signal] = -_SHIFT if signal % 2 == 0 else _SHIFT
+    return _filled(ops, layers, places, seed, silent=True)
+
+
+def _place(layers: tuple[Layer, ...], layer: int, row: int, column: int, wide: int = 1) -> int:
+    """Where an element of a layer's matrix lies."""
+    before = sum(one.size for one in layers[:layer])
+    return before + row * layers[layer].outputs * wide + column
+
+
+def _filled(
+    ops: Ops,
+    layers: tuple[Layer, ...],
+    places: dict[int, float],
+    seed: int,
+    silent: bool = False,
+) -> Tensor:
+    """Noise, and what is given; biases and, if asked for, the last layer begin with zeros."""
+    key = ops.key(0, seed)
+    pieces, start = [], 0
+    for number, layer in enumerate(layers):
+        weights = prod((layer.taps, layer.inputs, layer.outputs))
+        quiet = silent and number == len(layers) - 1
+        width = 0.0 if quiet else _NOISE * (6.0 / (layer.taps * layer.inputs)) ** 0.5
+        noise = ops.uniform(key + start, weights) * (2.0 * width) - width
+        pieces += [noise, ops.zeros((layer.outputs,))]
+        start += layer.size
+    at = sorted(places)
+    return ops.put(ops.concat(pieces), ops.words(at), ops.reals([places[i] for i in at]))

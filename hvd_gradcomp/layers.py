@@ -1,0 +1,57 @@
+"""The layers of a model, and what each of them does in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+Layer = tuple[str, Sequence[int], str]  # name, shape, dtype
+ROLES = ("first", "last", "bias", "norm", "embedding")
+
+
+class Traits(NamedTuple):
+    """What rules look at."""
+
+    name: str
+    size: int
+    roles: frozenset[str]
+
+
+def traits_of(layers: Sequence[Layer]) -> list[Traits]:
+    """What each layer is, by its name, its shape and its neighbours."""
+    modules: list[list[int]] = []  # runs of neighbours with one prefix, no part of them twice
+    previous = None
+    parts: set[str] = set()
+    leaves = []
+    for place, (name, _, _) in enumerate(layers):
+        prefix, _, leaf = re.sub(r"\.\d+$", "", name).replace("/", ".").rpartition(".")
+        leaves.append(leaf)
+        if prefix != previous or leaf in parts or not prefix:
+            modules.append([])
+            parts = set()
+        modules[-1].append(place)
+        previous = prefix
+        parts.add(leaf)
+    roles: list[set[str]] = [set() for _ in layers]
+    matrices = [m for m in modules if any(len(layers[place][1]) > 1 for place in m)]
+    for module in modules:
+        vector = [p for p in module if leaves[p] in ("weight", "gamma", "scale")]
+        norm = any(len(layers[p][1]) == 1 for p in vector)
+        for place in module:
+            name = layers[place][0].lower()
+            if re.match(r"bias|beta|b$", leaves[place]):
+                roles[place].add("bias")
+            if norm:
+                roles[place].add("norm")
+            if "embed" in name:
+                roles[place].add("embedding")
+            if matrices and module is matrices[0]:
+                roles[place].add("first")
+            if matrices and module is matrices[-1]:
+                roles[place].add("last")
+    return [
+        Traits(name, prod(shape), frozenset(found))
+        for (name, shape, _), found in zip(layers, roles)
+    ]
