@@ -124,7 +124,7 @@ class Compressor(ABC):
         return {}
 
     def retrained(self, ops: Ops, state: State, step: Any) -> State:
-        """A state that learns anew, from this step on, what the method learns (a basis, an autoencoder)."""
+        """A state that learns a basis or an autoencoder anew, from this step on."""
         del ops, step
         return state
 

@@ -2,7 +2,9 @@
 
 Rules, in this order:
 
-* A compressor says who takes which layer (`Compressor.of_layers`): `partition` by its rules, methods
+* A compressor says who takes which layer (`Compressor.of_layers`): `partition` by its rules,
+
+Methods:
   that are made for some layers leave the others to another, most take all.
 * A layer is sent dense, together with all others of that kind, where compressing it saves nothing:
   where its share of a payload (`Compressor.layer_bytes`) is at least 4 bytes an element.
@@ -229,9 +231,7 @@ def partition(
     return Partition(tuple(made))
 
 
-def assign(
-    compressor: Compressor, layers: Sequence[Layer], ranks: int = 1
-) -> list[Compressor]:
+def assign(compressor: Compressor, layers: Sequence[Layer], ranks: int = 1) -> list[Compressor]:
     """The compressor of each layer, by the rules at the head of this file.
 
     Args:

@@ -14,9 +14,7 @@ from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.wrappers import After, MomentumAfter
 
 
-def describe(
-    compressor: Compressor, layers: Sequence[Layer], buckets: int, ranks: int = 1
-) -> str:
+def describe(compressor: Compressor, layers: Sequence[Layer], buckets: int, ranks: int = 1) -> str:
     """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it."""
     rows: list[tuple[str, str, str, str, str]] = []
     dense = expected = 0.0

@@ -142,6 +142,7 @@ def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> 
 
 
 def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.Header:
+    """What this rank says about a payload of a fixed size."""
     elements = context.layout.elements
     step = context.step % (1 << 32)
     digest = codec.digest(context.layout)
@@ -178,18 +179,19 @@ def leader(
 def from_leader(
     ops: Ops, context: Context, leader: Any, payload: Callable[[], Tensor], size: int
 ) -> Generator[Any, Any, Tensor]:
-    """One rank's payload of so many bytes, on all ranks; `leader` may be known in the graph only."""
+    """One rank's payload of so many bytes, on all ranks."""
     mine = ops.cond(leader == context.rank, payload, lambda: ops.zeros((size,), "uint8"))
 
     def from_root(root: int) -> Generator[Broadcast, Tensor, tuple[Tensor]]:
         return ((yield Broadcast(mine, root)),)
 
-    (buffer,) = yield Switch(leader, [lambda r=root: from_root(r) for root in range(context.size)])
+    roots = [lambda r=root: from_root(r) for root in range(context.size)]
+    (buffer,) = yield Switch(leader, roots)
     return buffer
 
 
 def poison(ops: Ops, finite: Any) -> Tensor:
-    """0, or NaN if this rank's gradient is not finite; float32 [1], the last of what is added up."""
+    """0, or NaN if this rank's gradient is not finite; float32 [1], last of what is added up."""
     healthy = ops.cast(ops.words((finite,)), "float32")
     return ops.where(healthy > 0, 0.0, healthy / healthy)
 

@@ -30,8 +30,8 @@ class Layout:
         dtype: of the bucket, "float32" unless a compressor takes others as they are.
         block: alignment in elements, a power of two; 1 packs layers tightly and leaves no sink.
         filters_last: how the framework stores a convolution's weights: [height, width, depth,
-            filters] (TensorFlow), or [filters, depth, height, width] (PyTorch). One framework trains
-            a model, so the digest leaves it out.
+            filters] (TensorFlow), or [filters, depth, height, width] (PyTorch). One framework
+            trains a model, so the digest leaves it out.
 
     >>> layout = Layout(("weight", "bias"), ((3, 100), (10,)))
     >>> layout.elements, layout.offsets, layout.size, layout.sink

@@ -19,9 +19,9 @@ class CompressionStats:
             included.
         bytes_received: bytes that collectives handed back.
         layers: elements sent by layer name.
-        losses: what learned methods lose now, not since the start, as shares of the energy: "basis",
-            what GradiVeQ's projection leaves out; "autoencoder", what LGC's reconstruction misses.
-            The mean over buckets; nothing where nothing is learned, or not yet.
+        losses: what learned methods lose now, not since the start, as shares of the energy:
+            "basis", what GradiVeQ's projection leaves out; "autoencoder", what LGC's
+            reconstruction misses. The mean over buckets; nothing where nothing is learned yet.
     """
 
     steps: int = 0

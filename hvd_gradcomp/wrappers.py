@@ -62,7 +62,9 @@ class MomentumAfter(Compressor):
         return self.inner.layer_bytes(shape)
 
     def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> MomentumState:
-        return MomentumState(self.inner.init(ops, layout, ranks), ops.zeros((layout.size,), layout.dtype))
+        return MomentumState(
+            self.inner.init(ops, layout, ranks), ops.zeros((layout.size,), layout.dtype)
+        )
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor

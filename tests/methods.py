@@ -11,7 +11,9 @@ from hvd_gradcomp import (
     EGCCompressor,
     FP16Compressor,
     GradientDroppingCompressor,
+    GradiVeQCompressor,
     HybridCompressor,
+    LGCCompressor,
     NoneCompressor,
     OneBitCompressor,
     QSGDCompressor,
@@ -55,9 +57,47 @@ QUANTIZED: list[Compressor] = [
 PHASED: list[Compressor] = [
     after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=0.9)),
 ]
+# What these learn is rounded by the framework and the machine, so it has no golden bytes; and they
+# need more steps than others to go through their phases.
+LEARNED: list[Compressor] = [
+    GradiVeQCompressor(ratio=4, warmup_steps=20, sample_steps=30, compress_steps=60),
+    GradiVeQCompressor(
+        loss_threshold=0.1,
+        warmup_steps=10,
+        sample_steps=40,
+        compress_steps=70,
+        resample_loss=0.95,
+        sampling="qsgd",
+        feedback=True,
+    ),
+    LGCCompressor(alpha=0.05, full_steps=40, train_steps=80, ae_lr=0.005, momentum=0.9),
+    LGCCompressor(
+        alpha=0.05, full_steps=20, train_steps=60, ae_lr=0.005, momentum=0.0, feedback="paper"
+    ),
+    LGCCompressor(
+        "parameter_server", alpha=0.05, full_steps=40, train_steps=80, ae_lr=0.005, momentum=0.9
+    ),
+    LGCCompressor(
+        "parameter_server",
+        alpha=0.05,
+        full_steps=20,
+        train_steps=60,
+        ae_lr=0.005,
+        common_rank=0,
+        index_coding="delta",
+        feedback="paper",
+        momentum=0.5,
+        retrain_loss=50.0,
+    ),
+]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
 ONE_OF_EACH = list({type(c): c for c in reversed(EVERY)}.values())[::-1]
 CLASSES = sorted(
-    {type(c) for c in EVERY if type(c).__name__.endswith("Compressor")},
+    {type(c) for c in EVERY + LEARNED if type(c).__name__.endswith("Compressor")},
     key=lambda cls: cls.__name__,
 )
+
+
+def learned_by(ranks: int) -> list[Compressor]:
+    """Two ranks go through all settings of the methods that learn, more through some."""
+    return LEARNED if ranks == 2 else LEARNED[::2]

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import pickle
-import sys
 from pathlib import Path
 
 import torch
@@ -21,26 +19,7 @@ from torch import nn
 
 import hvd_gradcomp
 import hvd_gradcomp.torch as hvd
-
-
-def load(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images float32 [n, 3, 32, 32] in [0, 1], labels int64: training, then test."""
-
-    def read(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        with (folder / name).open("rb") as file:
-            batch = pickle.load(file, encoding="bytes")
-        images = torch.from_numpy(batch[b"data"]).view(-1, 3, 32, 32).float() / 255
-        return images, torch.tensor(batch[b"labels"])
-
-    names = [f"data_batch_{i}" for i in range(1, 6)]
-    missing = [n for n in [*names, "test_batch"] if not (folder / n).is_file()]
-    if missing:
-        sys.exit(
-            f"{folder} lacks {', '.join(missing)}: unpack the python version of CIFAR-10 there"
-        )
-    parts = [read(name) for name in names]
-    images, labels = (torch.cat(x) for x in zip(*parts))
-    return (images, labels, *read("test_batch"))
+from examples import cifar10
 
 
 def network() -> nn.Sequential:
@@ -90,7 +69,10 @@ def main() -> None:
     hvd.init()
     device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else "cpu"
     torch.manual_seed(options.seed)
-    train_x, train_y, test_x, test_y = (x.to(device) for x in load(options.folder))
+    train_x, train_y, test_x, test_y = (
+        torch.from_numpy(x).to(device) for x in cifar10.load(options.folder)
+    )
+    train_x, test_x = (x.permute(0, 3, 1, 2).contiguous() for x in (train_x, test_x))
     model = network().to(device)
     if compressor.uses_moments:
         hvd.track_moments(model)

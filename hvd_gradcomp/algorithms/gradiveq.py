@@ -1,9 +1,9 @@
 """GradiVeQ (Yu et al. 2018; 002): a linear projection that commutes with the sum over ranks.
 
-    slices   of a layer, so that gradients of one input lie together
-    sample   what the ranks' mean was, for some steps
-    basis    its principal components, computed by one rank and given to all
-    encode   coefficients, whose sum over ranks is all that the ranks exchange
+slices   of a layer, so that gradients of one input lie together
+sample   what the ranks' mean was, for some steps
+basis    its principal components, computed by one rank and given to all
+encode   coefficients, whose sum over ranks is all that the ranks exchange
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class GradiVeQState(NamedTuple):
     offset: Tensor  # float32 [sum over groups of length], the mean's part outside the basis
     dimensions: Tensor  # int64 [groups], on the host
     start: Tensor  # int64 [] step at which the cycle began to sample, on the host
-    drifted: Tensor  # int64 [] whether the loss of the last step asks for another cycle, on the host
+    drifted: (
+        Tensor  # int64 [] whether the loss of the last step asks for another cycle, on the host
+    )
     loss: Tensor  # float32 [] of the last compressed step, mean over ranks; NaN before one
     sent: Tensor  # int64 [layers]
     sampling: Any  # state of the compressor of the other steps
@@ -55,27 +57,27 @@ class Slices(NamedTuple):
     shape: tuple[int, ...]  # as the framework stores them
     order: tuple[int, ...]  # of axes, so that filters come last and depth before them
     length: int  # of a slice
-    count: int  # slices, the last one filled up with zeros
+    slices: int  # the last one filled up with zeros
     reuse: int  # neighbours that share a basis
     room: int  # the most dimensions that a basis may have
 
     @property
     def groups(self) -> int:
         """How many bases there are."""
-        return -(-self.count // self.reuse)
+        return -(-self.slices // self.reuse)
 
     def members(self, group: int) -> int:
         """Slices that share a basis."""
-        return min(self.reuse, self.count - group * self.reuse)
+        return min(self.reuse, self.slices - group * self.reuse)
 
     def cut(self, ops: Ops, bucket: Tensor) -> Tensor:
         """The layer's slices; [count, length]."""
         layer = ops.reshape(bucket[self.start : self.start + self.size], self.shape)
         flat = ops.reshape(ops.transpose(layer, self.order), (self.size,))
-        missing = self.count * self.length - self.size
+        missing = self.slices * self.length - self.size
         if missing:
             flat = ops.concat((flat, ops.zeros((missing,))))
-        return ops.reshape(flat, (self.count, self.length))
+        return ops.reshape(flat, (self.slices, self.length))
 
     def joined(self, ops: Ops, slices: Tensor) -> Tensor:
         """The inverse of `cut`; [size]."""
@@ -96,8 +98,8 @@ class GradiVeQCompressor(Compressor):
     components `U` and broadcasts them. For `compress_steps` each rank sends `z = U^T s` only; the
     ranks' mean of `z` gives back `U (z - U^T mu) + mu`.
 
-    What travels: while compressing, 4 bytes a coefficient (`d` of them a slice) and 8 bytes a bucket,
-    by allreduce; while sampling, what `sampling` sends; once a cycle a broadcast of
+    What travels: while compressing, 4 bytes a coefficient (`d` of them a slice) and 8 bytes a
+    bucket, by allreduce; while sampling, what `sampling` sends; once a cycle a broadcast of
     `4 * (length * (d + 1) + 1)` bytes a basis, `d` being the most that it may have. State, besides
     that of `sampling`: samples and basis, `4 * length * (sample_steps + d + 1)` bytes each; with
     `feedback` 4 bytes an element. Memory and time do not depend on the number of ranks.
@@ -129,7 +131,8 @@ class GradiVeQCompressor(Compressor):
     TensorFlow send the same coefficients but for the last bits.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, or both `loss_threshold` and `ratio` are given.
+        ValueError: a hyper-parameter is out of range, or both `loss_threshold` and `ratio` are
+            given.
         TypeError: `sampling` or `other` is no compressor, or one that takes momentum over.
 
     >>> GradiVeQCompressor(ratio=8).room(1024), GradiVeQCompressor(ratio=8).room(72)
@@ -158,7 +161,7 @@ class GradiVeQCompressor(Compressor):
         validate.whole(self, "max_slice", low=1)
         if self.loss_threshold is not None and self.ratio is not None:
             raise ValueError(
-                "GradiVeQCompressor: loss_threshold and ratio both fix the dimension; give one, got "
+                "GradiVeQCompressor: loss_threshold and ratio fix the same thing; give one, got "
                 f"{self.loss_threshold!r} and {self.ratio!r}"
             )
         if self.ratio is not None:
@@ -205,7 +208,7 @@ class GradiVeQCompressor(Compressor):
         convolutions = [len(shape) > 2 for _, shape, _ in layers]
         if not any(convolutions):
             LOGGER.warning(
-                "GradiVeQCompressor: none of %d layers is a convolution (three or more axes), so all "
+                "GradiVeQCompressor: none of %d layers is a convolution (three or more axes); all "
                 "of them go to other=%r: %s%s",
                 len(layers),
                 self.others,
@@ -268,7 +271,7 @@ class GradiVeQCompressor(Compressor):
         if self.ratio is None:
             return None
         cut = self.slices_of(tuple(shape), filters_last=False)
-        return 4 * cut.count * cut.room
+        return 4 * cut.slices * cut.room
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -398,7 +401,9 @@ class GradiVeQCompressor(Compressor):
         sent = state.sent + self._coefficients(ops, layout, state)
         return mean, state._replace(loss=loss, sent=sent)
 
-    def _groups(self, ops: Ops, layout: Layout, state: Any) -> list[tuple[Slices, int, Any, Any, Any]]:
+    def _groups(
+        self, ops: Ops, layout: Layout, state: Any
+    ) -> list[tuple[Slices, int, Any, Any, Any]]:
         """(cut, group, dimension, basis [length, dimension], offset [1, length]) of each group."""
         found = []
         start = offset = number = 0
@@ -420,7 +425,7 @@ class GradiVeQCompressor(Compressor):
     def encode(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The coefficients, linear in the gradient; its energy; and what of it the basis leaves out.
+        """The coefficients, linear in the gradient; its energy; what of it the basis leaves out.
 
         The local loss needs no projection back: with `c` the offset, which is orthogonal to `U`,
         `||s - U U^T s - c||^2 = ||s||^2 - ||U^T s||^2 - 2 c.s + ||c||^2`.
@@ -445,7 +450,7 @@ class GradiVeQCompressor(Compressor):
     def decode(
         self, ops: Ops, layout: Layout, code: Tensor, state: Any, share: float = 1.0
     ) -> Tensor:
-        """The gradient that coefficients stand for; `share` of the mean's part outside the basis."""
+        """What coefficients stand for; with a `share` of the mean's part outside the basis."""
         pieces: list[Any] = []
         rows: list[Any] = []
         done, start = 0, 0
@@ -491,8 +496,8 @@ class GradiVeQCompressor(Compressor):
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         raise TypeError(
             f"{self!r} has no basis yet. Inside stock Horovod nothing could be sampled: pass "
-            "compression=compressor.fit(samples), with samples [count, *shape] of each convolution's "
-            "gradients; or import hvd_gradcomp.torch (or .tensorflow) as hvd"
+            "compression=compressor.fit(samples), with samples [count, *shape] of the gradients of "
+            "each convolution; or import hvd_gradcomp.torch (or .tensorflow) as hvd"
         )
 
     def fit(self, samples: Sequence[Tensor], filters_last: bool | None = None) -> FittedGradiVeQ:
@@ -504,8 +509,8 @@ class GradiVeQCompressor(Compressor):
             filters_last: see `Layout`; None for what the tensors' framework does.
 
         Returns:
-            What `hvd.DistributedOptimizer(compression=)` of stock Horovod takes. It projects tensors
-            whose shape it has seen and passes on others.
+            What `hvd.DistributedOptimizer(compression=)` of stock Horovod takes. It projects
+            tensors whose shape it has seen and passes on others.
 
         Raises:
             ValueError: there are no samples, or fewer than 2 of a layer.
@@ -571,7 +576,7 @@ def _fitted(
             state = compressor._recorded(ops, layout, total, row, state)
             row += 1
     program = compressor._learned(ops, Context(layout, 0, 1, 0), state)
-    request = next(program)
+    request: Any = next(program)
     try:
         program.send(request.tensor)
     except StopIteration as stop:

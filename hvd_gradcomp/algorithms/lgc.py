@@ -4,9 +4,9 @@
     train       train_steps: top-k values travel, and one rank trains the autoencoder on them
     compressed  codes travel instead of values
 
-Two patterns. *Ring-allreduce*: one rank after the other, drawn at random, says which elements; codes
-of all ranks are added up on the way, and everybody decodes the mean. *Parameter server*: one worker
-sends a code, all send an innovation, and the master has a decoder for each of them.
+Two patterns. *Ring-allreduce*: one rank after the other, drawn at random, says which elements;
+codes of all ranks are added up on the way, and everybody decodes the mean. *Parameter server*: one
+worker sends a code, all send an innovation, and the master has a decoder for each of them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _CONVERGED = 0.95  # of the energy; more is lost by an autoencoder that has lear
 _CLIP = 10.0  # norm of a network's gradient
 _MAGNITUDE = (1 << 31) - 1
 _NOT_CONVERGED = (
-    "LGC: the loss of the autoencoder has not fallen to {bound} of the gradient's energy by the end "
-    "of its {steps} training steps, so values go on to travel uncompressed. Try a larger ae_lr or "
-    "train_steps, then call hvd.retrain(optimizer); compression_stats(...).losses has the loss"
+    "LGC: the loss of the autoencoder has not fallen to {bound} of the gradient's energy by the "
+    "end of its {steps} training steps, so values go on to travel uncompressed. Try a larger "
+    "ae_lr or train_steps, then call hvd.retrain(optimizer); compression_stats(...).losses has "
+    "the loss"
 )
 _FINE, _NOT_FINITE, _DAMAGED = 0, 1, 2
 
@@ -47,6 +48,7 @@ class LGCState(NamedTuple):
     """State of the model's one bucket."""
 
     memory: Memory  # rank-local
+    owed: Any  # float32 [size] with exact feedback, else (); see `LGCCompressor`; rank-local
     encoder: Tensor  # float32 [parameters], rank-local: trained by one rank, then sent to others
     decoder: Tensor  # float32 [heads, parameters], rank-local
     late: Tensor  # float32 [], sum of the loss over the last tenth of the training, rank-local
@@ -78,10 +80,11 @@ class LGCCompressor(MomentumCorrected):
     The first layer is sent dense, the last one as `DGCCompressor(density=alpha)` does.
 
     What travels, compressed: by the ring, 4 bytes for 4 elements selected, by allreduce, and the
-    leader's packed indices, by broadcast. To the master, values and packed indices of the innovation,
-    and from one worker a quarter of its values and all indices; back, values and packed indices of all
-    that is not zero. The parameters of the autoencoder (0.69 MB the encoder, 0.17 MB a decoder)
-    travel once. State: `r` and `u`, 8 bytes an element, and the autoencoder's parameters.
+    leader's packed indices, by broadcast. To the master, values and packed indices of the
+    innovation, and from one worker a quarter of its values and all indices; back, values and
+    packed indices of all that is not zero. The parameters of the autoencoder (0.69 MB the encoder,
+    0.17 MB a decoder) travel once. State: `r`, `u` and, with exact feedback, `owed`, 12 bytes an
+    element, and the autoencoder's parameters.
 
     Args:
         pattern: "ring_allreduce" or "parameter_server".
@@ -93,27 +96,35 @@ class LGCCompressor(MomentumCorrected):
         ae_lr: learning rate of the autoencoder, positive.
         lambda_rec, lambda_sim: weights of the losses (6) and (5), not negative (parameter server
             only).
-        master: the rank that trains the autoencoder, and reconstructs with a parameter server; it is
-            a worker too.
+        master: the rank that trains the autoencoder, and reconstructs with a parameter server; it
+            is a worker too.
         common_rank: the worker that sends the code; None for the one after the master.
         first_layer: names of the layers that are sent dense, patterns of the shell's kind or the
             names of modules; None for the first layer of the model that has a matrix or more.
         last_layer: the same for layers that are sent by top-k without the autoencoder.
         index_coding: "deflate" (DEFLATE, on the host), "delta", packed, or "int32", plain.
         feedback: "exact" keeps on each rank what it selected less what came back, so the sum over
-            ranks loses nothing; "paper" counts what was selected as sent.
+            ranks loses nothing (see below); "paper" counts what was selected as sent.
         momentum, nesterov, masking: see `DGCCompressor`.
         retrain_loss: train the autoencoder again once the mean over ranks of
             `||selected - reconstructed||^2 / ||selected||^2` exceeds this; None never.
         seed: of the draws and of the autoencoder's first parameters.
 
+    *Exact feedback.* What a rank selected less the mean that came back is for the most part what
+    this rank has and others have not. It adds up to zero over ranks, so no exchange ever takes it
+    away: kept in `r` it would grow without bound and, being large, be selected again and again.
+    Hence two places. `r`, by which elements are selected, keeps what this rank knows to be
+    missing: by the ring its values less its own reconstruction of them, with a server what it
+    selected and the answer does not mention. The rest is `owed`: it is added to the values once
+    the element is selected again.
+
     Differs from the paper: feedback (above). The gradient of each network is clipped to norm 10,
     without which plain descent on the printed loss diverges; its first parameters pass a signal on
-    (see `codecs.autoencoder`). An autoencoder whose mean loss over the last tenth of its training is
-    above 0.95 of the energy is not used: values go on to travel, and a warning says so. Workers'
-    vectors are trained on, and reconstructed, at the places of the common rank. Layers count as first
-    and last in the order in which the model lists them. PyTorch and TensorFlow agree but for the last
-    bits.
+    (see `codecs.autoencoder`). An autoencoder whose mean loss over the last tenth of its training
+    is above 0.95 of the energy is not used: values go on to travel, and a warning says so.
+    Workers' vectors are trained on, and reconstructed, at the places of the common rank. Layers
+    count as first and last in the order in which the model lists them. PyTorch and TensorFlow
+    agree but for the last bits.
 
     Raises:
         ValueError: a hyper-parameter is out of range; a rank does not exist; the model has no layer
@@ -179,10 +190,10 @@ class LGCCompressor(MomentumCorrected):
         if len(first) + len(last) >= len(layers):
             raise ValueError(
                 f"LGCCompressor: no layer is left for the autoencoder: of {len(layers)}, "
-                f"{', '.join(layers[i][0] for i in sorted(first)) or 'none'} are sent dense as first "
-                f"layer and {', '.join(layers[i][0] for i in sorted(last)) or 'none'} without it as "
-                "last. Name others by first_layer= and last_layer= (an empty tuple for none), or use "
-                "DGCCompressor"
+                f"{_named(layers, first)} are sent dense as first layer and "
+                f"{_named(layers, last)} without it as "
+                "last. Name others by first_layer= and last_layer= (an empty tuple for none), or "
+                "use DGCCompressor"
             )
         plain: Compressor = NoneCompressor()
         sparse = DGCCompressor(
@@ -235,9 +246,9 @@ class LGCCompressor(MomentumCorrected):
         selected = self.capacity(layout)
         if selected < autoencoder.STRIDE:
             raise ValueError(
-                f"LGCCompressor: alpha={self.alpha} selects {selected} of {layout.elements} elements "
-                f"({', '.join(layout.names[:8])}); the autoencoder needs a vector of at least "
-                f"{autoencoder.STRIDE}. Raise alpha, or use DGCCompressor"
+                f"LGCCompressor: alpha={self.alpha} selects {selected} of {layout.elements} "
+                f"elements ({', '.join(layout.names[:8])}); the autoencoder needs a vector of at "
+                f"least {autoencoder.STRIDE}. Raise alpha, or use DGCCompressor"
             )
 
     # -- sizes -------------------------------------------------------------------------------
@@ -298,8 +309,8 @@ class LGCCompressor(MomentumCorrected):
     def compressed_bytes(self, layout: Layout, ranks: int) -> dict[str, int]:
         """Bytes that are handed to collectives in a compressed step, headers included.
 
-        Ring-allreduce: "leader" by broadcast, "worker" by allreduce from every rank. Parameter server:
-        "worker" from every rank, "common" besides from one, "master" back from one.
+        Ring-allreduce: "leader" by broadcast, "worker" by allreduce from every rank. Parameter
+        server: "worker" from every rank, "common" besides from one, "master" back from one.
         """
         if not self.by_server:
             return {
@@ -321,6 +332,7 @@ class LGCCompressor(MomentumCorrected):
         nothing = ops.full((), float("nan"), "float32")
         return LGCState(
             memory=self.remember(ops, layout),
+            owed=ops.zeros((layout.size,)) if self.feedback == "exact" else (),
             encoder=encoder,
             decoder=decoder,
             late=ops.zeros(()),
@@ -395,18 +407,33 @@ class LGCCompressor(MomentumCorrected):
         ahead, u = ops.advance(ahead, u, total, self.momentum, bool(self.nesterov))
         return ahead, state._replace(memory=state.memory._replace(u=u))
 
-    def _collected(self, ops: Ops, gradient: Tensor, state: Any) -> Memory:
-        """The memory with the gradient in it; the state keeps the old one, in case the step fails."""
+    def _advanced(self, ops: Ops, gradient: Tensor, state: Any) -> Memory:
+        """The memory with the gradient in it; the old one stays, in case the step fails."""
         return self.collect(ops, type(state.memory)(*(x * 1 for x in state.memory)), gradient)
 
     def _selected(
-        self, ops: Ops, context: Context, memory: Memory
+        self, ops: Ops, context: Context, memory: Memory, state: Any
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The largest elements of each layer: parts that say which, their indices, their values."""
         layout = context.layout
         scope, quota = Scope(layout, whole=False), ops.words(self.most(layout))
         parts, index, code, _ = self.select(ops, scope, context.step, memory[0], quota, None)
-        return parts, index, ops.bits_float(code)
+        index, code = (ops.reshape(x, (self.capacity(layout),)) for x in (index, code))
+        return parts, index, self._with_owed(ops, state, index, ops.bits_float(code))
+
+    def _with_owed(self, ops: Ops, state: Any, index: Tensor, values: Tensor) -> Tensor:
+        """Values of `r` at some places, with what is owed there."""
+        return values + ops.gather(state.owed, index) if self.feedback == "exact" else values
+
+    def _owing(self, ops: Ops, state: Any, index: Tensor, values: Any) -> Any:
+        """The state with other values owed at some places."""
+        if self.feedback == "paper":
+            return state
+        owed = ops.put(state.owed * 1, index, values)
+        return state._replace(owed=ops.clear_last(owed))
+
+    def residual(self, state: Any) -> Tensor:
+        return state.memory.r + state.owed if self.feedback == "exact" else state.memory.r
 
     def _sealed(self, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
         return wire.seal(ops, exchanges.header_of(self, context, finite), body)
@@ -435,9 +462,9 @@ class LGCCompressor(MomentumCorrected):
     ) -> Program:
         layout = context.layout
         finite, gradient = exchanges.checked(ops, gradient)
-        memory = self._collected(ops, gradient, state)
-        index, scale = yield from self._places(ops, context, finite, memory)
-        values = ops.gather(memory[0], index)  # the sink holds 0
+        memory = self._advanced(ops, gradient, state)
+        index, scale = yield from self._places(ops, context, finite, memory, state)
+        values = self._with_owed(ops, state, index, ops.gather(memory[0], index))  # 0 in the sink
         state = self._counted(ops, layout, state, index)
         memory = self.settled(ops, self.settle(ops, memory, index))
         poison = exchanges.poison(ops, finite)
@@ -451,6 +478,7 @@ class LGCCompressor(MomentumCorrected):
             )
             header, bodies = self._opened(ops, context, buffers)
             vectors = ops.from_bytes(bodies, "float32")  # [ranks, selected]
+            state = self._owing(ops, state, index, 0.0)
             weights = ops.reshape(exchanges.weights_of(ops, context, header), (-1, 1))
             weighted = vectors * weights
             total = weighted[0]
@@ -465,36 +493,29 @@ class LGCCompressor(MomentumCorrected):
             said = ops.concat((values, poison))
             total = yield Allreduce(said, context.prescale, context.postscale)
             total = exchanges.unpoisoned(ops, total)
-            state = state._replace(memory=memory)
+            state = self._owing(ops, state._replace(memory=memory), index, 0.0)
         mean = ops.clear_last(ops.put(ops.zeros((layout.size,)), index, total))
         return mean, state
 
-    def _places(self, ops: Ops, context: Context, finite: Any, memory: Memory) -> Any:
-        """The leader's indices, and the RMS of its values."""
+    def _places(self, ops: Ops, context: Context, finite: Any, memory: Memory, state: Any) -> Any:
+        """The leader's indices, ascending, and the RMS of its values."""
         layout = context.layout
         leader = exchanges.drawn(context.step, self.seed, context.size)
         parts = self.choice_parts(layout)
 
         def payload() -> Tensor:
-            mine, _, values = self._selected(ops, context, memory)
+            mine, _, values = self._selected(ops, context, memory, state)
             mine["scale"] = _rms(ops, values, self.capacity(layout))
             return self._sealed(ops, context, finite, wire.pack_body(ops, parts, mine))
 
         size = _sealed(parts)
         buffer = yield from exchanges.from_leader(ops, context, leader, payload, size)
-        return self._read_places(ops, context, ops.reshape(buffer, (1, -1)), parts)[:2]
-
-    def _read_places(
-        self, ops: Ops, context: Context, buffer: Tensor, parts: dict[str, wire.Part]
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Indices and scale of a payload [1, bytes], and its parts."""
-        layout = context.layout
-        header, bodies = self._opened(ops, context, buffer)
+        header, bodies = self._opened(ops, context, ops.reshape(buffer, (1, -1)))
         mine = {name: part[0] for name, part in wire.unpack_body(ops, parts, bodies).items()}
         index = self.coding.decode(ops, layout, mine, self.capacity(layout))
         if header.intact is not None:
             index = ops.where(header.intact, index, layout.sink)
-        return index, mine["scale"], mine
+        return ops.sort(index), mine["scale"]
 
     def _code(
         self,
@@ -509,21 +530,24 @@ class LGCCompressor(MomentumCorrected):
     ) -> Program:
         layout, selected = context.layout, values.shape[0]
         x = ops.reshape(_scaled(ops, values, scale), (1, -1))
-        code = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
-        said = ops.concat((code, ops.reshape(state.local, (1,)), poison))
+        code = autoencoder.encode(ops, state.encoder, x)
+
+        def decoded(code: Tensor) -> Tensor:
+            vector = ops.reshape(autoencoder.decode(ops, state.decoder, code), (-1,))
+            return ops.where(index < layout.sink, vector[:selected] * scale, 0.0)
+
+        said = ops.concat((ops.reshape(code, (-1,)), ops.reshape(state.local, (1,)), poison))
         total = yield Allreduce(said, 1.0, 1.0 / context.size)
         total = exchanges.unpoisoned(ops, total)
-        code = ops.reshape(total[:-1], (1, -1))
-        decoded = autoencoder.decode(ops, state.decoder, code)
-        decoded = ops.reshape(decoded, (-1,))[:selected] * scale
-        decoded = ops.where(index < layout.sink, decoded, 0.0)
-        missed = values - decoded
+        back, mine = decoded(ops.reshape(total[:-1], (1, -1))), decoded(code)
+        missed = values - mine
         if self.feedback == "exact":
             memory = self.settled(ops, memory._replace(r=ops.put(memory.r, index, missed)))
+            state = self._owing(ops, state, index, mine - back)
         local = _share(ops, missed, values)
         state = self._watched(ops, state._replace(memory=memory, local=local), total[-1:])
         weight = context.prescale * context.postscale * context.size
-        mean = ops.put(ops.zeros((layout.size,)), index, decoded * weight)
+        mean = ops.put(ops.zeros((layout.size,)), index, back * weight)
         return ops.clear_last(mean), state
 
     # -- parameter server --------------------------------------------------------------------
@@ -541,8 +565,8 @@ class LGCCompressor(MomentumCorrected):
     ) -> Program:
         layout = context.layout
         finite, gradient = exchanges.checked(ops, gradient)
-        memory = self._collected(ops, gradient, state)
-        parts, index, values = self._selected(ops, context, memory)
+        memory = self._advanced(ops, gradient, state)
+        parts, index, values = self._selected(ops, context, memory, state)
         state = self._counted(ops, layout, state, index)
         if compress:
             chosen = (parts, index, values)
@@ -555,7 +579,7 @@ class LGCCompressor(MomentumCorrected):
         room = ops.zeros((layout.size,))
         mean = self.decode_sum(ops, layout, None, bodies, weights, room)  # type: ignore[arg-type]
         memory = self.settled(ops, self.settle(ops, memory, index))
-        state = state._replace(memory=memory)
+        state = self._owing(ops, state._replace(memory=memory), index, 0.0)
         if train and context.rank == self.master:
             state = self._learned(ops, state, elapsed, self._server_loss(ops, context, bodies))
         if train and last:
@@ -566,15 +590,15 @@ class LGCCompressor(MomentumCorrected):
         """Losses (5) to (7) on what all workers sent, at the places of one of them."""
         layout, ranks = context.layout, context.size
         payload = wire.unpack_body(ops, self.parts(layout), bodies)
-        values = payload.pop("values")  # [ranks, selected]
         capacity = self.capacity(layout)
+        values = ops.reshape(payload.pop("values"), (ranks, capacity))
         index = [
             self.coding.decode(ops, layout, {n: p[rank] for n, p in payload.items()}, capacity)
             for rank in range(ranks)
         ]
         common = exchanges.drawn(context.step, self.seed + 1, ranks)
         places = ops.concat(index)[common * capacity : (common + 1) * capacity]
-        places = ops.reshape(places, (capacity,))
+        places = ops.sort(ops.reshape(places, (capacity,)))  # they travel in turned order
         vectors, channels = [], []
         for rank in range(ranks):
             strong = _strongest(ops, values[rank], self.innovations(layout))
@@ -620,15 +644,14 @@ class LGCCompressor(MomentumCorrected):
             ops.gather(index, strong),
             context.step,
         )
-        own = ops.where(
-            innovated < layout.sink, ops.gather(ops.gather(values, strong), place), 0.0
-        )
+        own = ops.where(innovated < layout.sink, ops.gather(ops.gather(values, strong), place), 0.0)
         coded |= {"values": own, "loss": ops.reshape(state.local, (1,))}
         body = wire.pack_body(ops, self.innovation_parts(layout), coded)
         mine = self._sealed(ops, context, finite, body)
         if rank == common:
             scale = _rms(ops, values, self.capacity(layout))
-            x = ops.reshape(_scaled(ops, values, scale), (1, -1))
+            vector = _at(ops, layout, index, values, ops.sort(index))
+            x = ops.reshape(_scaled(ops, vector, scale), (1, -1))
             code = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
             body = wire.pack_body(
                 ops, self.code_parts(layout), {**parts, "scale": scale, "code": code}
@@ -656,13 +679,20 @@ class LGCCompressor(MomentumCorrected):
         mean = ops.clear_last(ops.put(ops.zeros((layout.size,)), changed, decoded))
         missed = values - ops.gather(mean, index)
         if self.feedback == "exact":
-            r = ops.add_at(memory[0], changed, decoded * -1.0)
+            # What was selected and came back, as something else, goes over to what is owed.
+            known = ops.clear_last(ops.put(ops.zeros((layout.size,)), changed, 1.0))
+            answered = ops.gather(known, index) > 0
+            r = ops.put(memory[0], index, ops.where(answered, 0.0, ops.gather(memory[0], index)))
+            owed = ops.gather(state.owed, index)
+            state = self._owing(ops, state, index, ops.where(answered, values, owed))
+            owed = ops.gather(state.owed, changed) - decoded
+            state = self._owing(ops, state, changed, owed)
+            memory = memory._replace(r=r)
+            if self.momentum and self.masking:  # of what this rank has sent
+                u = ops.put(memory.u, innovated, 0.0)
+                memory = memory._replace(u=ops.put(u, index, 0.0) if rank == common else u)
         else:
-            r = ops.put(memory[0], index, 0.0)
-        memory = memory._replace(r=r)
-        if self.momentum and self.masking:
-            u = ops.put(memory.u, innovated, 0.0)
-            memory = memory._replace(u=ops.put(u, index, 0.0) if rank == common else u)
+            memory = self.settle(ops, memory, index)
         local = _share(ops, missed, values)
         state = state._replace(memory=self.settled(ops, memory), local=local)
         state = self._watched(ops, state, back["loss"])
@@ -676,10 +706,13 @@ class LGCCompressor(MomentumCorrected):
         It must not fail alone while the others wait for it, so what is damaged becomes a verdict.
         """
         layout, ranks, common = context.layout, context.size, self.common(context.size)
-        capacity, base = self.capacity(layout), min(lengths)
+        capacity = self.capacity(layout)
+        base = self.compressed_bytes(layout, ranks)["worker"]
         starts = [sum(lengths[:rank]) for rank in range(ranks)]
         workers = ops.stack([everything[start : start + base] for start in starts])
-        extra = ops.reshape(everything[starts[common] + base : starts[common] + lengths[common]], (1, -1))
+        extra = ops.reshape(
+            everything[starts[common] + base : starts[common] + lengths[common]], (1, -1)
+        )
         header = exchanges.header_of(self, context)
         facts, finite = wire.examined(ops, header, workers)
         more, _ = wire.examined(ops, header, extra)
@@ -692,7 +725,7 @@ class LGCCompressor(MomentumCorrected):
         _, bodies = wire.cut(workers)
         payload = wire.unpack_body(ops, self.innovation_parts(layout), bodies)
         losses = ops.reshape(payload.pop("loss"), (-1,))
-        values = payload.pop("values")
+        values = ops.reshape(payload.pop("values"), (ranks, self.innovations(layout)))
         index = [
             self.coding.decode(
                 ops, layout, {n: p[rank] for n, p in payload.items()}, self.innovations(layout)
@@ -702,7 +735,7 @@ class LGCCompressor(MomentumCorrected):
         _, body = wire.cut(extra)
         code_parts = wire.unpack_body(ops, self.code_parts(layout), body)
         code_parts = {name: part[0] for name, part in code_parts.items()}
-        places = self.coding.decode(ops, layout, code_parts, capacity)
+        places = ops.sort(self.coding.decode(ops, layout, code_parts, capacity))
         scale, code = code_parts["scale"], ops.reshape(code_parts["code"], (1, -1))
         channels = [
             _scaled(ops, _at(ops, layout, index[rank], values[rank], places), scale)
@@ -710,7 +743,9 @@ class LGCCompressor(MomentumCorrected):
         ]
         decoded = autoencoder.decode(ops, state.decoder, code, ops.stack(channels))
         mean = ops.sum(decoded, 0)[:capacity] * (scale * (1.0 / ranks))
-        total = ops.put(ops.zeros((layout.size,)), places, ops.where(places < layout.sink, mean, 0.0))
+        total = ops.put(
+            ops.zeros((layout.size,)), places, ops.where(places < layout.sink, mean, 0.0)
+        )
         inside = ops.put(ops.zeros((layout.size,)), places, 1.0)
         for rank in range(ranks):
             outside = ops.where(ops.gather(inside, index[rank]) == 0, values[rank], 0.0)
@@ -771,6 +806,10 @@ class LGCCompressor(MomentumCorrected):
             return state._replace(loss=loss)
         drifted = ops.stage(ops.cast(loss > self.retrain_loss, "int64"))
         return state._replace(loss=loss, drifted=drifted)
+
+
+def _named(layers: Sequence[Layer], places: set[int]) -> str:
+    return ", ".join(layers[place][0] for place in sorted(places)) or "none"
 
 
 def _sealed(parts: dict[str, wire.Part]) -> int:

@@ -1,15 +1,16 @@
 """The autoencoder of LGC (000, section IV.C, Tables I and II), of one-dimensional convolutions.
 
-Written once for all frameworks: a convolution of width 3 is three shifted copies of its input beside
-each other, times a matrix; a transposed one is a matrix times the input, shifted and added. Vectors
-are [rows, length, channels], so shifting along the length is cutting a row.
+Written once for all frameworks: a convolution of width 3 is three shifted copies of its input
+beside each other, times a matrix; a transposed one is a matrix times the input, shifted and added.
+Vectors are [rows, length, channels], so shifting along the length is cutting a row.
 
 Parameters are flat vectors, layer after layer: a matrix of the taps, then a bias.
 
 *Initial parameters.* Every network here begins by passing a signal on: encoders send the mean of
-four neighbours, four of them to a code, and decoders spread it out again, but their last layer begins
-with zeros. So the loss begins at 1, and what has to be learned first is a scale. Other channels begin
-with small noise. With noise alone a few hundred steps of plain gradient descent hardly learn anything.
+four neighbours, four of them to a code, and decoders spread it out again, but their last layer
+begins with zeros. So the loss begins at 1, and what has to be learned first is a scale. Other
+channels begin with small noise. With noise alone a few hundred steps of plain gradient descent
+hardly learn anything.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def decode(ops: Ops, parameters: Tensor, code: Tensor, innovation: Tensor | None
     return ops.reshape(signal, (heads, positions * STRIDE))
 
 
-def _cut(ops: Ops, parameters: Tensor, layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, Any, Any]]:
+def _cut(
+    ops: Ops, parameters: Tensor, layers: tuple[Layer, ...]
+) -> Iterator[tuple[Layer, Any, Any]]:
     """Each layer with its matrix [..., taps * inputs, outputs] and bias [..., 1, outputs].
 
     A transposed convolution's matrix is [..., inputs, taps * outputs].
@@ -182,7 +185,7 @@ def initial_encoder(ops: Ops, seed: int) -> Tensor:
     found = {}
     for layer in (0, 1):  # means of two, as a pair of channels with both signs
         for tap in (1, 2):
-            for source, sign in (((0, 1.0),) if layer == 0 else ((0, _PASS), (1, -_PASS))):
+            for source, sign in ((0, 1.0),) if layer == 0 else ((0, _PASS), (1, -_PASS)):
                 found[layer, tap, source, 0] = sign * _HALF
                 found[layer, tap, source, 1] = -sign * _HALF
     for layer, signals in ((2, 1), (3, 2)):  # two positions become neighbours in the channels

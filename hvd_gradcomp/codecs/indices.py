@@ -181,7 +181,11 @@ class Deflate(IndexCoding):
         data = ops.map_bytes(lambda x: _deflated(x, room), ops.to_bytes(steps, "uint32"))
         data = ops.reshape(data, (room,))
         count = ops.from_bytes(data[:4], "uint32")
-        return {"deflated": data}, ops.where(ops.arange(capacity) < count, index, layout.sink), place
+        return (
+            {"deflated": data},
+            ops.where(ops.arange(capacity) < count, index, layout.sink),
+            place,
+        )
 
     def decode(
         self, ops: Ops, layout: Layout, payload: Mapping[str, Tensor], capacity: Any

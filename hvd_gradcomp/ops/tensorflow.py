@@ -254,27 +254,22 @@ class TensorFlowOps(Ops):
         return tf.cond(dense, if_true, if_false)
 
     def map_bytes(self, function: Callable[[bytes], bytes], data: Tensor) -> Tensor:
-        def call(given: Any) -> Any:
-            result = function(given.numpy().tobytes())
-            return tf.constant(tf.io.decode_raw(result, tf.uint8))
-
         if tf.executing_eagerly():
-            return call(data)
-        result = tf.py_function(call, [data], tf.uint8)
-        result.set_shape((None,))
-        return result
+            return tf.io.decode_raw(function(data.numpy().tobytes()), tf.uint8)
+        # Not tf.py_function: it runs operations of its own, and waits for a thread to do so.
+        result = tf.numpy_function(lambda given: function(given.tobytes()), [data], tf.string)
+        return tf.reshape(tf.io.decode_raw(result, tf.uint8), (-1,))
 
     def warn(self, condition: Any, message: str) -> None:
-        def log() -> None:
+        def log() -> bool:
             LOGGER.warning("%s", message)
+            return True
 
-        if isinstance(condition, bool):
-            if condition:
+        if isinstance(condition, bool) or tf.executing_eagerly():
+            if bool(condition):
                 log()
-        elif tf.executing_eagerly():
-            self.warn(bool(condition), message)
         else:
-            tf.cond(condition, lambda: [tf.py_function(log, [], [])][:0], lambda: [])
+            tf.cond(condition, lambda: tf.numpy_function(log, [], tf.bool), lambda: False)
 
     def stage(self, x: Tensor) -> Tensor:
         return x

@@ -391,22 +391,30 @@ class Engine:
         results[bucket] = reply
         return None
 
-    def _perform(self, request: Collective, name: str) -> Any:
+    def _perform(self, request: Collective, name: str, taken: Any = None) -> Any:
+        """The reply; `taken` is true where the branch that asks is the one that runs."""
         if isinstance(request, Switch):
+            index = request.index
             branches = [
-                lambda branch=branch, i=i: self._run(branch(), f"{name}.{i}")
+                lambda branch=branch, i=i: self._run(branch(), f"{name}.{i}", tf.equal(index, i))
                 for i, branch in enumerate(request.branches)
             ]
-            return tf.switch_case(tf.cast(request.index, tf.int32), branches)
+            return tf.switch_case(tf.cast(index, tf.int32), branches)
         tensor, world = request.tensor, self.process_set.size()
+        if taken is not None and isinstance(request, (Broadcast, Gather)):
+            # A rank that only receives hands over a constant. TensorFlow's graph optimizer frees
+            # what depends on constants alone from its branch, and then this rank asks when others
+            # do not.
+            tensor = tf.where(taken, tensor, tf.zeros_like(tensor))
         title = f"{self.name}.{name}"
         shared: dict[str, Any] = {
             "name": title,
             "ignore_name_scope": True,
             "process_set": self.process_set,
         }
-        rooted = isinstance(request, Broadcast)
-        if not rooted or request.root == self.process_set.rank():
+        here = self.process_set.rank()
+        source = request.root if isinstance(request, Broadcast) else None
+        if source in (None, here):
             self.counters["bytes_sent"].assign_add(_bytes(tensor))
         if isinstance(request, Allgather):
             reply = mpi_ops.allgather(tensor, **shared)
@@ -435,21 +443,23 @@ class Engine:
             reply = tf.reshape(reply, tf.shape(tensor))
         elif isinstance(request, Gather):
             splits = [0] * world
-            splits[request.root] = sum(tensor.shape)
-            reply = mpi_ops.alltoall(tensor, splits=tf.constant(splits, tf.int32), **shared)[0]
-            here = request.root == self.process_set.rank()
-            reply = tf.reshape(reply, (sum(request.lengths) if here else 0,))
+            splits[request.root] = request.lengths[self.process_set.rank()]
+            tensor = tf.reshape(tensor, (splits[request.root],))
+            given = mpi_ops.alltoall(tensor, splits=tf.constant(splits, tf.int32), **shared)[0]
+            # Counted before its shape is known, or ranks that get nothing would leave it out.
+            self.counters["bytes_received"].assign_add(_bytes(given))
+            return tf.reshape(given, (sum(request.lengths) if request.root == here else 0,))
         elif isinstance(request, Broadcast):
             ranks = self.process_set.ranks
             root = ranks[request.root] if ranks else request.root
             reply = mpi_ops.broadcast(tensor, root, **shared)
         else:
             raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
-        if not rooted or request.root != self.process_set.rank():
+        if source != here:
             self.counters["bytes_received"].assign_add(_bytes(reply))
         return reply
 
-    def _run(self, program: Program, name: str) -> Any:
+    def _run(self, program: Program, name: str, taken: tf.Tensor) -> Any:
         """A branch of a `Switch`, to its end."""
         results: list[Any] = [None]
         stack, reply = [program], None
@@ -457,7 +467,7 @@ class Engine:
             request = self._advance(stack, reply, results, 0)
             if request is None:
                 return results[0]
-            reply = self._perform(request, f"{name}.{turn}")
+            reply = self._perform(request, f"{name}.{turn}", taken)
 
     def stats(self) -> CompressionStats:
         """Totals since the start."""

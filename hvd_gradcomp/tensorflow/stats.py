@@ -1,4 +1,4 @@
-"""Reads what the exchanges of an optimizer, a tape or a list of variables have moved."""
+"""Reads, and steers, the exchanges of an optimizer, a tape or a list of variables."""
 
 from __future__ import annotations
 
@@ -41,6 +41,20 @@ def describe(source: Any) -> str:
     )
     print(table)
     return table
+
+
+def retrain(source: Any) -> None:
+    """Lets the compressor learn anew from the next step on: GradiVeQ's basis, LGC's autoencoder.
+
+    To be called by all ranks at the same step. Other compressors have nothing to learn.
+
+    Args:
+        source: as in `compression_stats`.
+
+    Raises:
+        TypeError: as in `compression_stats`.
+    """
+    _engine(source).retrain()
 
 
 def _engine(source: Any) -> Engine:

@@ -19,6 +19,7 @@ from hvd_gradcomp.torch.optimizer import (
     broadcast_optimizer_state,
     compression_stats,
     describe,
+    retrain,
 )
 from hvd_gradcomp.torch.schedulers import EGCScheduler
 

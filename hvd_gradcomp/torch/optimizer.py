@@ -161,6 +161,17 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     return table
 
 
+def retrain(optimizer: torch.optim.Optimizer) -> None:
+    """Lets the compressor learn anew from the next step on: GradiVeQ's basis, LGC's autoencoder.
+
+    To be called by all ranks at the same step. Other compressors have nothing to learn.
+
+    Raises:
+        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
+    """
+    _engine(optimizer).retrain()
+
+
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, **options: Any
 ) -> None:

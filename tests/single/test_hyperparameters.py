@@ -25,7 +25,7 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.layout import Layout
-from tests.methods import CLASSES, EVERY, LINEAR, WORDS
+from tests.methods import CLASSES, EVERY, LEARNED, LINEAR, WORDS
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -33,7 +33,7 @@ def test_constructible_without_arguments(cls):
     assert eval(repr(cls()), vars(hvd_gradcomp)) == cls()
 
 
-@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+@pytest.mark.parametrize("compressor", EVERY + LEARNED, ids=repr)
 def test_a_value(compressor):
     again = eval(repr(compressor), vars(hvd_gradcomp))
     assert again == compressor and hash(again) == hash(compressor)
@@ -99,7 +99,7 @@ def test_settings_of_the_baselines_are_checked():
         QSGDCompressor(norm="l1")
     with pytest.raises(ValueError, match="exchange must be one of 'auto', 'allgather', 'two_shot'"):
         OneBitCompressor(exchange="ring")
-    with pytest.raises(ValueError, match="index_coding must be one of 'delta', 'int32'"):
+    with pytest.raises(ValueError, match="index_coding must be one of 'delta', 'deflate', 'int32'"):
         SparseGDCompressor(index_coding="gzip")
     for density in (1.5, -0.1):
         with pytest.raises(ValueError, match=r"density must be a number in \(0, 1\]"):

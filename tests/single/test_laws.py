@@ -15,7 +15,7 @@ from hvd_gradcomp.ladder import Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LINEAR, WORDS
+from tests.methods import EVERY, LEARNED, LINEAR, WORDS
 
 RANKS = st.integers(1, 8)
 SHAPES = st.lists(
@@ -126,14 +126,14 @@ def test_linear_codecs_are_linear(compressor, seed):
     assert (left - right).abs().max() <= 4 * step * max(a.abs().max(), b.abs().max())
 
 
-@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+@pytest.mark.parametrize("compressor", EVERY + LEARNED, ids=repr)
 def test_the_users_random_numbers_are_left_alone(compressor):
     torch.manual_seed(3)
     np.random.seed(3)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    layout = layout_of(((30,),), compressor)
+    layout = layout_of(((40, 10),), compressor)
     world = World(compressor, TorchOps(), layout, 2)
-    for _ in range(3):
+    for _ in range(60 if compressor in LEARNED else 3):
         world.step([torch.ones(layout.size) for _ in range(2)])
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]

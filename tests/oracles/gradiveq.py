@@ -1,0 +1,201 @@
+"""GradiVeQ (002, sections 2 and 3), slice by slice and rank by rank, in float64.
+
+`step(gradients)` takes [rank][layer] arrays in their layers' shapes and returns [layer] means over
+the ranks, in these shapes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class GradiVeQ:
+    """A compressor, that is `mu` and `U`, for each group of `reuse` slices of a layer.
+
+    Attributes:
+        phase: what the last step was: "warmup", "flush", "sampling" or "compressed".
+        loss: of the last step, mean over ranks of (7); None if that was not a compressed one.
+        residuals: [rank][layer].
+        dimensions: [layer][group], as found by the latest finished sampling; [] before.
+    """
+
+    def __init__(
+        self,
+        shapes,
+        filters_last,
+        ranks,
+        *,
+        slice_size=None,
+        max_slice=1024,
+        loss_threshold=None,
+        ratio=None,
+        reuse=None,
+        warmup_steps,
+        sample_steps,
+        compress_steps,
+        resample_loss=None,
+        feedback=False,
+    ):
+        self.shapes, self.filters_last, self.ranks = shapes, filters_last, ranks
+        self.slice_size, self.max_slice, self.reuse = slice_size, max_slice, reuse
+        self.loss_threshold, self.ratio = loss_threshold, ratio
+        self.warmup_steps, self.sample_steps = warmup_steps, sample_steps
+        self.compress_steps, self.resample_loss = compress_steps, resample_loss
+        self.feedback = feedback
+        self.residuals = [[np.zeros(shape) for shape in shapes] for _ in range(ranks)]
+        self.samples = [{} for _ in shapes]  # of each layer, by group
+        self.compressors = [{} for _ in shapes]  # likewise, (mu, U)
+        self.phase = self.loss = None
+        self.schedule = self.phases()
+
+    @property
+    def dimensions(self):
+        return [[U.shape[1] for _, U in groups.values()] for groups in self.compressors]
+
+    def phases(self):
+        """Figure 6, and the end of section 3: when the loss is large, sampling resumes."""
+        for _ in range(self.warmup_steps):
+            yield "warmup"
+        while True:
+            if self.feedback:
+                yield "flush"
+            for _ in range(self.sample_steps):
+                yield "sampling"
+            for _ in range(self.compress_steps):
+                yield "compressed"
+                if self.resample_loss is not None and self.loss > self.resample_loss:
+                    break
+
+    def step(self, gradients):
+        self.phase = next(self.schedule)
+        there = [
+            [np.asarray(g, np.float64) + r for g, r in zip(mine, kept)]
+            for mine, kept in zip(gradients, self.residuals)
+        ]
+        if self.phase == "compressed":
+            return self.compressed(there)
+        self.loss = None
+        means = []
+        for layer in range(len(self.shapes)):
+            total = sum(there[rank][layer] for rank in range(self.ranks))
+            means.append(total / self.ranks)
+            for rank in range(self.ranks):
+                self.residuals[rank][layer] = np.zeros(self.shapes[layer])
+        if self.phase == "sampling":
+            self.sample(means)
+        return means
+
+    # -- the vector and its slices -------------------------------------------------------------
+
+    def flattened(self, g):
+        """The collocated gradients of all filters together; then by depth, width, height."""
+        if not self.filters_last:  # [F, D, h, w] to (h, w, D, F)
+            g = g.transpose((*range(2, g.ndim), 1, 0)[-g.ndim :])
+        return g.reshape(-1)
+
+    def shaped(self, layer, vector):
+        shape = self.shapes[layer]
+        if self.filters_last:
+            return vector.reshape(shape)
+        there = [shape[axis] for axis in (*range(2, len(shape)), 1, 0)[-len(shape) :]]
+        g = vector.reshape(there)  # (h, w, D, F); back to [F, D, h, w]
+        return g.transpose((g.ndim - 1, g.ndim - 2, *range(g.ndim - 2))[: g.ndim])
+
+    def length(self, layer):
+        """Of this layer's slices."""
+        shape = self.shapes[layer]
+        F = shape[-1] if self.filters_last else shape[0]
+        D = 1
+        if len(shape) > 1:
+            D = shape[-2] if self.filters_last else shape[1]
+        length = F * D
+        if self.slice_size is not None:
+            length = self.slice_size
+        elif length > self.max_slice:
+            length = self.max_slice // F * F or self.max_slice
+        return min(length, int(np.prod(shape)))
+
+    def slices(self, layer, g):
+        """The last one is filled up with zeros."""
+        vector, K = self.flattened(g), self.length(layer)
+        found = []
+        for start in range(0, len(vector), K):
+            s = np.zeros(K)
+            s[: len(vector[start : start + K])] = vector[start : start + K]
+            found.append(s)
+        return found
+
+    def joined(self, layer, slices):
+        size = int(np.prod(self.shapes[layer]))
+        return self.shaped(layer, np.concatenate(slices)[:size])
+
+    def group(self, number):
+        """Which compressor the slice of this number has."""
+        return 0 if self.reuse is None else number // self.reuse
+
+    # -- sampling ------------------------------------------------------------------------------
+
+    def sample(self, means):
+        for layer, mean in enumerate(means):
+            known = set()
+            for number, s in enumerate(self.slices(layer, mean)):
+                group = self.group(number)
+                if group not in known:  # its first slice
+                    known.add(group)
+                    self.samples[layer].setdefault(group, []).append(s)
+        if len(self.samples[0][0]) == self.sample_steps:
+            for layer, groups in enumerate(self.samples):
+                for group, samples in groups.items():
+                    self.compressors[layer][group] = self.learned(samples)
+            self.samples = [{} for _ in self.shapes]
+
+    def learned(self, samples):
+        """`mu` and `U`: the eigenvectors of the covariance, the most significant ones."""
+        K = len(samples[0])
+        mu = np.zeros(K)
+        for s in samples:
+            mu += s / len(samples)
+        covariance = np.zeros((K, K))
+        for s in samples:
+            covariance += np.outer(s - mu, s - mu) / len(samples)
+        values, vectors = np.linalg.eigh(covariance)
+        values, vectors = values[::-1].clip(min=0), vectors[:, ::-1]  # the largest first
+        room = min(K, self.sample_steps - 1)
+        if self.ratio is not None:
+            d = min(room, max(1, int(K / self.ratio)))
+        else:
+            d = 1  # (6)
+            while d < room and values[d:].sum() > self.loss_threshold * values.sum():
+                d += 1
+        U = np.zeros((K, d))
+        for i in range(d):
+            if values[i] > 1e-9 * values[0]:
+                U[:, i] = vectors[:, i]
+        return mu, U
+
+    # -- compressed ----------------------------------------------------------------------------
+
+    def compressed(self, there):
+        means = []
+        lost, whole = np.zeros(self.ranks), np.zeros(self.ranks)
+        for layer in range(len(self.shapes)):
+            slices = [self.slices(layer, there[rank][layer]) for rank in range(self.ranks)]
+            decompressed, kept = [], [[] for _ in range(self.ranks)]
+            for number in range(len(slices[0])):
+                mu, U = self.compressors[layer][self.group(number)]
+                z = np.zeros(U.shape[1])
+                for rank in range(self.ranks):
+                    s = slices[rank][number]
+                    z += U.T @ (s - mu) / self.ranks  # (3), (4)
+                    own = U @ (U.T @ (s - mu)) + mu  # the local decompression of (7)
+                    lost[rank] += ((s - own) ** 2).sum()
+                    whole[rank] += (s**2).sum()
+                    kept[rank].append(s - own)
+                decompressed.append(U @ z + mu)  # (5)
+            means.append(self.joined(layer, decompressed))
+            if self.feedback:
+                for rank in range(self.ranks):
+                    self.residuals[rank][layer] = self.joined(layer, kept[rank])
+        losses = [lost[rank] / whole[rank] if whole[rank] else 0.0 for rank in range(self.ranks)]
+        self.loss = float(sum(losses)) / self.ranks
+        return means

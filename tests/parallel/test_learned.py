@@ -1,0 +1,43 @@
+"""GradiVeQ and LGC over real Horovod, through every phase and every change of phase."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.methods import learned_by
+from tests.parallel.launch import launch
+
+pytestmark = pytest.mark.parallel
+STEPS = 300
+
+
+def check(results, ranks):
+    for name in map(repr, learned_by(ranks)):
+        for result in results:
+            assert len(result[name]["digests"]) == STEPS // 10
+            assert result[name]["digests"] == results[0][name]["digests"], "replicas differ"
+            assert result[name]["finite"]
+        (loss,) = results[0][name]["losses"].values()
+        assert 0 <= loss < 1.2
+        sent = [result[name]["bytes"] for result in results]
+        compressed = sum(min(b) for b in sent) / ranks
+        assert compressed < max(sent[0]) / 2, "a phase was compressed"
+    for result in results:
+        assert result["again"][0] == result["again"][1], "the same run twice"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")], ids=str
+)
+def test_torch_replicas_are_identical_in_every_phase(ranks, backend, tmp_path):
+    check(launch("torch_learned", ranks, backend, tmp_path, str(STEPS), deadline=550), ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "backend"),
+    [("fit", 2, "gloo"), ("fit", 4, "mpi"), ("graph", 4, "gloo"), ("graph", 2, "mpi")],
+    ids=str,
+)
+def test_tensorflow_replicas_are_identical_in_every_phase(kind, ranks, backend, tmp_path):
+    arguments = (kind, str(STEPS))
+    check(launch("tensorflow_learned", ranks, backend, tmp_path, *arguments, deadline=550), ranks)

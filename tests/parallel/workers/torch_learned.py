@@ -1,0 +1,76 @@
+"""Trains with the methods that learn, through all their phases; digests every 10 steps."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+import hvd_gradcomp.torch as hvd
+from tests.methods import learned_by
+from tests.parallel.workers.results import digest, write
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.ReLU(),
+        nn.Conv2d(6, 24, 3),
+        nn.BatchNorm2d(24),
+        nn.ReLU(),
+        nn.Conv2d(24, 48, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(192, 10),
+    )
+
+
+def train(compressor, steps: int) -> dict:
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.002),
+        model.named_parameters(),
+        compression=compressor,
+        bucket_bytes=4096,
+    )
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    generator = torch.Generator().manual_seed(100 + hvd.rank())
+    digests, kinds, before = [], [], 0
+    for step in range(steps):
+        x = torch.randn(8, 1, 8, 8, generator=generator)
+        y = x.mean((1, 2, 3)).mul(40).long().clamp(-5, 4) + 5
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        sent = hvd.compression_stats(optimizer).bytes_sent
+        kinds.append(sent - before)
+        before = sent
+        if step % 10 == 9:
+            digests.append(digest([p.detach().numpy() for p in model.parameters()]))
+        if step == steps - 30:
+            hvd.retrain(optimizer)
+    stats = hvd.compression_stats(optimizer)
+    return {
+        "digests": digests,
+        "losses": stats.losses,
+        "bytes": kinds,
+        "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
+    }
+
+
+def main(folder: str, steps: int) -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    methods = learned_by(hvd.size())
+    result = {repr(c): train(c, steps) for c in methods}
+    again = methods[-1]
+    result["again"] = [train(again, steps)["digests"][-1], result[repr(again)]["digests"][-1]]
+    write(folder, hvd.rank(), result)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,338 @@
+"""GradiVeQ: the projection is linear, loses nothing with feedback, and survives odd layers."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import (
+    DGCCompressor,
+    GradiVeQCompressor,
+    NoneCompressor,
+    NonFiniteGradientError,
+    QSGDCompressor,
+    after,
+    partition,
+)
+from hvd_gradcomp.aggregator import leaves
+from hvd_gradcomp.assignment import assign, plan
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+from tests.oracles.gradiveq import GradiVeQ
+
+SHAPES = ((8, 4, 3, 3), (16, 8, 3), (5, 3, 1, 1))
+RANKS = 3
+SHORT = {"warmup_steps": 2, "sample_steps": 6, "compress_steps": 7}
+
+
+def layout_of(compressor, shapes=SHAPES, filters_last=False):
+    names = tuple(f"layer{i}" for i in range(len(shapes)))
+    return Layout(names, shapes, block=compressor.block, filters_last=filters_last)
+
+
+def gradients(step, shapes=SHAPES, ranks=RANKS, noise=0.05):
+    """Few directions that change slowly, and noise: [rank][layer]."""
+    fixed = np.random.default_rng(1)
+    directions = [fixed.standard_normal((3, int(np.prod(shape)))) for shape in shapes]
+    found = []
+    for rank in range(ranks):
+        random = np.random.default_rng((step, rank))
+        mixed = [random.standard_normal(3) @ d + 0.5 for d in directions]
+        found.append(
+            [
+                (x + noise * random.standard_normal(x.shape)).astype(np.float32).reshape(shape)
+                for x, shape in zip(mixed, shapes)
+            ]
+        )
+    return found
+
+
+def run(compressor, ops, tensor, steps, shapes=SHAPES, ranks=RANKS, filters_last=False):
+    world = World(compressor, ops, layout_of(compressor, shapes, filters_last), ranks)
+    results, traffic = [], []
+    for step in range(steps):
+        flat = [world.flat([tensor(x) for x in rank]) for rank in gradients(step, shapes, ranks)]
+        totals = [np.asarray(total) for total in world.step(flat)]
+        assert all(np.array_equal(total, totals[0]) for total in totals), "replicas differ"
+        results.append(totals[0])
+        traffic.append([[r.tensor for r in requests] for requests in world.traffic])
+    return np.stack(results), world, traffic
+
+
+CASES = {
+    "ratio": {"ratio": 4},
+    "threshold": {"loss_threshold": 0.05},
+    "feedback": {"ratio": 4, "feedback": True},
+    "reuse": {"ratio": 3, "reuse": 2, "slice_size": 20},
+    "drift": {"ratio": 8, "resample_loss": 0.5},
+    "large slices": {"ratio": 4, "max_slice": 20},
+}
+
+
+@pytest.mark.parametrize("filters_last", [False, True], ids=["filters first", "filters last"])
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_plain_loops(case, filters_last):
+    options = {**SHORT, **CASES[case]}
+    compressor = GradiVeQCompressor(**options)
+    layout = layout_of(compressor, filters_last=filters_last)
+    world = World(compressor, TorchOps(), layout, RANKS)
+    oracle = GradiVeQ(SHAPES, filters_last, RANKS, **options)
+    phases = set()
+    for step in range(30):
+        given = gradients(step)
+        total = world.step([world.flat([torch.from_numpy(x) for x in rank]) for rank in given])[0]
+        expected = oracle.step(given)
+        phases.add(oracle.phase)
+        for start, size, mean in zip(layout.offsets, layout.sizes, expected):
+            mine = total[start : start + size].numpy()
+            np.testing.assert_allclose(mine, mean.reshape(-1), rtol=1e-3, atol=2e-4)
+        if oracle.loss is not None:
+            assert float(world.states[0].loss) == pytest.approx(oracle.loss, abs=1e-4)
+        if compressor.feedback:
+            for rank in range(RANKS):
+                kept = np.concatenate([r.reshape(-1) for r in oracle.residuals[rank]])
+                r = world.states[rank].r.numpy()[: len(kept)]
+                np.testing.assert_allclose(r, kept, rtol=1e-3, atol=2e-4)
+    assert {"warmup", "sampling", "compressed"} <= phases
+
+
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_projection_is_linear(seed, data):
+    compressor = GradiVeQCompressor(
+        ratio=data.draw(st.sampled_from([1, 2, 4.5, 8])),
+        reuse=data.draw(st.sampled_from([None, 1, 3])),
+        slice_size=data.draw(st.sampled_from([None, 7, 32])),
+        **SHORT,
+    )
+    _, world, _ = run(compressor, TorchOps(), torch.from_numpy, 9, ranks=1)
+    random = np.random.default_rng(seed)
+    a, b = (
+        torch.from_numpy(random.standard_normal(world.layout.size).astype(np.float32))
+        for _ in range(2)
+    )
+    codes = [
+        compressor.encode(world.ops, world.layout, x, world.states[0])[0] for x in (a, b, a + b)
+    ]
+    torch.testing.assert_close(codes[0] + codes[1], codes[2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
+@pytest.mark.parametrize("sampling", ["none", "qsgd"])
+def test_with_feedback_the_sum_over_ranks_loses_nothing(sampling, average):
+    compressor = GradiVeQCompressor(ratio=6, feedback=True, sampling=sampling, **SHORT)
+    world = World(compressor, TorchOps(), layout_of(compressor), RANKS, average=average)
+    share = RANKS if average else 1
+    for step in range(40):
+        flat = [world.flat([torch.from_numpy(x) for x in rank]) for rank in gradients(step)]
+        before = sum(state.r.double() for state in world.states)
+        total = world.step(flat)[0]
+        kept = sum(state.r.double() for state in world.states)
+        there = before + sum(g.double() for g in flat)
+        if (len(world.traffic) == 1 and sampling != "qsgd") or kept.any():
+            torch.testing.assert_close(kept + share * total.double(), there, rtol=1e-4, atol=1e-3)
+
+
+def test_bytes_of_a_cycle_equal_the_formula():
+    for options in (
+        {"ratio": 4},
+        {"ratio": 9, "reuse": 2, "slice_size": 16},
+        {"loss_threshold": 0.1},
+    ):
+        compressor = GradiVeQCompressor(**SHORT, **options)
+        _, world, traffic = run(compressor, TorchOps(), torch.from_numpy, 2 + 2 * 13)
+        layout = world.layout
+        cycle = traffic[2 + 13 :]
+        for step, requests in enumerate(cycle):
+            sizes = [4 * tensors[0].numel() for tensors in requests]
+            if step < 5:
+                assert sizes == [4 * layout.size]
+            elif step == 5:
+                assert sizes == [4 * layout.size, compressor.basis_bytes(layout)]
+            else:
+                d = world.states[0].dimensions.tolist()
+                assert sizes == [compressor.coefficient_bytes(layout, d)]
+        whole = 6 * 4 * layout.size + compressor.basis_bytes(layout)
+        whole += 7 * compressor.coefficient_bytes(layout, d)
+        assert sum(4 * t[0].numel() for requests in cycle for t in requests) == whole
+
+
+def test_frameworks_agree_but_for_rounding():
+    compressor = GradiVeQCompressor(loss_threshold=0.05, feedback=True, **SHORT)
+    reference, _, _ = run(compressor, TorchOps(), torch.from_numpy, 20)
+    static, _, _ = run(compressor, TorchOps(static=True), torch.from_numpy, 20)
+    np.testing.assert_allclose(static, reference, atol=1e-4)
+    other, _, _ = run(compressor, TensorFlowOps(), tf.constant, 20)
+    np.testing.assert_allclose(other, reference, atol=1e-4)
+
+
+def test_filters_last_is_the_same_layer_stored_otherwise():
+    compressor = GradiVeQCompressor(ratio=4, **SHORT)
+    first, _world, one = run(compressor, TorchOps(), torch.from_numpy, 10, ((8, 4, 3, 3),))
+    ops = TorchOps()
+    other = World(compressor, ops, layout_of(compressor, ((3, 3, 4, 8),), True), RANKS)
+    for step in range(10):
+        given = gradients(step, ((8, 4, 3, 3),))
+        flat = [
+            torch.from_numpy(rank[0].transpose(2, 3, 1, 0).reshape(-1).copy()) for rank in given
+        ]
+        total = other.step(flat)[0].numpy().reshape(3, 3, 4, 8).transpose(3, 2, 0, 1)
+        np.testing.assert_array_equal(total.reshape(-1), first[step][: total.size])
+    assert torch.equal(other.traffic[0][0].tensor, one[-1][0][0])
+
+
+def test_the_same_seeds_give_the_same_run_twice():
+    compressor = GradiVeQCompressor(ratio=4, sampling="qsgd", **SHORT)
+    runs = [run(compressor, TorchOps(), torch.from_numpy, 20)[0] for _ in range(2)]
+    assert np.array_equal(*runs)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((1, 1, 1),), ((3, 1, 1, 1), (2, 2, 1)), ((4, 300, 3),), ((7,), (5, 9), (2, 3, 2, 2, 2))],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{"ratio": 8}, {"loss_threshold": 0.01}], ids=str)
+def test_small_odd_and_flat_layers(shapes, options):
+    compressor = GradiVeQCompressor(**SHORT, **options)
+    results, world, _ = run(compressor, TorchOps(), torch.from_numpy, 20, shapes)
+    assert np.isfinite(results).all()
+    if "ratio" not in options and world.layout.sizes[0] == 1:  # one dimension: nothing is left out
+        mean = np.mean([r[0].reshape(-1) for r in gradients(19, shapes)], 0)
+        np.testing.assert_allclose(results[19][:1], mean, rtol=1e-5)
+
+
+def test_zero_and_constant_gradients():
+    compressor = GradiVeQCompressor(ratio=4, **SHORT)
+    for value in (0.0, 2.5):
+        world = World(compressor, TorchOps(), layout_of(compressor), 2)
+        for _ in range(20):
+            given = [world.flat([torch.full(s, value) for s in SHAPES]) for _ in range(2)]
+            total = world.step(given)[0]
+        torch.testing.assert_close(total, given[0], msg="the mean of the samples is kept")
+        assert float(world.states[0].loss) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_drift_and_users_begin_a_new_cycle():
+    compressor = GradiVeQCompressor(
+        ratio=4, reuse=1, resample_loss=0.3, warmup_steps=1, sample_steps=4
+    )
+    layout = layout_of(compressor, ((8, 4, 3, 3),))
+    world = World(compressor, TorchOps(), layout, 2)
+    random = np.random.default_rng(5)
+    fixed, other = random.standard_normal((2, 2, layout.size)).astype(np.float32)
+
+    def step(directions):
+        return world.step(
+            [
+                torch.from_numpy(random.standard_normal(2).astype(np.float32) @ directions)
+                for _ in range(2)
+            ]
+        )
+
+    def compressed():
+        return world.traffic[0][0].tensor.numel() < layout.size
+
+    for _ in range(9):
+        step(fixed)
+    assert compressed() and float(world.states[0].loss) < 0.3
+    step(other)  # directions that the basis does not know
+    assert compressed() and float(world.states[0].loss) > 0.3
+    for _ in range(4):
+        step(other)
+        assert not compressed(), "the cycle begins anew, on all ranks"
+    step(other)
+    assert compressed() and float(world.states[0].loss) < 0.3
+    world.states = [compressor.retrained(world.ops, s, world.steps) for s in world.states]
+    step(other)
+    assert not compressed()
+
+
+def test_a_poisoned_gradient_is_an_error_on_all_ranks():
+    for feedback in (False, True):
+        compressor = GradiVeQCompressor(ratio=4, feedback=feedback, **SHORT)
+        _, world, _ = run(compressor, TorchOps(), torch.from_numpy, 10)
+        before = [[x.clone() for _, x in leaves(state)] for state in world.states]
+        given = [world.flat([torch.from_numpy(x) for x in rank]) for rank in gradients(10)]
+        given[1][7] = float("nan")
+        with pytest.raises(NonFiniteGradientError):
+            world.step(given)
+        for state, old in zip(world.states, before):
+            assert all(map(torch.equal, (x for _, x in leaves(state)), old))
+
+
+def test_layers_that_are_no_convolution_go_to_another(caplog):
+    layers = [("conv.weight", (8, 4, 3, 3), "float32"), ("conv.bias", (8,), "float32")]
+    layers += [("fc.weight", (10, 400), "float32"), ("conv1d.weight", (6, 5, 3), "float32")]
+    chosen = assign(GradiVeQCompressor(ratio=4, other=QSGDCompressor()), layers)
+    assert [type(c).__name__[:4] for c in chosen] == ["Grad", "QSGD", "QSGD", "Grad"]
+    buckets = plan(GradiVeQCompressor(ratio=4), layers, 1 << 20, filters_last=True)
+    assert {type(c) for c, _ in buckets} == {GradiVeQCompressor, NoneCompressor}
+    assert all(layout.filters_last for _, layout in buckets)
+    later = assign(after(5, None, GradiVeQCompressor(ratio=4)), layers)
+    assert later[0] == after(5, None, GradiVeQCompressor(ratio=4))
+    assert later[2] == NoneCompressor()
+    some = partition({"conv.*": GradiVeQCompressor(ratio=4, other=QSGDCompressor()), "*": None})
+    chosen = [type(c).__name__[:4] for c in assign(some, layers)]
+    assert chosen == ["Grad", "QSGD", "None", "None"]
+    with caplog.at_level(logging.WARNING, "hvd_gradcomp"):
+        chosen = assign(GradiVeQCompressor(), layers[1:3])
+    assert chosen == [NoneCompressor()] * 2
+    assert "none of 2 layers is a convolution" in caplog.text and "fc.weight" in caplog.text
+
+
+def test_bad_input():
+    for name, value in (
+        ("slice_size", 0),
+        ("max_slice", 0),
+        ("reuse", 0),
+        ("warmup_steps", -1),
+        ("sample_steps", 0),
+        ("compress_steps", 0),
+    ):
+        with pytest.raises(ValueError, match=f"GradiVeQCompressor: {name} must be a whole number"):
+            GradiVeQCompressor(**{name: value})
+    with pytest.raises(ValueError, match="ratio must be a number"):
+        GradiVeQCompressor(ratio=0.5)
+    with pytest.raises(ValueError, match="loss_threshold must be a number"):
+        GradiVeQCompressor(loss_threshold=1.0)
+    with pytest.raises(ValueError, match="give one"):
+        GradiVeQCompressor(loss_threshold=0.1, ratio=4)
+    with pytest.raises(ValueError, match="resample_loss must be a number"):
+        GradiVeQCompressor(resample_loss=2)
+    with pytest.raises(ValueError, match="sampling must be one of 'none', 'qsgd'"):
+        GradiVeQCompressor(sampling="4bit")
+    with pytest.raises(TypeError, match="sampling needs a compressor or None"):
+        GradiVeQCompressor(sampling=4)
+    with pytest.raises(TypeError, match="takes over momentum"):
+        GradiVeQCompressor(other=DGCCompressor())
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_inside_stock_horovod_once_a_basis_is_set(framework):
+    tensor = torch.from_numpy if framework == "torch" else tf.constant
+    compressor = GradiVeQCompressor(loss_threshold=0.01, reuse=1)
+    seen = [np.stack([gradients(s, ranks=1, noise=0)[0][i] for s in range(8)]) for i in range(3)]
+    with pytest.raises(TypeError, match="has no basis yet"):
+        compressor.compress(tensor(seen[0][0]))
+    with pytest.raises(ValueError, match="at least 2 of each layer"):
+        compressor.fit([tensor(seen[0][:1])])
+    fitted = compressor.fit([tensor(x) for x in seen])
+    new = [gradients(20 + r, ranks=1, noise=0)[0] for r in range(2)]
+    for layer in range(3):
+        codes = [fitted.compress(tensor(rank[layer])) for rank in new]
+        assert codes[0][0].shape[0] <= new[0][layer].size
+        mean = fitted.decompress((codes[0][0] + codes[1][0]) * 0.5, codes[0][1])
+        expected = (new[0][layer] + new[1][layer]) / 2
+        np.testing.assert_allclose(np.asarray(mean), expected, atol=0.2)  # 1 % of the energy
+    other = tensor(np.ones((4, 4), np.float32))
+    code, context = fitted.compress(other)
+    assert np.array_equal(np.asarray(fitted.decompress(code, context)), np.asarray(other))

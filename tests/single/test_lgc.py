@@ -1,0 +1,496 @@
+"""LGC: the autoencoder, the three phases, both patterns, and what can go wrong in them."""
+
+from __future__ import annotations
+
+import logging
+import struct
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import LGCCompressor, NonFiniteGradientError, PayloadError, partition
+from hvd_gradcomp.aggregator import leaves
+from hvd_gradcomp.algorithms.lgc import _strongest
+from hvd_gradcomp.assignment import assign, plan
+from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.codecs.indices import Deflate, _deflated, _inflated
+from hvd_gradcomp.collectives import Gather
+from hvd_gradcomp.exchanges import drawn
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+from hvd_gradcomp.wrappers import After
+from tests.oracles import lgc as plain
+
+SIZES = (700, 90, 900)
+SHORT = {"alpha": 0.03, "full_steps": 3, "train_steps": 14, "ae_lr": 0.01}
+READY = 17  # the first step that is compressed
+LEARNS = {"alpha": 0.03, "full_steps": 3, "train_steps": 40, "ae_lr": 0.003, "lambda_sim": 0.0}
+PATTERNS = ("ring_allreduce", "parameter_server")
+
+
+def gradients(step, ranks, sizes=SIZES, own=0.3):
+    """Smooth, with a part that all ranks share: [rank][layer]."""
+    shared = np.random.default_rng((step,))
+    common = [
+        np.cumsum(shared.standard_normal(n)) * 0.1 + 0.5 * shared.standard_normal(n) for n in sizes
+    ]
+    found = []
+    for rank in range(ranks):
+        random = np.random.default_rng((step, rank))
+        found.append(
+            [(c + own * random.standard_normal(len(c))).astype(np.float32) for c in common]
+        )
+    return found
+
+
+def world_of(compressor, ranks=3, ops=None, sizes=SIZES, **options):
+    layout = Layout(tuple(f"layer{i}" for i in range(len(sizes))), tuple((n,) for n in sizes))
+    return World(compressor, ops or TorchOps(), layout, ranks, **options)
+
+
+def advance(world, tensor=torch.from_numpy, sizes=SIZES):
+    given = gradients(world.steps, world.size, sizes)
+    flat = [world.flat([tensor(x) for x in rank]) for rank in given]
+    totals = world.step(flat)
+    for total in totals:
+        assert np.array_equal(np.asarray(total), np.asarray(totals[0])), "replicas differ"
+    return flat, totals[0]
+
+
+# -- the autoencoder ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ops", [TorchOps(), TensorFlowOps()], ids=["torch", "tensorflow"])
+@pytest.mark.parametrize("innovation", [False, True], ids=["plain", "innovation"])
+def test_the_networks_and_their_derivatives(ops, innovation):
+    tensor = (
+        (lambda x: torch.tensor(np.asarray(x, np.float32)))
+        if "Torch" in repr(ops)
+        else (lambda x: tf.constant(x, tf.float32))
+    )
+    random = np.random.default_rng(3)
+    heads, length = (3 if innovation else 1), 48
+    encoder = np.asarray(autoencoder.initial_encoder(ops, 1))
+    encoder = encoder + 0.02 * random.standard_normal(encoder.shape).astype(np.float32)
+    decoder = np.stack([np.asarray(autoencoder.initial_decoder(ops, innovation, 2))] * heads)
+    decoder = decoder + 0.02 * random.standard_normal(decoder.shape).astype(np.float32)
+    x, j = random.standard_normal((2, 3, length))
+
+    def loss(encoder, decoder):
+        codes = autoencoder.encode(ops, encoder, tensor(x))
+        if innovation:
+            missed = autoencoder.decode(ops, decoder, codes[1:2], tensor(j)) - tensor(x)
+            rec = ops.sum(missed * missed)
+            away = codes - ops.reshape(ops.sum(codes, 0), (1, -1)) * (1 / 3)
+            return rec + ops.sum(away * away) * 3.0, rec
+        mean = ops.reshape(ops.sum(codes, 0), (1, -1)) * (1 / 3)
+        missed = autoencoder.decode(ops, decoder, mean)[0] - tensor(x.mean(0))
+        return (ops.sum(missed * missed),) * 2
+
+    (_, rec), found = ops.value_and_grad(loss, (tensor(encoder), tensor(decoder)))
+    networks = plain.unpacked(encoder, decoder, innovation)
+    if innovation:
+        expected, _, down, up = plain.decoupling(*networks, list(x), list(j), 1, 1.0, 0.5)
+    else:
+        expected, _, down, up = plain.aggregating(networks[0], networks[1][0], list(x))
+        up = [up]
+    assert float(rec) == pytest.approx(expected, rel=1e-4)
+    for mine, theirs in zip(found, plain.packed(down, up)):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(np.asarray(mine) / scale, theirs / scale, atol=1e-4)
+
+
+def test_first_parameters_pass_a_signal_on():
+    ops = TorchOps()
+    x = torch.from_numpy(np.repeat(np.random.default_rng(1).standard_normal(40), 4)[None]).float()
+    encoder = autoencoder.initial_encoder(ops, 0)
+    decoder = autoencoder.initial_decoder(ops, False, 1)[None]
+    code = autoencoder.encode(ops, encoder, x)
+    assert code.shape == (1, 40) and autoencoder.code_length(160) == 40
+    assert not autoencoder.decode(ops, decoder, code).any(), "the loss begins at 1"
+    decoder[0, -33], decoder[0, -32] = 0.5 / 1.01, -0.5 / 1.01
+    back = autoencoder.decode(ops, decoder, code)
+    assert (back - x).square().mean() < 0.25 * x.square().mean(), "but for the noise"
+    assert torch.equal(encoder, autoencoder.initial_encoder(ops, 0))
+    assert not torch.equal(encoder, autoencoder.initial_encoder(ops, 1))
+
+
+# -- the algorithms ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feedback", ["exact", "paper"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"momentum": 0.0},
+        {"momentum": 0.9, "index_coding": "int32"},
+        {"momentum": 0.5, "masking": False, "index_coding": "delta", "master": 1, "common_rank": 0},
+    ],
+    ids=str,
+)
+def test_agrees_with_plain_loops(pattern, feedback, more):
+    ranks = 3
+    short = {**SHORT, "ae_lr": 0.005}  # with larger steps rounding grows
+    compressor = LGCCompressor(pattern, feedback=feedback, **{**short, **more})
+    world = world_of(compressor, ranks)
+    state = world.states[0]
+    networks = plain.unpacked(
+        state.encoder.numpy(), state.decoder.numpy(), pattern == "parameter_server"
+    )
+    oracle = plain.LGC(
+        SIZES,
+        ranks,
+        *networks,
+        pattern=pattern,
+        feedback=feedback,
+        innovation=0.1,
+        lambda_rec=1.0,
+        lambda_sim=0.5,
+        master=compressor.master,
+        common_rank=compressor.common(ranks),
+        momentum=compressor.momentum,
+        masking=compressor.masking,
+        drawn=lambda step, purpose, count: drawn(step, purpose, count),
+        **{name: short[name] for name in ("alpha", "full_steps", "train_steps", "ae_lr")},
+    )
+    layout = world.layout
+    for step in range(READY + 8):
+        _, total = advance(world)
+        expected = oracle.step(gradients(step, ranks))
+        scale = max(np.abs(x).max() for rank in oracle.r for x in [*expected, *rank])
+        for start, size, mean in zip(layout.offsets, layout.sizes, expected):
+            mine = total[start : start + size].numpy()
+            np.testing.assert_allclose(mine / scale, mean / scale, atol=2e-3, err_msg=f"{step}")
+            for rank in range(ranks):
+                layer, state = layout.offsets.index(start), world.states[rank]
+                kept = compressor.residual(state)[start : start + size].numpy()
+                other = oracle.r[rank][layer] + oracle.owed[rank][layer]
+                np.testing.assert_allclose(kept / scale, other / scale, atol=2e-3)
+        if 3 <= step < READY:
+            mine = float(world.states[compressor.master].loss)
+            assert mine == pytest.approx(oracle.loss, rel=1e-2, abs=1e-3)
+    assert bool(int(world.states[0].ready)) == oracle.converged
+    assert oracle.converged
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@given(
+    seed=st.integers(0, 2**16),
+    ranks=st.integers(1, 4),
+    coding=st.sampled_from(["deflate", "delta"]),
+)
+@settings(max_examples=4, deadline=None)
+def test_with_exact_feedback_the_sum_over_ranks_loses_nothing(
+    pattern, average, seed, ranks, coding
+):
+    compressor = LGCCompressor(
+        pattern,
+        alpha=0.04,
+        full_steps=1,
+        train_steps=12,
+        ae_lr=0.05,
+        momentum=0.0,
+        index_coding=coding,
+        seed=seed,
+        lambda_sim=0.0,
+    )
+    world = world_of(compressor, ranks, average=average)
+    world.steps = 1
+    share = ranks if average else 1
+
+    def kept():
+        return sum(compressor.residual(state).double() for state in world.states)
+
+    for _ in range(16):
+        before = kept()
+        flat, total = advance(world)
+        there = before + sum(g.double() for g in flat)
+        torch.testing.assert_close(kept() + share * total.double(), there, rtol=1e-4, atol=1e-4)
+        if int(world.states[0].ready) == 0 and world.steps > 13:  # not learned: go on as if it had
+            world.states = [s._replace(ready=torch.tensor(1)) for s in world.states]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("coding", ["deflate", "delta", "int32"])
+def test_bytes_equal_the_formula(pattern, coding):
+    ranks = 3
+    compressor = LGCCompressor(pattern, index_coding=coding, momentum=0.9, **SHORT)
+    world = world_of(compressor, ranks)
+    capacity = sum(max(1, round(n * 0.03)) for n in SIZES)
+    sizes = compressor.compressed_bytes(world.layout, ranks)
+    if coding == "int32":
+        code = -(-capacity // 16) * 4 * 4
+        inner = round(0.1 * capacity)
+        expected = {"leader": 32 + 4 * capacity + 4, "worker": code + 8}
+        if pattern == "parameter_server":
+            back = capacity + ranks * inner
+            expected = {
+                "worker": 32 + 8 * inner + 4,
+                "common": 32 + 4 * capacity + 4 + code,
+                "master": 32 + 8 * back + 4 + 4 * ranks,
+            }
+        assert sizes == expected
+    while world.steps < READY + 2:
+        if world.steps == READY:
+            world.states = [s._replace(ready=torch.tensor(1)) for s in world.states]
+        advance(world)
+        sent = [[r.tensor.numel() * r.tensor.element_size() for r in rs] for rs in world.traffic]
+        if world.steps <= 3:
+            assert sent == [[4 * (world.layout.size + 1)] * ranks]
+        elif world.steps == READY and pattern == "ring_allreduce":
+            handed = 4 * (1 + autoencoder.ENCODER_SIZE + autoencoder.decoder_size(False))
+            assert sent[-1] == [handed] * ranks
+        elif world.steps == READY:
+            assert sent[-2:] == [[4] * ranks, [4 * autoencoder.ENCODER_SIZE, 0, 0]]
+    if pattern == "ring_allreduce":
+        assert sent == [[sizes["leader"]] * ranks, [sizes["worker"]] * ranks]
+    else:
+        worker, common = sizes["worker"], sizes["common"]
+        assert sent == [[worker, worker + common, worker], [sizes["master"]] * ranks]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_frameworks_agree_but_for_rounding(pattern):
+    compressor = LGCCompressor(pattern, momentum=0.9, **SHORT)
+    worlds = [
+        (world_of(compressor, 2), torch.from_numpy),
+        (world_of(compressor, 2, TorchOps(static=True)), torch.from_numpy),
+        (world_of(compressor, 2, TensorFlowOps()), tf.constant),
+    ]
+    for _ in range(READY + 4):
+        totals = [np.asarray(advance(*pair)[1]) for pair in worlds]
+        for other in totals[1:]:
+            np.testing.assert_allclose(other, totals[0], rtol=1e-2, atol=1e-2)
+    assert int(worlds[0][0].states[0].ready) == int(worlds[2][0].states[0].ready)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_same_seeds_give_the_same_run_twice(pattern):
+    runs = []
+    for _ in range(2):
+        world = world_of(LGCCompressor(pattern, momentum=0.9, **SHORT))
+        runs.append([advance(world)[1].numpy() for _ in range(READY + 5)])
+    assert np.array_equal(*runs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_one_rank_and_a_master_who_is_the_common_rank(pattern, ranks):
+    compressor = LGCCompressor(pattern, common_rank=0, momentum=0.9, **LEARNS)
+    world = world_of(compressor, ranks)
+    for _ in range(LEARNS["train_steps"] + 8):
+        _, total = advance(world)
+        assert total.isfinite().all() and total.any()
+    assert int(world.states[0].ready) == 1
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_an_autoencoder_that_does_not_learn_is_not_used(pattern, caplog):
+    compressor = LGCCompressor(pattern, momentum=0.0, **{**SHORT, "ae_lr": 1e-12})
+    world = world_of(compressor)
+    with caplog.at_level(logging.WARNING, "hvd_gradcomp"):
+        for _ in range(READY + 5):
+            flat, total = advance(world)
+    assert caplog.text.count("has not fallen to 0.95") == 1, "said once, by one rank"
+    assert "hvd.retrain(optimizer)" in caplog.text
+    assert int(world.states[0].ready) == 0
+    assert compressor.losses(world.states[1])["autoencoder"] == pytest.approx(1.0, abs=0.01)
+    assert not any(isinstance(rs[0], Gather) for rs in world.traffic)
+    before = sum(compressor.residual(state).double() for state in world.states)
+    flat, total = advance(world)
+    after = sum(compressor.residual(state).double() for state in world.states)
+    torch.testing.assert_close(
+        after + 3 * total.double(), before + sum(flat).double(), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_users_and_drift_train_it_again(pattern):
+    compressor = LGCCompressor(pattern, common_rank=0, momentum=0.0, **LEARNS)
+    world = world_of(compressor)
+    for _ in range(46):
+        advance(world)
+    assert int(world.states[0].ready) == 1
+    states = [compressor.retrained(world.ops, state, world.steps) for state in world.states]
+    world.states = states
+    for _ in range(42):
+        advance(world)
+        assert int(world.states[0].ready) == (world.steps >= 46 + LEARNS["train_steps"])
+    drifting = LGCCompressor(**{**SHORT, "retrain_loss": 1e-6, "momentum": 0.0})
+    world = world_of(drifting)
+    trained = []
+    for _ in range(READY + 20):
+        advance(world)
+        trained.append(type(world.traffic[1][0]).__name__ if len(world.traffic) > 1 else "whole")
+    assert trained[READY] == "Allreduce" and "Allgather" in trained[READY + 1 :], (
+        "a new training began"
+    )
+
+
+# -- what can go wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 10, READY + 2], ids=["whole", "training", "compressed"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_poisoned_gradient_is_an_error_on_all_ranks(pattern, at):
+    compressor = LGCCompressor(pattern, common_rank=0, momentum=0.9, lambda_sim=0.0, **SHORT)
+    for bad in range(3):
+        world = world_of(compressor)
+        for _ in range(at):
+            advance(world)
+        before = [[x.clone() for _, x in leaves(state)] for state in world.states]
+        flat = [world.flat([torch.from_numpy(x) for x in r]) for r in gradients(at, 3)]
+        flat[bad][17] = float("nan")
+        with pytest.raises(NonFiniteGradientError):
+            world.step(flat)
+        for state, old in zip(world.states, before):
+            for (path, now), then in zip(leaves(state), old):
+                assert torch.equal(now, then) or now.isnan().all(), path
+        advance(world)
+
+
+def test_what_is_damaged_on_its_way_to_the_master_is_an_error_on_all_ranks():
+    failures = []
+
+    def tamper(rank, request):
+        if isinstance(request, Gather) and world.steps == 46 and rank == 2 and request.root == 0:
+            damaged = request.tensor.clone()
+            damaged[40] ^= 4
+            return request._replace(tensor=damaged)
+        return request
+
+    compressor = LGCCompressor("parameter_server", common_rank=0, momentum=0.0, **LEARNS)
+    world = world_of(compressor, tamper=tamper)
+    for _ in range(46):
+        advance(world)
+    assert isinstance(world.traffic[0][0], Gather)
+    with pytest.raises(PayloadError, match="rank 2 sent a damaged payload") as error:
+        advance(world)
+    failures.append(str(error.value))
+    world.steps += 1
+    advance(world)
+
+
+LAYERS = [
+    ("stem.weight", (8, 1, 3, 3), "float32"),
+    ("stem.bias", (8,), "float32"),
+    ("body.0.weight", (200, 90), "float32"),
+    ("body.1.weight", (100, 200), "float32"),
+    ("head.weight", (10, 100), "float32"),
+    ("head.bias", (10,), "float32"),
+]
+
+
+def test_first_and_last_layers():
+    one = LGCCompressor(alpha=0.01, momentum=0.9)
+    chosen = [type(c).__name__ for c in assign(one, LAYERS, 2)]
+    assert chosen == ["MomentumAfter"] * 2 + ["LGCCompressor"] * 2 + ["After"] * 2
+    named = LGCCompressor(alpha=0.01, momentum=0.0, first_layer="body.0", last_layer=("*.bias",))
+    chosen = assign(named, LAYERS, 2)
+    assert [isinstance(c, LGCCompressor) for c in chosen] == [True, False, False, True, True, False]
+    assert isinstance(chosen[1], After)
+    none = LGCCompressor(alpha=0.01, momentum=0.0, first_layer=(), last_layer=())
+    assert all(isinstance(c, LGCCompressor) for c in assign(none, LAYERS, 2))
+    buckets = plan(one, LAYERS, 1, ranks=2)
+    (whole,) = [layout for c, layout in buckets if isinstance(c, LGCCompressor)]
+    assert len(whole.names) == 2, "one bucket, however large"
+    inside = partition(
+        {
+            "body.*": LGCCompressor(alpha=0.01, momentum=0.0, first_layer=(), last_layer=()),
+            "*": None,
+        }
+    )
+    assert sum(isinstance(c, LGCCompressor) for c in assign(inside, LAYERS, 2)) == 2
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"no layer is left for the autoencoder.*first layer"):
+        assign(LGCCompressor(), LAYERS[:1], 2)
+    with pytest.raises(ValueError, match=r"no layer is left.*DGCCompressor"):
+        assign(LGCCompressor(), [LAYERS[0], LAYERS[4]], 2)
+    with pytest.raises(
+        ValueError, match=r"first_layer='stam' matches no layer; there are stem.weight"
+    ):
+        assign(LGCCompressor(first_layer="stam"), LAYERS, 2)
+    with pytest.raises(
+        ValueError, match=r"alpha=1e-05 selects 2 of 38000 .* at least 16. Raise alpha"
+    ):
+        plan(LGCCompressor(alpha=1e-5, momentum=0.9), LAYERS, 1 << 20, ranks=2)
+    for name in ("master", "common_rank"):
+        with pytest.raises(ValueError, match=rf"{name} must be a rank in \[0, 1\], got 2; 2 ranks"):
+            assign(LGCCompressor("parameter_server", **{name: 2}), LAYERS, 2)
+        with pytest.raises(ValueError, match=f"LGCCompressor: {name} must be a whole number"):
+            LGCCompressor(**{name: -1})
+    for name in ("full_steps", "train_steps"):
+        with pytest.raises(
+            ValueError, match=rf"{name} must be a whole number in \[1, inf\], got 0"
+        ):
+            LGCCompressor(**{name: 0})
+    for name in ("alpha", "innovation", "ae_lr"):
+        with pytest.raises(ValueError, match=f"LGCCompressor: {name} must be a number in"):
+            LGCCompressor(**{name: 0})
+    with pytest.raises(ValueError, match="pattern must be one of 'ring_allreduce', 'param"):
+        LGCCompressor("ring")
+    with pytest.raises(ValueError, match="feedback must be one of 'exact', 'paper'"):
+        LGCCompressor(feedback=True)
+
+
+# -- what it is made of ------------------------------------------------------------------------
+
+
+@given(
+    size=st.integers(40, 5_000_000),
+    share=st.floats(0.0005, 0.3),
+    seed=st.integers(0, 2**32 - 1),
+    turn=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_deflated_indices_come_back(size, share, seed, turn):
+    layout, coding, ops = Layout(("w",), ((size,),)), Deflate(), TorchOps()
+    count = max(1, int(size * share)) if size < 100_000 else 200
+    random = np.random.default_rng(seed)
+    real = random.integers(0, count + 1)
+    index = np.sort(random.choice(size, real, replace=False))
+    index = torch.from_numpy(np.concatenate([index, np.full(count - real, layout.sink)])).long()
+    parts = coding.parts(layout, count)
+    payload, sent, place = coding.encode(ops, layout, parts, index, turn)
+    assert payload["deflated"].shape[0] == parts["deflated"].count
+    back = coding.decode(ops, layout, payload, count)
+    assert torch.equal(back, sent)
+    whole = sent < layout.sink
+    assert torch.equal(index[place][whole], sent[whole])
+    assert int(whole.sum()) >= 0.9 * real, "almost all of random places fit"
+
+
+def test_deflated_indices_that_do_not_fit_wait_in_turn():
+    steps = struct.pack("<100I", *range(1000, 1100))
+    data = _deflated(steps, 60)
+    assert len(data) == 60
+    (count,) = struct.unpack("<I", data[:4])
+    assert 0 < count < 100 and _inflated(data, 100)[: 4 * count] == steps[: 4 * count]
+    assert _inflated(b"\xff" * 60, 5) == bytes(20), "what is damaged is nothing"
+
+
+def test_the_strongest():
+    ops = TorchOps()
+    values = torch.tensor([0.5, -3.0, 0.0, 2.0, -2.0, 0.1])
+    assert _strongest(ops, values, 3).tolist() == [1, 3, 4]
+    assert _strongest(ops, values, 2).tolist() == [1, 3]
+
+
+def test_all_ranks_draw_alike():
+    for count in (2, 3, 8):
+        draws = [drawn(step, 5, count) for step in range(2000)]
+        assert draws == [int(drawn(tf.constant(s, tf.int64), 5, count)) for s in range(2000)]
+        shares = np.bincount(draws, minlength=count) / 2000
+        assert (abs(shares - 1 / count) < 0.04).all()
+        pairs = np.bincount([a * count + b for a, b in zip(draws, draws[1:])], minlength=count**2)
+        assert pairs.min() > 0.5 * 2000 / count**2
