@@ -57,6 +57,7 @@ demo: $(horovod) ## train on real digits with and without compression, on PyTorc
 
 bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a GPU
 	@$(run) -m benchmarks.codecs --device $(DEVICE) $(ARGS)
+	@$(run) -m benchmarks.learned --device $(DEVICE)
 
 bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allreduce and plain top-k
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.loopback $(ARGS)

@@ -93,6 +93,11 @@ class Compressor(ABC):
         del ranks
         return [self] * len(layers)
 
+    @property
+    def needs_order(self) -> bool:
+        """Whether `of_layers` looks at the order in which the model uses its layers."""
+        return False
+
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         """About what a layer takes of a payload; None where that depends on the gradients."""
         del shape
@@ -117,6 +122,16 @@ class Compressor(ABC):
         """What was accumulated and not yet sent, [size]; None where nothing is kept."""
         del state
         return None
+
+    def velocity(self, state: State) -> Tensor | None:
+        """The momentum of the steps so far, [size], where it is all that the state holds."""
+        del state
+        return None
+
+    def with_velocity(self, state: State, velocity: Tensor) -> State:
+        """Goes on from a velocity that all ranks have in common."""
+        del velocity
+        return state
 
     def losses(self, state: State) -> dict[str, float]:
         """What a learned method loses, as shares of the energy, by name; reads the device."""

@@ -142,6 +142,10 @@ class Partition(Compressor):
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         return Partition(tuple((r, corrected(c, momentum, nesterov)) for r, c in self.rules))
 
+    @property
+    def needs_order(self) -> bool:
+        return any(c.needs_order for _, c in self.rules)
+
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         """The compressor of each layer.
 

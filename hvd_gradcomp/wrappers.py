@@ -78,6 +78,12 @@ class MomentumAfter(Compressor):
             mean = ops.overwrite(mean, velocity)
         return mean, MomentumState(inner, velocity)
 
+    def velocity(self, state: Any) -> Tensor:
+        return state.velocity
+
+    def with_velocity(self, state: Any, velocity: Tensor) -> MomentumState:
+        return state._replace(velocity=velocity)
+
     def losses(self, state: Any) -> dict[str, float]:
         return self.inner.losses(state.inner)
 
@@ -157,13 +163,25 @@ class After(Compressor):
                 residual = self.first.residual(state.first)
                 if residual is not None:
                     start, whole = self.then.inherit(ops, start, whole, residual)
-                start = _with_velocity(self.then, start, state.first)
+                velocity = self.first.velocity(state.first)
+                if velocity is not None:
+                    start = self.then.with_velocity(start, velocity)
             program = self.then.aggregate(ops, context, whole, start, **_wanted(self.then, extra))
             mean, later = yield from program
             return mean, AfterState(state.first, later)
 
         phase = ops.bisect((self.steps, self.steps + 1), context.step + 1)
         return (yield Switch(phase, (before, lambda: then(True), lambda: then(False))))
+
+    @property
+    def needs_order(self) -> bool:
+        return self.first.needs_order or self.then.needs_order
+
+    def velocity(self, state: Any) -> Tensor | None:
+        return self.first.velocity(state.first)
+
+    def with_velocity(self, state: Any, velocity: Tensor) -> AfterState:
+        return AfterState(self.first.with_velocity(state.first, velocity), state.then)
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         both = (c.of_layers(layers, ranks) for c in (self.first, self.then))
@@ -267,17 +285,6 @@ def take_over(
         nesterov = own[1]
     settled = compressor.corrected(float(momentum), bool(nesterov and momentum))
     return settled, own[0] > 0
-
-
-def _with_velocity(compressor: Compressor, state: Any, earlier: Any) -> Any:
-    """Goes on from the velocity of an earlier state, where both have one."""
-    velocity = getattr(earlier, "velocity", None)
-    goes_on = getattr(compressor, "with_velocity", None)
-    if velocity is None:
-        return state
-    if isinstance(compressor, MomentumAfter):
-        return state._replace(velocity=velocity)
-    return goes_on(state, velocity) if goes_on is not None else state
 
 
 def _wanted(compressor: Compressor, extra: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ class LGCState(NamedTuple):
     start: Tensor  # int64 [] step at which the training began, on the host
     ready: Tensor  # int64 [] whether the autoencoder has converged, on the host
     drifted: Tensor  # int64 [] whether it has to be trained again, on the host
-    sent: Tensor  # int64 [layers], elements that this rank has sent so far
+    sent: Tensor  # int64 [layers], elements that this rank has selected and sent so far
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class LGCCompressor(MomentumCorrected):
             is a worker too.
         common_rank: the worker that sends the code; None for the one after the master.
         first_layer: names of the layers that are sent dense, patterns of the shell's kind or the
-            names of modules; None for the first layer of the model that has a matrix or more.
+            names of modules; None for the first layer that has a matrix or more, in the order of
+            use: PyTorch sees it in the first step, on TensorFlow it is that of the variables.
         last_layer: the same for layers that are sent by top-k without the autoencoder.
         index_coding: "deflate" (DEFLATE, on the host), "delta", packed, or "int32", plain.
         feedback: "exact" keeps on each rank what it selected less what came back, so the sum over
@@ -122,9 +123,8 @@ class LGCCompressor(MomentumCorrected):
     without which plain descent on the printed loss diverges; its first parameters pass a signal on
     (see `codecs.autoencoder`). An autoencoder whose mean loss over the last tenth of its training
     is above 0.95 of the energy is not used: values go on to travel, and a warning says so.
-    Workers' vectors are trained on, and reconstructed, at the places of the common rank. Layers
-    count as first and last in the order in which the model lists them. PyTorch and TensorFlow
-    agree but for the last bits.
+    Workers' vectors are trained on, and reconstructed, at the places of the common rank. PyTorch
+    and TensorFlow agree but for the last bits.
 
     Raises:
         ValueError: a hyper-parameter is out of range; a rank does not exist; the model has no layer
@@ -208,6 +208,13 @@ class LGCCompressor(MomentumCorrected):
             plain if place in first else late if place in last else self
             for place in range(len(layers))
         ]
+
+    @property
+    def needs_order(self) -> bool:
+        return self.first_layer is None or self.last_layer is None
+
+    def velocity(self, state: Any) -> Tensor | None:
+        return state.memory.u if self.momentum else None
 
     def _chosen(self, layers: Sequence[Layer], name: str, role: str) -> set[int]:
         """Places of the layers that a rule means."""
@@ -364,6 +371,10 @@ class LGCCompressor(MomentumCorrected):
             drifted=nothing * 1,
         )
 
+    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
+        whole = min(steps, self.full_steps)
+        return [int(n) + whole * size for n, size in zip(state.sent, layout.sizes)]
+
     def losses(self, state: Any) -> dict[str, float]:
         return {"autoencoder": float(state.loss)}
 
@@ -400,7 +411,6 @@ class LGCCompressor(MomentumCorrected):
         said = ops.concat((gradient, exchanges.poison(ops, finite)))
         total = yield Allreduce(said, context.prescale, context.postscale)
         total = exchanges.unpoisoned(ops, total)
-        state = state._replace(sent=state.sent + ops.words(context.layout.sizes))
         if not self.momentum:
             return total, state
         ahead, u = ops.zeros(total.shape), state.memory.u * 1

@@ -68,7 +68,6 @@ class MomentumCorrected(LargestCompressor):
         return Velocity(r, ops.put(memory.u, index, 0.0) if self.masking else memory.u)
 
     def with_velocity(self, state: Any, velocity: Tensor) -> Any:
-        """Goes on from a velocity that all ranks had in common."""
         if not self.momentum:
             return state
         return state._replace(memory=state.memory._replace(u=velocity))

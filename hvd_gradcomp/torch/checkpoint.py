@@ -9,7 +9,7 @@ import torch
 from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
 from hvd_gradcomp.torch.engine import Engine
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(engine: Engine) -> dict[str, Any]:
@@ -20,6 +20,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "rank": engine.process_set.rank(),
         "size": engine.process_set.size(),
         "steps": engine.steps,
+        "order": engine.order,
         "buckets": [
             {
                 "digest": bucket.layout.digest,
@@ -48,6 +49,8 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
             f"the checkpoint was made with {saved['compressor']}, this optimizer has "
             f"{engine.compressor!r}; use the same compression= to resume"
         )
+    if saved["order"]:
+        engine.reorder(saved["order"])
     digests = [bucket.layout.digest for bucket in engine.buckets]
     if [b["digest"] for b in saved["buckets"]] != digests:
         old = {name for b in saved["buckets"] for name in b["names"]}

@@ -135,6 +135,10 @@ class Engine:
         self.settings = settings
         self.name = name
         self.steps = 0
+        self.order: list[str] = []  # of use, last gradient first, once it is known
+        self._arrived: list[str] | None = [] if compressor.needs_order else None
+        self._named, self._bucket_bytes = list(named_parameters), bucket_bytes
+        self._name_of = {p: name for name, p in named_parameters}
         self._bytes_sent = self._bytes_received = 0
         self._agreed = False
         self.layers = [
@@ -145,10 +149,7 @@ class Engine:
         self.moments = self._moment_source(
             [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
         )
-        self.buckets = list(self._plan(named_parameters, bucket_bytes))
-        self._places = {
-            p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
-        }
+        self._settle_on(list(self._plan(self._named)))
         self._counted: dict[torch.nn.Parameter, int] = {}
         if self.moments == "microbatch":
             for parameter, (bucket, _) in self._places.items():
@@ -157,12 +158,15 @@ class Engine:
 
     # -- set-up ------------------------------------------------------------------------------
 
-    def _plan(
-        self,
-        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        bucket_bytes: int | None,
-    ) -> Iterator[Bucket]:
+    def _settle_on(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self._places = {
+            p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
+        }
+
+    def _plan(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> Iterator[Bucket]:
         """Buckets in the order in which backward fills them: last layers first."""
+        layers = {layer[0]: layer for layer in self.layers}
         by_name = dict(named_parameters)
         for name, p in named_parameters:
             if p.dtype not in _DTYPE_NAMES:
@@ -170,8 +174,9 @@ class Engine:
         devices = [p.device for _, p in named_parameters]
         verbs = {device: TorchOps(device) for device in devices}
         ranks = self.process_set.size()
-        target = bucket_bytes or BUCKET_BYTES
-        plan = assignment.plan(self.compressor, self.layers, target, devices, ranks=ranks)
+        target = self._bucket_bytes or BUCKET_BYTES
+        self.used = [layers[name] for name, _ in named_parameters]
+        plan = assignment.plan(self.compressor, self.used, target, devices, ranks=ranks)
         for index, (compressor, layout) in enumerate(plan):
             parameters = [by_name[name] for name in layout.names]
             ops = verbs[parameters[0].device]
@@ -219,9 +224,9 @@ class Engine:
 
     def _square_of(self, parameter: torch.nn.Parameter) -> Any:
         """A tensor hook: sees what one pass contributes, before it is accumulated."""
-        bucket, slot = self._places[parameter]
 
         def hook(contribution: torch.Tensor) -> None:
+            bucket, slot = self._places[parameter]
             square = bucket.moment_views[slot]
             dense = contribution.to_dense() if contribution.is_sparse else contribution
             dense = dense.detach().to(square.dtype)
@@ -231,6 +236,40 @@ class Engine:
             self._counted[parameter] = self._counted.get(parameter, 0) + 1
 
         return hook
+
+    def order_is_known(self) -> None:
+        """Gradients that come from now on are those of layers that were not used."""
+        if self._arrived is not None and self.steps == 0:
+            self.order, self._arrived = self._arrived[::-1], []
+
+    def reorder(self, order: Sequence[str]) -> None:
+        """Plans the buckets for layers that are used in this order, on all ranks alike.
+
+        Up to here all layers were exchanged whole, so a velocity is all that there is to keep.
+        """
+        self._arrived, self.order = None, list(order)
+        used, known = set(order), dict(self._named)
+        unused = [name for name, _ in self._named if name not in used]
+        middle = len(order) // 2
+        names = [*order[:middle], *unused, *order[middle:]]
+        ranks = self.process_set.size()
+        layers = {layer[0]: layer for layer in self.layers}
+        before = assignment.assign(self.compressor, self.used, ranks)
+        after = assignment.assign(self.compressor, [layers[name] for name in names], ranks)
+        if dict(zip((name for name, _, _ in self.used), before)) == dict(zip(names, after)):
+            return
+        velocities: dict[str, torch.Tensor] = {}
+        for bucket in self.buckets:
+            velocity = bucket.compressor.velocity(bucket.state)
+            if velocity is not None:
+                velocities.update(zip(bucket.layout.names, bucket.cut(velocity)))
+        self._settle_on(list(self._plan([(name, known[name]) for name in names])))
+        for bucket in self.buckets:
+            if set(bucket.layout.names) <= set(velocities):
+                flat = bucket.ops.zeros((bucket.layout.size,), bucket.layout.dtype)
+                for view, name in zip(bucket.cut(flat), bucket.layout.names):
+                    view.copy_(velocities[name])
+                bucket.state = bucket.compressor.with_velocity(bucket.state, flat)
 
     def _agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
@@ -258,6 +297,11 @@ class Engine:
         """
         if not self._agreed:
             self._agree()
+        if self._arrived is not None:
+            if self.steps == 0:
+                self._arrived.append(self._name_of[parameter])
+            else:
+                self.reorder(self._gather_objects(self.order)[0])
         bucket, slot = self._places[parameter]
         with torch.no_grad():
             if gradient is None:

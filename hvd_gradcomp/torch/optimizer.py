@@ -155,7 +155,7 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     """
     engine = _engine(optimizer)
     table = description.describe(
-        engine.compressor, engine.layers, len(engine.buckets), engine.process_set.size()
+        engine.compressor, engine.used, len(engine.buckets), engine.process_set.size()
     )
     print(table)
     return table
@@ -249,6 +249,7 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         return wait
 
     def synchronize(self: Any) -> None:
+        self._gradcomp.order_is_known()
         try:
             stock_synchronize(self)
         except Exception:

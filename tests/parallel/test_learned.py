@@ -11,6 +11,11 @@ pytestmark = pytest.mark.parallel
 STEPS = 300
 
 
+def fusion(ranks):
+    """Bytes. Sums of more than two depend on what Horovod happens to fuse; two commute."""
+    return "134217728" if ranks == 2 else "0"
+
+
 def check(results, ranks):
     for name in map(repr, learned_by(ranks)):
         for result in results:
@@ -21,16 +26,17 @@ def check(results, ranks):
         assert 0 <= loss < 1.2
         sent = [result[name]["bytes"] for result in results]
         compressed = sum(min(b) for b in sent) / ranks
-        assert compressed < max(sent[0]) / 2, "a phase was compressed"
+        assert compressed < 0.9 * max(sent[0]), "a phase was compressed"
     for result in results:
-        assert result["again"][0] == result["again"][1], "the same run twice"
+        assert result["again"][0] == result["again"][1], "the same run twice, or resumed"
 
 
 @pytest.mark.parametrize(
     ("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")], ids=str
 )
 def test_torch_replicas_are_identical_in_every_phase(ranks, backend, tmp_path):
-    check(launch("torch_learned", ranks, backend, tmp_path, str(STEPS), deadline=550), ranks)
+    arguments = (str(STEPS), fusion(ranks))
+    check(launch("torch_learned", ranks, backend, tmp_path, *arguments, deadline=550), ranks)
 
 
 @pytest.mark.parametrize(
@@ -39,5 +45,5 @@ def test_torch_replicas_are_identical_in_every_phase(ranks, backend, tmp_path):
     ids=str,
 )
 def test_tensorflow_replicas_are_identical_in_every_phase(kind, ranks, backend, tmp_path):
-    arguments = (kind, str(STEPS))
+    arguments = (kind, str(STEPS), fusion(ranks))
     check(launch("tensorflow_learned", ranks, backend, tmp_path, *arguments, deadline=550), ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import keras
@@ -94,7 +95,8 @@ def train(compressor, kind: str, steps: int) -> dict:
     }
 
 
-def main(folder: str, kind: str, steps: str) -> None:
+def main(folder: str, kind: str, steps: str, fusion: str) -> None:
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = fusion
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     methods = learned_by(hvd.size())

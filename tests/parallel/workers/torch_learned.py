@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 import torch
@@ -27,19 +29,33 @@ def network() -> nn.Module:
     )
 
 
-def train(compressor, steps: int) -> dict:
+def made(compressor):
     model = network()
-    optimizer = hvd.DistributedOptimizer(
+    return model, hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.002),
         model.named_parameters(),
         compression=compressor,
         bucket_bytes=4096,
     )
+
+
+def train(compressor, steps: int, stops: tuple = ()) -> dict:
+    """At each of the stops everything is saved, made anew and loaded."""
+    model, optimizer = made(compressor)
     hvd.broadcast_parameters(model.state_dict(), 0)
     hvd.broadcast_optimizer_state(optimizer, 0)
     generator = torch.Generator().manual_seed(100 + hvd.rank())
     digests, kinds, before = [], [], 0
     for step in range(steps):
+        if step in stops:
+            file = io.BytesIO()
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+            file.seek(0)
+            states = torch.load(file)
+            model, optimizer = made(compressor)
+            for one, state in zip((model, optimizer), states):
+                one.load_state_dict(state)
+            before = 0
         x = torch.randn(8, 1, 8, 8, generator=generator)
         y = x.mean((1, 2, 3)).mul(40).long().clamp(-5, 4) + 5
         optimizer.zero_grad()
@@ -61,16 +77,19 @@ def train(compressor, steps: int) -> dict:
     }
 
 
-def main(folder: str, steps: int) -> None:
+def main(folder: str, steps: int, fusion: str) -> None:
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = fusion
     hvd.init()
     torch.set_num_threads(1)
     methods = learned_by(hvd.size())
     result = {repr(c): train(c, steps) for c in methods}
     again = methods[-1]
-    result["again"] = [train(again, steps)["digests"][-1], result[repr(again)]["digests"][-1]]
+    # One stop in each phase, and the other run is not stopped at all.
+    stopped = train(again, steps, stops=(30, 90, 200))
+    result["again"] = [stopped["digests"][-1], result[repr(again)]["digests"][-1]]
     write(folder, hvd.rank(), result)
     hvd.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
