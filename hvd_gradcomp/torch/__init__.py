@@ -21,6 +21,7 @@ from hvd_gradcomp.torch.optimizer import (
     describe,
     retrain,
 )
+from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.schedulers import EGCScheduler
 
 __all__ = [name for name in dir() if not name.startswith("_")]

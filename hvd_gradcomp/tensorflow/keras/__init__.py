@@ -17,6 +17,7 @@ from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer, load_model
+from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain
 
 __all__ = [name for name in dir() if not name.startswith("_")]

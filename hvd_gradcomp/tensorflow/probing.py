@@ -1,0 +1,193 @@
+"""The probe on TensorFlow: in eager loops, inside `tf.function`, and under `model.fit`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import keras
+import tensorflow as tf
+
+from hvd_gradcomp import probe
+from hvd_gradcomp.collectives import Allreduce, Collective
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.tensorflow.engine import plain_variable, takes_part
+
+_names = (f"gradcomp.probe.{number}" for number in itertools.count())
+
+
+class Probe(probe.Probe):
+    """Looks at gradients every so many steps; the same readings on all ranks.
+
+    probe = Probe(model.trainable_variables, every=50)
+    ...
+    gradients = tape.gradient(loss, variables)  # of a plain tape: this rank's own
+    probe.step(gradients)
+
+    Gradients must not have been exchanged: ask a `tf.GradientTape`, probe, and then reduce (with
+    `reduce_gradients`, or an optimizer that does). Training is the same to the bit as without.
+
+    Between probed steps a counter counts. In a graph, a probed step takes its elements there and
+    does the rest in a `tf.py_function`, so functions that hold one cannot be compiled by XLA, nor
+    be saved. See `hvd_gradcomp.probe` for the cost.
+
+    Args:
+        variables: what the gradients are of.
+        every: a step in so many is probed, the first one too.
+        process_set: the ranks that take part.
+        **options: those of `hvd_gradcomp.probe.Probe`; ranks of `pair` are those in the set.
+
+    Raises:
+        ValueError: Horovod is not initialized, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        every: int = 50,
+        *,
+        process_set: Any = horovod.global_process_set,
+        **options: Any,
+    ) -> None:
+        if not horovod.is_initialized():
+            raise ValueError("call hvd.init() before Probe(...)")
+        layers = list(zip(_layer_names(variables), (tuple(v.shape) for v in variables)))
+        super().__init__(layers, every, **{"filters_last": True, **options})
+        self.process_set = process_set
+        self._name = next(_names)
+        with tf.init_scope():
+            self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="probe_steps")
+            self._index = [tf.constant(self.places(i), tf.int64) for i in range(len(layers))]
+
+    @property
+    def steps(self) -> int:
+        """How many were counted."""
+        return int(self._steps)
+
+    @tf.autograph.experimental.do_not_convert
+    def step(self, gradients: Sequence[Any], moments: Sequence[Any] | None = None) -> None:
+        """Counts a step; where it is probed, all ranks exchange.
+
+        Args:
+            gradients: this rank's own, one for each variable; None stands for zero.
+            moments: sums of squared sample gradients, for the density of Variance; without them
+                `q = g*g`.
+
+        Raises:
+            ValueError: the number of gradients is another than that of the variables.
+        """
+        for given in (gradients, moments):
+            if given is not None and len(given) != len(self._index):
+                raise ValueError(f"{len(given)} gradients for {len(self._index)} variables")
+        if not takes_part(self.process_set):
+            return
+
+        def probed() -> tf.Tensor:
+            taken = [self._taken(gradients)]
+            taken += [] if moments is None else [self._taken(moments)]
+            if tf.executing_eagerly():
+                return self._on_host(self._steps, *taken)
+            return tf.py_function(self._on_host, [self._steps.read_value(), *taken], tf.int64)
+
+        if tf.executing_eagerly():
+            if self.due(self.steps):
+                probed()
+        else:
+            due = self._steps % self.every == 0
+            tf.cond(due, probed, lambda: tf.constant(-1, tf.int64))
+        self._steps.assign_add(1)
+
+    def _taken(self, gradients: Sequence[Any]) -> tf.Tensor:
+        pieces = []
+        for x, index, count in zip(gradients, self._index, self.taken):
+            if x is None:
+                pieces.append(tf.zeros((count,), tf.float32))
+                continue
+            flat = tf.reshape(tf.convert_to_tensor(x), (-1,))
+            pieces.append(tf.cast(tf.gather(flat, index), tf.float32))
+        return tf.concat(pieces, 0)
+
+    def _on_host(self, step: Any, taken: tf.Tensor, moments: tf.Tensor | None = None) -> tf.Tensor:
+        rank, size = self.process_set.rank(), self.process_set.size()
+        with tf.device("CPU:0"):
+            taken = tf.identity(taken)
+            self._run(self.program(TensorFlowOps(), int(step), taken, rank, size, moments))
+            return tf.constant(int(step), tf.int64)
+
+    def _run(self, program: Generator[Collective, Any, Any]) -> None:
+        reply = None
+        while True:
+            try:
+                request = program.send(reply)
+            except StopIteration:
+                return
+            assert isinstance(request, Allreduce)
+            reply = horovod.allreduce(
+                request.tensor, name=self._name, op=horovod.Sum, process_set=self.process_set
+            )
+
+
+class ProbeCallback(keras.callbacks.Callback):
+    """Probes a Keras 3 model under `fit`, after every so many batches.
+
+    `fit` does not show its gradients, so this computes some: of one batch, with the weights as
+    they are after the step. Each rank should give a batch of its own data. What the pass in
+    training mode changes besides (moving averages of a batch normalisation, counters of dropout)
+    is set back, so training goes on as if nothing had happened; TensorFlow's global random
+    generator is not.
+
+    Args:
+        model: what is trained.
+        batch: inputs and targets, or a function of the probed batch's number that returns them.
+        loss: `loss(targets, outputs)`; its mean is differentiated.
+        every: a batch in so many is probed, the first one too.
+        **options: those of `Probe`.
+
+    Attributes:
+        probe: with the readings; None before the first batch has ended.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        batch: Any,
+        loss: Callable[[Any, Any], Any],
+        every: int = 50,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.probe: Probe | None = None
+        self._probed, self._batch, self._loss = model, batch, loss
+        self._every, self._options = every, options
+        self._count = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        del batch, logs
+        if self.probe is None:
+            variables = self._probed.trainable_variables
+            self.probe = Probe(variables, self._every, **self._options)
+        count, self._count = self._count, self._count + 1
+        due = self.probe.due(count)
+        self.probe.step(self._gradients(count) if due else [None] * len(self.probe.taken))
+
+    def _gradients(self, count: int) -> list[Any]:
+        given = self._batch(count) if callable(self._batch) else self._batch
+        inputs, targets = given
+        weights = [plain_variable(v) for v in self._probed.trainable_variables]
+        rest = self._probed.non_trainable_variables
+        before = [keras.ops.copy(v.value) for v in rest]
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean(self._loss(targets, self._probed(inputs, training=True)))
+        for variable, value_before in zip(rest, before):
+            variable.assign(value_before)
+        return list(tape.gradient(value, weights))
+
+
+def _layer_names(variables: Sequence[Any]) -> list[str]:
+    """Keras' path or the variable's name; its place too where names repeat."""
+    names = [str(getattr(v, "path", None) or v.name) for v in variables]
+    return [
+        f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)
+    ]

@@ -1,0 +1,113 @@
+"""The probe over real Horovod: the same readings on all ranks, and the same training as without."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvd_gradcomp import probe
+from hvd_gradcomp.ops.torch import TorchOps
+from tests.parallel.launch import launch
+
+pytestmark = pytest.mark.parallel
+
+
+def agreed(results):
+    """What all ranks have read, by case; training is the same with and without."""
+    for result in results:
+        for name, (plain, probed) in result["pairs"].items():
+            assert plain == probed, name
+    for result in results[1:]:
+        assert result["readings"] == results[0]["readings"]
+    return results[0]["readings"]
+
+
+def test_torch(tmp_path):
+    results = launch("torch_probe", 2, "gloo", tmp_path)
+    readings = agreed(results)
+    for found in readings.values():
+        assert [r["step"] for r in found] == [s for s in range(0, 24, 2) for _ in range(4)]
+        last = found[-4]
+        assert last["layer"] == "0.weight" and last["rows"] == 8
+        assert 0 < last["entropy"] < 5 and last["age_loss"] and last["slice_loss"]
+    # What compresses trains otherwise, and what zeroes the gradients in place does not.
+    assert readings["none, False"] == readings["none, True"]
+    assert readings["none, False"] != readings["variance, False"]
+    assert results[0]["hooks"] == [4, 0, 0, 4, 0, 0, 4]
+
+
+def test_torch_reads_local_gradients(tmp_path):
+    """Against copies that hooks made, where Horovod reduces in place during backward."""
+    results = launch("torch_probe", 2, "gloo", tmp_path)
+    ops, local, places = TorchOps(), [r["local"] for r in results], results[0]["places"]
+    assert len(local[0]) == 12
+    for reading in results[0]["checked"]:
+        step = reading["step"] // 2
+        x, y = (torch.tensor(one[step][reading["layer"]]).reshape(-1) for one in local)
+        index = places[reading["layer"]][: reading["sampled"]]
+        x, y = x[index], y[index]
+        assert not torch.equal(x, y)
+        assert reading["entropy"] == pytest.approx(probe.entropy(ops, y, 32, True), abs=1e-9)
+        shared = probe.mutual_information(ops, x, y, 32, True)
+        assert reading["mutual_information"] == pytest.approx(shared, abs=1e-9)
+    for rank in range(2):
+        lines = (tmp_path / f"readings of {rank}").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == results[0]["checked"]
+        assert "pair must be two different ranks in [0, 1]" in results[rank]["errors"]["pair"]
+        assert "every must be a whole number" in results[rank]["errors"]["every"]
+    first, _, *rest = results[0]["otherwise"]
+    assert results[1]["otherwise"] == results[0]["otherwise"]
+    assert first["density_variance"] == pytest.approx(71 / 72)  # 1 > 2 * 0.25, but for the zero
+    assert all(r["density_variance"] == r["entropy"] == 0 for r in rest)
+    alone = results[1]["alone"]
+    assert results[0]["alone"] == [] and alone[0]["mutual_information"] is None
+
+
+def test_tensorflow(tmp_path):
+    results = launch("tensorflow_probe", 2, "gloo", tmp_path)
+    readings = agreed(results)
+    for name, found in readings.items():
+        layers = 6 if name == "fit" else 3
+        steps = 15 if name == "fit" else 20
+        expected = [s for s in range(0, steps, 2) for _ in range(layers)]
+        assert [r["step"] for r in found] == expected
+        last = found[-layers]
+        assert last["rows"] == 8 and 0 < last["entropy"] < 5 and last["energy"]
+    for name in ("none", "strom"):
+        eager, graph = readings[f"{name}, False"], readings[f"{name}, True"]
+        for a, b in zip(eager, graph):
+            assert a["layer"] == b["layer"]
+            assert a["entropy"] == pytest.approx(b["entropy"], abs=0.1)
+    # Twice `q = g*g` is the same as none given.
+    densities = [
+        [r["density_variance"] for r in readings[name]] for name in ("moments", "none, True")
+    ]
+    assert densities[0] == densities[1] and max(densities[0]) > 0
+    for result in results:
+        table, idle = result["embedding"]
+        assert table["entropy"] > 0 and idle["entropy"] == 0
+        assert "1 gradients for 3 variables" in result["errors"]["count"]
+        assert "pair must be two different ranks in [0, 1]" in result["errors"]["pair"]
+
+
+def test_example(tmp_path):
+    pytest.importorskip("matplotlib")
+    launcher = str(Path(sys.executable).with_name("horovodrun"))
+    command = [launcher, "--gloo", "-np", "2", sys.executable, "-m", "examples.probing"]
+    command += ["--epochs", "1", "--every", "1", "--png", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "Variance" in done.stdout
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "information.png",
+        "slice_size.png",
+        "age.png",
+        "densities.png",
+        "readings.jsonl",
+    }
