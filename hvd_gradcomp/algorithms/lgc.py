@@ -388,7 +388,8 @@ class LGCCompressor(MomentumCorrected):
         again = ops.staged(state.drifted) > 0
         start = ops.pick(again, context.step, start)
         ready = ops.pick(again, 0, ready)
-        state = state._replace(start=ops.host(start), ready=ops.host(ready))
+        host = ops.host
+        state = state._replace(start=host(start), ready=host(ready), drifted=host(0))
         steps, elapsed = self.train_steps, context.step - start
         if context.rank == self.master:
             message = _NOT_CONVERGED.format(bound=_CONVERGED, steps=steps)
@@ -779,9 +780,10 @@ class LGCCompressor(MomentumCorrected):
             for parameters, gradient in zip((state.encoder, state.decoder), gradients)
         )
         share = ops.where(energy > 0, rec / ops.where(energy > 0, energy, 1.0), 1.0)
-        window = max(1, self.train_steps // 10)
-        counts = ops.cast(ops.words((elapsed,)) >= self.train_steps - window, "float32")
-        late = state.late + ops.reshape(counts, ()) * share
+        begins = self.train_steps - max(1, self.train_steps // 10)
+        number = ops.reshape(ops.words((elapsed,)), ())
+        late = ops.where(number > begins, state.late, 0.0)
+        late = ops.where(number >= begins, late + share, 0.0)
         return state._replace(encoder=encoder, decoder=decoder, late=late, loss=share)
 
     def _handed_out(self, ops: Ops, context: Context, state: Any) -> Program:

@@ -163,7 +163,7 @@ class Deflate(IndexCoding):
         return {"deflated": Part("bytes", self._room(layout.size, capacity))}
 
     def bits(self, size: int, count: int) -> float:
-        return 8 * self._room(size, count) / count
+        return math.log2(size / count) + _SPARE_DEFLATED
 
     def _room(self, size: int, count: int) -> int:
         """Bytes: a count, code tables, and somewhat more than random places need."""

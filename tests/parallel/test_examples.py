@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -60,3 +61,21 @@ def test_custom_loop():
 def test_comparisons(arguments):
     out = run(*arguments, "--epochs", "2", "--warmup", "1", "--methods", "none,dgc,terngrad")
     assert "DGC(warmup_steps=" in out and "TernGrad()" in out and "difference" in out
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "keras"])
+def test_methods_that_learn(framework, tmp_path):
+    short = ("--full-steps", "4", "--train-steps", "8", "--sample-steps", "8", "--epochs", "2")
+    methods = "none,gradiveq,lgc-ring,lgc-server"
+    files = ("--png", str(tmp_path / "curves.png"), "--json", str(tmp_path / "curves.json"))
+    out = run(f"examples.{framework}.learned", "--methods", methods, *short, *files)
+    assert "lgc-server" in out and "byte ratio by rank" in out
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    rows = json.loads((tmp_path / "curves.json").read_text())
+    assert [row["method"] for row in rows] == methods.split(",")
+    assert "autoencoder" in rows[2]["curves"][-1] and "basis" in rows[1]["curves"][-1]
+
+
+def test_probing(tmp_path):
+    out = run("examples.probing", "--epochs", "3", "--png", str(tmp_path))
+    assert "Variance" in out and list(tmp_path.glob("*.png"))

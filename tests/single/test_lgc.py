@@ -327,12 +327,14 @@ def test_users_and_drift_train_it_again(pattern):
     drifting = LGCCompressor(**{**SHORT, "retrain_loss": 1e-6, "momentum": 0.0})
     world = world_of(drifting)
     trained = []
-    for _ in range(READY + 20):
+    for _ in range(READY + 40):
         advance(world)
+        assert not float(world.states[0].loss) > 1.0
         trained.append(type(world.traffic[1][0]).__name__ if len(world.traffic) > 1 else "whole")
     assert trained[READY] == "Allreduce" and "Allgather" in trained[READY + 1 :], (
         "a new training began"
     )
+    assert "Allreduce" in trained[READY + 10 :], "and ended"
 
 
 # -- what can go wrong -------------------------------------------------------------------------

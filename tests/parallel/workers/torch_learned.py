@@ -81,7 +81,7 @@ def main(folder: str, steps: int, fusion: str) -> None:
     os.environ["HOROVOD_FUSION_THRESHOLD"] = fusion
     hvd.init()
     torch.set_num_threads(1)
-    methods = learned_by(hvd.size())
+    methods = learned_by("torch", hvd.size())
     result = {repr(c): train(c, steps) for c in methods}
     again = methods[-1]
     # One stop in each phase, and the other run is not stopped at all.
