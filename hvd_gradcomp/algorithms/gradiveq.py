@@ -29,6 +29,7 @@ from hvd_gradcomp.wrappers import part
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _DEFAULT_LOSS = 0.01
+_DRAIN = 4.0  # times that the residual could be sent in a cycle
 SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
 
 
@@ -122,8 +123,10 @@ class GradiVeQCompressor(Compressor):
             compressor.
         other: the compressor of layers that are no convolution (fewer than three axes); None sends
             them dense.
-        feedback: keep on each rank what its projection left out, and add it to its next gradient.
-            The next sampling phase then begins with a step that flushes it, and takes no sample.
+        feedback: keep on each rank what its projection left out, `r`, and add `4 / compress_steps`
+            of `r` to each gradient that is compressed. Since a basis never takes what it leaves
+            out, `r` grows through a cycle and drains into the next one's basis; all of it at once
+            would throw the model off. Sampling leaves `r` alone.
 
     Differs from the paper: the loss is measured by bucket; one rank computes the basis, so that all
     have the same bits; feedback (off by default). Weights of transposed convolutions are cut as if
@@ -244,14 +247,14 @@ class GradiVeQCompressor(Compressor):
         return Slices(start, size, shape, order, length, count, reuse, self.room(length))
 
     @property
-    def flush_steps(self) -> int:
-        """Steps at the begin of a cycle that take no sample."""
-        return int(self.feedback)
-
-    @property
     def cycle_steps(self) -> int:
         """Steps of a whole cycle."""
-        return self.flush_steps + self.sample_steps + self.compress_steps
+        return self.sample_steps + self.compress_steps
+
+    @property
+    def drain(self) -> float:
+        """The share of the residual that is added to a gradient."""
+        return min(1.0, _DRAIN / self.compress_steps)
 
     def coefficient_bytes(self, layout: Layout, dimensions: Sequence[int] | None = None) -> int:
         """Bytes that a rank hands to the allreduce of a compressed step.
@@ -300,20 +303,15 @@ class GradiVeQCompressor(Compressor):
         over = (context.step - start >= self.cycle_steps) | (drifted > 0)
         start = ops.pick(over, context.step, start)
         state = state._replace(start=ops.host(start), drifted=ops.host(0))
-        if self.feedback:
-            gradient = ops.accumulate(gradient, state.r)
-        first = self.flush_steps
-        last = first + self.sample_steps - 1
-        elapsed = context.step - start
-        phase = ops.bisect((first - 1, last - 1, last), elapsed)
-        row = elapsed - first
+        elapsed, last = context.step - start, self.sample_steps - 1
+        phase = ops.bisect((-1, last - 1, last), elapsed)
 
         def whole() -> Program:
             return self._whole(ops, context, gradient, state)
 
         def sample() -> Program:
             total, after = yield from self._whole(ops, context, gradient, state)
-            return total, self._recorded(ops, context.layout, total, row, after)
+            return total, self._recorded(ops, context.layout, total, elapsed, after)
 
         def learn() -> Program:
             total, after = yield from sample()
@@ -325,10 +323,9 @@ class GradiVeQCompressor(Compressor):
         return (yield Switch(phase, (whole, sample, learn, compress)))
 
     def _whole(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
-        layout = context.layout
         total, inner = yield from self.between.aggregate(ops, context, gradient, state.sampling)
-        after = state._replace(sampling=inner, sent=state.sent + ops.words(layout.sizes))
-        return total, after._replace(r=ops.zeros((layout.size,))) if self.feedback else after
+        sent = state.sent + ops.words(context.layout.sizes)
+        return total, state._replace(sampling=inner, sent=sent)
 
     def _recorded(self, ops: Ops, layout: Layout, total: Tensor, row: Any, state: Any) -> Any:
         """The state with the first slice of each group of this step's result."""
@@ -384,6 +381,8 @@ class GradiVeQCompressor(Compressor):
     def _compressed(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         layout, weight = context.layout, context.prescale * context.postscale
         finite, gradient = exchanges.checked(ops, gradient)
+        if self.feedback:
+            gradient = ops.accumulate(gradient, state.r * self.drain)
         code, energy, lost = self.encode(ops, layout, gradient, state)
         loss = ops.where(energy > 0, lost / ops.where(energy > 0, energy, 1.0), 0.0)
         said = ops.concat((code, ops.reshape(loss, (1,)), exchanges.poison(ops, finite)))
@@ -395,8 +394,8 @@ class GradiVeQCompressor(Compressor):
             state = state._replace(drifted=drifted)
         if self.feedback:
             share = 1.0 / (weight * context.size)
-            kept = gradient - self.decode(ops, layout, code, state, share)
-            state = state._replace(r=kept)
+            missed = gradient - self.decode(ops, layout, code, state, share)
+            state = state._replace(r=state.r * (1.0 - self.drain) + missed)
         mean = self.decode(ops, layout, total[:-1], state)
         sent = state.sent + self._coefficients(ops, layout, state)
         return mean, state._replace(loss=loss, sent=sent)

@@ -13,7 +13,7 @@ class GradiVeQ:
     """A compressor, that is `mu` and `U`, for each group of `reuse` slices of a layer.
 
     Attributes:
-        phase: what the last step was: "warmup", "flush", "sampling" or "compressed".
+        phase: what the last step was: "warmup", "sampling" or "compressed".
         loss: of the last step, mean over ranks of (7); None if that was not a compressed one.
         residuals: [rank][layer].
         dimensions: [layer][group], as found by the latest finished sampling; [] before.
@@ -57,8 +57,6 @@ class GradiVeQ:
         for _ in range(self.warmup_steps):
             yield "warmup"
         while True:
-            if self.feedback:
-                yield "flush"
             for _ in range(self.sample_steps):
                 yield "sampling"
             for _ in range(self.compress_steps):
@@ -68,19 +66,19 @@ class GradiVeQ:
 
     def step(self, gradients):
         self.phase = next(self.schedule)
-        there = [
-            [np.asarray(g, np.float64) + r for g, r in zip(mine, kept)]
-            for mine, kept in zip(gradients, self.residuals)
-        ]
+        there = [[np.asarray(g, np.float64) for g in mine] for mine in gradients]
         if self.phase == "compressed":
+            drain = min(1.0, 4.0 / self.compress_steps) if self.feedback else 0.0
+            for mine, kept in zip(there, self.residuals):
+                for layer in range(len(self.shapes)):
+                    mine[layer] += drain * kept[layer]
+                    kept[layer] = (1.0 - drain) * kept[layer]
             return self.compressed(there)
         self.loss = None
         means = []
         for layer in range(len(self.shapes)):
             total = sum(there[rank][layer] for rank in range(self.ranks))
             means.append(total / self.ranks)
-            for rank in range(self.ranks):
-                self.residuals[rank][layer] = np.zeros(self.shapes[layer])
         if self.phase == "sampling":
             self.sample(means)
         return means
@@ -195,7 +193,7 @@ class GradiVeQ:
             means.append(self.joined(layer, decompressed))
             if self.feedback:
                 for rank in range(self.ranks):
-                    self.residuals[rank][layer] = self.joined(layer, kept[rank])
+                    self.residuals[rank][layer] += self.joined(layer, kept[rank])
         losses = [lost[rank] / whole[rank] if whole[rank] else 0.0 for rank in range(self.ranks)]
         self.loss = float(sum(losses)) / self.ranks
         return means

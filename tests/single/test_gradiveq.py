@@ -137,7 +137,7 @@ def test_with_feedback_the_sum_over_ranks_loses_nothing(sampling, average):
         total = world.step(flat)[0]
         kept = sum(state.r.double() for state in world.states)
         there = before + sum(g.double() for g in flat)
-        if (len(world.traffic) == 1 and sampling != "qsgd") or kept.any():
+        if len(world.traffic) == 1 or sampling == "none":
             torch.testing.assert_close(kept + share * total.double(), there, rtol=1e-4, atol=1e-3)
 
 
