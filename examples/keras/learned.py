@@ -65,6 +65,11 @@ class Noting(keras.callbacks.Callback):
             self.previous, self.last = self.last, hvd.compression_stats(self.distributed)
             self.curves.note(float(logs["loss"]), self.last)
 
+    def on_train_end(self, logs: Any = None) -> None:
+        if not self.curves.notes:  # a run of fewer steps
+            self.last = hvd.compression_stats(self.distributed)
+            self.curves.note(float(logs["loss"]), self.last)
+
 
 def run(data: Any, name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Trains one model with one method."""

@@ -90,6 +90,9 @@ def run(data: Any, name: str, options: argparse.Namespace, seed: int) -> dict[st
             if step % learned.EVERY == 0:
                 previous, last = last, hvd.compression_stats(optimizer)
                 curves.note(loss.item(), last)
+    if not curves.notes:  # a run of fewer steps
+        last = hvd.compression_stats(optimizer)
+        curves.note(loss.item(), last)
     model.eval()
     with torch.no_grad():
         right = sum(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any, NamedTuple
 
 from hvd_gradcomp import exchanges, validate, wire
@@ -79,8 +80,8 @@ class LGCCompressor(MomentumCorrected):
 
     The first layer is sent dense, the last one as `DGCCompressor(density=alpha)` does.
 
-    What travels, compressed: by the ring, 4 bytes for 4 elements selected, by allreduce, and the
-    leader's packed indices, by broadcast. To the master, values and packed indices of the
+    What travels, compressed: by the ring, 1 byte an element selected (a float32 for four), by
+    allreduce, and the leader's packed indices, by broadcast. To the master, values and packed indices of the
     innovation, and from one worker a quarter of its values and all indices; back, values and
     packed indices of all that is not zero. The parameters of the autoencoder (0.69 MB the encoder,
     0.17 MB a decoder) travel once. State: `r`, `u` and, with exact feedback, `owed`, 12 bytes an
@@ -329,6 +330,15 @@ class LGCCompressor(MomentumCorrected):
             "common": _sealed(self.code_parts(layout)),
             "master": _sealed(self.back_parts(layout, ranks)),
         }
+
+    def layer_bytes(self, shape: Sequence[int]) -> float:
+        """Of a compressed step: of the ring's leader, or of a worker that sends no code."""
+        size = prod(shape)
+        count = self.count(size)
+        if self.by_server:
+            own = count * self.innovation
+            return own * (4 + self.coding.bits(size, max(1, round(own))) / 8)
+        return count * (1 + self.coding.bits(size, count) / 8)
 
     # -- state -------------------------------------------------------------------------------
 

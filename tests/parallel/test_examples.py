@@ -38,6 +38,10 @@ def test_cifar10(tmp_path):
         (tmp_path / name).write_bytes(pickle.dumps(batch))
     arguments = [str(tmp_path), "--epochs", "1", "--batch-size", "8"]
     assert "accuracy" in run("examples.pytorch.cifar10", *arguments)
+    arguments = ["--cifar10", *arguments, "--methods", "gradiveq", "--full-steps", "1"]
+    arguments += ["--sample-steps", "2"]
+    for framework in ("pytorch", "keras"):
+        assert "parameters, 2 ranks" in run(f"examples.{framework}.learned", *arguments)
     empty = tmp_path / "empty"
     empty.mkdir()
     command = [sys.executable, "-m", "examples.pytorch.cifar10", str(empty)]

@@ -39,6 +39,11 @@ def test_torch_replicas_are_identical_in_every_phase(ranks, backend, tmp_path):
     arguments = (str(STEPS), fusion(ranks))
     results = launch("torch_learned", ranks, backend, tmp_path, *arguments, deadline=550)
     check(results, "torch", ranks)
+    for result in results:
+        away, layers = result["order"]
+        assert away < 1e-6, "momentum goes on when the buckets are planned anew"
+        assert layers[:2] == ["first.weight", "first.bias"] or layers[:1] == ["first.bias"]
+        assert {name.split(".")[0] for name in layers[-2:]} == {"last"}
 
 
 @pytest.mark.parametrize(

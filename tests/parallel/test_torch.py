@@ -23,7 +23,10 @@ def test_replicas_are_identical_after_200_steps(ranks, backend, tmp_path):
 
 
 def test_no_compression_equals_stock_horovod(tmp_path):
-    for result in launch("torch_stock", 2, "gloo", tmp_path):
+    results = launch("torch_stock", 2, "gloo", tmp_path)
+    for result in results:
+        assert result["projected"][0] == results[0]["projected"][0]
+        assert result["projected"][1] < 1e-5
         for name, (ours, theirs) in result["pairs"].items():
             assert ours == theirs, name
         assert "import hvd_gradcomp.torch as hvd" in result["message"]

@@ -174,6 +174,39 @@ def test_frameworks_agree_but_for_rounding():
     np.testing.assert_allclose(other, reference, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", ["graph", "xla"])
+def test_tensorflow_traces_it_whole(how):
+    compressor = GradiVeQCompressor(loss_threshold=0.05, **SHORT)
+    _, world, _ = run(compressor, TensorFlowOps(), tf.constant, 10, ranks=1)
+    state, ops = world.states[0], TensorFlowOps(static=how == "xla")
+    gradient = world.flat([tf.constant(x) for x in gradients(11)[0]])
+
+    def back(gradient):
+        code, _, lost = compressor.encode(ops, world.layout, gradient, state)
+        return compressor.decode(ops, world.layout, code, state), lost
+
+    traced = tf.function(back, jit_compile=how == "xla", autograph=False)(gradient)
+    for mine, theirs in zip(traced, back(gradient)):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_torch_compiles_it_whole():
+    torch._dynamo.reset()
+    compressor = GradiVeQCompressor(ratio=4, **SHORT)
+    _, world, _ = run(compressor, TorchOps(static=True), torch.from_numpy, 10, ranks=1)
+    state, ops, layout = world.states[0], world.ops, world.layout
+    compressor.slices(layout)  # what is cached is cached before
+    gradient = world.flat([torch.from_numpy(x) for x in gradients(11)[0]])
+
+    def back(gradient):
+        return compressor.decode(
+            ops, layout, compressor.encode(ops, layout, gradient, state)[0], state
+        )
+
+    compiled = torch.compile(back, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(gradient), back(gradient))
+
+
 def test_filters_last_is_the_same_layer_stored_otherwise():
     compressor = GradiVeQCompressor(ratio=4, **SHORT)
     first, _world, one = run(compressor, TorchOps(), torch.from_numpy, 10, ((8, 4, 3, 3),))

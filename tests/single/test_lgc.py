@@ -106,6 +106,27 @@ def test_the_networks_and_their_derivatives(ops, innovation):
         np.testing.assert_allclose(np.asarray(mine) / scale, theirs / scale, atol=1e-4)
 
 
+def test_the_networks_are_traced_and_compiled_whole():
+    ops, other = TorchOps(static=True), TensorFlowOps(static=True)
+    encoder = autoencoder.initial_encoder(ops, 1)
+    decoder = torch.stack([autoencoder.initial_decoder(ops, True, 2)] * 2) + 0.01
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32))
+
+    def there_and_back(ops, encoder, decoder, x):
+        code = autoencoder.encode(ops, encoder, x)
+        return autoencoder.decode(ops, decoder, code, x)
+
+    expected = there_and_back(ops, encoder, decoder, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(ops, encoder, decoder, x), expected)
+    traced = tf.function(
+        lambda *given: there_and_back(other, *given), jit_compile=True, autograph=False
+    )
+    found = traced(*(tf.constant(y.numpy()) for y in (encoder, decoder, x)))
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_first_parameters_pass_a_signal_on():
     ops = TorchOps()
     x = torch.from_numpy(np.repeat(np.random.default_rng(1).standard_normal(40), 4)[None]).float()

@@ -77,12 +77,51 @@ def train(compressor, steps: int, stops: tuple = ()) -> dict:
     }
 
 
+class Scrambled(nn.Module):
+    """Lists its layers in another order than it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(20, 10)
+        self.second, self.third = nn.Linear(40, 30), nn.Linear(30, 20)
+        self.unused = nn.Linear(5, 4)
+        self.first = nn.Linear(16, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        return self.last(torch.relu(self.third(x)))
+
+
+def by_order_of_use() -> list:
+    """Who compresses what, and how far from plain SGD the steps before any loss are."""
+    torch.manual_seed(2)
+    model, plain = Scrambled(), Scrambled()
+    plain.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, plain)]
+    optimizers[0] = hvd.DistributedOptimizer(
+        optimizers[0],
+        model.named_parameters(),
+        compression=hvd.LGCCompressor(alpha=0.02, full_steps=5, train_steps=4),
+    )
+    generator = torch.Generator().manual_seed(7)  # the same data on all ranks
+    for _ in range(5):
+        x = torch.randn(8, 16, generator=generator)
+        for one, optimizer in zip((model, plain), optimizers):
+            optimizer.zero_grad()
+            one(x).square().sum().backward()
+            optimizer.step()
+    pairs = zip(model.parameters(), plain.parameters())
+    away = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return [away, [line.split()[0] for line in hvd.describe(optimizers[0]).splitlines()[2:-1]]]
+
+
 def main(folder: str, steps: int, fusion: str) -> None:
     os.environ["HOROVOD_FUSION_THRESHOLD"] = fusion
     hvd.init()
     torch.set_num_threads(1)
+    result = {"order": by_order_of_use()}
     methods = learned_by("torch", hvd.size())
-    result = {repr(c): train(c, steps) for c in methods}
+    result |= {repr(c): train(c, steps) for c in methods}
     again = methods[-1]
     # One stop in each phase, and the other run is not stopped at all.
     stopped = train(again, steps, stops=(30, 90, 200))
