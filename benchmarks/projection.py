@@ -36,6 +36,7 @@ AGES = (1, 10, 50, 100, 200, 400)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ratio", type=float, default=8)
+    parser.add_argument("--max-slice", type=int, default=1024)
     parser.add_argument("--warmup", type=int, nargs="*", default=[20, 200, 600])
     parser.add_argument("--batch-size", type=int, default=32, help="a rank")
     parser.add_argument("--learning-rate", type=float, default=0.02)
@@ -53,8 +54,13 @@ def main() -> None:
             tuple(n for n, _ in layers), tuple(tuple(p.shape) for _, p in layers), block=1
         )
         kinds = {
-            "a slice": GradiVeQCompressor(ratio=options.ratio, sample_steps=SAMPLES, reuse=1),
-            "a layer": GradiVeQCompressor(ratio=options.ratio, sample_steps=SAMPLES),
+            kind: GradiVeQCompressor(
+                ratio=options.ratio,
+                sample_steps=SAMPLES,
+                max_slice=options.max_slice,
+                reuse=reuse,
+            )
+            for kind, reuse in (("a slice", 1), ("a layer", None))
         }
         states = {kind: one.init(ops, layout) for kind, one in kinds.items()}
         generator = torch.Generator().manual_seed(2)

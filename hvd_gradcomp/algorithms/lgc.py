@@ -81,11 +81,11 @@ class LGCCompressor(MomentumCorrected):
     The first layer is sent dense, the last one as `DGCCompressor(density=alpha)` does.
 
     What travels, compressed: by the ring, 1 byte an element selected (a float32 for four), by
-    allreduce, and the leader's packed indices, by broadcast. To the master, values and packed indices of the
-    innovation, and from one worker a quarter of its values and all indices; back, values and
-    packed indices of all that is not zero. The parameters of the autoencoder (0.69 MB the encoder,
-    0.17 MB a decoder) travel once. State: `r`, `u` and, with exact feedback, `owed`, 12 bytes an
-    element, and the autoencoder's parameters.
+    allreduce, and the leader's packed indices, by broadcast. To the master, values and packed
+    indices of the innovation, and from one worker a quarter of its values and all indices; back,
+    values and packed indices of all that is not zero. The parameters of the autoencoder (0.69 MB
+    the encoder, 0.17 MB a decoder) travel once. State: `r`, `u` and, with exact feedback, `owed`,
+    12 bytes an element, and the autoencoder's parameters.
 
     Args:
         pattern: "ring_allreduce" or "parameter_server".
