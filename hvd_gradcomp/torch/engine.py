@@ -96,6 +96,13 @@ class Bucket:
             for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes)
         ]
 
+    def joined(self, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The inverse of `cut`, from vectors by name."""
+        flat = self.ops.zeros((self.layout.size,), self.layout.dtype)
+        for view, name in zip(self.cut(flat), self.layout.names):
+            view.copy_(pieces[name])
+        return flat
+
 
 class Engine:
     """The exchange of one optimizer.
@@ -135,7 +142,7 @@ class Engine:
         self.settings = settings
         self.name = name
         self.steps = 0
-        self.order: list[str] = []  # of use, last gradient first, once it is known
+        self.order: list[str] = []  # in which layers are used, once it is known
         self._arrived: list[str] | None = [] if compressor.needs_order else None
         self._named, self._bucket_bytes = list(named_parameters), bucket_bytes
         self._name_of = {p: name for name, p in named_parameters}
@@ -245,7 +252,8 @@ class Engine:
     def reorder(self, order: Sequence[str]) -> None:
         """Plans the buckets for layers that are used in this order, on all ranks alike.
 
-        Up to here all layers were exchanged whole, so a velocity is all that there is to keep.
+        Velocities go over to the new buckets, and residuals where another compressor of a partition
+        has some already.
         """
         self._arrived, self.order = None, list(order)
         used, known = set(order), dict(self._named)
@@ -259,17 +267,23 @@ class Engine:
         if dict(zip((name for name, _, _ in self.used), before)) == dict(zip(names, after)):
             return
         velocities: dict[str, torch.Tensor] = {}
+        residuals: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
-            velocity = bucket.compressor.velocity(bucket.state)
-            if velocity is not None:
-                velocities.update(zip(bucket.layout.names, bucket.cut(velocity)))
+            for kept, vector in (
+                (velocities, bucket.compressor.velocity(bucket.state)),
+                (residuals, bucket.compressor.residual(bucket.state)),
+            ):
+                if vector is not None:
+                    kept.update(zip(bucket.layout.names, bucket.cut(vector)))
         self._settle_on(list(self._plan([(name, known[name]) for name in names])))
         for bucket in self.buckets:
+            one, ops, state = bucket.compressor, bucket.ops, bucket.state
             if set(bucket.layout.names) <= set(velocities):
-                flat = bucket.ops.zeros((bucket.layout.size,), bucket.layout.dtype)
-                for view, name in zip(bucket.cut(flat), bucket.layout.names):
-                    view.copy_(velocities[name])
-                bucket.state = bucket.compressor.with_velocity(bucket.state, flat)
+                state = one.with_velocity(state, bucket.joined(velocities))
+            if set(bucket.layout.names) <= set(residuals) and one.residual(state) is not None:
+                nothing = ops.zeros((bucket.layout.size,))
+                state, _ = one.inherit(ops, state, nothing, bucket.joined(residuals))
+            bucket.state = state
 
     def _agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
