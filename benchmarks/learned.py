@@ -94,7 +94,7 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
         planned = plan(compressor, layers, BUCKET_BYTES, ranks=ranks)
         (layout,) = (layout for one, layout in planned if one is compressor or one == compressor)
         selected = compressor.capacity(layout)
-        state = compressor.init(ops, layout, ranks)
+        state = compressor.start(ops, layout, ranks)
         vectors = torch.randn(ranks, selected, device=ops.device)
         padded = torch.nn.functional.pad(vectors, (0, -selected % autoencoder.STRIDE))
         code = autoencoder.encode(ops, state.encoder, padded[:1])

@@ -68,8 +68,13 @@ class Compressor(ABC):
     uses_moments: ClassVar[bool] = False
 
     @abstractmethod
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> State:
-        """The state before the first step, where so many ranks exchange."""
+    def init(self, ops: Ops, layout: Layout) -> State:
+        """The state before the first step."""
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> State:
+        """The same where it depends on how many ranks exchange. Frontends call this."""
+        del ranks
+        return self.init(ops, layout)
 
     @abstractmethod
     def aggregate(

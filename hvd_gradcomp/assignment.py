@@ -192,7 +192,7 @@ class Partition(Compressor):
                 )
         return found
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> State:
+    def init(self, ops: Ops, layout: Layout) -> State:
         raise TypeError("a partition has no state: each of its compressors has buckets of its own")
 
     def aggregate(

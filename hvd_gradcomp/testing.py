@@ -64,7 +64,7 @@ class World:
         self.compressor, self.ops, self.layout, self.size = compressor, ops, layout, size
         self.postscale = 1.0 / size if average else 1.0
         self.tamper = tamper
-        self.states: list[State] = [compressor.init(ops, layout, size) for _ in range(size)]
+        self.states: list[State] = [compressor.start(ops, layout, size) for _ in range(size)]
         self.steps = 0
         self.traffic: list[list[Any]] = []
 

@@ -61,10 +61,12 @@ class MomentumAfter(Compressor):
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         return self.inner.layer_bytes(shape)
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> MomentumState:
-        return MomentumState(
-            self.inner.init(ops, layout, ranks), ops.zeros((layout.size,), layout.dtype)
-        )
+    def init(self, ops: Ops, layout: Layout) -> MomentumState:
+        return self.start(ops, layout, 1)
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> MomentumState:
+        velocity = ops.zeros((layout.size,), layout.dtype)
+        return MomentumState(self.inner.start(ops, layout, ranks), velocity)
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
@@ -145,8 +147,11 @@ class After(Compressor):
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         return self.then.layer_bytes(shape)
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> AfterState:
-        return AfterState(self.first.init(ops, layout, ranks), self.then.init(ops, layout, ranks))
+    def init(self, ops: Ops, layout: Layout) -> AfterState:
+        return self.start(ops, layout, 1)
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> AfterState:
+        return AfterState(*(one.start(ops, layout, ranks) for one in (self.first, self.then)))
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor

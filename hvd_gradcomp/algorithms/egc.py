@@ -79,8 +79,8 @@ class EGCCompressor(MomentumCorrected):
     def count(self, size: int) -> int:
         return min(size, max(1, int(size * log2(self.bins) / self.K + 0.5)))
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> EGCState:
-        memory, ladder, sent, hint = super().init(ops, layout, ranks)
+    def init(self, ops: Ops, layout: Layout) -> EGCState:
+        memory, ladder, sent, hint = super().init(ops, layout)
         return EGCState(memory, ladder, sent, hint, ops.zeros((len(layout.names),), "int64"))
 
     def quota(

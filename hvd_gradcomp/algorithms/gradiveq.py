@@ -278,7 +278,10 @@ class GradiVeQCompressor(Compressor):
 
     # -- one step ----------------------------------------------------------------------------
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> GradiVeQState:
+    def init(self, ops: Ops, layout: Layout) -> GradiVeQState:
+        return self.start(ops, layout, 1)
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> GradiVeQState:
         cuts = self.slices(layout)
         lengths = sum(s.groups * s.length for s in cuts)
         dimensions = [s.room for s in cuts for _ in range(s.groups)]
@@ -291,7 +294,7 @@ class GradiVeQCompressor(Compressor):
             drifted=ops.host(0),
             loss=ops.full((), float("nan"), "float32"),
             sent=ops.zeros((len(layout.names),), "int64"),
-            sampling=self.between.init(ops, layout, ranks),
+            sampling=self.between.start(ops, layout, ranks),
             r=ops.zeros((layout.size,)) if self.feedback else (),
         )
 

@@ -342,7 +342,10 @@ class LGCCompressor(MomentumCorrected):
 
     # -- state -------------------------------------------------------------------------------
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> LGCState:
+    def init(self, ops: Ops, layout: Layout) -> LGCState:
+        return self.start(ops, layout, 1)
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> LGCState:
         self.check_ranks(ranks)
         self.check(layout)
         encoder, decoder = self._untrained(ops, ranks if self.by_server else 1)

@@ -53,7 +53,7 @@ class OneBitCompressor(QuantizedCompressor):
         columns = shape[0] if len(shape) > 1 else 1
         return ((columns, prod(shape) // columns),)
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> Residual:
+    def init(self, ops: Ops, layout: Layout) -> Residual:
         return Residual(ops.zeros((layout.size,)))
 
     def collect(self, ops: Ops, gradient: Tensor, state: Any) -> Tensor:

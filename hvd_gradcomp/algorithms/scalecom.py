@@ -65,7 +65,7 @@ class ScaleComCompressor(ResidualTopK):
     def count(self, size: int) -> int:
         return count_of(size, self.density)
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> ScaleComState:
+    def init(self, ops: Ops, layout: Layout) -> ScaleComState:
         layers = ops.zeros((len(layout.names),), "int64")
         return ScaleComState(self.remember(ops, layout), layers)
 

@@ -119,8 +119,8 @@ class LargestCompressor(SparseCompressor):
         count = self.count(size)
         return count * (4 + self.coding.bits(size, count) / 8)
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> Any:
-        memory, ladder, sent = super().init(ops, layout, ranks)
+    def init(self, ops: Ops, layout: Layout) -> Any:
+        memory, ladder, sent = super().init(ops, layout)
         return LargestState(memory, ladder, sent, self.unknown(ops, layout))
 
     def unknown(self, ops: Ops, layout: Layout) -> Tensor:

@@ -34,7 +34,7 @@ class LinearCompressor(Compressor):
     def layer_bytes(self, shape: Sequence[int]) -> float:
         return self.itemsize * prod(shape)
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> tuple[()]:
+    def init(self, ops: Ops, layout: Layout) -> tuple[()]:
         del ops, layout
         return ()
 

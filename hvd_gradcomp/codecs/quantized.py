@@ -116,7 +116,7 @@ class QuantizedCompressor(Compressor):
 
     # -- one step ----------------------------------------------------------------------------
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> Any:
+    def init(self, ops: Ops, layout: Layout) -> Any:
         del ops, layout
         return ()
 

@@ -97,7 +97,7 @@ class SparseCompressor(Compressor):
             room: float32 [size] that the sum may be written to; its values do not count.
         """
 
-    def init(self, ops: Ops, layout: Layout, ranks: int = 1) -> Any:
+    def init(self, ops: Ops, layout: Layout) -> Any:
         layers = ops.zeros((len(layout.names),), "int64")
         return SparseState(self.remember(ops, layout), self.ladder(layout).init(ops), layers)
 

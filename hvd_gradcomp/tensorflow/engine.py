@@ -186,7 +186,7 @@ class Engine:
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         self.variables: list[list[tf.Variable]] = []
         with tf.init_scope():
-            self.templates = [one.init(self.ops, layout, ranks) for one, layout in planned]
+            self.templates = [one.start(self.ops, layout, ranks) for one, layout in planned]
             for bucket, template in enumerate(self.templates):
                 self.variables.append([])
                 for path, value in leaves(template):

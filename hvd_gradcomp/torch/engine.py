@@ -191,7 +191,7 @@ class Engine:
             if compressor.uses_moments and self.moments in ("sample", "microbatch"):
                 moment = ops.zeros((layout.size,))
             flat = ops.zeros((layout.size,), layout.dtype)
-            state = compressor.init(ops, layout, ranks)
+            state = compressor.start(ops, layout, ranks)
             yield Bucket(index, layout, compressor, ops, parameters, flat, moment, state)
 
     def _moment_source(

@@ -77,8 +77,3 @@ def test_methods_that_learn(framework, tmp_path):
     rows = json.loads((tmp_path / "curves.json").read_text())
     assert [row["method"] for row in rows] == methods.split(",")
     assert "autoencoder" in rows[2]["curves"][-1] and "basis" in rows[1]["curves"][-1]
-
-
-def test_probing(tmp_path):
-    out = run("examples.probing", "--epochs", "3", "--png", str(tmp_path))
-    assert "Variance" in out and list(tmp_path.glob("*.png"))
