@@ -92,7 +92,7 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
     for pattern, title in (("ring_allreduce", "ring"), ("parameter_server", "server")):
         compressor = LGCCompressor(pattern, momentum=0.9)
         planned = plan(compressor, layers, BUCKET_BYTES, ranks=ranks)
-        (layout,) = (layout for one, layout in planned if one is compressor or one == compressor)
+        (layout,) = (layout for one, layout in planned if isinstance(one, LGCCompressor))
         selected = compressor.capacity(layout)
         state = compressor.start(ops, layout, ranks)
         vectors = torch.randn(ranks, selected, device=ops.device)

@@ -19,20 +19,16 @@ from hvd_gradcomp import Compressor, GradiVeQCompressor, LGCCompressor, NoneComp
 from hvd_gradcomp.stats import CompressionStats
 
 EVERY = 10
-RATIO = 9  # of convolutions; with all else sent dense more than 8 remain
-MAX_SLICE = 288  # filters of the widest layer: slices that hold all filters and no half of depth
 METHODS: dict[str, Callable[[argparse.Namespace], Compressor]] = {
     "none": lambda options: NoneCompressor(),
     "gradiveq": lambda options: GradiVeQCompressor(
-        ratio=RATIO,
-        max_slice=MAX_SLICE,
+        ratio=8,
         warmup_steps=options.full_steps,
         sample_steps=options.sample_steps,
         compress_steps=options.compress_steps,
     ),
     "gradiveq-feedback": lambda options: GradiVeQCompressor(
-        ratio=RATIO,
-        max_slice=MAX_SLICE,
+        ratio=8,
         warmup_steps=options.full_steps,
         sample_steps=options.sample_steps,
         compress_steps=options.compress_steps,
