@@ -225,7 +225,13 @@ def drawn(step: Any, seed: int, count: int) -> Any:
 def allreduce(
     codec: LinearCompressor, ops: Ops, context: Context, gradient: Tensor, state: object
 ) -> Program:
-    """The ranks' codes are added up on the way: for codecs whose codes may be added."""
+    """The ranks' codes are added up on the way: for codecs whose codes may be added.
+
+    The sum itself says whether all were finite; or too large together for the dtype that travels.
+    """
     code = codec.encode(ops, gradient)
     total = yield Allreduce(code, context.prescale, context.postscale)
-    return codec.decode(ops, context.layout, total), state
+    total = codec.decode(ops, context.layout, total)
+    finite = ops.words((ops.finite(total),)) > 0
+    intact = ops.require({wire.ANY_NOT_FINITE: finite}, NonFiniteGradientError)
+    return total if intact is None else ops.where(intact, total, 0.0), state

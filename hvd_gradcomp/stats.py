@@ -11,7 +11,8 @@ class CompressionStats:
     """Totals of this rank since the start. Subtract an earlier reading for a span of steps.
 
     Attributes:
-        steps: exchanges done.
+        steps: exchanges done; without those that were left out.
+        skipped: exchanges that were left out, on all ranks, for a gradient that was not finite.
         elements: gradient elements that the steps had, without padding.
         elements_sent: elements of them that this rank sent.
         bytes_dense: bytes of the same gradients as float32.
@@ -32,6 +33,7 @@ class CompressionStats:
     bytes_received: int = 0
     layers: dict[str, int] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
 
     @property
     def element_ratio(self) -> float:
@@ -54,6 +56,7 @@ class CompressionStats:
             self.bytes_received - earlier.bytes_received,
             {k: n - earlier.layers.get(k, 0) for k, n in self.layers.items()},
             self.losses,
+            self.skipped - earlier.skipped,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 INDEX_CODINGS = ("delta", "deflate", "int32")
+POLICIES = ("skip", "raise", "propagate")  # for gradients that are not finite
 
 
 def real(owner: Any, name: str, *, low: float, high: float = math.inf, closed: str = "") -> None:
@@ -57,6 +58,13 @@ def one_of(owner: Any, name: str, choices: Collection[Any]) -> None:
     if value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise ValueError(f"{type(owner).__name__}: {name} must be one of {listed}, got {value!r}")
+
+
+def policy(nonfinite: Any) -> None:
+    """Requires one of `POLICIES`, or None."""
+    if nonfinite is not None and nonfinite not in POLICIES:
+        listed = ", ".join(map(repr, POLICIES))
+        raise ValueError(f"nonfinite must be one of {listed} or None, got {nonfinite!r}")
 
 
 def exchange(

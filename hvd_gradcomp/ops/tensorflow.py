@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
+from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, Tensor
 
 if TYPE_CHECKING:
     from hvd_gradcomp.layout import Layout
@@ -29,10 +29,15 @@ class TensorFlowOps(Ops):
 
     Args:
         static: only shapes that are known while tracing, for XLA.
+
+    Attributes:
+        verdicts: where a step may be left out, whether all gradients were finite: a bool scalar
+            for each check of the function that is being traced. None makes it an error.
     """
 
     def __init__(self, static: bool = False) -> None:
         self.dynamic_shapes = not static
+        self.verdicts: list[Tensor] | None = None
 
     def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:
         return tf.zeros(_shape(shape), tf.as_dtype(dtype))
@@ -297,6 +302,10 @@ class TensorFlowOps(Ops):
     def require(
         self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError
     ) -> Tensor | None:
+        if error is NonFiniteGradientError and self.verdicts is not None:
+            finite = tf.reduce_all(tf.stack(list(facts.values())), 0)
+            self.verdicts.append(tf.reduce_all(finite))
+            return finite
         if tf.executing_eagerly():
             for message, held in facts.items():
                 if not bool(tf.reduce_all(held)):

@@ -12,6 +12,7 @@ to the result of its step and raises at the next step, before anything else is s
 from __future__ import annotations
 
 import ctypes
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,42 @@ class TorchOps(Ops):
         self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
+        self._kept: dict[int, Tensor] = {}  # by where they begin: what verbs must not write to
+        self._rooms: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # to write to instead
+
+    # -- a step that may have to be undone -----------------------------------------------------
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Donating verbs leave these as they are, and write elsewhere, until `let_go`."""
+        self._kept.update((x.data_ptr(), x) for x in tensors if x.numel() > 1)
+
+    def let_go(self, kept: Iterable[Tensor], now: Iterable[Tensor]) -> None:
+        """Ends `keep`; what is not among those that are used now is room for later steps."""
+        used = {x.data_ptr() for x in now}
+        for x in kept:
+            if self._kept.pop(x.data_ptr(), None) is not None and x.data_ptr() not in used:
+                self._rooms.setdefault((x.dtype, x.numel()), []).append(x)
+
+    def _room(self, x: Tensor) -> Tensor:
+        """Where a donating verb may write: x, or as much memory, of any content, if it is kept."""
+        kept = self._kept.get(x.untyped_storage().data_ptr()) if self._kept else None
+        if kept is None:
+            return x
+        rooms = self._rooms.get((x.dtype, x.numel()))
+        return rooms.pop().view(x.shape) if rooms else torch.empty_like(x)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """The same with the content of x, for verbs that write to a part."""
+        room = self._room(x)
+        return room if room is x else room.copy_(x)
+
+    def settle(self) -> None:
+        """Raises now what a GPU has found wrong in this step; waits for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._raise_pending()
+
+    # -- the verbs -----------------------------------------------------------------------------
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         return torch.zeros(tuple(shape), dtype=_DTYPES[dtype], device=self.device)
@@ -130,13 +167,13 @@ class TorchOps(Ops):
         return x > y
 
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
-        return x.add_(y)
+        return torch.add(x, y, out=self._room(x))
 
     def clear(self, x: Tensor) -> Tensor:
-        return x.zero_()
+        return self._room(x).zero_()
 
     def scale(self, x: Tensor, factor: Any) -> Tensor:
-        return x.mul_(factor)
+        return torch.mul(x, factor, out=self._room(x))
 
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return x.to(_DTYPES.get(dtype, dtype))
@@ -178,6 +215,7 @@ class TorchOps(Ops):
         return torch.gather(x, 1, index)
 
     def put(self, x: Tensor, index: Tensor, values: Any) -> Tensor:
+        x = self._own(x)
         if isinstance(values, torch.Tensor):
             return x.index_put_((index,), values)
         if self.native is not None and x.dtype == torch.float32:
@@ -187,10 +225,10 @@ class TorchOps(Ops):
         return x.index_fill_(0, index, values)
 
     def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
-        return x.copy_(y)
+        return self._room(x).copy_(y)
 
     def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        start = 0
+        room, start = self._own(room), 0
         for piece in pieces:
             place = room[start : start + piece.shape[0]]
             if place.shape[0] and place.data_ptr() != piece.data_ptr():
@@ -199,11 +237,12 @@ class TorchOps(Ops):
         return room
 
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
-        room = max(x.shape[0] - start, 0)
+        x, room = self._own(x), max(x.shape[0] - start, 0)
         x[start : start + y.shape[0]].add_(y[:room])
         return x
 
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        x = self._own(x)
         if self.native is not None and x.dtype == torch.float32:
             index, values = index.contiguous(), values.contiguous()
             pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.shape[0])
@@ -212,6 +251,7 @@ class TorchOps(Ops):
         return x.index_add_(0, index, values)
 
     def clear_last(self, x: Tensor) -> Tensor:
+        x = self._own(x)
         x[-1:].zero_()
         return x
 
@@ -300,8 +340,10 @@ class TorchOps(Ops):
         if not self.dynamic_shapes:
             return body(*donated, *given)
 
+        rooms = tuple(map(self._room, donated))
+
         def tiles() -> Iterator[Tensor | _Condition]:
-            for place, tile in enumerate(self._tiles((*donated, *given))):
+            for place, tile in enumerate(self._tiles(rooms, donated, given)):
                 flags, settled = body(*tile)
                 _write(tile, settled)
                 if bound is not None:
@@ -309,7 +351,7 @@ class TorchOps(Ops):
                     flags = _Above(flags, bound[place * (_TILE // block) :], block)
                 yield flags
 
-        return self._indices(tiles()), donated
+        return self._indices(tiles()), rooms
 
     def sweep(
         self,
@@ -319,14 +361,23 @@ class TorchOps(Ops):
     ) -> tuple[Tensor, ...]:
         if not self.dynamic_shapes:
             return body(*donated, *given)
-        for tile in self._tiles((*donated, *given)):
+        rooms = tuple(map(self._room, donated))
+        for tile in self._tiles(rooms, donated, given):
             _write(tile, body(*tile))
-        return donated
+        return rooms
 
-    def _tiles(self, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    def _tiles(
+        self, rooms: tuple[Tensor, ...], donated: tuple[Tensor, ...], given: tuple[Tensor, ...]
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Pieces that stay in cache; within one, `_scratch` lends memory."""
         self._lent = {}
-        for tile in zip(*(x.split(_TILE) for x in tensors)):
+        moved = [(room, x) for room, x in zip(rooms, donated) if room is not x]
+        pieces = zip(*(x.split(_TILE) for x in (*rooms, *given)))
+        sources = zip(*(x.split(_TILE) for _, x in moved)) if moved else itertools.repeat(())
+        places = [i for i, (room, x) in enumerate(zip(rooms, donated)) if room is not x]
+        for tile, source in zip(pieces, sources):
+            for place, x in zip(places, source):
+                tile[place].copy_(x)
             for dtype in self._lent:
                 self._lent[dtype] = 0
             yield tile
@@ -382,6 +433,7 @@ class TorchOps(Ops):
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().advance(r, u, gradient, momentum, nesterov)
+        r, u = self._own(r), self._own(u)
         pointers = (r.data_ptr(), u.data_ptr(), gradient.data_ptr())
         self.native.advance(*pointers, r.shape[0], momentum, nesterov)
         return r, u
@@ -452,6 +504,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         if self.native is None:
             return super().add_levels(bands, base, room, packed, scale, bits, weights)
+        room = self._room(room)
         packed, scale = _rows(packed), _rows(scale)
         self.native.add_levels(
             *self._of(bands),
@@ -489,6 +542,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         if self.native is None:
             return super().add_signs(bands, base, room, packed, above, below, weights)
+        room = self._room(room)
         packed, above, below = _rows(packed), above.contiguous(), below.contiguous()
         self.native.add_signs(
             *self._of(bands),

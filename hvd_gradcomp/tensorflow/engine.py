@@ -111,6 +111,8 @@ class Engine:
         process_set: the ranks that take part.
         sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise they are gathered as
             they are.
+        nonfinite: what becomes of a step in which a gradient is not finite: "raise", or "skip" or
+            "propagate", which are the same here: gradients are NaN and nothing else changes.
         settings: what else must be equal on all ranks, for the handshake.
         name: begins the name of everything that travels; see `next_name`.
         make_variable: makes the variables that hold the state, for an owner that saves them.
@@ -132,6 +134,7 @@ class Engine:
         predivide: float = 1.0,
         process_set: Any = horovod.global_process_set,
         sparse_as_dense: bool = False,
+        nonfinite: str = "raise",
         settings: str = "",
         name: str | None = None,
         make_variable: Callable[[str, tf.Tensor], tf.Variable] | None = None,
@@ -143,11 +146,13 @@ class Engine:
         self.postscale = predivide / process_set.size() if average else 1.0
         self.settings = (
             f"op={'Average' if average else 'Sum'}, gradient_predivide_factor={predivide}, "
-            f"sparse_as_dense={sparse_as_dense}{settings}"
+            f"sparse_as_dense={sparse_as_dense}, nonfinite={nonfinite}{settings}"
         )
+        self.undoes = nonfinite != "raise"
         self.name = name or next_name()
         self.ops = TensorFlowOps()
         self.agreed = False
+        self.finite: Any = None  # whether the gradients of the last exchange were, on all ranks
         for layer, _, dtype in self.layers:
             if dtype not in _FLOATS:
                 raise ValueError(f"{layer} has dtype {dtype}; only floating point is reduced")
@@ -160,6 +165,7 @@ class Engine:
                 name: keep_local(self._make_variable(f"gradcomp_{name}", value))
                 for name, value in {
                     "exchanges": zero,
+                    "skipped": zero,
                     "bytes_sent": zero,
                     "bytes_received": zero,
                     "unbucketed": tf.zeros((len(self.layers),), tf.int64),
@@ -206,16 +212,29 @@ class Engine:
                     variable.assign(value)
 
     @tf.autograph.experimental.do_not_convert
-    def reduce(self, gradients: Sequence[Any], moments: Sequence[Any] | None = None) -> list[Any]:
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        moments: Sequence[Any] | None = None,
+        loss_scale: Any = None,
+    ) -> list[Any]:
         """One exchange.
 
         Args:
             gradients: one for each layer, or None; None stays None and stands for zero.
             moments: sums of squared sample gradients, for compressors that use them.
+            loss_scale: what gradients are multiplied with, and moments with its square; the same
+                of the result. What is kept from step to step is without it.
 
         Returns:
-            The reduced gradients, in their dtypes.
+            The reduced gradients, in their dtypes. `finite` says whether they are.
         """
+        if loss_scale is not None:
+            scale = tf.cast(loss_scale, tf.float32)
+            gradients = [_times(g, 1.0 / scale) for g in gradients]
+            if moments is not None:
+                moments = [_times(m, 1.0 / (scale * scale)) for m in moments]
+            return [_times(g, scale) for g in self.reduce(gradients, moments)]
         if len(gradients) != len(self.layers):
             raise ValueError(f"{len(gradients)} gradients for {len(self.layers)} layers")
         if not self.agreed:
@@ -223,9 +242,11 @@ class Engine:
         if moments is None or not self.compressor.uses_moments:
             moments = [None] * len(gradients)
         if not tf.executing_eagerly():
-            return self._reduce(list(gradients), list(moments))
+            reduced, self.finite = self._reduce(list(gradients), list(moments))
+            return reduced
         try:
-            return list(self._eager(list(gradients), list(moments)))
+            reduced, self.finite = self._eager(list(gradients), list(moments))
+            return list(reduced)
         except tf.errors.InvalidArgumentError as error:
             if ASSERTION not in error.message:
                 raise
@@ -257,7 +278,8 @@ class Engine:
         sparse = isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense
         return ", sparse" if sparse else ""
 
-    def _reduce(self, gradients: list[Any], moments: list[Any]) -> list[Any]:
+    def _reduce(self, gradients: list[Any], moments: list[Any]) -> tuple[list[Any], Any]:
+        self.ops.verdicts = [] if self.undoes else None
         dense: list[Any] = list(gradients)
         sparse: dict[int, Any] = {}
         for place, gradient in enumerate(gradients):
@@ -309,15 +331,29 @@ class Engine:
                 reduced[place] = self._gather(place, gradient)
             elif gradient is not None and place not in planned:  # sparse at first, not now
                 reduced[place] = self._sum(place, dense[place])
+        finite = self._verdict()
+        one = tf.cast(finite, tf.int64)
         # The totals depend on the checks of the payloads: a step that fails leaves no trace.
         with tf.control_dependencies([total for total, _ in results]):
             for bucket, (total, state) in enumerate(results):
                 for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
-                    variable.assign(value)
+                    variable.assign(self._kept(finite, value, variable))
                 self._cut(bucket, total, dense, reduced)
-            self.steps.assign_add(1)
-            self.counters["exchanges"].assign_add(1)
-        return reduced
+            self.steps.assign_add(one)
+            self.counters["exchanges"].assign_add(one)
+            self.counters["skipped"].assign_add(1 - one)
+        if self.undoes:
+            reduced = [_times(g, tf.where(finite, 1.0, float("nan"))) for g in reduced]
+        return reduced, finite
+
+    def _verdict(self) -> Any:
+        """Whether all gradients of the step were finite, as far as it has not been an error."""
+        verdicts, self.ops.verdicts = self.ops.verdicts, None
+        return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
+
+    def _kept(self, finite: tf.Tensor, value: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+        """What a state variable becomes; after a step that is left out, what it was."""
+        return tf.where(finite, value, variable) if self.undoes else value
 
     def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         """Everybody's slices, as stock Horovod does it: nothing is compressed."""
@@ -326,6 +362,8 @@ class Engine:
         if self.op == horovod.Average:
             values = values / tf.cast(self.process_set.size(), values.dtype)
         self._count(place, gradient.values)
+        if self.ops.verdicts is not None:  # all ranks see all values
+            self.ops.verdicts.append(self.ops.finite(values))
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
     def _gather_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
@@ -345,7 +383,10 @@ class Engine:
         wire = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
         request = Allreduce(wire, self.prescale, self.postscale)
         self._count(place, wire)
-        return tf.cast(self._perform(request, f"dense.{place}"), gradient.dtype)
+        total = self._perform(request, f"dense.{place}")
+        if self.ops.verdicts is not None:
+            self.ops.verdicts.append(self.ops.finite(total))
+        return tf.cast(total, gradient.dtype)
 
     def _count(self, place: int, sent: tf.Tensor) -> None:
         here = tf.one_hot(place, len(self.layers), dtype=tf.int64)
@@ -399,7 +440,10 @@ class Engine:
                 lambda branch=branch, i=i: self._run(branch(), f"{name}.{i}", tf.equal(index, i))
                 for i, branch in enumerate(request.branches)
             ]
-            return tf.switch_case(tf.cast(index, tf.int32), branches)
+            reply, finite = tf.switch_case(tf.cast(index, tf.int32), branches)
+            if self.ops.verdicts is not None:
+                self.ops.verdicts.append(finite)
+            return reply
         tensor, world = request.tensor, self.process_set.size()
         if taken is not None and isinstance(request, (Broadcast, Gather)):
             # A rank that only receives hands over a constant. TensorFlow's graph optimizer frees
@@ -460,7 +504,15 @@ class Engine:
         return reply
 
     def _run(self, program: Program, name: str, taken: tf.Tensor) -> Any:
-        """A branch of a `Switch`, to its end."""
+        """A branch of a `Switch`, to its end: its results, and whether gradients were finite."""
+        outside = self.ops.verdicts
+        self.ops.verdicts = None if outside is None else []
+        try:
+            return self._run_to_end(program, name, taken), self._verdict()
+        finally:
+            self.ops.verdicts = outside
+
+    def _run_to_end(self, program: Program, name: str, taken: tf.Tensor) -> Any:
         results: list[Any] = [None]
         stack, reply = [program], None
         for turn in itertools.count():
@@ -491,6 +543,7 @@ class Engine:
             bytes_sent=int(self.counters["bytes_sent"]),
             bytes_received=int(self.counters["bytes_received"]),
             layers={name: layers[name] for name, _, _ in self.layers},
+            skipped=int(self.counters["skipped"]),
             losses=mean_losses(losses),
         )
 
@@ -502,6 +555,17 @@ class Engine:
             state = compressor.retrained(self.ops, state, int(self.steps))
             for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
                 variable.assign(value)
+
+
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    """A gradient, which may be sparse or None, times a scalar."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _times(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    wide = gradient.dtype if gradient.dtype.size >= 4 else tf.float32
+    return tf.cast(tf.cast(gradient, wide) * tf.cast(factor, wide), gradient.dtype)
 
 
 def _bytes(tensor: tf.Tensor) -> tf.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
+from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -43,6 +44,8 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     scale_local_gradients: bool = True,
     *,
     moments: Sequence[Any] | None = None,
+    nonfinite: str | None = None,
+    loss_scale: Any = None,
 ) -> tf.GradientTape:
     """Wraps a tape so that `gradient` exchanges its results compressed.
 
@@ -67,6 +70,13 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         moments: for compressors that use second moments: the sum over samples (or micro-batches)
             of the squares of what each contributes, one tensor for each source. Without it the
             step is the sample. `hvd.microbatch_gradients` computes gradients and moments.
+        nonfinite: what becomes of a step in which a gradient of any rank has a NaN or an infinity.
+            All ranks do the same. "raise": an error. "skip" and "propagate", which are the same
+            here: gradients are NaN on all ranks, and what the compressor keeps is as before; leave
+            the update out, as a `LossScaleOptimizer` does. None: "skip" with a `loss_scale`, else
+            "raise".
+        loss_scale: what the loss was multiplied with, and moments with its square, such as
+            `optimizer.dynamic_scale`. What is kept from step to step is without it.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for.
@@ -79,6 +89,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             f"{compressor!r} needs moments= here: a tape sees neither samples nor micro-batches. "
             "hvd.microbatch_gradients computes them"
         )
+    policy = _policy(nonfinite, loss_scale)
     tape = horovod.DistributedGradientTape(
         gradtape,
         device_dense=device_dense,
@@ -111,9 +122,12 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             predivide=gradient_predivide_factor,
             process_set=process_set,
             sparse_as_dense=sparse_as_dense,
+            nonfinite=policy,
         )
         tape._gradcomp = engine
-        return list(gradients) if engine is None else engine.reduce(gradients, moments)
+        if engine is None:
+            return list(gradients)
+        return engine.reduce(gradients, moments, loss_scale)
 
     tape._allreduce_grads = exchange
     tape.gradient = gradient
@@ -249,6 +263,8 @@ def reduce_gradients(
     op: Any = horovod.Average,
     process_set: Any = horovod.global_process_set,
     sparse_as_dense: bool = False,
+    nonfinite: str | None = None,
+    loss_scale: Any = None,
 ) -> list[Any]:
     """Exchanges gradients that were computed without a `DistributedGradientTape`.
 
@@ -264,5 +280,11 @@ def reduce_gradients(
         predivide=1.0,
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
+        nonfinite=_policy(nonfinite, loss_scale),
     )
-    return list(gradients) if engine is None else engine.reduce(gradients, moments)
+    return list(gradients) if engine is None else engine.reduce(gradients, moments, loss_scale)
+
+
+def _policy(nonfinite: str | None, loss_scale: Any) -> str:
+    validate.policy(nonfinite)
+    return nonfinite or ("raise" if loss_scale is None else "skip")

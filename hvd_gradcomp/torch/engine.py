@@ -21,7 +21,7 @@ import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp import assignment, handshake
-from hvd_gradcomp.aggregator import Compressor, Context, Program, State
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State, leaves
 from hvd_gradcomp.collectives import (
     Allgather,
     Allreduce,
@@ -32,10 +32,11 @@ from hvd_gradcomp.collectives import (
     Switch,
 )
 from hvd_gradcomp.layout import Layout
-from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses
 from hvd_gradcomp.torch import moments
+from hvd_gradcomp.torch.scaling import LossScaling
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 25 << 20  # large enough that calls and launches do not count
@@ -59,6 +60,7 @@ class Bucket:
     """Whole layers that share a program.
 
     Attributes:
+        before: the state that a step began with, untouched, where a step may be undone.
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
         programs: the running program, and the branches that it switched to, innermost last.
@@ -73,6 +75,7 @@ class Bucket:
     flat: torch.Tensor
     moment: torch.Tensor | None
     state: State
+    before: State = None
     views: list[torch.Tensor] = field(init=False)
     moment_views: list[torch.Tensor] = field(init=False)
     absent: set[int] = field(init=False)
@@ -117,6 +120,9 @@ class Engine:
         passes: backward passes for each exchange.
         batch_size: samples that a rank sees for each exchange, for `moments="microbatch"`.
         bucket_bytes: target size of a bucket; 25 MiB if None.
+        nonfinite: what becomes of a step with a gradient that is not finite; see
+            `DistributedOptimizer`.
+        scaler: of the loss; None looks for one.
         settings: what else must be equal on all ranks, for the handshake.
     """
 
@@ -132,16 +138,21 @@ class Engine:
         passes: int = 1,
         batch_size: int | None = None,
         bucket_bytes: int | None = None,
+        nonfinite: str | None = None,
+        scaler: Any = None,
         settings: str = "",
     ) -> None:
         self.compressor = compressor
+        self.nonfinite, self.scaling = nonfinite, LossScaling(scaler)
+        self._policy = nonfinite or "raise"
         self.prescale, self.postscale = prescale, postscale
         self.process_set = process_set
         self.passes = passes
         self.batch_size = batch_size
         self.settings = settings
         self.name = name
-        self.steps = 0
+        self.steps = self.skipped = 0
+        self.undone = False  # whether the last exchange left everything as it was
         self.order: list[str] = []  # in which layers are used, once it is known
         self._arrived: list[str] | None = [] if compressor.needs_order else None
         self._named, self._bucket_bytes = list(named_parameters), bucket_bytes
@@ -307,10 +318,12 @@ class Engine:
         """Takes a gradient; starts the program of its bucket when it was the last one.
 
         Args:
-            gradient: dense; None stands for zero.
+            gradient: dense, of the parameter's shape or one number; None stands for zero.
         """
         if not self._agreed:
             self._agree()
+        scaled = self.scaling.begin_step()
+        self._policy = self.nonfinite or ("skip" if scaled else "raise")
         if self._arrived is not None:
             if self.steps == 0:
                 self._arrived.append(self._name_of[parameter])
@@ -321,13 +334,22 @@ class Engine:
             if gradient is None:
                 bucket.views[slot].zero_()
             else:
-                bucket.views[slot].copy_(gradient)
+                self.scaling.unscale(gradient, bucket.views[slot])
             self._give_moment(bucket, slot, parameter)
         if bucket.flat.is_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
         bucket.absent.discard(slot)
         if not bucket.absent and not bucket.programs and bucket.result is None:
             self._start(bucket)
+
+    def give_sparse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Takes note of a sparse gradient, which Horovod gathers by itself."""
+        values, indices = gradient._values(), gradient._indices()
+        self._bytes_sent += values.numel() * values.element_size()
+        self._bytes_sent += indices.numel() * indices.element_size()
+        # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
+        nothing = (values.sum() * 0).to(parameter.dtype)
+        self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
 
     def _give_moment(self, bucket: Bucket, slot: int, parameter: torch.nn.Parameter) -> None:
         if not bucket.moment_views:
@@ -338,7 +360,7 @@ class Engine:
             if moment is None:
                 view.zero_()
             else:
-                view.copy_(moment)
+                self.scaling.unscale(moment, view, power=2)
             return
         count = self._counted.pop(parameter, 0)
         if count == 0:
@@ -347,6 +369,7 @@ class Engine:
         # sum_j c_j**2 - g**2 * (1/m - 1/B), where pass j contributes c_j to g.
         share = 1.0 / count - (1.0 / self.batch_size if self.batch_size else 0.0)
         gradient = bucket.views[slot].to(view.dtype)
+        self.scaling.unscale(view, view, power=2)
         view.addcmul_(gradient, gradient, value=-share).clamp_(min=0.0)
 
     def _start(self, bucket: Bucket) -> None:
@@ -364,6 +387,9 @@ class Engine:
             self.postscale,
         )
         extra = {} if bucket.moment is None else {"moment": bucket.moment}
+        if self._undoes:
+            bucket.before = bucket.state
+            bucket.ops.keep(x for _, x in leaves(bucket.state))
         with torch.no_grad():
             program = bucket.compressor.aggregate(
                 bucket.ops, context, bucket.flat, bucket.state, **extra
@@ -378,7 +404,7 @@ class Engine:
             PayloadError: and the like, from a program. All other programs are ended first, so
                 that no rank waits for one of this rank's.
         """
-        failure: Exception | None = None
+        failures: list[Exception] = []
         running = [bucket for bucket in self.buckets if bucket.programs]
         if not running:
             return
@@ -388,16 +414,61 @@ class Engine:
                     with torch.no_grad():
                         self._advance(bucket, self._wait(bucket))
                 except Exception as error:
-                    failure = failure or error
+                    failures.append(error)
                     bucket.programs.clear()
             running = [bucket for bucket in running if bucket.programs]
-        self.steps += 1
+        if self._undoes:
+            for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
+                try:
+                    ops.settle()
+                except NonFiniteGradientError as error:
+                    failures.append(error)
         for bucket in self.buckets:
             bucket.absent = set(range(len(bucket.parameters)))
-        if failure is not None:
+            self._keep_or_undo(bucket, undo=bool(failures))
+        others = [e for e in failures if not isinstance(e, NonFiniteGradientError)]
+        self.undone = bool(failures) and not others and self._undoes
+        if self.undone:
+            self._skip(failures[0])
+            return
+        self.steps += 1
+        if failures:
             for bucket in self.buckets:
                 bucket.result = None
-            raise failure
+            raise (others or failures)[0]
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the optimizer has to leave out the step that was exchanged last."""
+        return self.undone and self._policy == "skip"
+
+    @property
+    def _undoes(self) -> bool:
+        """Whether a step with a gradient that is not finite leaves everything as it was."""
+        return self._policy != "raise"
+
+    def _keep_or_undo(self, bucket: Bucket, undo: bool) -> None:
+        """Ends what `_start` began; a state that was undone is the one before, to the bit."""
+        before, bucket.before = bucket.before, None
+        if before is None:
+            return
+        bucket.state = before if undo else bucket.state
+        bucket.ops.let_go([x for _, x in leaves(before)], [x for _, x in leaves(bucket.state)])
+
+    def _skip(self, error: Exception) -> None:
+        """Gives out NaN, on all ranks, for a loss scaler or `step` to see."""
+        self.skipped += 1
+        expected = self.scaling.scaler is not None or self.skipped > 1
+        LOGGER.log(
+            logging.DEBUG if expected else logging.WARNING,
+            "step left out (%d so far): %s",
+            self.skipped,
+            error,
+        )
+        for bucket in self.buckets:
+            bucket.result = bucket.flat.zero_()  # what lies between the layers has to stay 0
+            for view in bucket.views:
+                view.fill_(float("nan"))
 
     def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The reduced gradient of a parameter, in its shape and dtype, after `finish`."""
@@ -405,11 +476,12 @@ class Engine:
         self.finish()
         if bucket.result is None:
             raise RuntimeError("take() without an exchange; this is a bug in hvd_gradcomp")
-        gradient = bucket.cut(bucket.result)[slot].to(parameter.dtype)
-        return gradient
+        gradient = bucket.cut(bucket.result)[slot]
+        return self.scaling.scale(gradient).to(parameter.dtype)
 
     def clear(self) -> None:
         """Lets go of the results, once all were taken."""
+        self.scaling.end_step()
         for bucket in self.buckets:
             bucket.result = None
 
@@ -488,12 +560,6 @@ class Engine:
 
     # -- what was done -----------------------------------------------------------------------
 
-    def count_sparse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Accounts for a sparse gradient that Horovod gathers by itself."""
-        values, indices = gradient._values(), gradient._indices()
-        self._bytes_sent += values.numel() * values.element_size()
-        self._bytes_sent += indices.numel() * indices.element_size()
-
     def stats(self) -> CompressionStats:
         """Totals since the start; reads the device."""
         layers: dict[str, int] = {}
@@ -511,6 +577,7 @@ class Engine:
             bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
             layers={name: layers[name] for name in order},
+            skipped=self.skipped,
             losses=mean_losses(b.compressor.losses(b.state) for b in self.buckets),
         )
 

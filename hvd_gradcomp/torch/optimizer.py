@@ -21,7 +21,16 @@ from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch import checkpoint, moments, momentum
 from hvd_gradcomp.torch.engine import Engine, next_name
 
+_SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
+
+
+class _LeftOutError(Exception):
+    """Leaves an optimizer's step from within its closure."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
@@ -38,6 +47,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     *,
     batch_size: int | None = None,
     bucket_bytes: int | None = None,
+    nonfinite: str | None = None,
+    scaler: Any = None,
 ) -> torch.optim.Optimizer:
     """Wraps an optimizer so that gradients are exchanged compressed before each step.
 
@@ -60,6 +71,15 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         batch_size: samples that a rank sees for each step, over all passes. Sharpens
             `moments="microbatch"`; unknown batch sizes count as large.
         bucket_bytes: target size of a bucket; 25 MiB if None.
+        nonfinite: what becomes of a step in which a gradient of any rank has a NaN or an infinity.
+            All ranks do the same. "raise": a NonFiniteGradientError. "skip": `step()` changes
+            nothing, neither here nor in what the compressor keeps, and the step is counted in
+            `compression_stats(...).skipped`; gradients are NaN, so that a GradScaler leaves the
+            step out as well. "propagate": as "skip", but `step()` applies the NaN. The last two
+            take as much memory again as the compressor's state. None: "skip" with a GradScaler,
+            else "raise".
+        scaler: the `torch.amp.GradScaler` that scales the loss. It need not be given: None takes
+            the last one that has scaled a loss since its last update. False for none of them.
 
     Returns:
         An instance of the optimizer's class, as Horovod makes it.
@@ -78,6 +98,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         op=op,
         allowed=(horovod.Average, horovod.Sum),
     )
+    validate.policy(nonfinite)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     compressor = as_compressor(compression, horovod.Compression)
@@ -101,7 +122,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     settings = (
         f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
-        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}"
+        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, nonfinite={nonfinite}"
     )
     if not process_set.included():
         return distributed
@@ -115,6 +136,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         passes=backward_passes_per_step,
         batch_size=batch_size,
         bucket_bytes=bucket_bytes,
+        nonfinite=nonfinite,
+        scaler=scaler,
         settings=settings,
     )
     for name, method in _methods(cls).items():
@@ -234,8 +257,7 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse and not self.sparse_as_dense:
-            engine.give(p, None)
-            engine.count_sparse(p, p.grad)
+            engine.give_sparse(p, p.grad)
             handle, _ = self._sparse_allreduce_grad_async(p, self._parameter_names[p])
             return _sparse_result(handle, engine), None
         engine.give(p, p.grad.to_dense() if p.grad.is_sparse else p.grad)
@@ -257,7 +279,7 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             raise
         finally:
             self._gradcomp.clear()
-        if self._in_step:  # called by the user, it leaves that to the step
+        if self._in_step and not self._gradcomp.undone:  # called by the user, the step does it
             _decay(self)
 
     def _decay(self: Any) -> None:
@@ -267,6 +289,7 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         if self._takeover is not None:
             self._takeover.check()
+        self._gradcomp.scaling.check_stepped(self)
         self._in_step = True
         try:
             return _step(self, closure)
@@ -274,16 +297,16 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             self._in_step = False
 
     def _step(self: Any, closure: Callable[[], Any] | None) -> Any:
-        if closure is None and self._synchronized and not self._handles:
-            # synchronize() was called. Horovod would exchange once more; here that would add what
-            # was exchanged to the residual a second time.
-            self._synchronized = False
-            _decay(self)
-            return super(cls, self).step()
-        if not self._should_synchronize:
-            _decay(self)
+        engine: Engine = self._gradcomp
         if closure is None or not self._should_synchronize:
-            return stock_step(self, closure)
+            # If synchronize() was called, Horovod would exchange once more; here that would add
+            # what was exchanged to the residual a second time.
+            if self._should_synchronize and (self._handles or not self._synchronized):
+                self.synchronize()
+            elif not engine.leaves_out:
+                _decay(self)
+            self._synchronized = False
+            return None if engine.leaves_out else super(cls, self).step(closure)
 
         def reduced_closure() -> Any:
             # Horovod reduces before the closure computes the gradients; they are reduced here.
@@ -291,10 +314,25 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
                 loss = closure()
             self.synchronize()
             self._synchronized = False
+            if engine.leaves_out:
+                raise _LeftOutError(loss)
             return loss
 
         self._synchronized = False
-        return super(cls, self).step(reduced_closure)
+        try:
+            return super(cls, self).step(reduced_closure)
+        except _LeftOutError as left_out:
+            return left_out.loss
+
+    def _supports_scaling(self: Any) -> bool:
+        """`GradScaler.step` asks for this before it looks at gradients: here they get reduced."""
+        if self._handles and self._should_synchronize:
+            self._gradcomp.scaling.check_reduced(self)
+            self.synchronize()
+        return bool(vars(self).get(_SUPPORTS_SCALING, False))
+
+    def _set_supports_scaling(self: Any, value: bool) -> None:
+        vars(self)[_SUPPORTS_SCALING] = value
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if self._handles:
@@ -320,7 +358,7 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         if self._takeover is not None:
             self._takeover.take()
 
-    stock_synchronize, stock_step = cls.synchronize, cls.step
-    stock_load = cls.load_state_dict
+    stock_synchronize, stock_load = cls.synchronize, cls.load_state_dict
     replaced = (_allreduce_grad_async, synchronize, step, zero_grad, state_dict, load_state_dict)
-    return {method.__name__: method for method in replaced}
+    methods: dict[str, Any] = {method.__name__: method for method in replaced}
+    return {**methods, _SUPPORTS_SCALING: property(_supports_scaling, _set_supports_scaling)}

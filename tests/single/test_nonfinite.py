@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_gradcomp import NonFiniteGradientError
+from hvd_gradcomp import DGCCompressor, NonFiniteGradientError
 from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import LARGEST, LEADER, QUANTIZED, WORDS
+from tests.methods import EVERY, LARGEST, LEADER, LEARNED, QUANTIZED, WORDS
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -46,3 +46,53 @@ def test_a_poisoned_gradient(compressor, value):
 def _arrived(compressor, gradient, fields):
     momentum = getattr(compressor, "momentum", 0.0) or 0.0
     return fields[1] * momentum + gradient if momentum else gradient
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("compressor", EVERY + list(LEARNED), ids=repr)
+def test_a_step_that_was_undone_leaves_no_trace(compressor, static):
+    """What the PyTorch engine does for `nonfinite="skip"`, by the verbs that it has for it."""
+    layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)
+    ops = TorchOps(static=static)
+    disturbed, calm = (World(compressor, ops, layout, 2) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+
+    for step in range(24):
+        gradients = [
+            calm.flat([torch.randn(s, generator=generator) for s in layout.shapes])
+            for _ in range(2)
+        ]
+        if step % 3 == 1:
+            kept = [x for state in disturbed.states for _, x in leaves(state)]
+            before = [x.clone() for x in kept]
+            poisoned = [g.clone() for g in gradients]
+            poisoned[step % 2][5 + step] = float("inf")
+            ops.keep(kept)
+            with pytest.raises(NonFiniteGradientError):
+                disturbed.step(poisoned)
+            ops.let_go(kept, kept)
+            assert all(map(_same, kept, before))
+        results = [world.step([g.clone() for g in gradients]) for world in (disturbed, calm)]
+        assert all(map(_same, *results)), step
+    states = [[x for s in world.states for _, x in leaves(s)] for world in (disturbed, calm)]
+    assert all(map(_same, *states))
+
+
+def _same(x, y):
+    return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
+
+
+def test_a_step_that_is_kept_uses_the_same_memory_again():
+    layout = Layout(("a",), ((4000,),))
+    ops = TorchOps()
+    world = World(DGCCompressor(momentum=0.9), ops, layout, 1)
+    seen = set()
+    for _ in range(8):
+        kept = [x for _, x in leaves(world.states[0])]
+        ops.keep(kept)
+        world.step([torch.randn(layout.size)])
+        now = [x for _, x in leaves(world.states[0])]
+        assert not {x.data_ptr() for x in kept if x.numel() > 999} & {x.data_ptr() for x in now}
+        ops.let_go(kept, now)
+        seen |= {x.data_ptr() for x in now if x.numel() > 999}
+    assert len(seen) == 4, "two vectors, and room for as many"

@@ -26,6 +26,8 @@ import keras
 import tensorflow as tf
 from keras import layers
 
+from hvd_gradcomp.tensorflow.keras.optimizer import distributed_in
+
 
 class Use(NamedTuple):
     """One call of a layer in the forward pass."""
@@ -260,7 +262,7 @@ def _train_step(model: Any, data: Any) -> Any:
     weights = model.trainable_weights
     sources = [w.value for w in weights], [use.output for use in uses]
     gradients, deltas = tape.gradient(loss, sources)
-    model.optimizer._moments = moments_of(weights, uses, deltas)
+    distributed_in(model.optimizer)._moments = moments_of(weights, uses, deltas)
     model.optimizer.apply_gradients(zip(gradients, weights))
     return model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
 

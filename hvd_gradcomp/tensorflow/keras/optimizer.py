@@ -13,7 +13,9 @@ from typing import Any
 import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer
 
+from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -44,11 +46,16 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     scale_local_gradients: bool = True,
     *,
     batch_size: int | None = None,
+    nonfinite: str | None = None,
 ) -> keras.optimizers.Optimizer:
     """Wraps a Keras optimizer so that gradients are exchanged compressed before each update.
 
     Works with `model.fit`, in graph mode and eagerly, and in custom loops through `apply` or
     `apply_gradients`. Do not combine it with `DistributedGradientTape`: that would reduce twice.
+
+    Mixed precision: wrap a `keras.optimizers.LossScaleOptimizer`, or let Keras wrap this one, as
+    `compile` does under the policy "mixed_float16". Gradients are exchanged, and kept from step to
+    step, without the scale.
 
     Args:
         optimizer: a Keras 3 optimizer. It is not touched: the result is a new one with the same
@@ -65,6 +72,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         num_groups, groups: refused.
         process_set: the ranks that take part.
         batch_size: samples that a rank sees for each exchange; sharpens `moments="microbatch"`.
+        nonfinite: what becomes of a step in which a gradient of any rank has a NaN or an infinity.
+            All ranks do the same. "raise": an error. "skip": the update is left out, here and in
+            what the compressor keeps, and the step is counted in `compression_stats(...).skipped`.
+            "propagate": as "skip", but the NaN is applied. None: "skip" with loss scaling, else
+            "raise".
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
@@ -79,6 +91,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             "use hvd.DistributedGradientTape"
         )
     compressor = check("DistributedOptimizer", op, groups, num_groups, compression)
+    validate.policy(nonfinite)
     if backward_passes_per_step < 1:
         raise ValueError(
             f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
@@ -99,14 +112,16 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     config = optimizer.get_config()
     if name is not None:
         config["name"] = name
+    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
     own = None
-    if isinstance(optimizer, keras.optimizers.SGD):
-        own = (float(optimizer.momentum), bool(optimizer.nesterov))
-    compressor, gives_up = take_over(compressor, type(optimizer).__name__, own)
-    taken = {"momentum": config["momentum"], "nesterov": config["nesterov"]} if gives_up else {}
-    if gives_up:
-        config |= {"momentum": 0.0, "nesterov": False}
-        LOGGER.info("%s are taken over from %s by the compressor", taken, type(optimizer).__name__)
+    if isinstance(inner, keras.optimizers.SGD):
+        own = (float(inner.momentum), bool(inner.nesterov))
+    compressor, gives_up = take_over(compressor, type(inner).__name__, own)
+    taken = {}
+    if gives_up and own is not None:
+        taken = {"momentum": own[0], "nesterov": own[1]}
+        config = _with(config, {"momentum": 0.0, "nesterov": False})
+        LOGGER.info("%s are taken over from %s by the compressor", taken, type(inner).__name__)
     distributed = cls.from_config(config)
     distributed._configure(
         compressor,
@@ -114,6 +129,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         batch_size=batch_size,
+        nonfinite=nonfinite,
         op=op,
         predivide=gradient_predivide_factor,
         process_set=process_set,
@@ -122,8 +138,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     if optimizer.built:
         distributed.build(optimizer._trainable_variables)
         # The velocity of an optimizer that gave its momentum up stays behind.
-        count = distributed._plain_count
-        for mine, theirs in zip(distributed.variables[:count], optimizer.variables):
+        for mine, theirs in zip(distributed._plain, optimizer.variables):
             mine.assign(theirs)
     return distributed
 
@@ -143,9 +158,12 @@ class _Reducing:
         passes: int,
         average_passes: bool,
         batch_size: int | None,
+        nonfinite: str | None,
         **settings: Any,
     ) -> None:
         self._gradcomp = None
+        self._nonfinite = nonfinite
+        self._reduced_outside = False  # by the loss scaler that is wrapped around this optimizer
         self._moment_source = ""
         self._taken = taken  # of its configuration, by the compressor
         self._moments = None  # left here by `track_moments`, for the `apply` that follows
@@ -155,14 +173,17 @@ class _Reducing:
 
     def get_config(self) -> dict[str, Any]:
         """The optimizer's own configuration, with what the compressor has taken over."""
-        return {**super().get_config(), **self._taken}  # type: ignore[misc]
+        return _with(super().get_config(), self._taken)  # type: ignore[misc]
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, and those of the exchange after them."""
         if self.built:
             return
         super().build(variables)  # type: ignore[misc]
-        self._plain_count = len(self.variables)  # type: ignore[attr-defined]
+        self._plain = list(self.variables)  # type: ignore[attr-defined]
+        outer = _scaler_around(self)
+        scaled = outer is not None or isinstance(self, LossScaleOptimizer)
+        self._skips = (self._nonfinite or ("skip" if scaled else "raise")) == "skip"
         if not takes_part(self._settings["process_set"]):
             return
         rank = tf.constant(horovod.rank(), tf.int64)
@@ -171,6 +192,7 @@ class _Reducing:
             named_layers(variables),
             self._compressor,
             make_variable=self._state_variable,
+            nonfinite="skip" if self._skips else self._nonfinite or "raise",
             settings=f", backward_passes_per_step={self._passes}",
             **self._settings,
         )
@@ -181,6 +203,39 @@ class _Reducing:
                 [keep_local(self._state_variable(f"gradcomp_{name}", z)) for z in zeros]
                 for name in ("added", "squared")
             )
+        if outer is not None:
+            self._reduce_before(outer)
+
+    def _reduce_before(self, outer: Any) -> None:
+        """Has gradients reduced before a loss scaler looks whether this rank's are finite.
+
+        It would leave the step out on some ranks only, while the others wait for them.
+
+        Raises:
+            ValueError: gradients are accumulated here, which the scaler does not know.
+        """
+        if self._passes > 1:
+            raise ValueError(
+                "backward_passes_per_step > 1 needs the loss scaler inside: "
+                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
+            )
+        outer._gradcomp = self._gradcomp
+
+        def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+            variables = self._those(trainable_variables)
+            reduced = self._exchange(grads, variables, outer.dynamic_scale)
+            self._reduced_outside = True
+            try:
+                type(outer).apply(outer, reduced, variables)
+            finally:
+                self._reduced_outside = False
+
+        outer.apply = apply
+
+    def _those(self, variables: Any) -> list[Any]:
+        if variables is None:
+            variables = self._trainable_variables  # type: ignore[attr-defined]
+        return list(variables)
 
     def _state_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         """One of the optimizer's own variables, so that saving the model saves it."""
@@ -195,8 +250,8 @@ class _Reducing:
 
         What a compressor accumulated on another rank is not taken.
         """
-        if len(store.keys()) == self._plain_count:
-            for place, variable in enumerate(self.variables[: self._plain_count]):  # type: ignore[attr-defined]
+        if len(store.keys()) == len(self._plain):
+            for place, variable in enumerate(self._plain):
                 variable.assign(store[str(place)])
             return
         super().load_own_variables(store)  # type: ignore[misc]
@@ -210,44 +265,74 @@ class _Reducing:
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchanges the gradients, then updates the variables with the result."""
-        moments, self._moments = self._moments, None
-        variables = trainable_variables
-        if variables is None:
-            variables = self._trainable_variables  # type: ignore[attr-defined]
-        variables = list(variables)
+        variables = self._those(trainable_variables)
         if not tf.executing_eagerly():
             _refuse_xla()
         if not self.built:
             with tf.init_scope():
                 self.build(variables)
-        if self._gradcomp is None:  # not in the process set
+        if self._gradcomp is None or self._reduced_outside:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        if self._settle_moments(moments) != "sample":
-            moments = None
-        known = {self._var_key(v): i for i, v in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
-        full: list[Any] = [None] * len(known)
-        full_moments: list[Any] = [None] * len(known)
-        order = [known[self._var_key(v)] for v in variables]  # type: ignore[attr-defined]
-        for place, gradient in zip(order, grads):
-            full[place] = gradient
-        for place, moment in zip(order, moments or []):
-            full_moments[place] = moment
+        if _scaler_around(self) is not None:
+            raise RuntimeError(
+                "the loss scaler around this optimizer was built in its first step, too late to "
+                "reduce before it: call optimizer.build(model.trainable_variables) first"
+            )
+        scale = self.dynamic_scale if isinstance(self, LossScaleOptimizer) else None
         if self._passes == 1:
-            reduced = self._gradcomp.reduce(full, full_moments if moments else None)
-            super().apply([reduced[i] for i in order], variables)  # type: ignore[misc]
+            self._update(self._exchange(grads, variables, scale), variables)
             return
-        self._accumulate(full, full_moments if moments else None)
+        full, moments = self._placed(grads, variables)
+        self._accumulate(full, moments)
 
         def update() -> None:
             present = [g is not None for g in full]
             added = [a.value() if held else None for a, held in zip(self._added, present)]
-            reduced = self._gradcomp.reduce(added, self._pass_moments(moments is not None))  # type: ignore[union-attr]
-            super(_Reducing, self).apply([reduced[i] for i in order], variables)  # type: ignore[misc]
+            sums = self._pass_moments(moments is not None)
+            reduced = self._gradcomp.reduce(added, sums, scale)  # type: ignore[union-attr]
+            self._update([reduced[i] for i in self._order(variables)], variables)
             for total in (*self._added, *self._squared):
                 total.assign(tf.zeros_like(total))
 
         tf.cond(self._pass % self._passes == 0, update, lambda: None)
+
+    def _exchange(self, grads: Sequence[Any], variables: list[Any], scale: Any) -> list[Any]:
+        full, moments = self._placed(grads, variables)
+        reduced = self._gradcomp.reduce(full, moments, scale)  # type: ignore[union-attr]
+        return [reduced[i] for i in self._order(variables)]
+
+    def _update(self, reduced: list[Any], variables: list[Any]) -> None:
+        """Applies the result, unless the step is to be left out and no loss scaler does so."""
+
+        def update() -> None:
+            super(_Reducing, self).apply(reduced, variables)  # type: ignore[misc]
+
+        if self._skips and not isinstance(self, LossScaleOptimizer):
+            tf.cond(self._gradcomp.finite, update, lambda: None)  # type: ignore[union-attr]
+        else:
+            update()
+
+    def _order(self, variables: list[Any]) -> list[int]:
+        """The places of some variables among all."""
+        known = {self._var_key(v): i for i, v in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
+        return [known[self._var_key(v)] for v in variables]  # type: ignore[attr-defined]
+
+    def _placed(
+        self, grads: Sequence[Any], variables: list[Any]
+    ) -> tuple[list[Any], list[Any] | None]:
+        """Gradients, and the moments that were left here, in the places of all variables."""
+        moments, self._moments = self._moments, None
+        if self._settle_moments(moments) != "sample":
+            moments = None
+        full: list[Any] = [None] * len(self._trainable_variables)  # type: ignore[attr-defined]
+        full_moments = list(full)
+        order = self._order(variables)
+        for place, gradient in zip(order, grads):
+            full[place] = gradient
+        for place, moment in zip(order, moments or []):
+            full_moments[place] = moment
+        return full, full_moments if moments else None
 
     def _accumulate(self, gradients: list[Any], moments: list[Any] | None) -> None:
         share = 1.0 / self._passes if self._average_passes else 1.0
@@ -332,6 +417,37 @@ def load_model(
         # Saved undistributed: Keras takes no other class for one of its own.
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **options)
     return model
+
+
+def distributed_in(optimizer: Any) -> Any:
+    """The optimizer itself, or the one that a loss scaler is wrapped around."""
+    if isinstance(optimizer, _Reducing) or not isinstance(optimizer, LossScaleOptimizer):
+        return optimizer
+    return optimizer.inner_optimizer
+
+
+def _with(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with some changes, made to what a loss scaler is wrapped around."""
+    if "inner_optimizer" not in config:
+        return {**config, **changes}
+    inner = config["inner_optimizer"]
+    inner = {**inner, "config": _with(inner["config"], changes)}
+    return {**config, "inner_optimizer": inner}
+
+
+def _scaler_around(optimizer: Any) -> Any:
+    """The loss scaler that is calling this optimizer; Keras leaves no other way to find it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if (
+            isinstance(owner, LossScaleOptimizer)
+            and owner is not optimizer
+            and owner.inner_optimizer is optimizer
+        ):
+            return owner
+        frame = frame.f_back
+    return None
 
 
 def _refuse_xla() -> None:

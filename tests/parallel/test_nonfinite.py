@@ -1,0 +1,45 @@
+"""A gradient that is not finite on one rank, over real Horovod: no rank keeps anything of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.methods import EVERY, LEARNED, ONE_OF_EACH
+from tests.parallel.launch import launch
+
+pytestmark = pytest.mark.parallel
+# "all" runs 500 steps of every setting, which takes a quarter of an hour.
+SETTINGS = os.environ.get("HVD_GRADCOMP_NONFINITE", "one of each")
+
+
+def test_overflows_with_a_scaler_leave_no_trace_on_pytorch(tmp_path):
+    everything = SETTINGS == "all"
+    steps = "500" if everything else "30"
+    deadline = 3000 if everything else 400
+    results = launch("torch_nonfinite", 2, "gloo", tmp_path, steps, SETTINGS, deadline=deadline)
+    methods = EVERY + LEARNED if everything else ONE_OF_EACH
+    assert set(results[0]["pairs"]) == {repr(c) for c in methods}
+    for name in results[0]["pairs"]:
+        for result in results:
+            (disturbed, low), (calm, high) = result["pairs"][name]
+            assert disturbed == calm, name
+            assert low < high, "scales differed, and nothing else did"
+    raised = "NonFiniteGradientError: rank 1 has a NaN or an infinity in its gradient"
+    for result in results:
+        said, parameters, _, finite, skipped = result["policies"]["raise"]
+        assert said.startswith(raised) and parameters and finite and skipped == 0
+        # (what is raised, parameters as before, state as before, parameters finite, skipped)
+        assert result["policies"]["skip"] == ["nothing was raised", True, True, True, 1]
+        assert result["policies"]["propagate"] == ["nothing was raised", False, True, False, 1]
+        assert result["closure"] == [True, True]
+        for name, message in MESSAGES.items():
+            assert message in result["errors"][name], name
+
+
+MESSAGES = {
+    "unscaled_too_early": "call optimizer.synchronize() before it",
+    "of_another": "pass scaler=False",
+    "no_policy": "nonfinite must be one of 'skip', 'raise', 'propagate' or None, got 'ignore'",
+}
