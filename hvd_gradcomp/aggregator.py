@@ -148,6 +148,24 @@ class Compressor(ABC):
         del ops, step
         return state
 
+    def owner(self, path: str, step: int) -> int | None:
+        """Whose tensor counts where the ranks' states become one; None if they are added up.
+
+        Asked of the fields, dotted as in `leaves`, that are not `replicated`: an autoencoder that
+        one rank trains cannot be added up, a residual has to be.
+        """
+        del path, step
+        return None
+
+    def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
+        """A state that goes on among other ranks than before; the same if nothing hangs on them.
+
+        Raises:
+            ValueError: it cannot work with so many.
+        """
+        del ops, step, ranks
+        return state
+
     def inherit(
         self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
     ) -> tuple[State, Tensor]:

@@ -92,6 +92,9 @@ class MomentumAfter(Compressor):
     def retrained(self, ops: Ops, state: Any, step: Any) -> MomentumState:
         return MomentumState(self.inner.retrained(ops, state.inner, step), state.velocity)
 
+    def owner(self, path: str, step: int) -> int | None:
+        return self.inner.owner(path.partition(".")[2], step)
+
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         return self.inner.elements_sent(layout, state.inner, steps)
 
@@ -170,7 +173,7 @@ class After(Compressor):
                     start, whole = self.then.inherit(ops, start, whole, residual)
                 velocity = self.first.velocity(state.first)
                 if velocity is not None:
-                    start = self.then.with_velocity(start, velocity)
+                    start = self.then.with_velocity(start, velocity * 1)  # its own from here on
             program = self.then.aggregate(ops, context, whole, start, **_wanted(self.then, extra))
             mean, later = yield from program
             return mean, AfterState(state.first, later)
@@ -200,6 +203,10 @@ class After(Compressor):
             self.first.retrained(ops, state.first, step),
             self.then.retrained(ops, state.then, step),
         )
+
+    def owner(self, path: str, step: int) -> int | None:
+        phase, _, inside = path.partition(".")
+        return (self.first if phase == "first" else self.then).owner(inside, step)
 
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         early = self.first.elements_sent(layout, state.first, min(steps, self.steps))

@@ -495,6 +495,9 @@ class GradiVeQCompressor(Compressor):
     def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
         return state if step < self.warmup_steps else state._replace(start=ops.host(step))
 
+    def owner(self, path: str, step: int) -> int | None:
+        return self.between.owner(path.partition(".")[2], step)
+
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         raise TypeError(
             f"{self!r} has no basis yet. Inside stock Horovod nothing could be sampled: pass "

@@ -384,6 +384,11 @@ class LGCCompressor(MomentumCorrected):
             drifted=nothing * 1,
         )
 
+    def owner(self, path: str, step: int) -> int | None:
+        # The master trains; and in the first phase all have the velocity in common.
+        common = path == "memory.u" and step <= self.full_steps
+        return self.master if common or path in ("encoder", "decoder", "late") else None
+
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         whole = min(steps, self.full_steps)
         return [int(n) + whole * size for n, size in zip(state.sent, layout.sizes)]

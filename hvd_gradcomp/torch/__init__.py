@@ -11,8 +11,10 @@
 from horovod.torch import *  # noqa: F403
 
 from hvd_gradcomp import *  # noqa: F403
+from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments
 from hvd_gradcomp.torch.optimizer import (
     DistributedOptimizer,

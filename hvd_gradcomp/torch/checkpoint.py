@@ -1,68 +1,239 @@
-"""The compressor's state inside `optimizer.state_dict()["gradcomp"]`."""
+"""What compressors keep: in `state_dict()["gradcomp"]`, and in checkpoints of all ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
+import horovod.torch as horovod
 import torch
 
+from hvd_gradcomp import checkpoint
 from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
-from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.checkpoint import CheckpointError, Ranks
+from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine, gather_objects
 
-FORMAT = 2
 
-
-def save(engine: Engine) -> dict[str, Any]:
-    """This rank's state: what was accumulated and not yet sent, rungs, steps, and whose it is."""
+def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
+    """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
+    checkpoint.check_mode(mode)
+    keep = _own if mode == "sharded" else _summed
     return {
-        "format": FORMAT,
+        "format": checkpoint.FORMAT,
+        "mode": mode,
         "compressor": repr(engine.compressor),
         "rank": engine.process_set.rank(),
         "size": engine.process_set.size(),
         "steps": engine.steps,
-        "order": engine.order,
+        "order": list(engine.order),
+        "counters": keep(engine, "counters", torch.tensor(engine.counters)).tolist(),
         "buckets": [
             {
                 "digest": bucket.layout.digest,
                 "names": bucket.layout.names,
-                "state": {path: x.detach().clone() for path, x in leaves(bucket.state)},
+                "state": {
+                    path: _own(engine, "", x)
+                    if is_replicated(bucket.compressor, path)
+                    else _kept(engine, bucket, path, x, keep)
+                    for path, x in leaves(bucket.state)
+                },
             }
             for bucket in engine.buckets
         ],
     }
 
 
+def _own(engine: Engine, name: str, x: torch.Tensor) -> torch.Tensor:
+    del engine, name
+    return x.detach().clone()
+
+
+def _summed(engine: Engine, name: str, x: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, in double precision on the way."""
+    wide = x.double() if x.is_floating_point() else x.clone()
+    title = f"{engine.name}.consolidate.{name}"
+    total = horovod.allreduce(
+        wide.reshape(-1), name=title, op=horovod.Sum, process_set=engine.process_set
+    )
+    return total.view(x.shape).to(x.dtype)
+
+
+def _kept(
+    engine: Engine, bucket: Bucket, path: str, x: torch.Tensor, keep: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    owner = bucket.compressor.owner(path, engine.steps)
+    if owner is not None and keep is _summed and engine.process_set.rank() != owner:
+        x = torch.zeros_like(x)
+    return keep(engine, f"{bucket.index}.{path}", x)
+
+
 def load(engine: Engine, saved: dict[str, Any]) -> None:
     """Takes a saved state back.
 
-    A state that another rank saved (rank 0's, broadcast to all) brings its replicated fields
-    only: its residual belongs to that rank and would be applied once a rank otherwise. This
-    rank's own residual stays as it is.
+    A sharded one that another rank saved (rank 0's, broadcast to all) brings its replicated
+    fields only: its residual belongs to that rank and would be applied once a rank otherwise. This
+    rank's own stays as it is. Of a consolidated one each rank takes its share.
 
     Raises:
-        ValueError: the state is of another format, compressor or model.
+        CheckpointError: the state is of another format, compressor, model or number of ranks.
     """
-    if saved.get("format") != FORMAT:
-        raise ValueError(f"gradcomp state has format {saved.get('format')!r}, expected {FORMAT}")
-    if saved["compressor"] != repr(engine.compressor):
-        raise ValueError(
-            f"the checkpoint was made with {saved['compressor']}, this optimizer has "
-            f"{engine.compressor!r}; use the same compression= to resume"
-        )
-    if saved["order"]:
+    if isinstance(saved, dict) and saved.get("order") and "format" in saved:
         engine.reorder(saved["order"])
-    digests = [bucket.layout.digest for bucket in engine.buckets]
-    if [b["digest"] for b in saved["buckets"]] != digests:
-        old = {name for b in saved["buckets"] for name in b["names"]}
-        new = {name for b in engine.buckets for name in b.layout.names}
-        differing = sorted(old ^ new) or ["shapes, dtypes or the order of parameters"]
-        raise ValueError(f"the checkpoint is of another model; different: {', '.join(differing)}")
-    place = (engine.process_set.rank(), engine.process_set.size())
-    own = (saved["rank"], saved["size"]) == place
+    layouts = [bucket.layout for bucket in engine.buckets]
+    checkpoint.check_exchange(saved, engine.compressor, layouts)
+    rank, size = engine.process_set.rank(), engine.process_set.size()
+    sharded = saved["mode"] == "sharded"
+    if sharded and saved["size"] != size:
+        raise CheckpointError(checkpoint.other_size(saved["size"], size))
+    take = _taken if sharded else _share
+    if sharded and saved["rank"] != rank:
+        LOGGER.warning(
+            "the optimizer's state was saved by rank %d: what it had kept back is not taken on "
+            "rank %d. hvd.save_checkpoint saves what belongs to each rank",
+            saved["rank"],
+            rank,
+        )
+        take = _left
+    else:
+        counters = torch.tensor(saved["counters"])
+        engine.counters = take(counters, counters, rank, size).tolist()
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
-        values: list[torch.Tensor] = []
+        values, one = [], bucket.compressor
         for path, current in leaves(bucket.state):
-            take = own or is_replicated(bucket.compressor, path)
-            values.append(entry["state"][path].to(current.device).clone() if take else current)
-        bucket.state = with_leaves(bucket.state, values)
+            stored = entry["state"][path].to(current.device)
+            owned = not sharded and one.owner(path, saved["steps"]) is not None
+            way = _taken if owned or is_replicated(one, path) else take
+            values.append(way(stored, current, rank, size))
+        before, bucket.state = bucket.state, with_leaves(bucket.state, values)
+        if any(x.shape != y.shape for x, (_, y) in zip(values, leaves(before))):
+            # A parameter server's decoder has a head for each rank.
+            LOGGER.warning("%r learns anew: %d ranks exchange now", one, size)
+            bucket.state = one.resized(bucket.ops, bucket.state, saved["steps"], size)
     engine.steps = saved["steps"]
+
+
+def _taken(stored: torch.Tensor, current: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    del current, rank, size
+    return stored.clone()
+
+
+def _left(stored: torch.Tensor, current: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    del stored, rank, size
+    return current
+
+
+def _share(stored: torch.Tensor, current: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    del current
+    if stored.is_floating_point():
+        return (stored.double() / size).to(stored.dtype)
+    rest = torch.as_tensor(rank, device=stored.device) < stored % size
+    return torch.div(stored, size, rounding_mode="floor") + rest
+
+
+# -- checkpoints of all ranks ----------------------------------------------------------------------
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    mode: str = "sharded",
+    process_set: Any = horovod.global_process_set,
+    **objects: Any,
+) -> None:
+    """Saves models, optimizers and the rest to a folder; all ranks call it.
+
+    What was saved there before stays valid until all ranks have written theirs, and is then
+    replaced; a crash or a full disk at any moment leaves one of the two.
+
+    Args:
+        folder: the same path on all ranks. On hosts that share no file system each keeps its
+            ranks' files.
+        mode: "sharded" saves what each rank's compressor keeps, and resumes exactly with as many
+            ranks: the same bits as without the stop. "consolidated" saves the sum over ranks, in
+            one file, and resumes with any number of ranks, of which each takes its share.
+        process_set: the ranks that take part.
+        objects: by name. What has a `state_dict` (model, optimizer, scheduler, scaler) is saved by
+            it; numbers, texts, tensors, and lists and dicts of them as they are. Equal on all
+            ranks but for what compressors keep; rank 0's count.
+
+    Raises:
+        CheckpointError: on all ranks, naming those that could not write.
+
+    >>> hvd.save_checkpoint("last", model=model, optimizer=optimizer, epoch=3)  # doctest: +SKIP
+    """
+    checkpoint.check_mode(mode)
+    own: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for name, item in objects.items():
+        engine = getattr(item, "_gradcomp", None)
+        if not isinstance(engine, Engine):
+            shared[name] = item.state_dict() if hasattr(item, "state_dict") else item
+            continue
+        shared[name] = item.state_dict(mode=mode)
+        if mode == "sharded":
+            own[name] = shared[name].pop("gradcomp")
+    ranks = _ranks(process_set)
+    whole = {"mode": mode, "size": ranks.size, "objects": shared}
+    checkpoint.write(
+        folder,
+        ranks,
+        lambda file: torch.save(whole, file),
+        (lambda file: torch.save(own, file)) if mode == "sharded" else None,
+    )
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    process_set: Any = horovod.global_process_set,
+    **objects: Any,
+) -> dict[str, Any]:
+    """Resumes from a folder that `save_checkpoint` wrote; all ranks call it.
+
+    No broadcast is needed after it: all ranks load the same. Only rank 0 has to see the shared
+    file.
+
+    Args:
+        folder: as in `save_checkpoint`.
+        process_set: the ranks that take part.
+        objects: by the names that they were saved under; each is loaded by its `load_state_dict`.
+
+    Returns:
+        Everything else that was saved, by name.
+
+    Raises:
+        CheckpointError: on all ranks: there is no checkpoint, a file of it is missing or damaged,
+            or it is of another model, compressor or number of ranks.
+    """
+
+    def apply(whole: dict[str, Any], own: dict[str, Any] | None) -> dict[str, Any]:
+        saved = dict(whole["objects"])
+        missing = [name for name in objects if name not in saved]
+        if missing:
+            raise CheckpointError(
+                f"{', '.join(missing)} is not in it; there are {', '.join(saved)}"
+            )
+        for name, item in objects.items():
+            state = saved.pop(name)
+            if own is not None and name in own:
+                state = {**state, "gradcomp": own[name]}
+            try:
+                item.load_state_dict(state)
+            except (ValueError, RuntimeError, KeyError) as error:
+                raise CheckpointError(f"{name}: {error}") from error
+        return saved
+
+    def read(file: BinaryIO) -> Any:
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+    return checkpoint.read(folder, _ranks(process_set), read, apply)
+
+
+def _ranks(process_set: Any) -> Ranks:
+    return Ranks(
+        process_set.rank(),
+        process_set.size(),
+        horovod.local_rank() == 0,
+        lambda item: gather_objects(item, "gradcomp.checkpoint", process_set),
+    )

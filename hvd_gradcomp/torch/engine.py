@@ -41,6 +41,8 @@ from hvd_gradcomp.torch.scaling import LossScaling
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 25 << 20  # large enough that calls and launches do not count
 
+_SENT, _RECEIVED, _SKIPPED = range(3)  # of an engine's counters
+
 _DTYPE_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -53,6 +55,15 @@ _names = (f"gradcomp.{number}" for number in itertools.count())
 def next_name() -> str:
     """The name of the next engine. All ranks take one for each, in the process set or not."""
     return next(_names)
+
+
+def gather_objects(item: Any, name: str, process_set: Any) -> list[Any]:
+    """Everybody's object, on all ranks; Horovod's own knows no process sets."""
+    data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
+    lengths = horovod.allgather(length, f"{name}.length", process_set=process_set)
+    everything = horovod.allgather(data, name, process_set=process_set)
+    return [pickle.loads(piece.numpy().tobytes()) for piece in everything.split(lengths.tolist())]
 
 
 @dataclass
@@ -151,13 +162,13 @@ class Engine:
         self.batch_size = batch_size
         self.settings = settings
         self.name = name
-        self.steps = self.skipped = 0
+        self.steps = 0
         self.undone = False  # whether the last exchange left everything as it was
         self.order: list[str] = []  # in which layers are used, once it is known
         self._arrived: list[str] | None = [] if compressor.needs_order else None
         self._named, self._bucket_bytes = list(named_parameters), bucket_bytes
         self._name_of = {p: name for name, p in named_parameters}
-        self._bytes_sent = self._bytes_received = 0
+        self.counters = [0, 0, 0]  # bytes sent, bytes received, steps left out
         self._agreed = False
         self.layers = [
             (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
@@ -304,13 +315,7 @@ class Engine:
         self._agreed = True
 
     def _gather_objects(self, item: Any) -> list[Any]:
-        data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-        name = f"{self.name}.handshake"
-        length = torch.tensor([data.numel()])
-        lengths = horovod.allgather(length, f"{name}.length", process_set=self.process_set)
-        everything = horovod.allgather(data, name, process_set=self.process_set)
-        pieces = everything.split(lengths.tolist())
-        return [pickle.loads(bytes(piece.tolist())) for piece in pieces]
+        return gather_objects(item, f"{self.name}.handshake", self.process_set)
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -345,8 +350,8 @@ class Engine:
     def give_sparse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Takes note of a sparse gradient, which Horovod gathers by itself."""
         values, indices = gradient._values(), gradient._indices()
-        self._bytes_sent += values.numel() * values.element_size()
-        self._bytes_sent += indices.numel() * indices.element_size()
+        self.counters[_SENT] += values.numel() * values.element_size()
+        self.counters[_SENT] += indices.numel() * indices.element_size()
         # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
         nothing = (values.sum() * 0).to(parameter.dtype)
         self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
@@ -457,12 +462,12 @@ class Engine:
 
     def _skip(self, error: Exception) -> None:
         """Gives out NaN, on all ranks, for a loss scaler or `step` to see."""
-        self.skipped += 1
-        expected = self.scaling.scaler is not None or self.skipped > 1
+        self.counters[_SKIPPED] += 1
+        expected = self.scaling.scaler is not None or self.counters[_SKIPPED] > 1
         LOGGER.log(
             logging.DEBUG if expected else logging.WARNING,
             "step left out (%d so far): %s",
-            self.skipped,
+            self.counters[_SKIPPED],
             error,
         )
         for bucket in self.buckets:
@@ -508,7 +513,7 @@ class Engine:
         name = f"{self.name}.{bucket.index}.{bucket.round}"
         tensor = request.tensor.contiguous()  # type: ignore[union-attr]
         if not isinstance(request, Broadcast) or request.root == self.process_set.rank():
-            self._bytes_sent += tensor.numel() * tensor.element_size()
+            self.counters[_SENT] += tensor.numel() * tensor.element_size()
         if isinstance(request, Allgather):
             return horovod.allgather_async(tensor, name, self.process_set)
         if isinstance(request, Allreduce):
@@ -544,7 +549,7 @@ class Engine:
             if here != torch.cuda.default_stream(reply.device):
                 here.wait_stream(torch.cuda.default_stream(reply.device))
         if not isinstance(request, Broadcast) or request.root != self.process_set.rank():
-            self._bytes_received += reply.numel() * reply.element_size()
+            self.counters[_RECEIVED] += reply.numel() * reply.element_size()
         if isinstance(request, Gather):
             return reply
         world, sent = self.process_set.size(), request.tensor  # type: ignore[union-attr]
@@ -574,10 +579,10 @@ class Engine:
             elements=elements * self.steps,
             elements_sent=sum(layers.values()),
             bytes_dense=4 * elements * self.steps,
-            bytes_sent=self._bytes_sent,
-            bytes_received=self._bytes_received,
+            bytes_sent=self.counters[_SENT],
+            bytes_received=self.counters[_RECEIVED],
             layers={name: layers[name] for name in order},
-            skipped=self.skipped,
+            skipped=self.counters[_SKIPPED],
             losses=mean_losses(b.compressor.losses(b.state) for b in self.buckets),
         )
 

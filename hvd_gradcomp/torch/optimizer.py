@@ -344,11 +344,15 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             moments.discard(parameter)
         super(cls, self).zero_grad(set_to_none=set_to_none)
 
-    def state_dict(self: Any) -> dict[str, Any]:
+    def state_dict(self: Any, mode: str = "sharded") -> dict[str, Any]:
+        """With what the compressor keeps: this rank's, or that of all ranks, which all call it.
+
+        See `hvd.save_checkpoint` for the two modes.
+        """
         plain = super(cls, self).state_dict()
         if self._takeover is not None:
             plain = self._takeover.restored(plain)
-        return {**plain, "gradcomp": checkpoint.save(self._gradcomp)}
+        return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}

@@ -43,3 +43,26 @@ MESSAGES = {
     "of_another": "pass scaler=False",
     "no_policy": "nonfinite must be one of 'skip', 'raise', 'propagate' or None, got 'ignore'",
 }
+
+
+def test_overflows_with_loss_scaling_leave_no_trace_on_tensorflow(tmp_path):
+    results = launch("tensorflow_nonfinite", 2, "gloo", tmp_path, SETTINGS, deadline=1000)
+    for result in results:
+        for kind in ("inside", "outside", "not scaled", "tape"):
+            assert result[kind] == results[0][kind], "replicas are equal"
+            for name, (unchanged, changed, skipped, _) in result[kind].items():
+                assert unchanged and changed and skipped == 2, (kind, name)
+        # `compile` has wrapped a loss scaler around the optimizer.
+        kinds, steps, skipped, scale, finite, _ = result["fit"]
+        assert kinds == ["LossScaleOptimizer", "SGD"] and finite
+        assert (steps, skipped, scale) == (14, 2, 2.0**15 / 4)
+        assert result["fit"] == results[0]["fit"]
+        for name, message in KERAS_MESSAGES.items():
+            assert message in result["errors"][name], name
+
+
+KERAS_MESSAGES = {
+    "built_too_late": "call optimizer.build(model.trainable_variables) first",
+    "accumulated": "needs the loss scaler inside",
+    "no_policy": "nonfinite must be one of 'skip', 'raise', 'propagate' or None, got 'ignore'",
+}

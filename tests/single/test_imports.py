@@ -22,7 +22,7 @@ LAYERS = [
     {"layout.py"},
     {"wire.py", "ladder.py"},
     {"aggregator.py"},
-    {"exchanges.py"},
+    {"exchanges.py", "checkpoint.py"},
     {
         "codecs/__init__.py",
         "codecs/indices.py",

@@ -65,7 +65,7 @@ def contents(variables):
 
 
 def by_optimizer(make, compressor):
-    """[whether bad steps change nothing, whether good ones do, skipped, digest]"""
+    """Whether bad steps change nothing, and good ones do; steps skipped; a digest."""
     model = network()
     optimizer = make(compressor)
     optimizer.build(model.trainable_variables)

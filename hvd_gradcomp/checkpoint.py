@@ -1,0 +1,226 @@
+"""Checkpoints: written whole or not at all, by all ranks or by none.
+
+A checkpoint is a folder. Each save makes a version in it, in which every file is written under a
+temporary name, flushed and renamed; when all ranks have said that theirs is there, `current` is
+replaced by a file that names the new version, and older versions are removed. So whenever a rank
+dies, or a disk is full, `current` names a version that is whole.
+
+    FOLDER/current              the version that counts
+    FOLDER/VERSION/shared       what is equal on all ranks, written by rank 0
+    FOLDER/VERSION/rank-3-of-4  what belongs to one rank, in "sharded" checkpoints
+
+"sharded" keeps each rank's part and resumes exactly, with as many ranks. "consolidated" keeps the
+sum over ranks of what they had not sent yet; on loading, each of any number of ranks gets its share
+of it, so the sum is the same as before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.layout import Layout
+
+FORMAT = 3
+MODES = ("sharded", "consolidated")
+_CURRENT = "current"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or is not one that can be resumed from here."""
+
+
+class Ranks(NamedTuple):
+    """Who saves or loads together."""
+
+    rank: int
+    size: int
+    leads: bool  # the first rank of its host, which tidies up there
+    gather: Callable[[Any], list[Any]]  # everybody's object, on all ranks
+
+
+def check_mode(mode: Any) -> None:
+    """Requires one of `MODES`."""
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+
+
+def write(
+    folder: str | os.PathLike[str],
+    ranks: Ranks,
+    shared: Callable[[BinaryIO], None],
+    part: Callable[[BinaryIO], None] | None,
+) -> None:
+    """Writes a new version. All ranks call it.
+
+    Args:
+        folder: the checkpoint; the same on all ranks, shared between hosts or not.
+        ranks: who takes part.
+        shared: writes what is equal on all ranks; called on rank 0.
+        part: writes what belongs to this rank; None where nothing does.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them could not write; what was saved before is
+            still there.
+    """
+    root = Path(folder)
+    version = ranks.gather(uuid.uuid4().hex if ranks.rank == 0 else None)[0]
+    there, pointer = root / version, root / f"{_CURRENT}.{version}.{ranks.rank}"
+    problem = None
+    try:
+        there.mkdir(parents=True, exist_ok=True)
+        if ranks.rank == 0:
+            _write_file(there / "shared", shared)
+        if part is not None:
+            _write_file(there / _part_name(ranks.rank, ranks.size), part)
+        _write_file(pointer, lambda file: file.write(version.encode()))
+    except Exception as error:
+        problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+    problems = [p for p in ranks.gather(problem) if p is not None]
+    if not problems:
+        os.replace(pointer, root / _CURRENT)
+    # After this all know that all have replaced it, or that nobody will.
+    ranks.gather(None)
+    pointer.unlink(missing_ok=True)
+    if ranks.leads:
+        stale = [there] if problems else [v for v in _versions(root) if v != there]
+        for version_folder in stale:
+            shutil.rmtree(version_folder, ignore_errors=True)
+    if problems:
+        raise CheckpointError(
+            f"nothing was saved to {root}: {'; '.join(problems)}. What was saved there before is "
+            "untouched"
+        )
+
+
+def read(
+    folder: str | os.PathLike[str],
+    ranks: Ranks,
+    load: Callable[[BinaryIO], Any],
+    apply: Callable[[Any, Any], Any],
+) -> Any:
+    """Reads the current version. All ranks call it; only rank 0 needs to see the shared file.
+
+    Args:
+        folder: as in `write`.
+        ranks: who takes part.
+        load: reads one file.
+        apply: takes (shared, this rank's part or None), checks it, and puts it in place.
+
+    Returns:
+        What `apply` returns.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them could not read or take what it read.
+    """
+    root = Path(folder)
+    shared = result = None
+    problem = None
+    try:
+        there = _current(root)
+        if ranks.rank == 0:
+            shared = _read_file(there / "shared", load)
+    except Exception as error:
+        problem = _said(ranks.rank, error)
+    _raise_any(root, ranks.gather(problem))
+    everybody = ranks.gather(shared)
+    shared = everybody[0]
+    try:
+        result = apply(shared, _part_of(there, ranks, shared, load))
+    except Exception as error:
+        problem = _said(ranks.rank, error)
+    _raise_any(root, ranks.gather(problem))
+    return result
+
+
+def _part_of(there: Path, ranks: Ranks, shared: Any, load: Callable[[BinaryIO], Any]) -> Any:
+    if shared["mode"] != "sharded":
+        return None
+    if shared["size"] != ranks.size:
+        raise CheckpointError(other_size(shared["size"], ranks.size))
+    return _read_file(there / _part_name(ranks.rank, ranks.size), load)
+
+
+def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]) -> None:
+    """Whether a saved exchange is one of this compressor and these buckets.
+
+    Raises:
+        CheckpointError: naming what is different.
+    """
+    if not isinstance(saved, dict) or "format" not in saved:
+        raise CheckpointError("what was saved under 'gradcomp' is no state of hvd_gradcomp")
+    if saved["format"] != FORMAT:
+        raise CheckpointError(
+            f"the compressor's state has format {saved['format']!r}, this version reads {FORMAT}: "
+            "resume with the version of hvd_gradcomp that saved it"
+        )
+    if saved["compressor"] != repr(compressor):
+        raise CheckpointError(
+            f"it was made with {saved['compressor']}, here is {compressor!r}: use the same "
+            "compression= to resume"
+        )
+    if [b["digest"] for b in saved["buckets"]] != [layout.digest for layout in layouts]:
+        old = {name for b in saved["buckets"] for name in b["names"]}
+        new = {name for layout in layouts for name in layout.names}
+        differing = sorted(old ^ new) or ["shapes, dtypes, bucket_bytes or the order of parameters"]
+        raise CheckpointError(f"it is of another model; different: {', '.join(differing[:8])}")
+
+
+def other_size(then: int, now: int) -> str:
+    """Why a sharded state cannot be taken by another number of ranks."""
+    return (
+        f"it was saved sharded by {then} ranks, and {now} are here: what each of them had kept "
+        'back would be lost. Save with mode="consolidated" to resume with another number'
+    )
+
+
+def _part_name(rank: int, size: int) -> str:
+    return f"rank-{rank}-of-{size}"
+
+
+def _versions(root: Path) -> list[Path]:
+    return [p for p in root.iterdir() if p.is_dir()]
+
+
+def _current(root: Path) -> Path:
+    try:
+        there = root / (root / _CURRENT).read_text()
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint in {root}") from None
+    return there
+
+
+def _write_file(path: Path, content: Callable[[BinaryIO], Any]) -> None:
+    temporary = path.with_name(f"{path.name}.partial")
+    with temporary.open("wb") as file:
+        content(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _read_file(path: Path, load: Callable[[BinaryIO], Any]) -> Any:
+    try:
+        with path.open("rb") as file:
+            return load(file)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing") from None
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0][:80]
+        raise CheckpointError(f"{path.name} is damaged, or no checkpoint: {said}") from error
+
+
+def _said(rank: int, error: Exception) -> str:
+    kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+    return f"rank {rank}: {kind}{error}"
+
+
+def _raise_any(root: Path, problems: list[str | None]) -> None:
+    said = [p for p in problems if p is not None]
+    if said:
+        raise CheckpointError(f"{root} cannot be resumed from: {'; '.join(said[:4])}")

@@ -1,0 +1,183 @@
+"""Stops and resumes: with as many ranks, with others, and from what cannot be resumed from."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hvd_gradcomp.torch as hvd
+from tests.methods import EVERY, LEARNED
+from tests.parallel.workers.results import digest, errors_of, write
+
+
+def build(compressor=None, outputs=10, **options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, outputs))
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    if compressor is not None and compressor.correction is not None:
+        plain = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0)
+    names = model.named_parameters()
+    return model, hvd.DistributedOptimizer(
+        plain, names, compression=compressor, bucket_bytes=4096, **options
+    )
+
+
+def train(model, optimizer, first, last):
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(1000 * step + hvd.rank())
+        x = torch.randn(8, 1, 8, 8, generator=generator)
+        y = torch.randint(0, 10, (8,), generator=generator)
+        optimizer.zero_grad()
+        (20 * nn.functional.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+
+
+def everything(model, optimizer):
+    """A digest of parameters, the optimizer's state, what the compressor keeps and the counts."""
+    state = optimizer.state_dict()
+    tensors = [v for s in state["state"].values() for v in s.values() if torch.is_tensor(v)]
+    tensors += [x for b in state["gradcomp"]["buckets"] for x in b["state"].values()]
+    tensors += [torch.tensor(state["gradcomp"]["counters"])]
+    return digest([p.detach().numpy() for p in model.parameters()] + tensors)
+
+
+def stopped(compressor, steps, folder):
+    """Digests without a stop and with one."""
+    whole = build(compressor)
+    train(*whole, 0, steps)
+    model, optimizer = build(compressor)
+    train(model, optimizer, 0, steps // 2)
+    hvd.save_checkpoint(folder, model=model, optimizer=optimizer, epoch=steps // 2)
+    model, optimizer = build(compressor)
+    rest = hvd.load_checkpoint(folder, model=model, optimizer=optimizer)
+    train(model, optimizer, rest["epoch"], steps)
+    return [everything(*whole), everything(model, optimizer)]
+
+
+# -- with another number of ranks ---------------------------------------------------------------
+
+
+def mass(optimizer):
+    """The sum over ranks of what is kept, in float64, layer by layer."""
+    flat = []
+    for bucket in optimizer._gradcomp.buckets:
+        kept = bucket.compressor.residual(bucket.state)
+        if kept is not None:
+            flat.append(kept.double())
+    total = hvd.allreduce(torch.cat(flat), op=hvd.Sum) if flat else torch.zeros(1)
+    return total.tolist()
+
+
+def moved(methods, folder, steps):
+    """Resumes what another number of ranks has saved, if any has; trains; saves."""
+    result = {}
+    for place, compressor in enumerate(methods):
+        model, optimizer = build(compressor)
+        there, first = Path(folder, str(place)), 0
+        if (there / "current").exists():
+            rest = hvd.load_checkpoint(there, model=model, optimizer=optimizer)
+            first = rest["epoch"]
+        before = mass(optimizer)
+        train(model, optimizer, first, first + steps)
+        objects = {"model": model, "optimizer": optimizer, "epoch": first + steps}
+        hvd.save_checkpoint(there, mode="consolidated", **objects)
+        parameters = digest([p.detach().numpy() for p in model.parameters()])
+        result[repr(compressor)] = [before, mass(optimizer), parameters]
+    return result
+
+
+# -- faults -------------------------------------------------------------------------------------
+
+
+def faults(folder):
+    """What is said, on this rank, of checkpoints that cannot be written or resumed from."""
+    compressor = hvd.DGCCompressor(density=0.1, momentum=0.0)
+    good = Path(folder, "good")
+    model, optimizer = build(compressor)
+    train(model, optimizer, 0, 3)
+    hvd.save_checkpoint(good, model=model, optimizer=optimizer, epoch=3)
+    saved = everything(model, optimizer)
+    train(model, optimizer, 3, 5)
+
+    def full_disk():
+        if hvd.rank() == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        try:
+            hvd.save_checkpoint(good, model=model, optimizer=optimizer, epoch=5)
+        finally:
+            limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def load(where, other=compressor, outputs=10, **more):
+        model, optimizer = build(other, outputs)
+        return hvd.load_checkpoint(where, model=model, optimizer=optimizer, **more)
+
+    def copy(name, rank, change):
+        there = Path(folder, name)
+        if hvd.rank() == rank:
+            shutil.copytree(good, there)
+            version = (there / "current").read_text()
+            change(there / version)
+        hvd.barrier()
+        return there
+
+    def truncated(path):
+        part = path / "rank-1-of-2"
+        part.write_bytes(part.read_bytes()[:-300])
+
+    def older(path):
+        own = torch.load(path / "rank-0-of-2")
+        own["optimizer"]["format"] = 2
+        torch.save(own, path / "rank-0-of-2")
+
+    raised = errors_of(
+        {
+            "full disk": full_disk,
+            "nowhere": lambda: load(Path(folder, "nowhere")),
+            "truncated": lambda: load(copy("truncated", 1, truncated)),
+            "missing": lambda: load(copy("missing", 0, lambda p: (p / "rank-0-of-2").unlink())),
+            "older": lambda: load(copy("older", 0, older)),
+            "foreign": lambda: load(
+                copy("foreign", 0, lambda p: (p / "shared").write_text("no checkpoint"))
+            ),
+            "another compressor": lambda: load(good, hvd.StromCompressor(tau=1.0)),
+            "another model": lambda: load(good, outputs=11),
+            "another object": lambda: load(good, scheduler=object()),
+            "mode": lambda: hvd.save_checkpoint(good, mode="whole", model=model),
+        }
+    )
+    again, resumed = build(compressor)
+    rest = hvd.load_checkpoint(good, model=again, optimizer=resumed)
+    kept = everything(again, resumed) == saved and rest == {"epoch": 3}
+    files = sorted(p.name for p in good.rglob("*") if p.is_file())
+    return {"raised": raised, "kept": kept, "files": files}
+
+
+def main(folder: str, what: str, steps: str) -> None:
+    """`stopped` and `faults` with 2 ranks, `moved` with any number."""
+    hvd.init()
+    torch.set_num_threads(1)
+    here = Path(folder)
+    if what == "moved":
+        methods = EVERY + LEARNED
+        result = moved(methods, here.parent / "checkpoints", int(steps))
+    else:
+        methods = EVERY + LEARNED if int(steps) >= 200 else EVERY
+        pairs = {
+            repr(c): stopped(c, int(steps), here / f"stopped-{place}")
+            for place, c in enumerate(methods)
+        }
+        result = {"pairs": pairs, "faults": faults(folder)}
+    write(folder, hvd.rank(), result)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
