@@ -10,9 +10,11 @@
 from horovod.tensorflow import *  # noqa: F403
 
 from hvd_gradcomp import *  # noqa: F403
+from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
+from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
 from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain
@@ -20,6 +22,7 @@ from hvd_gradcomp.tensorflow.tape import (
     DistributedGradientTape,
     microbatch_gradients,
     reduce_gradients,
+    tape_state,
 )
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -123,6 +123,7 @@ class Engine:
         variables: the state of each bucket, tensor by tensor.
         steps: exchanges so far, equal on all ranks.
         counters: what `stats` reports, of this rank.
+        owned: whether somebody saves the variables, which are then not made anew.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Engine:
             if dtype not in _FLOATS:
                 raise ValueError(f"{layer} has dtype {dtype}; only floating point is reduced")
         self._make_variable = make_variable or new_variable
-        self._owned = make_variable is not None
+        self.owned = make_variable is not None
         with tf.init_scope():
             zero = tf.constant(0, tf.int64)
             self.steps = self._make_variable("gradcomp_steps", zero)
@@ -201,6 +202,10 @@ class Engine:
                     self.variables[-1].append(variable)
                     if not is_replicated(self.compressors[bucket], path):
                         keep_local(variable)
+
+    def everything(self) -> list[tf.Variable]:
+        """All variables that last from step to step."""
+        return [self.steps, *self.counters.values(), *(v for b in self.variables for v in b)]
 
     def forget(self) -> None:
         """Sets what belongs to this rank alone to what it was before the first step."""
@@ -258,7 +263,7 @@ class Engine:
         """Compares with the other ranks what is about to be trained, once."""
         kinds = [self._kind(gradient) for gradient in gradients]
         sparse = [place for place, kind in enumerate(kinds) if kind == ", sparse"]
-        if sparse and not (self._owned and any(self.variables)):
+        if sparse and not (self.owned and any(self.variables)):
             self._plan(sparse)
         described = [
             (name, shape, f"{dtype}{kind}")

@@ -285,6 +285,50 @@ def reduce_gradients(
     return list(gradients) if engine is None else engine.reduce(gradients, moments, loss_scale)
 
 
+class TapeState(tf.Module):
+    """What tapes over some sources keep from step to step; see `tape_state`."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        super().__init__(name="gradcomp")
+        self._gradcomp = engine
+        self.kept = [] if engine is None else engine.everything()
+
+
+def tape_state(
+    sources: Sequence[Any],
+    compression: Any = None,
+    *,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: Any = horovod.global_process_set,
+    sparse_as_dense: bool = False,
+    nonfinite: str | None = None,
+    loss_scale: Any = None,
+) -> TapeState:
+    """What `DistributedGradientTape`s with these arguments keep for these sources, to be saved.
+
+    For `tf.train.Checkpoint(model=model, exchange=hvd.tape_state(...))`, one file for each rank,
+    and for `hvd.save_checkpoint`. Make it before the first tape, and from the same arguments.
+
+    Args:
+        sources: what tapes are asked about, in that order.
+        compression, op, gradient_predivide_factor, process_set, sparse_as_dense, nonfinite,
+            loss_scale: as for the tapes; of `loss_scale` only whether there is one.
+    """
+    engine = engine_for(
+        sources,
+        check("tape_state", op, None, 0, compression),
+        op=op,
+        predivide=gradient_predivide_factor,
+        process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
+        nonfinite=_policy(nonfinite, loss_scale),
+    )
+    if engine is not None:
+        engine.owned = True
+    return TapeState(engine)
+
+
 def _policy(nonfinite: str | None, loss_scale: Any) -> str:
     validate.policy(nonfinite)
     return nonfinite or ("raise" if loss_scale is None else "skip")

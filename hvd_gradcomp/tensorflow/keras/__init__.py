@@ -12,9 +12,11 @@ from horovod.tensorflow.keras import *  # noqa: F403
 # Not `from ... import callbacks`: that would find Horovod's module of this name, imported above.
 import hvd_gradcomp.tensorflow.keras.callbacks as callbacks
 from hvd_gradcomp import *  # noqa: F403
+from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
+from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer, load_model
 from hvd_gradcomp.tensorflow.probing import Probe

@@ -171,6 +171,11 @@ class _Reducing:
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
         self._settings = {**settings, "name": next_name()}
 
+    @property
+    def pass_of_step(self) -> Any:
+        """How many passes of the next exchange are accumulated."""
+        return self._pass % self._passes if self._passes > 1 else 0
+
     def get_config(self) -> dict[str, Any]:
         """The optimizer's own configuration, with what the compressor has taken over."""
         return _with(super().get_config(), self._taken)  # type: ignore[misc]
@@ -295,7 +300,7 @@ class _Reducing:
             for total in (*self._added, *self._squared):
                 total.assign(tf.zeros_like(total))
 
-        tf.cond(self._pass % self._passes == 0, update, lambda: None)
+        tf.cond(self.pass_of_step == 0, update, lambda: None)
 
     def _exchange(self, grads: Sequence[Any], variables: list[Any], scale: Any) -> list[Any]:
         full, moments = self._placed(grads, variables)

@@ -18,7 +18,8 @@ from tests.parallel.workers.results import digest, errors_of, write
 
 def build(compressor=None, outputs=10, **options):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, outputs))
+    convolutions = (nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.ReLU())
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(96, outputs))
     plain = torch.optim.Adam(model.parameters(), lr=0.01)
     if compressor is not None and compressor.correction is not None:
         plain = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0)

@@ -1,0 +1,319 @@
+"""Checkpoints of all ranks: variables of models, optimizers and tapes, and what compressors keep.
+
+Files are NumPy archives: an array for each variable, and one text that says what they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import horovod.tensorflow as horovod
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp import checkpoint
+from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
+from hvd_gradcomp.checkpoint import CheckpointError, Ranks
+from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, is_rank_local, plain_variable
+
+Arrays = dict[str, np.ndarray]
+_META = "meta"
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    mode: str = "sharded",
+    process_set: Any = horovod.global_process_set,
+    **objects: Any,
+) -> None:
+    """Saves models, optimizers and the rest to a folder; all ranks call it.
+
+    What was saved there before stays valid until all ranks have written theirs, and is then
+    replaced; a crash or a full disk at any moment leaves one of the two.
+
+    Args:
+        folder: the same path on all ranks. On hosts that share no file system each keeps its
+            ranks' files.
+        mode: "sharded" saves what each rank's compressor keeps, and resumes exactly with as many
+            ranks: the same bits as without the stop. "consolidated" saves the sum over ranks, in
+            one file, and resumes with any number of ranks, of which each takes its share.
+        process_set: the ranks that take part.
+        objects: by name. A Keras model (with its optimizer, if it has one), an optimizer, what
+            `tape_state` returns, anything else with `variables`, a list of variables; numbers,
+            texts, and lists and dicts of them are saved as JSON. Equal on all ranks but for what
+            compressors keep; rank 0's count.
+
+    Raises:
+        CheckpointError: on all ranks, naming those that could not write.
+
+    >>> hvd.save_checkpoint("last", model=model, epoch=3)  # doctest: +SKIP
+    """
+    checkpoint.check_mode(mode)
+    ranks = _ranks(process_set)
+    shared: Arrays = {}
+    own: Arrays = {}
+    meta: dict[str, Any] = {"objects": {}, "values": {}}
+    for name, item in objects.items():
+        variables = _variables(item)
+        if variables is None:
+            meta["values"][name] = item
+            continue
+        entry: dict[str, Any] = {"variables": [_described(v) for v in variables]}
+        meta["objects"][name] = entry
+        for place, variable in enumerate(variables):
+            if not _is_own(variable):
+                shared[f"{name}/{place}"] = _array(variable)
+            elif mode == "sharded":
+                own[f"{name}/{place}"] = _array(variable)
+        engine, optimizer = _engine_of(item), _optimizer_of(item)
+        if mode == "consolidated" and int(getattr(optimizer, "pass_of_step", 0)):
+            raise CheckpointError(
+                f"{name} has accumulated part of a step's gradients, which belong to their rank: "
+                "save consolidated checkpoints after the last pass of a step"
+            )
+        if engine is not None:
+            entry["exchange"] = _exchange(engine, mode, f"{name}/exchange", shared, own)
+    meta |= {"mode": mode, "size": ranks.size}
+    checkpoint.write(
+        folder,
+        ranks,
+        lambda file: _write(file, shared, meta),
+        (lambda file: _write(file, own, {})) if mode == "sharded" else None,
+    )
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    process_set: Any = horovod.global_process_set,
+    **objects: Any,
+) -> dict[str, Any]:
+    """Resumes from a folder that `save_checkpoint` wrote; all ranks call it.
+
+    No broadcast is needed after it: all ranks load the same. Only rank 0 has to see the shared
+    file. Models have to be built.
+
+    Args:
+        folder: as in `save_checkpoint`.
+        process_set: the ranks that take part.
+        objects: by the names that they were saved under.
+
+    Returns:
+        The numbers and texts that were saved, by name.
+
+    Raises:
+        CheckpointError: on all ranks: there is no checkpoint, a file of it is missing or damaged,
+            or it is of another model, compressor or number of ranks.
+    """
+
+    def apply(whole: dict[str, Any], own: dict[str, Any] | None) -> dict[str, Any]:
+        saved = whole["objects"]
+        for name, item in objects.items():
+            if name not in saved:
+                there = ", ".join((*saved, *whole["values"]))
+                raise CheckpointError(f"{name} is not in it; there are {there}")
+            arrays = {**whole["arrays"], **(own["arrays"] if own is not None else {})}
+            try:
+                _restore(name, item, saved[name], arrays, whole["mode"], process_set)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}: {error}") from None
+        return dict(whole["values"])
+
+    return checkpoint.read(folder, _ranks(process_set), _read, apply)
+
+
+def _ranks(process_set: Any) -> Ranks:
+    def gather(item: Any) -> list[Any]:
+        name = "gradcomp.checkpoint"
+        return horovod.allgather_object(item, name=name, process_set=process_set)
+
+    return Ranks(process_set.rank(), process_set.size(), horovod.local_rank() == 0, gather)
+
+
+# -- what there is to save -----------------------------------------------------------------------
+
+
+def _optimizer_of(item: Any) -> Any:
+    """The optimizer of a model, built; or the item itself."""
+    optimizer = getattr(item, "optimizer", None)
+    if optimizer is None:
+        return item
+    if not optimizer.built:
+        optimizer.build(item.trainable_variables)
+    return optimizer
+
+
+def _engine_of(item: Any) -> Engine | None:
+    return getattr(_optimizer_of(item), "_gradcomp", None)
+
+
+def _variables(item: Any) -> list[Any] | None:
+    """The variables of an object, without those of its exchange; None if it is a plain value."""
+    if isinstance(item, (list, tuple)) and item and all(hasattr(v, "assign") for v in item):
+        return list(item)
+    if not hasattr(item, "variables"):
+        return None
+    found = [*item.variables]
+    optimizer = _optimizer_of(item)
+    if optimizer is not item:
+        found += optimizer.variables
+    engine = _engine_of(item)
+    exchanged = set() if engine is None else {id(v) for v in engine.everything()}
+    kept = {id(plain_variable(v)): v for v in found}
+    return [v for key, v in kept.items() if key not in exchanged and v.name != "gradcomp_rank"]
+
+
+def _is_own(variable: Any) -> bool:
+    """Whether it belongs to its rank; a random seed of Keras, which is no tf.Variable, does."""
+    plain = plain_variable(variable)
+    return not isinstance(plain, tf.Variable) or is_rank_local(plain)
+
+
+def _described(variable: Any) -> list[Any]:
+    """Name, shape and dtype. Keras numbers what it makes, so numbers are left out."""
+    name = str(getattr(variable, "path", None) or variable.name).partition(":")[0]
+    name = "/".join(re.sub(r"_\d+(?=[_/]|$)", "", name).split("/")[-2:])
+    return [name, [int(n) for n in variable.shape], tf.as_dtype(variable.dtype).name]
+
+
+def _array(variable: Any) -> np.ndarray:
+    return np.asarray(tf.convert_to_tensor(variable))
+
+
+def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays) -> dict[str, Any]:
+    """Adds what an exchange keeps to the arrays, and describes it."""
+    steps = int(engine.steps)
+    for title, compressor, path, variable in _kept(engine):
+        if compressor is None or not is_replicated(compressor, path):
+            if mode == "sharded":
+                own[f"{name}/{title}"] = _array(variable)
+                continue
+            owner = None if compressor is None else compressor.owner(path, steps)
+            shared[f"{name}/{title}"] = _summed(engine, title, variable, owner)
+        else:
+            shared[f"{name}/{title}"] = _array(variable)
+    buckets = [{"digest": x.digest, "names": list(x.names)} for x in engine.layouts]
+    return {
+        "format": checkpoint.FORMAT,
+        "compressor": repr(engine.compressor),
+        "steps": steps,
+        "buckets": buckets,
+    }
+
+
+def _kept(engine: Engine) -> list[tuple[str, Any, str, Any]]:
+    """(title, compressor, path, variable) of all state, then of the counters, which have none."""
+    found = []
+    for bucket, (template, variables) in enumerate(zip(engine.templates, engine.variables)):
+        for (path, _), variable in zip(leaves(template), variables):
+            found.append((f"{bucket}.{path}", engine.compressors[bucket], path, variable))
+    return [*found, *((name, None, name, v) for name, v in engine.counters.items())]
+
+
+def _summed(engine: Engine, title: str, variable: tf.Variable, owner: int | None) -> np.ndarray:
+    """The sum over ranks, in double precision on the way; or the owner's alone."""
+    value = variable.read_value()
+    wide = tf.cast(value, tf.float64) if value.dtype.is_floating else value
+    if owner is not None and engine.process_set.rank() != owner:
+        wide = tf.zeros_like(wide)
+    total = mpi_ops._allreduce(
+        tf.reshape(wide, (-1,)),
+        op=horovod.Sum,
+        name=f"{engine.name}.consolidate.{title}",
+        ignore_name_scope=True,
+        process_set=engine.process_set,
+    )
+    return np.asarray(tf.cast(tf.reshape(total, value.shape), value.dtype))
+
+
+# -- and to load ---------------------------------------------------------------------------------
+
+
+def _restore(
+    name: str, item: Any, saved: dict[str, Any], arrays: Arrays, mode: str, process_set: Any
+) -> None:
+    variables = _variables(item)
+    if variables is None:
+        raise CheckpointError("it has no variables here")
+    described = [_described(v) for v in variables]
+    if described != saved["variables"]:
+        raise CheckpointError(_difference(saved["variables"], described))
+    engine, exchange = _engine_of(item), saved.get("exchange")
+    if engine is None or exchange is None:
+        if engine is not exchange:
+            there, here = ("not ", "") if exchange is None else ("", "not ")
+            raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
+    else:
+        checkpoint.check_exchange(exchange, engine.compressor, engine.layouts)
+        _restore_exchange(engine, exchange, f"{name}/exchange", arrays, mode)
+    for place, variable in enumerate(variables):
+        key = f"{name}/{place}"
+        if key in arrays:
+            variable.assign(arrays[key])
+
+
+def _restore_exchange(
+    engine: Engine, saved: dict[str, Any], name: str, arrays: Arrays, mode: str
+) -> None:
+    rank, size = engine.process_set.rank(), engine.process_set.size()
+    values = []
+    for title, compressor, path, _ in _kept(engine):
+        array = arrays[f"{name}/{title}"]
+        whole = compressor is not None and (
+            is_replicated(compressor, path) or compressor.owner(path, saved["steps"]) is not None
+        )
+        values.append(array if whole or mode == "sharded" else _share(array, rank, size))
+    given = iter(values)
+    for bucket, variables in enumerate(engine.variables):
+        one = engine.compressors[bucket]
+        tensors = [tf.constant(next(given)) for _ in variables]
+        if any(tuple(x.shape) != tuple(v.shape) for x, v in zip(tensors, variables)):
+            # A parameter server's decoder has a head for each rank.
+            LOGGER.warning("%r learns anew: %d ranks exchange now", one, size)
+            state = with_leaves(engine.templates[bucket], tensors)
+            state = one.resized(engine.ops, state, saved["steps"], size)
+            tensors = [x for _, x in leaves(state)]
+        for variable, tensor in zip(variables, tensors):
+            variable.assign(tensor)
+    for variable in engine.counters.values():
+        variable.assign(next(given))
+    engine.steps.assign(saved["steps"])
+
+
+def _share(total: np.ndarray, rank: int, size: int) -> np.ndarray:
+    if total.dtype.kind == "f":
+        return (total.astype(np.float64) / size).astype(total.dtype)
+    return total // size + (rank < total % size)
+
+
+def _difference(saved: Sequence[Any], here: Sequence[Any]) -> str:
+    """What makes two lists of variables differ."""
+    for place, (a, b) in enumerate(zip(saved, here)):
+        if list(a) != list(b):
+            return f"variable {place} was {a[0]} {a[1]} {a[2]}, here it is {b[0]} {b[1]} {b[2]}"
+    return f"{len(saved)} variables were saved, here are {len(here)}"
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def _write(file: BinaryIO, arrays: Arrays, meta: dict[str, Any]) -> None:
+    narrow = {k: x.view(np.uint16) for k, x in arrays.items() if x.dtype.name == "bfloat16"}
+    text = json.dumps({**meta, "bfloat16": list(narrow)})
+    described: Any = {_META: np.frombuffer(text.encode(), np.uint8), **arrays, **narrow}
+    np.savez(file, **described)
+
+
+def _read(file: BinaryIO) -> dict[str, Any]:
+    with np.load(file, allow_pickle=False) as archive:
+        arrays = {key: archive[key] for key in archive.files}
+    meta = json.loads(arrays.pop(_META).tobytes())
+    for key in meta["bfloat16"]:
+        arrays[key] = arrays[key].view(tf.bfloat16.as_numpy_dtype)
+    return {**meta, "arrays": arrays}

@@ -1,0 +1,194 @@
+"""Stops and resumes on TensorFlow: Keras's `fit`, tapes, and with another number of ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import hvd_gradcomp.tensorflow as hvd
+import hvd_gradcomp.tensorflow.keras as hvd_keras
+from hvd_gradcomp import DGCCompressor, GradiVeQCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp.aggregator import with_leaves
+from hvd_gradcomp.tensorflow.engine import plain_variable
+from tests.methods import ONE_OF_EACH
+from tests.parallel.workers.results import digest, errors_of, write
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+GRADIVEQ = GradiVeQCompressor(
+    ratio=4, warmup_steps=1, sample_steps=3, compress_steps=9, feedback=True
+)
+
+
+def network(outputs=10):
+    keras.utils.set_random_seed(1 + hvd.rank())  # seeds of Keras differ, weights are broadcast
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(6, 3, activation="relu"),
+            layers.Dropout(0.2),
+            layers.Flatten(),
+            layers.Dense(outputs),
+        ]
+    )
+
+
+def data(first, last):
+    random = np.random.default_rng(100 + hvd.rank())
+    x = random.standard_normal((8 * last, 8, 8, 1)).astype(np.float32)
+    y = random.integers(0, 10, 8 * last)
+    return x[8 * first :], y[8 * first :]
+
+
+def build(compressor, outputs=10):
+    model = network(outputs)
+    plain = keras.optimizers.SGD(0.001) if compressor.correction else keras.optimizers.Adam(0.01)
+    model.compile(hvd.DistributedOptimizer(plain, compression=compressor), LOSS)
+    model.optimizer.build(model.trainable_variables)
+    hvd.broadcast_variables(model.trainable_variables, 0)
+    return model
+
+
+def train(model, first, last):
+    x, y = data(first, last)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+def everything(model):
+    return digest([np.asarray(v.value) for v in (*model.variables, *model.optimizer.variables)])
+
+
+def stopped(compressor, steps, folder):
+    """Digests without a stop and with one."""
+    whole = build(compressor)
+    train(whole, 0, steps // 2)
+    train(whole, steps // 2, steps)  # another `fit`, but no stop
+    before = train(build(compressor), 0, steps // 2)
+    hvd.save_checkpoint(folder, model=before, epoch=steps // 2)
+    model = build(compressor)
+    rest = hvd.load_checkpoint(folder, model=model)
+    train(model, rest["epoch"], steps)
+    return [everything(whole), everything(model)]
+
+
+def with_keras(compressor, folder):
+    """The same by Keras's own saving, a file for each rank."""
+    whole = build(compressor)
+    train(whole, 0, 4)
+    train(whole, 4, 8)
+    path = Path(folder, f"model-{hvd.rank()}.keras")
+    train(build(compressor), 0, 4).save(path)
+    model = hvd_keras.load_model(path, compression=compressor)
+    train(model, 4, 8)
+    return [everything(whole), everything(model)]
+
+
+def with_tapes(compressor, folder):
+    """The same by `tf.train.Checkpoint`, for tapes."""
+
+    def start():
+        model = network()
+        hvd.broadcast_variables(model.trainable_variables, 0)
+        variables = [v.value for v in model.trainable_variables]
+        state = hvd.tape_state(variables, compressor)
+        keeper = tf.train.Checkpoint(
+            exchange=state, **{f"w{i}": v for i, v in enumerate(variables)}
+        )
+
+        @tf.function(reduce_retracing=True)
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                value = LOSS(y, model(x, training=False))
+            tape = hvd.DistributedGradientTape(tape, compression=compressor)
+            for v, g in zip(variables, tape.gradient(value, variables)):
+                v.assign_sub(0.01 * g)
+
+        def run(first, last):
+            x, y = data(first, last)
+            for i in range(0, len(y), 8):
+                step(tf.constant(x[i : i + 8]), tf.constant(y[i : i + 8]))
+
+        return run, keeper, lambda: digest([v.numpy() for v in (*variables, *state.variables)])
+
+    run, _, result = start()
+    run(0, 8)
+    whole = result()
+    run, keeper, _ = start()
+    run(0, 4)
+    path = keeper.save(Path(folder, f"tape-{hvd.rank()}"))
+    run, keeper, result = start()
+    keeper.restore(path).assert_consumed()
+    run(4, 8)
+    return [whole, result()]
+
+
+def mass(model):
+    """The sum over ranks of what is kept."""
+    engine, flat = model.optimizer._gradcomp, []
+    for bucket, variables in enumerate(engine.variables):
+        state = with_leaves(engine.templates[bucket], list(variables))
+        kept = engine.compressors[bucket].residual(state)
+        if kept is not None:
+            flat.append(tf.cast(kept, tf.float64))
+    return hvd.allreduce(tf.concat(flat, 0), op=hvd.Sum).numpy().tolist()
+
+
+def moved(folder, steps):
+    """Resumes what another number of ranks has saved, if any has; trains; saves."""
+    result = {}
+    for place, compressor in enumerate((VarianceCompressor(), DGCCompressor(0.1), GRADIVEQ)):
+        model, there, first = build(compressor), Path(folder, str(place)), 0
+        if (there / "current").exists():
+            first = hvd.load_checkpoint(there, model=model)["epoch"]
+        before = mass(model)
+        train(model, first, first + steps)
+        hvd.save_checkpoint(there, mode="consolidated", model=model, epoch=first + steps)
+        parameters = digest([plain_variable(v).numpy() for v in model.trainable_variables])
+        result[repr(compressor)] = [before, mass(model), parameters]
+    return result
+
+
+def refused(folder):
+    good, compressor = Path(folder, "good"), StromCompressor(tau=0.01)
+    hvd.save_checkpoint(good, model=build(compressor))
+    plain = network()
+    plain.compile(keras.optimizers.Adam(), LOSS)
+    cases = {
+        "another compressor": lambda: hvd.load_checkpoint(good, model=build(StromCompressor(1.0))),
+        "another model": lambda: hvd.load_checkpoint(good, model=build(compressor, 11)),
+        "not distributed": lambda: hvd.load_checkpoint(good, model=plain),
+        "another object": lambda: hvd.load_checkpoint(good, optimizer=plain.optimizer),
+    }
+    return errors_of(cases)
+
+
+def main(folder: str, what: str, steps: str) -> None:
+    """`stopped` with 2 ranks, `moved` with any number."""
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    here = Path(folder)
+    if what == "moved":
+        result = moved(here.parent / "checkpoints", int(steps))
+    else:
+        few = [StromCompressor(tau=0.01), DGCCompressor(0.1), GRADIVEQ]
+        methods = [*ONE_OF_EACH, GRADIVEQ] if int(steps) >= 200 else few
+        result = {
+            "pairs": {
+                repr(c): stopped(c, int(steps), here / f"stopped-{place}")
+                for place, c in enumerate(methods)
+            },
+            "keras": with_keras(few[1], folder),
+            "tapes": with_tapes(few[0], folder),
+            "refused": refused(folder),
+        }
+    write(folder, hvd.rank(), result)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
