@@ -5,7 +5,7 @@ the same time, so buckets overlap. Eager calls go through a `tf.function` of the
 stock Horovod's. State lives in variables that the owner makes, so checkpoints see it. None
 of them is assigned before the payloads of all buckets have been checked.
 
-Everything that travels is named `gradcomp.<engine>.<bucket>.<round>`, on all ranks alike.
+Everything that travels has a name that all ranks give alike, see `hvd_gradcomp.timeline`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import assignment, handshake, validate, wire
+from hvd_gradcomp import assignment, handshake, timeline, validate, wire
 from hvd_gradcomp.aggregator import Compressor, Context, Program, is_replicated, leaves, with_leaves
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.collectives import (
@@ -185,6 +185,7 @@ class Engine:
         places = {name: place for place, (name, _, _) in enumerate(self.layers)}
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         self.variables: list[list[tf.Variable]] = []
+        self.names = [timeline.bucket(self.name, *pair) for pair in enumerate(self.layouts)]
         with tf.init_scope():
             self.templates = [one.start(self.ops, layout, ranks) for one, layout in planned]
             for bucket, template in enumerate(self.templates):
@@ -295,8 +296,8 @@ class Engine:
         rounds = 0
         while any(request is not None for request in requests):
             replies = [
-                None if request is None else self._perform(request, f"{bucket}.{rounds}")
-                for bucket, request in enumerate(requests)
+                None if request is None else self._perform(request, name, rounds)
+                for name, request in zip(self.names, requests)
             ]
             for bucket, reply in enumerate(replies):
                 if reply is not None:
@@ -321,8 +322,9 @@ class Engine:
 
     def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         """Everybody's slices, as stock Horovod does it: nothing is compressed."""
-        values = self._gather_rows(gradient.values, f"sparse.{place}.values")
-        indices = self._gather_rows(gradient.indices, f"sparse.{place}.indices")
+        name = f"{self.name}.sparse{place}.{timeline.readable(self.layers[place][0])}"
+        values = self._gather_rows(gradient.values, f"{name}.values")
+        indices = self._gather_rows(gradient.indices, f"{name}.indices")
         if self.op == horovod.Average:
             values = values / tf.cast(self.process_set.size(), values.dtype)
         self._count(place, gradient.values)
@@ -332,7 +334,7 @@ class Engine:
         wire = tf.cast(rows, tf.float32) if rows.dtype == tf.bfloat16 else rows
         reply = mpi_ops.allgather(
             wire,
-            name=f"{self.name}.{name}",
+            name=name,
             ignore_name_scope=True,
             process_set=self.process_set,
         )
@@ -345,7 +347,8 @@ class Engine:
         wire = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
         request = Allreduce(wire, self.prescale, self.postscale)
         self._count(place, wire)
-        return tf.cast(self._perform(request, f"dense.{place}"), gradient.dtype)
+        name = f"{self.name}.dense{place}.{timeline.readable(self.layers[place][0])}"
+        return tf.cast(self._perform(request, name, 0), gradient.dtype)
 
     def _count(self, place: int, sent: tf.Tensor) -> None:
         here = tf.one_hot(place, len(self.layers), dtype=tf.int64)
@@ -391,12 +394,14 @@ class Engine:
         results[bucket] = reply
         return None
 
-    def _perform(self, request: Collective, name: str, taken: Any = None) -> Any:
+    def _perform(self, request: Collective, name: str, path: Any, taken: Any = None) -> Any:
         """The reply; `taken` is true where the branch that asks is the one that runs."""
         if isinstance(request, Switch):
             index = request.index
             branches = [
-                lambda branch=branch, i=i: self._run(branch(), f"{name}.{i}", tf.equal(index, i))
+                lambda branch=branch, i=i: self._run(
+                    branch(), name, f"{path}.{i}", tf.equal(index, i)
+                )
                 for i, branch in enumerate(request.branches)
             ]
             return tf.switch_case(tf.cast(index, tf.int32), branches)
@@ -406,7 +411,7 @@ class Engine:
             # what depends on constants alone from its branch, and then this rank asks when others
             # do not.
             tensor = tf.where(taken, tensor, tf.zeros_like(tensor))
-        title = f"{self.name}.{name}"
+        title = timeline.collective(name, request, path)
         shared: dict[str, Any] = {
             "name": title,
             "ignore_name_scope": True,
@@ -459,7 +464,7 @@ class Engine:
             self.counters["bytes_received"].assign_add(_bytes(reply))
         return reply
 
-    def _run(self, program: Program, name: str, taken: tf.Tensor) -> Any:
+    def _run(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
         """A branch of a `Switch`, to its end."""
         results: list[Any] = [None]
         stack, reply = [program], None
@@ -467,7 +472,7 @@ class Engine:
             request = self._advance(stack, reply, results, 0)
             if request is None:
                 return results[0]
-            reply = self._perform(request, f"{name}.{turn}", taken)
+            reply = self._perform(request, name, f"{path}.{turn}", taken)
 
     def stats(self) -> CompressionStats:
         """Totals since the start."""

@@ -4,8 +4,8 @@ A bucket's program starts when the last of its gradients has arrived, so its col
 while earlier layers are still differentiated. The generator is then parked on a Horovod handle.
 `finish` resumes the programs, round by round, until every bucket has its result.
 
-Everything that travels is named `gradcomp.<engine>.<bucket>.<round>`: hooks fire in another order
-on each rank, and Horovod pairs by name.
+Everything that travels has a name, see `hvd_gradcomp.timeline`: hooks fire in another order on each
+rank, and Horovod pairs by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import assignment, handshake
+from hvd_gradcomp import assignment, handshake, timeline
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.collectives import (
     Allgather,
@@ -59,13 +59,14 @@ class Bucket:
     """Whole layers that share a program.
 
     Attributes:
+        name: on Horovod's timeline; equal on all ranks.
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
         programs: the running program, and the branches that it switched to, innermost last.
         handle: of the collective it waits for.
     """
 
-    index: int
+    name: str
     layout: Layout
     compressor: Compressor
     ops: TorchOps
@@ -192,7 +193,8 @@ class Engine:
                 moment = ops.zeros((layout.size,))
             flat = ops.zeros((layout.size,), layout.dtype)
             state = compressor.start(ops, layout, ranks)
-            yield Bucket(index, layout, compressor, ops, parameters, flat, moment, state)
+            name = timeline.bucket(self.name, index, layout)
+            yield Bucket(name, layout, compressor, ops, parameters, flat, moment, state)
 
     def _moment_source(
         self,
@@ -433,7 +435,7 @@ class Engine:
         bucket.round = 0
 
     def _submit(self, bucket: Bucket, request: Collective) -> Any:
-        name = f"{self.name}.{bucket.index}.{bucket.round}"
+        name = timeline.collective(bucket.name, request, bucket.round)
         tensor = request.tensor.contiguous()  # type: ignore[union-attr]
         if not isinstance(request, Broadcast) or request.root == self.process_set.rank():
             self._bytes_sent += tensor.numel() * tensor.element_size()
@@ -479,7 +481,7 @@ class Engine:
         if isinstance(request, Allgather):
             if reply.numel() != world * sent.numel():
                 raise PayloadError(
-                    f"the ranks sent payloads of different sizes for {self.name}.{bucket.index}: "
+                    f"the ranks sent payloads of different sizes for {bucket.name}: "
                     f"{reply.numel()} items came from {world} ranks, this one sent "
                     f"{sent.numel()}. Load the same checkpoint on all ranks"
                 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import horovod.tensorflow as stock
 import keras
@@ -160,6 +162,7 @@ def main(folder: str) -> None:
         before_init = "nothing was raised"
     except ValueError as error:
         before_init = str(error)
+    os.environ["HOROVOD_TIMELINE"] = str(Path(folder, "timeline.json"))
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     replicas = {

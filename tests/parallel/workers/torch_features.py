@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -207,6 +209,7 @@ def two_optimizers():
 
 
 def main(folder: str, ranks: str) -> None:
+    os.environ["HOROVOD_TIMELINE"] = str(Path(folder, "timeline.json"))
     subset = hvd.ProcessSet(range(int(ranks) - 1))
     hvd.init(process_sets=[subset])
     torch.set_num_threads(1)
