@@ -15,6 +15,7 @@ from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
 from hvd_gradcomp.tensorflow.probing import Probe
+from hvd_gradcomp.tensorflow.reports import StatsWriter
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain
 from hvd_gradcomp.tensorflow.tape import (
     DistributedGradientTape,

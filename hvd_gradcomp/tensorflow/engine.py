@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from math import prod
@@ -35,7 +36,7 @@ from hvd_gradcomp.collectives import (
 )
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
-from hvd_gradcomp.stats import CompressionStats, mean_losses
+from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
@@ -162,9 +163,11 @@ class Engine:
                     "exchanges": zero,
                     "bytes_sent": zero,
                     "bytes_received": zero,
+                    "skipped": zero,
                     "unbucketed": tf.zeros((len(self.layers),), tf.int64),
                 }.items()
             }
+        self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
         self._plan(())
         self._eager = tf.function(self._reduce, autograph=False)
 
@@ -182,10 +185,10 @@ class Engine:
         )
         self.compressors = [compressor for compressor, _ in planned]
         self.layouts = [layout for _, layout in planned]
+        self.names = [timeline.bucket(self.name, *pair) for pair in enumerate(self.layouts)]
         places = {name: place for place, (name, _, _) in enumerate(self.layers)}
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         self.variables: list[list[tf.Variable]] = []
-        self.names = [timeline.bucket(self.name, *pair) for pair in enumerate(self.layouts)]
         with tf.init_scope():
             self.templates = [one.start(self.ops, layout, ranks) for one, layout in planned]
             for bucket, template in enumerate(self.templates):
@@ -318,6 +321,8 @@ class Engine:
                 self._cut(bucket, total, dense, reduced)
             self.steps.assign_add(1)
             self.counters["exchanges"].assign_add(1)
+            if self._norm is not None:
+                self._measure(reduced)
         return reduced
 
     def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -475,15 +480,18 @@ class Engine:
             reply = self._perform(request, name, f"{path}.{turn}", taken)
 
     def stats(self) -> CompressionStats:
-        """Totals since the start."""
+        """Totals since the start; reads the device."""
         steps = int(self.counters["exchanges"])
         layers: dict[str, int] = {}
-        losses = []
+        losses, residuals, rung_changes = [], [], 0
         for bucket, (layout, compressor) in enumerate(zip(self.layouts, self.compressors)):
             state = with_leaves(self.templates[bucket], list(self.variables[bucket]))
             sent = compressor.elements_sent(layout, state, steps)
             layers.update(zip(layout.names, sent))
             losses.append(compressor.losses(state))
+            rung_changes += compressor.rung_changes(state)
+            working, own = compressor.at_work(state, steps)
+            residuals.append(working.residual(own))
         unbucketed = self.counters["unbucketed"].numpy().tolist()
         for (name, _, _), sent_as_is in zip(self.layers, unbucketed):
             layers[name] = layers.get(name, 0) + sent_as_is
@@ -497,7 +505,39 @@ class Engine:
             bytes_received=int(self.counters["bytes_received"]),
             layers={name: layers[name] for name, _, _ in self.layers},
             losses=mean_losses(losses),
+            sizes={name: prod(shape) for name, shape, _ in self.layers},
+            skipped=int(self.counters["skipped"]),
+            rung_changes=rung_changes,
+            residual_norm=norm_of(float(tf.norm(r)) for r in residuals if r is not None),
+            gradient_norm=norm_of(() if self._norm is None else [float(self._norm)]),
         )
+
+    def watch(self) -> bool:
+        """Lets graphs that are traced from now on measure the gradient, at each `measure`.
+
+        Returns:
+            Whether they could not before.
+        """
+        if self._norm is not None:
+            return False
+        with tf.init_scope():
+            self._norm = new_variable("gradcomp_norm", tf.constant(math.nan))
+            self._asked = new_variable("gradcomp_asked", tf.constant(False))
+        self._eager = tf.function(self._reduce, autograph=False)
+        return True
+
+    def measure(self) -> None:
+        """Asks the next exchange for the norm of what it reduces; nothing where none watches."""
+        if self._norm is not None:
+            self._asked.assign(True)
+
+    def _measure(self, reduced: list[Any]) -> None:
+        def measured() -> None:
+            known = [tf.cast(_values(g), tf.float32) for g in reduced if g is not None]
+            self._norm.assign(tf.linalg.global_norm(known))  # type: ignore[union-attr]
+            self._asked.assign(False)
+
+        tf.cond(self._asked, measured, lambda: None)
 
     def retrain(self) -> None:
         """Lets the compressors learn anew what they learn, from the next step on."""
@@ -507,6 +547,10 @@ class Engine:
             state = compressor.retrained(self.ops, state, int(self.steps))
             for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
                 variable.assign(value)
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _bytes(tensor: tf.Tensor) -> tf.Tensor:

@@ -34,7 +34,7 @@ from hvd_gradcomp.collectives import (
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.stats import CompressionStats, mean_losses
+from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 from hvd_gradcomp.torch import moments
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -142,7 +142,7 @@ class Engine:
         self.batch_size = batch_size
         self.settings = settings
         self.name = name
-        self.steps = 0
+        self.steps = self.skipped = 0
         self.order: list[str] = []  # in which layers are used, once it is known
         self._arrived: list[str] | None = [] if compressor.needs_order else None
         self._named, self._bucket_bytes = list(named_parameters), bucket_bytes
@@ -499,9 +499,14 @@ class Engine:
     def stats(self) -> CompressionStats:
         """Totals since the start; reads the device."""
         layers: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        residuals = []
         elements = 0
         for bucket in self.buckets:
             elements += bucket.layout.elements
+            sizes.update(zip(bucket.layout.names, bucket.layout.sizes))
+            working, state = bucket.compressor.at_work(bucket.state, self.steps)
+            residuals.append(working.residual(state))
             sent = bucket.compressor.elements_sent(bucket.layout, bucket.state, self.steps)
             layers.update(zip(bucket.layout.names, sent))
         order = [name for name, _, _ in self.layers]
@@ -514,9 +519,19 @@ class Engine:
             bytes_received=self._bytes_received,
             layers={name: layers[name] for name in order},
             losses=mean_losses(b.compressor.losses(b.state) for b in self.buckets),
+            sizes={name: sizes[name] for name in order},
+            skipped=self.skipped,
+            rung_changes=sum(b.compressor.rung_changes(b.state) for b in self.buckets),
+            residual_norm=norm_of(_norm(r) for r in residuals if r is not None),
+            gradient_norm=norm_of(_norm(p.grad) for p in self._places if p.grad is not None),
         )
 
     def retrain(self) -> None:
         """Lets the compressors learn anew what they learn, from the next step on."""
         for bucket in self.buckets:
             bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
+
+
+def _norm(x: torch.Tensor) -> float:
+    values = x.detach().coalesce().values() if x.is_sparse else x.detach()
+    return float(torch.linalg.vector_norm(values, dtype=torch.float32))
