@@ -92,7 +92,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Writes the scalars of the span that ends at this step, so that they can be watched."""
+        """Writes the scalars of the span that ends at this step."""
 
     @abstractmethod
     def close(self) -> None:
@@ -134,6 +134,8 @@ class JSONLines(Writer):
 class TensorBoard(Writer):
     """Event files for TensorBoard, through the package tensorboardX.
 
+    A thread of that package's writes every ten seconds, and at the end of `close`.
+
     Args:
         logdir: a folder; each rank's files are in `rank<n>` in it.
         all_ranks: see `Writer`.
@@ -152,12 +154,12 @@ class TensorBoard(Writer):
 
     def open(self, rank: int) -> None:
         folder = self.logdir / f"rank{rank}"
-        self._events: Any = import_module("tensorboardX").SummaryWriter(str(folder))
+        library = import_module("tensorboardX")
+        self._events: Any = library.SummaryWriter(str(folder), flush_secs=10)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         for tag, value in values.items():
             self._events.add_scalar(tag, value, step)
-        self._events.flush()
 
     def close(self) -> None:
         self._events.close()
