@@ -137,9 +137,6 @@ class SparseCompressor(Compressor):
         del layout, steps
         return [int(n) for n in state.sent]
 
-    def rung_changes(self, state: Any) -> int:
-        return int(state.ladder.changes)
-
     def inherit(self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor) -> Any:
         memory = state.memory
         return state._replace(memory=memory._replace(r=memory.r + residual)), gradient

@@ -15,6 +15,7 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.reports import StatsWriter, Writer, scalars, summary
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.testing import World
+from tests.methods import EVERY, learned_by
 
 EARLY = CompressionStats(
     steps=100,
@@ -202,6 +203,16 @@ def test_changes_of_the_rung_are_counted():
         rungs.append(rung.index)
     changes = sum(a != b for a, b in zip(rungs, rungs[1:]))
     assert int(state.changes) == changes >= 3
+
+
+@pytest.mark.parametrize("compressor", [*EVERY, *learned_by("torch", 2)], ids=repr)
+def test_every_method_says_what_it_keeps(compressor):
+    layout = Layout(("a", "b"), ((30, 20, 3), (40, 9)), block=compressor.block)
+    state = compressor.start(TorchOps(), layout, 2)
+    assert compressor.rung_changes(state) == 0
+    working, own = compressor.at_work(state, 1)
+    kept = working.residual(own)
+    assert kept is None or (kept.shape == (layout.size,) and not kept.any())
 
 
 def test_what_is_kept_is_that_of_the_phase_at_work():
