@@ -82,7 +82,7 @@ $(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py docker/constraints.txt hvd_gr
 $(VENV)/.stamp-frameworks: $(VENV)/.stamp-tools docker/frameworks.txt
 	@echo "frameworks: PyTorch, TensorFlow, Keras and what the examples use (minutes)"
 	@$(pip) --requirement docker/frameworks.txt
-	@$(pip) --no-build-isolation --editable ".[examples]"
+	@$(pip) --no-build-isolation --editable ".[examples,tensorboard]"
 	@touch $@
 
 $(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh

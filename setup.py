@@ -28,6 +28,7 @@ extras = {
         "types-tabulate",
     ],
     "examples": ["matplotlib", "rich", "scikit-learn"],
+    "tensorboard": ["tensorboardX"],
 }
 
 # Called through ctypes, so it is no Python module; without a compiler everything works, slower. No

@@ -23,6 +23,7 @@ from hvd_gradcomp.algorithms.terngrad import TernGradCompressor
 from hvd_gradcomp.algorithms.variance import VarianceCompressor
 from hvd_gradcomp.assignment import partition, role, smaller
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
+from hvd_gradcomp.reports import JSONLines, TensorBoard
 from hvd_gradcomp.wrappers import after
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "GradiVeQCompressor",
     "GradientDroppingCompressor",
     "HybridCompressor",
+    "JSONLines",
     "LGCCompressor",
     "NonFiniteGradientError",
     "NoneCompressor",
@@ -44,6 +46,7 @@ __all__ = [
     "ScaleComCompressor",
     "SparseGDCompressor",
     "StromCompressor",
+    "TensorBoard",
     "TernGradCompressor",
     "VarianceCompressor",
     "__version__",

@@ -128,6 +128,16 @@ class Compressor(ABC):
         del state
         return None
 
+    def at_work(self, state: State, steps: int) -> tuple[Compressor, State]:
+        """Who has compressed the last of so many steps, and the state it keeps: see `after`."""
+        del steps
+        return self, state
+
+    def rung_changes(self, state: State) -> int:
+        """How often its payload's room has changed, see `ladder`; all ranks have the same."""
+        del state
+        return 0
+
     def velocity(self, state: State) -> Tensor | None:
         """The momentum of the steps so far, [size], where it is all that the state holds."""
         del state

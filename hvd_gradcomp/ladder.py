@@ -36,6 +36,7 @@ class LadderState(NamedTuple):
     calm: Tensor  # int64 [] steps since a rung this high was needed
     peak: Tensor  # int64 [] the highest rung needed in them
     needed: Tensor  # int64 [] the most elements that a rank wanted in the last step
+    changes: Tensor  # int64 [] steps whose rung was another than that of the step before
 
 
 class Ladder:
@@ -66,17 +67,20 @@ class Ladder:
     def init(self, ops: Ops, rung: int | None = None) -> LadderState:
         """Starts in the middle: a first burst is neither cut to nothing nor sent dense."""
         start = self.top // 2 if rung is None else rung
-        return LadderState(ops.host(start), ops.host(0), ops.host(0), ops.host(0))
+        zeros = [ops.host(0) for _ in LadderState._fields[1:]]
+        return LadderState(ops.host(start), *zeros)
 
     def climb(self, ops: Ops, state: LadderState) -> tuple[Rung, LadderState]:
         """The rung for this step, from what the ranks needed in the last one."""
-        rung, calm, peak, needed = (ops.staged(x) for x in state)
+        last, calm, peak, needed, changes = (ops.staged(x) for x in state)
         demand = ops.bisect(self.capacities, needed)
-        below = demand < rung
+        below = demand < last
         calm = ops.pick(below, calm + 1, 0)
         peak = ops.pick(below, ops.pick(demand > peak, demand, peak), 0)
         rested = calm >= PATIENCE
-        rung = ops.pick(rested, peak, ops.pick(below, rung, demand))
+        rung = ops.pick(rested, peak, ops.pick(below, last, demand))
+        changes = ops.pick(rung == last, changes, changes + 1)
         calm, peak = ops.pick(rested, 0, calm), ops.pick(rested, 0, peak)
         room = Rung(rung, ops.choice((*self.capacities, 0), rung), rung == self.top)
-        return room, LadderState(ops.host(rung), ops.host(calm), ops.host(peak), state.needed)
+        rung, calm, peak, changes = (ops.host(x) for x in (rung, calm, peak, changes))
+        return room, LadderState(rung, calm, peak, state.needed, changes)

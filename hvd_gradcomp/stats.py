@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,15 @@ class CompressionStats:
         losses: what learned methods lose now, not since the start, as shares of the energy:
             "basis", what GradiVeQ's projection leaves out; "autoencoder", what LGC's
             reconstruction misses. The mean over buckets; nothing where nothing is learned yet.
+        sizes: elements that a gradient has by layer name.
+        rung_changes: how often the room of a payload changed, over all buckets. Horovod
+            negotiates anew each time.
+        residual_norm: L2 norm of what this rank keeps now for later steps, in units of its
+            gradient; None where the compressor keeps nothing.
+        gradient_norm: L2 norm of an exchanged gradient. On PyTorch of what is in `p.grad` now,
+            which between a step and the next backward is what the optimizer was given; on
+            TensorFlow of the last exchange that a `StatsWriter` has asked about. None where there
+            is none.
     """
 
     steps: int = 0
@@ -33,7 +43,11 @@ class CompressionStats:
     bytes_received: int = 0
     layers: dict[str, int] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     skipped: int = 0
+    rung_changes: int = 0
+    residual_norm: float | None = None
+    gradient_norm: float | None = None
 
     @property
     def element_ratio(self) -> float:
@@ -45,8 +59,21 @@ class CompressionStats:
         """Bytes of float32 gradient over bytes handed to collectives; inf if none were."""
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else float("inf")
 
+    @property
+    def density(self) -> dict[str, float]:
+        """Elements sent over elements by layer name, in [0, 1]; empty before the first step."""
+        had = {name: size * self.steps for name, size in self.sizes.items()}
+        return {name: self.layers[name] / n for name, n in had.items() if n}
+
+    @property
+    def residual_ratio(self) -> float | None:
+        """Norm of what is kept over that of the gradient: about how many steps it is behind."""
+        if self.residual_norm is None or not self.gradient_norm:
+            return None
+        return self.residual_norm / self.gradient_norm
+
     def __sub__(self, earlier: CompressionStats) -> CompressionStats:
-        """What happened between two readings."""
+        """What happened between two readings; losses and norms are those of the later one."""
         return CompressionStats(
             self.steps - earlier.steps,
             self.elements - earlier.elements,
@@ -56,7 +83,11 @@ class CompressionStats:
             self.bytes_received - earlier.bytes_received,
             {k: n - earlier.layers.get(k, 0) for k, n in self.layers.items()},
             self.losses,
+            self.sizes,
             self.skipped - earlier.skipped,
+            self.rung_changes - earlier.rung_changes,
+            self.residual_norm,
+            self.gradient_norm,
         )
 
 
@@ -72,3 +103,14 @@ def mean_losses(several: Iterable[dict[str, float]]) -> dict[str, float]:
             if value == value:  # NaN: not known yet
                 values.setdefault(name, []).append(value)
     return {name: sum(known) / len(known) for name, known in values.items()}
+
+
+def norm_of(parts: Iterable[float]) -> float | None:
+    """The L2 norm of a vector from those of its parts; None if there are none, or one is NaN.
+
+    >>> norm_of([3.0, 4.0]), norm_of([])
+    (5.0, None)
+    """
+    known = list(parts)
+    norm = math.sqrt(sum(x * x for x in known))
+    return None if not known or math.isnan(norm) else norm

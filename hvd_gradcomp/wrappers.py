@@ -98,6 +98,12 @@ class MomentumAfter(Compressor):
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         return self.inner.elements_sent(layout, state.inner, steps)
 
+    def at_work(self, state: Any, steps: int) -> tuple[Compressor, Any]:
+        return self.inner.at_work(state.inner, steps)
+
+    def rung_changes(self, state: Any) -> int:
+        return self.inner.rung_changes(state.inner)
+
     def residual(self, state: Any) -> Tensor | None:
         return self.inner.residual(state.inner)
 
@@ -212,6 +218,14 @@ class After(Compressor):
         early = self.first.elements_sent(layout, state.first, min(steps, self.steps))
         late = self.then.elements_sent(layout, state.then, max(steps - self.steps, 0))
         return [a + b for a, b in zip(early, late)]
+
+    def at_work(self, state: Any, steps: int) -> tuple[Compressor, Any]:
+        if steps <= self.steps:
+            return self.first.at_work(state.first, steps)
+        return self.then.at_work(state.then, steps)
+
+    def rung_changes(self, state: Any) -> int:
+        return self.first.rung_changes(state.first) + self.then.rung_changes(state.then)
 
 
 def after(steps: int, first: Compressor | None, then: Compressor | None) -> Compressor:

@@ -54,6 +54,9 @@ class WordCompressor(SparseCompressor):
         """The rungs of a bucket: words up to where a place for every element is cheaper."""
         return Ladder.up_to(layout.size * self.quantizer.dense_bits // 32)
 
+    def rung_changes(self, state: Any) -> int:
+        return int(state.ladder.changes)
+
     def parts(self, layout: Layout, rung: Rung) -> dict[str, wire.Part]:
         """The body of a payload on one rung; `rung.dense` is a Python bool."""
         side = self.quantizer.side_parts(layout)

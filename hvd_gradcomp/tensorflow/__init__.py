@@ -17,6 +17,7 @@ from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
 from hvd_gradcomp.tensorflow.probing import Probe
+from hvd_gradcomp.tensorflow.reports import StatsWriter
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain
 from hvd_gradcomp.tensorflow.tape import (
     DistributedGradientTape,

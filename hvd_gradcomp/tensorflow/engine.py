@@ -5,13 +5,14 @@ the same time, so buckets overlap. Eager calls go through a `tf.function` of the
 stock Horovod's. State lives in variables that the owner makes, so checkpoints see it. None
 of them is assigned before the payloads of all buckets have been checked.
 
-Everything that travels is named `gradcomp.<engine>.<bucket>.<round>`, on all ranks alike.
+Everything that travels has a name that all ranks give alike, see `hvd_gradcomp.timeline`.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from math import prod
@@ -21,7 +22,7 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import assignment, handshake, validate, wire
+from hvd_gradcomp import assignment, handshake, timeline, validate, wire
 from hvd_gradcomp.aggregator import Compressor, Context, Program, is_replicated, leaves, with_leaves
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.collectives import (
@@ -35,7 +36,7 @@ from hvd_gradcomp.collectives import (
 )
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
-from hvd_gradcomp.stats import CompressionStats, mean_losses
+from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
@@ -172,6 +173,7 @@ class Engine:
                     "unbucketed": tf.zeros((len(self.layers),), tf.int64),
                 }.items()
             }
+        self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
         self._plan(())
         self._eager = tf.function(self._reduce, autograph=False)
 
@@ -189,6 +191,7 @@ class Engine:
         )
         self.compressors = [compressor for compressor, _ in planned]
         self.layouts = [layout for _, layout in planned]
+        self.names = [timeline.bucket(self.name, *pair) for pair in enumerate(self.layouts)]
         places = {name: place for place, (name, _, _) in enumerate(self.layers)}
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         self.variables: list[list[tf.Variable]] = []
@@ -322,8 +325,8 @@ class Engine:
         rounds = 0
         while any(request is not None for request in requests):
             replies = [
-                None if request is None else self._perform(request, f"{bucket}.{rounds}")
-                for bucket, request in enumerate(requests)
+                None if request is None else self._perform(request, name, rounds)
+                for name, request in zip(self.names, requests)
             ]
             for bucket, reply in enumerate(replies):
                 if reply is not None:
@@ -349,6 +352,9 @@ class Engine:
             self.counters["skipped"].assign_add(1 - one)
         if self.undoes:
             reduced = [_times(g, tf.where(finite, 1.0, float("nan"))) for g in reduced]
+        if self._norm is not None:
+            with tf.control_dependencies([total for total, _ in results]):
+                self._measure(reduced)
         return reduced, finite
 
     def _verdict(self) -> Any:
@@ -362,8 +368,9 @@ class Engine:
 
     def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         """Everybody's slices, as stock Horovod does it: nothing is compressed."""
-        values = self._gather_rows(gradient.values, f"sparse.{place}.values")
-        indices = self._gather_rows(gradient.indices, f"sparse.{place}.indices")
+        name = f"{self.name}.sparse{place}.{timeline.readable(self.layers[place][0])}"
+        values = self._gather_rows(gradient.values, f"{name}.values")
+        indices = self._gather_rows(gradient.indices, f"{name}.indices")
         if self.op == horovod.Average:
             values = values / tf.cast(self.process_set.size(), values.dtype)
         self._count(place, gradient.values)
@@ -375,7 +382,7 @@ class Engine:
         wire = tf.cast(rows, tf.float32) if rows.dtype == tf.bfloat16 else rows
         reply = mpi_ops.allgather(
             wire,
-            name=f"{self.name}.{name}",
+            name=name,
             ignore_name_scope=True,
             process_set=self.process_set,
         )
@@ -388,7 +395,8 @@ class Engine:
         wire = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
         request = Allreduce(wire, self.prescale, self.postscale)
         self._count(place, wire)
-        total = self._perform(request, f"dense.{place}")
+        name = f"{self.name}.dense{place}.{timeline.readable(self.layers[place][0])}"
+        total = self._perform(request, name, 0)
         if self.ops.verdicts is not None:
             self.ops.verdicts.append(self.ops.finite(total))
         return tf.cast(total, gradient.dtype)
@@ -437,12 +445,14 @@ class Engine:
         results[bucket] = reply
         return None
 
-    def _perform(self, request: Collective, name: str, taken: Any = None) -> Any:
+    def _perform(self, request: Collective, name: str, path: Any, taken: Any = None) -> Any:
         """The reply; `taken` is true where the branch that asks is the one that runs."""
         if isinstance(request, Switch):
             index = request.index
             branches = [
-                lambda branch=branch, i=i: self._run(branch(), f"{name}.{i}", tf.equal(index, i))
+                lambda branch=branch, i=i: self._run(
+                    branch(), name, f"{path}.{i}", tf.equal(index, i)
+                )
                 for i, branch in enumerate(request.branches)
             ]
             reply, finite = tf.switch_case(tf.cast(index, tf.int32), branches)
@@ -455,7 +465,7 @@ class Engine:
             # what depends on constants alone from its branch, and then this rank asks when others
             # do not.
             tensor = tf.where(taken, tensor, tf.zeros_like(tensor))
-        title = f"{self.name}.{name}"
+        title = timeline.collective(name, request, path)
         shared: dict[str, Any] = {
             "name": title,
             "ignore_name_scope": True,
@@ -508,34 +518,37 @@ class Engine:
             self.counters["bytes_received"].assign_add(_bytes(reply))
         return reply
 
-    def _run(self, program: Program, name: str, taken: tf.Tensor) -> Any:
+    def _run(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
         """A branch of a `Switch`, to its end: its results, and whether gradients were finite."""
         outside = self.ops.verdicts
         self.ops.verdicts = None if outside is None else []
         try:
-            return self._run_to_end(program, name, taken), self._verdict()
+            return self._run_to_end(program, name, path, taken), self._verdict()
         finally:
             self.ops.verdicts = outside
 
-    def _run_to_end(self, program: Program, name: str, taken: tf.Tensor) -> Any:
+    def _run_to_end(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
         results: list[Any] = [None]
         stack, reply = [program], None
         for turn in itertools.count():
             request = self._advance(stack, reply, results, 0)
             if request is None:
                 return results[0]
-            reply = self._perform(request, f"{name}.{turn}", taken)
+            reply = self._perform(request, name, f"{path}.{turn}", taken)
 
     def stats(self) -> CompressionStats:
-        """Totals since the start."""
+        """Totals since the start; reads the device."""
         steps = int(self.counters["exchanges"])
         layers: dict[str, int] = {}
-        losses = []
+        losses, residuals, rung_changes = [], [], 0
         for bucket, (layout, compressor) in enumerate(zip(self.layouts, self.compressors)):
             state = with_leaves(self.templates[bucket], list(self.variables[bucket]))
             sent = compressor.elements_sent(layout, state, steps)
             layers.update(zip(layout.names, sent))
             losses.append(compressor.losses(state))
+            rung_changes += compressor.rung_changes(state)
+            working, own = compressor.at_work(state, steps)
+            residuals.append(working.residual(own))
         unbucketed = self.counters["unbucketed"].numpy().tolist()
         for (name, _, _), sent_as_is in zip(self.layers, unbucketed):
             layers[name] = layers.get(name, 0) + sent_as_is
@@ -548,9 +561,40 @@ class Engine:
             bytes_sent=int(self.counters["bytes_sent"]),
             bytes_received=int(self.counters["bytes_received"]),
             layers={name: layers[name] for name, _, _ in self.layers},
-            skipped=int(self.counters["skipped"]),
             losses=mean_losses(losses),
+            sizes={name: prod(shape) for name, shape, _ in self.layers},
+            skipped=int(self.counters["skipped"]),
+            rung_changes=rung_changes,
+            residual_norm=norm_of(float(tf.norm(r)) for r in residuals if r is not None),
+            gradient_norm=norm_of(() if self._norm is None else [float(self._norm)]),
         )
+
+    def watch(self) -> bool:
+        """Lets graphs that are traced from now on measure the gradient, at each `measure`.
+
+        Returns:
+            Whether they could not before.
+        """
+        if self._norm is not None:
+            return False
+        with tf.init_scope():
+            self._norm = new_variable("gradcomp_norm", tf.constant(math.nan))
+            self._asked = new_variable("gradcomp_asked", tf.constant(False))
+        self._eager = tf.function(self._reduce, autograph=False)
+        return True
+
+    def measure(self) -> None:
+        """Asks the next exchange for the norm of what it reduces; nothing where none watches."""
+        if self._norm is not None:
+            self._asked.assign(True)
+
+    def _measure(self, reduced: list[Any]) -> None:
+        def measured() -> None:
+            known = [tf.cast(_values(g), tf.float32) for g in reduced if g is not None]
+            self._norm.assign(tf.linalg.global_norm(known))  # type: ignore[union-attr]
+            self._asked.assign(False)
+
+        tf.cond(self._asked, measured, lambda: None)
 
     def retrain(self) -> None:
         """Lets the compressors learn anew what they learn, from the next step on."""
@@ -571,6 +615,10 @@ def _times(gradient: Any, factor: tf.Tensor) -> Any:
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     wide = gradient.dtype if gradient.dtype.size >= 4 else tf.float32
     return tf.cast(tf.cast(gradient, wide) * tf.cast(factor, wide), gradient.dtype)
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _bytes(tensor: tf.Tensor) -> tf.Tensor:

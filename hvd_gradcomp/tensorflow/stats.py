@@ -20,7 +20,7 @@ def compression_stats(source: Any) -> CompressionStats:
     Raises:
         TypeError: nothing was exchanged for it.
     """
-    return _engine(source).stats()
+    return engine_of(source).stats()
 
 
 def describe(source: Any) -> str:
@@ -35,7 +35,7 @@ def describe(source: Any) -> str:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    engine = _engine(source)
+    engine = engine_of(source)
     table = description.describe(
         engine.compressor, engine.layers, len(engine.layouts), engine.process_set.size()
     )
@@ -54,10 +54,16 @@ def retrain(source: Any) -> None:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    _engine(source).retrain()
+    engine_of(source).retrain()
 
 
-def _engine(source: Any) -> Engine:
+def engine_of(source: Any) -> Engine:
+    """The engine behind an optimizer, a tape or a list of variables.
+
+    Raises:
+        TypeError: as in `compression_stats`.
+    """
+    source = getattr(source, "inner_optimizer", source)  # of a LossScaleOptimizer
     engine = getattr(source, "_gradcomp", None)
     if engine is None and isinstance(source, (list, tuple)):
         engine = engine_of_variables(source)

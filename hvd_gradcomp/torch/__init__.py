@@ -24,6 +24,7 @@ from hvd_gradcomp.torch.optimizer import (
     retrain,
 )
 from hvd_gradcomp.torch.probing import Probe
+from hvd_gradcomp.torch.reports import StatsWriter
 from hvd_gradcomp.torch.schedulers import EGCScheduler
 
 __all__ = [name for name in dir() if not name.startswith("_")]

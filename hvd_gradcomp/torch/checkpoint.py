@@ -27,7 +27,7 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
         "size": engine.process_set.size(),
         "steps": engine.steps,
         "order": list(engine.order),
-        "counters": keep(engine, "counters", torch.tensor(engine.counters)).tolist(),
+        "counters": keep(engine, f"{engine.name}.counters", torch.tensor(engine.counters)).tolist(),
         "buckets": [
             {
                 "digest": bucket.layout.digest,
@@ -52,9 +52,11 @@ def _own(engine: Engine, name: str, x: torch.Tensor) -> torch.Tensor:
 def _summed(engine: Engine, name: str, x: torch.Tensor) -> torch.Tensor:
     """The sum over ranks, in double precision on the way."""
     wide = x.double() if x.is_floating_point() else x.clone()
-    title = f"{engine.name}.consolidate.{name}"
     total = horovod.allreduce(
-        wide.reshape(-1), name=title, op=horovod.Sum, process_set=engine.process_set
+        wide.reshape(-1),
+        name=f"{name}.consolidated",
+        op=horovod.Sum,
+        process_set=engine.process_set,
     )
     return total.view(x.shape).to(x.dtype)
 
@@ -65,7 +67,7 @@ def _kept(
     owner = bucket.compressor.owner(path, engine.steps)
     if owner is not None and keep is _summed and engine.process_set.rank() != owner:
         x = torch.zeros_like(x)
-    return keep(engine, f"{bucket.index}.{path}", x)
+    return keep(engine, f"{bucket.name}.{path}", x)
 
 
 def load(engine: Engine, saved: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ A bucket's program starts when the last of its gradients has arrived, so its col
 while earlier layers are still differentiated. The generator is then parked on a Horovod handle.
 `finish` resumes the programs, round by round, until every bucket has its result.
 
-Everything that travels is named `gradcomp.<engine>.<bucket>.<round>`: hooks fire in another order
-on each rank, and Horovod pairs by name.
+Everything that travels has a name, see `hvd_gradcomp.timeline`: hooks fire in another order on each
+rank, and Horovod pairs by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import assignment, handshake
+from hvd_gradcomp import assignment, handshake, timeline
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State, leaves
 from hvd_gradcomp.collectives import (
     Allgather,
@@ -34,7 +34,7 @@ from hvd_gradcomp.collectives import (
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.stats import CompressionStats, mean_losses
+from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 from hvd_gradcomp.torch import moments
 from hvd_gradcomp.torch.scaling import LossScaling
 
@@ -71,6 +71,7 @@ class Bucket:
     """Whole layers that share a program.
 
     Attributes:
+        name: on Horovod's timeline; equal on all ranks.
         before: the state that a step began with, untouched, where a step may be undone.
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
@@ -78,7 +79,7 @@ class Bucket:
         handle: of the collective it waits for.
     """
 
-    index: int
+    name: str
     layout: Layout
     compressor: Compressor
     ops: TorchOps
@@ -214,7 +215,8 @@ class Engine:
                 moment = ops.zeros((layout.size,))
             flat = ops.zeros((layout.size,), layout.dtype)
             state = compressor.start(ops, layout, ranks)
-            yield Bucket(index, layout, compressor, ops, parameters, flat, moment, state)
+            name = timeline.bucket(self.name, index, layout)
+            yield Bucket(name, layout, compressor, ops, parameters, flat, moment, state)
 
     def _moment_source(
         self,
@@ -510,7 +512,7 @@ class Engine:
         bucket.round = 0
 
     def _submit(self, bucket: Bucket, request: Collective) -> Any:
-        name = f"{self.name}.{bucket.index}.{bucket.round}"
+        name = timeline.collective(bucket.name, request, bucket.round)
         tensor = request.tensor.contiguous()  # type: ignore[union-attr]
         if not isinstance(request, Broadcast) or request.root == self.process_set.rank():
             self.counters[_SENT] += tensor.numel() * tensor.element_size()
@@ -556,7 +558,7 @@ class Engine:
         if isinstance(request, Allgather):
             if reply.numel() != world * sent.numel():
                 raise PayloadError(
-                    f"the ranks sent payloads of different sizes for {self.name}.{bucket.index}: "
+                    f"the ranks sent payloads of different sizes for {bucket.name}: "
                     f"{reply.numel()} items came from {world} ranks, this one sent "
                     f"{sent.numel()}. Load the same checkpoint on all ranks"
                 )
@@ -568,9 +570,14 @@ class Engine:
     def stats(self) -> CompressionStats:
         """Totals since the start; reads the device."""
         layers: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        residuals = []
         elements = 0
         for bucket in self.buckets:
             elements += bucket.layout.elements
+            sizes.update(zip(bucket.layout.names, bucket.layout.sizes))
+            working, state = bucket.compressor.at_work(bucket.state, self.steps)
+            residuals.append(working.residual(state))
             sent = bucket.compressor.elements_sent(bucket.layout, bucket.state, self.steps)
             layers.update(zip(bucket.layout.names, sent))
         order = [name for name, _, _ in self.layers]
@@ -582,11 +589,20 @@ class Engine:
             bytes_sent=self.counters[_SENT],
             bytes_received=self.counters[_RECEIVED],
             layers={name: layers[name] for name in order},
-            skipped=self.counters[_SKIPPED],
             losses=mean_losses(b.compressor.losses(b.state) for b in self.buckets),
+            sizes={name: sizes[name] for name in order},
+            skipped=self.counters[_SKIPPED],
+            rung_changes=sum(b.compressor.rung_changes(b.state) for b in self.buckets),
+            residual_norm=norm_of(_norm(r) for r in residuals if r is not None),
+            gradient_norm=norm_of(_norm(p.grad) for p in self._places if p.grad is not None),
         )
 
     def retrain(self) -> None:
         """Lets the compressors learn anew what they learn, from the next step on."""
         for bucket in self.buckets:
             bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
+
+
+def _norm(x: torch.Tensor) -> float:
+    values = x.detach().coalesce().values() if x.is_sparse else x.detach()
+    return float(torch.linalg.vector_norm(values, dtype=torch.float32))

@@ -164,7 +164,7 @@ def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
-    return _engine(optimizer).stats()
+    return engine_of(optimizer).stats()
 
 
 def describe(optimizer: torch.optim.Optimizer) -> str:
@@ -176,7 +176,7 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
-    engine = _engine(optimizer)
+    engine = engine_of(optimizer)
     table = description.describe(
         engine.compressor, engine.used, len(engine.buckets), engine.process_set.size()
     )
@@ -192,7 +192,7 @@ def retrain(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
-    _engine(optimizer).retrain()
+    engine_of(optimizer).retrain()
 
 
 def broadcast_optimizer_state(
@@ -218,7 +218,12 @@ def broadcast_optimizer_state(
             takeover.forget_decay()
 
 
-def _engine(optimizer: Any) -> Engine:
+def engine_of(optimizer: Any) -> Engine:
+    """The engine behind an optimizer.
+
+    Raises:
+        TypeError: as in `compression_stats`.
+    """
     engine = getattr(optimizer, "_gradcomp", None)
     if engine is None:
         raise TypeError(

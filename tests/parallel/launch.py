@@ -74,3 +74,9 @@ def launch(
     results = [json.loads(p.read_text()) if p.exists() else None for p in paths]
     assert fails or None not in results, output
     return results
+
+
+def on_timeline(path: Path) -> set[str]:
+    """What travelled, by the names on a Horovod timeline."""
+    events = json.loads(path.read_text())
+    return {event["args"]["name"] for event in events if "name" in event.get("args", {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.methods import ONE_OF_EACH
-from tests.parallel.launch import launch
+from tests.parallel.launch import launch, on_timeline
 
 pytestmark = pytest.mark.parallel
 
@@ -58,6 +58,12 @@ def test_like_stock_horovod_and_bad_input(tmp_path):
         assert result["replicas"] == results[0]["replicas"]
         for name, message in MESSAGES.items():
             assert message in result["errors"][name], name
+    assert {
+        "gradcomp.0.bucket0.Variable.1-and-1.allgather.0",
+        "gradcomp.3.bucket0.Variable.1-and-1.allreduce.0",
+        "gradcomp.4.sparse0.Variable.indices",
+        "gradcomp.11.bucket0.head.bias-and-1.allgather.0",
+    } <= on_timeline(tmp_path / "timeline.json")
 
 
 TAKEOVER_MESSAGES = {

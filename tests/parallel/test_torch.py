@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.methods import EVERY, ONE_OF_EACH
-from tests.parallel.launch import launch
+from tests.parallel.launch import launch, on_timeline
 
 pytestmark = pytest.mark.parallel
 
@@ -38,6 +38,12 @@ def test_what_users_do(ranks, backend, tmp_path):
     results = launch("torch_features", ranks, backend, tmp_path, str(ranks))
     for name in results[0]:
         assert len({r[name] for r in results if name in r}) == 1, name
+    names = on_timeline(tmp_path / "timeline.json")
+    assert {
+        "allgather.gradcomp.0.handshake",
+        "allgather.gradcomp.0.bucket0.1.bias-and-3.allgather.0",
+        "allgather.gradcomp.2.bucket0.head.bias-and-1.allgather.0",  # the table goes by itself
+    } <= names
 
 
 MESSAGES = {

@@ -20,7 +20,7 @@ LAYERS = [
     {"ops/composites.py", "ops/native.py"},
     {"ops/__init__.py"},
     {"layout.py"},
-    {"wire.py", "ladder.py"},
+    {"wire.py", "ladder.py", "reports.py", "timeline.py"},
     {"aggregator.py"},
     {"exchanges.py", "checkpoint.py"},
     {

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import sys
+from pathlib import Path
 
 import horovod.tensorflow as stock
 import keras
@@ -116,6 +120,55 @@ def explicit_moments():
     return ends["sample", True]
 
 
+def watched(folder):
+    """Records under `fit`; the same weights with and without, and a second `fit` goes on."""
+    from hvd_gradcomp.tensorflow.keras import callbacks
+
+    path = Path(folder, "stats.jsonl")
+    random = np.random.default_rng(10 + hvd.rank())
+    x, y = (random.standard_normal((64, n)).astype(np.float32) for n in (6, 2))
+    ends = []
+    for watches in (False, True):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, name="head")])
+        model.compile(optimizer(compression=hvd.StromCompressor(tau=0.01)), "mse")
+        for _ in range(2):
+            writer = callbacks.StatsWriter(every=4, writers=[hvd.JSONLines(path)])
+            model.fit(
+                x,
+                y,
+                batch_size=8,
+                shuffle=False,
+                verbose=0,
+                callbacks=[writer] if watches else [],
+            )
+        ends.append(digest(model.get_weights()))
+    assert ends[0] == ends[1]
+    stats = hvd.compression_stats(model.optimizer)
+    assert stats.skipped == 0 and stats.residual_norm > 0
+    if hvd.rank() == 0:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(r["step"], r["compression/steps"]) for r in records] == [
+            (step, 4) for step in (4, 8, 12, 16)
+        ]
+        assert all(r["compression/density/head/kernel"] > 0 for r in records)
+        norm = records[-1]["compression/gradient_norm"]
+        assert math.isclose(norm, stats.gradient_norm, rel_tol=1e-6) and norm > 0
+
+    # In a custom loop, where the norm is that of what was reduced.
+    w = tf.Variable(tf.ones((5, 4)))
+    gradient = tf.random.stateless_normal((5, 4), (hvd.rank(), 0))
+    hvd.reduce_gradients([gradient], [w])
+    writer = hvd.StatsWriter([w], every=1)
+    (mean,) = hvd.reduce_gradients([gradient], [w])
+    writer.step()
+    stats = hvd.compression_stats([w])
+    if hvd.rank() == 0:
+        assert math.isclose(stats.gradient_norm, tf.norm(mean), rel_tol=1e-6)
+    assert stats.residual_norm is None
+    return ends[1]
+
+
 def tape(**options):
     with tf.GradientTape() as plain:
         pass
@@ -160,6 +213,7 @@ def main(folder: str) -> None:
         before_init = "nothing was raised"
     except ValueError as error:
         before_init = str(error)
+    os.environ["HOROVOD_TIMELINE"] = str(Path(folder, "timeline.json"))
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     replicas = {
@@ -171,6 +225,7 @@ def main(folder: str) -> None:
         "embedding as dense": embedding(True),
         "micro-batches": micro_batches(),
         "explicit moments": explicit_moments(),
+        "watched": watched(folder),
     }
     errors = errors_of(
         {

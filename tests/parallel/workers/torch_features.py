@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import os
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -206,7 +211,59 @@ def two_optimizers():
     return nn.ModuleList(models)
 
 
+def watched(folder):
+    """Records are of their spans, on one rank or on all; reading them changes nothing."""
+    lines = []
+    listener = logging.Handler()
+    listener.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("hvd_gradcomp")
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    alone, everywhere = Path(folder, "stats", "alone.jsonl"), Path(folder, "stats", "all.jsonl")
+    ends = []
+    for watches in (False, True):
+        model = linear(10, 100, 3)
+        optimizer = distributed(model, bucket_bytes=4 * 1000)
+        if watches:
+            writers = [hvd.JSONLines(alone), hvd.JSONLines(everywhere, all_ranks=True)]
+            writer = hvd.StatsWriter(optimizer, every=20, writers=writers)
+        for x in batches(50, 4, 10):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if watches:
+                writer.step()
+        ends.append(digest(p.detach().numpy() for p in model.parameters()))
+    writer.epoch(1)
+    writer.close()
+    assert ends[0] == ends[1]
+
+    stats = hvd.compression_stats(optimizer)
+    kept = [b.state.memory.r for b in optimizer._gradcomp.buckets]
+    assert math.isclose(stats.residual_norm, torch.cat(kept).norm(), rel_tol=1e-5)
+    reduced = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert math.isclose(stats.gradient_norm, reduced.norm(), rel_tol=1e-5)
+    assert stats.rung_changes > 0 and len(set(hvd.allgather_object(stats.rung_changes))) == 1
+    assert stats.skipped == 0
+
+    own = everywhere.with_name(f"all.{hvd.rank()}.jsonl")
+    records = [json.loads(line) for line in own.read_text().splitlines()]
+    assert [(r["step"], r["rank"]) for r in records] == [(20, hvd.rank()), (40, hvd.rank())]
+    assert all(r["compression/steps"] == 20 for r in records)
+    assert sum(r["compression/bytes_sent"] for r in records) < stats.bytes_sent
+    assert 0 < records[1]["compression/density/0.weight"] < 1
+    if hvd.rank() == 0:
+        assert len(alone.read_text().splitlines()) == 2
+        (line,) = lines
+        assert line.startswith("epoch 1: 50 steps, ") and " x gradient" in line, line
+    else:
+        assert not lines
+    logger.removeHandler(listener)
+    return model
+
+
 def main(folder: str, ranks: str) -> None:
+    os.environ["HOROVOD_TIMELINE"] = str(Path(folder, "timeline.json"))
     subset = hvd.ProcessSet(range(int(ranks) - 1))
     hvd.init(process_sets=[subset])
     torch.set_num_threads(1)
@@ -233,6 +290,7 @@ def main(folder: str, ranks: str) -> None:
         "checkpoint": checkpoint,
         "rank 0's state": rank_zeros_state,
         "two optimizers": two_optimizers,
+        "watched": lambda: watched(folder),
     }
     result = {}
     for name, case in cases.items():

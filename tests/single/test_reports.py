@@ -1,0 +1,230 @@
+"""Readings as scalars and as a line, where they are written, and what they cost who."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from hvd_gradcomp import JSONLines, SparseGDCompressor, StromCompressor, TensorBoard, after, reports
+from hvd_gradcomp.ladder import Ladder
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.reports import StatsWriter, Writer, scalars, summary
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.testing import World
+from tests.methods import EVERY, learned_by
+
+EARLY = CompressionStats(
+    steps=100,
+    elements=1000,
+    elements_sent=50,
+    bytes_dense=4000,
+    bytes_sent=400,
+    bytes_received=800,
+    layers={"fc.weight": 40, "fc.bias": 10},
+    sizes={"fc.weight": 8, "fc.bias": 2},
+    skipped=1,
+    rung_changes=3,
+    residual_norm=1.0,
+    gradient_norm=1.0,
+)
+LATE = CompressionStats(
+    steps=200,
+    elements=2000,
+    elements_sent=150,
+    bytes_dense=8000,
+    bytes_sent=600,
+    bytes_received=1200,
+    layers={"fc.weight": 120, "fc.bias": 30},
+    losses={"basis": 0.125},
+    sizes={"fc.weight": 8, "fc.bias": 2},
+    skipped=3,
+    rung_changes=4,
+    residual_norm=3.0,
+    gradient_norm=2.0,
+)
+SPAN = {
+    "compression/steps": 100,
+    "compression/bytes_dense": 4000,
+    "compression/bytes_sent": 200,
+    "compression/bytes_received": 400,
+    "compression/ratio": 20.0,
+    "compression/element_ratio": 10.0,
+    "compression/skipped": 2,
+    "compression/rung_changes": 1,
+    "compression/residual_norm": 3.0,
+    "compression/gradient_norm": 2.0,
+    "compression/residual_ratio": 1.5,
+    "compression/loss/basis": 0.125,
+    "compression/density/fc.weight": 0.1,
+    "compression/density/fc.bias": 0.1,
+}
+
+
+class Readings:
+    """Hands out readings one after another, and counts them."""
+
+    def __init__(self, *readings):
+        self.left = list(readings)
+
+    def __call__(self):
+        return self.left.pop(0)
+
+
+def test_a_span_is_the_difference_of_two_readings():
+    assert scalars(LATE - EARLY) == SPAN
+
+
+def test_what_is_not_known_has_no_scalar():
+    nothing = scalars(CompressionStats())
+    assert "compression/ratio" not in nothing and "compression/residual_norm" not in nothing
+    assert json.loads(json.dumps(nothing, allow_nan=False)) == nothing
+
+
+def test_the_line_of_an_epoch():
+    stats = CompressionStats(
+        steps=1200,
+        elements=475_000_000,
+        elements_sent=1_900_000,
+        bytes_dense=1_900_000_000,
+        bytes_sent=42_100_000,
+        losses={"basis": 0.1234},
+        skipped=2,
+        rung_changes=1,
+        residual_norm=6.2,
+        gradient_norm=2.0,
+    )
+    assert summary(stats) == (
+        "1,200 steps, 42.1 MB sent of 1.9 GB (45x), 0.4 % of elements, residual 3.1 x gradient, "
+        "2 skipped, 1 rung change, basis loss 0.12"
+    )
+    assert summary(CompressionStats()) == "0 steps"
+
+
+@pytest.mark.parametrize(
+    ("rank", "all_ranks", "name"), [(0, False, "run.jsonl"), (3, True, "run.3.jsonl")]
+)
+def test_json_lines_are_written_on(rank, all_ranks, name, tmp_path):
+    writer = JSONLines(tmp_path / "new" / "run.jsonl", all_ranks)
+    for step in (100, 200):  # two runs
+        writer.open(rank)
+        writer.write(step, SPAN)
+        (*_, last) = (tmp_path / "new" / name).read_text().splitlines()  # before it is closed
+        writer.close()
+        record = json.loads(last)
+        assert record.pop("time") > 1e9
+        assert record == {"step": step, "rank": rank, **SPAN}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
+    assert len((tmp_path / "new" / name).read_text().splitlines()) == 2
+
+
+def test_tensorboard_reads_its_events(tmp_path):
+    import tensorflow as tf
+
+    writer = TensorBoard(tmp_path)
+    writer.open(0)
+    writer.write(200, SPAN)
+    writer.close()
+    (path,) = (tmp_path / "rank0").iterdir()
+    found = {
+        value.tag: (event.step, value.simple_value)
+        for event in tf.compat.v1.train.summary_iterator(str(path))
+        for value in event.summary.value
+    }
+    assert found == {tag: (200, pytest.approx(value)) for tag, value in SPAN.items()}
+
+
+def test_a_missing_package_is_an_error_before_anything_is_written(monkeypatch):
+    monkeypatch.setattr(reports, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install tensorboardX"):
+        TensorBoard("logs")
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True])
+def test_a_span_has_whole_steps(every):
+    with pytest.raises(ValueError, match="every must be a whole number"):
+        StatsWriter(CompressionStats, rank=0, first=True, writers=[], every=every)
+
+
+def test_it_reads_only_what_it_writes(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hvd_gradcomp")
+    alone, everywhere = JSONLines(tmp_path / "a"), JSONLines(tmp_path / "b", all_ranks=True)
+    reading = Readings(CompressionStats(), EARLY, EARLY, LATE)
+    first = StatsWriter(reading, rank=0, first=True, writers=[alone], every=3)
+    for _ in range(5):
+        first.step()
+    first.epoch(7)
+    first.step()
+    first.close()
+    assert not reading.left
+    steps = [json.loads(line)["compression/steps"] for line in (tmp_path / "a").open()]
+    assert steps == [100, 100]
+    assert [record.getMessage() for record in caplog.records] == [f"epoch 7: {summary(EARLY)}"]
+
+    other = StatsWriter(Readings(), rank=1, first=False, writers=[alone], every=1)
+    other.step()
+    other.epoch(1)
+    assert not other.reads
+    reading = Readings(CompressionStats(), EARLY)
+    writer = StatsWriter(reading, rank=1, first=False, writers=[alone, everywhere], every=1)
+    writer.step()
+    writer.epoch(1)
+    writer.close()
+    assert json.loads((tmp_path / "b.1").read_text())["rank"] == 1
+    assert len(caplog.records) == 1
+
+
+def test_a_full_disk_does_not_stop_the_training(caplog):
+    class Full(Writer):
+        all_ranks = False
+        open = close = lambda self, rank=None: None
+
+        def write(self, step, values):
+            raise OSError(28, "No space left on device")
+
+    writer = StatsWriter(
+        Readings(CompressionStats(), EARLY), rank=0, first=True, writers=[Full()], every=1
+    )
+    writer.step()
+    writer.step()
+    (record,) = caplog.records
+    assert "is given up at step 100: [Errno 28]" in record.getMessage()
+
+
+def test_changes_of_the_rung_are_counted():
+    ladder, ops = Ladder.up_to(10_000), TorchOps()
+    state = ladder.init(ops)
+    rungs = [int(state.rung)]
+    for need in [5000] + [100] * 40 + [3000] * 3:
+        rung, state = ladder.climb(ops, state._replace(needed=torch.tensor(need)))
+        rungs.append(rung.index)
+    changes = sum(a != b for a, b in zip(rungs, rungs[1:]))
+    assert int(state.changes) == changes >= 3
+
+
+@pytest.mark.parametrize("compressor", [*EVERY, *learned_by("torch", 2)], ids=repr)
+def test_every_method_says_what_it_keeps(compressor):
+    layout = Layout(("a", "b"), ((30, 20, 3), (40, 9)), block=compressor.block)
+    state = compressor.start(TorchOps(), layout, 2)
+    assert compressor.rung_changes(state) == 0
+    working, own = compressor.at_work(state, 1)
+    kept = working.residual(own)
+    assert kept is None or (kept.shape == (layout.size,) and not kept.any())
+
+
+def test_what_is_kept_is_that_of_the_phase_at_work():
+    compressor = after(2, StromCompressor(tau=1e6), SparseGDCompressor(0.01))
+    layout = Layout(("a",), ((600,),))
+    world = World(compressor, TorchOps(), layout, 1)
+    for step in range(1, 5):
+        world.step([torch.ones(layout.size)])
+        working, state = compressor.at_work(world.states[0], step)
+        kept = working.residual(state)
+        sent = compressor.elements_sent(layout, world.states[0], step)[0]
+        assert (sent == 0) == (step <= 2)
+        # Strom keeps all; then its debt has gone over, and 6 elements a step are paid.
+        assert float(kept[0:600].max()) == step and int((kept[:600] < step).sum()) == sent
+    assert compressor.rung_changes(world.states[0]) == 0
