@@ -148,6 +148,15 @@ class Compressor(ABC):
         del ops, step
         return state
 
+    def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
+        """A state that goes on among other ranks than before; the same if nothing hangs on them.
+
+        Raises:
+            ValueError: it cannot work with so many.
+        """
+        del ops, step, ranks
+        return state
+
     def inherit(
         self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
     ) -> tuple[State, Tensor]:

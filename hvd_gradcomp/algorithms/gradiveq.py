@@ -495,6 +495,10 @@ class GradiVeQCompressor(Compressor):
     def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
         return state if step < self.warmup_steps else state._replace(start=ops.host(step))
 
+    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> Any:
+        inner = self.between.resized(ops, state.sampling, step, ranks)
+        return state if inner is state.sampling else state._replace(sampling=inner)
+
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         raise TypeError(
             f"{self!r} has no basis yet. Inside stock Horovod nothing could be sampled: pass "

@@ -371,10 +371,19 @@ class LGCCompressor(MomentumCorrected):
     def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
         if step < self.full_steps:
             return state
-        return self._restarted(ops, state)._replace(start=ops.host(step))
+        return self._restarted(ops, state, state.decoder.shape[0])._replace(start=ops.host(step))
 
-    def _restarted(self, ops: Ops, state: Any) -> Any:
-        encoder, decoder = self._untrained(ops, state.decoder.shape[0])
+    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> Any:
+        # Decoders are one a rank, and who is new has no encoder.
+        self.check_ranks(ranks)
+        heads = ranks if self.by_server else 1
+        if step <= self.full_steps and heads == state.decoder.shape[0]:
+            return state
+        state = self._restarted(ops, state, heads)
+        return state._replace(start=ops.host(max(int(step), self.full_steps)))
+
+    def _restarted(self, ops: Ops, state: Any, heads: int) -> Any:
+        encoder, decoder = self._untrained(ops, heads)
         nothing = ops.host(0)
         return state._replace(
             encoder=encoder,

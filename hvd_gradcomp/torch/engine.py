@@ -46,12 +46,23 @@ _DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-_names = (f"gradcomp.{number}" for number in itertools.count())
+_numbers = itertools.count()
 
 
 def next_name() -> str:
     """The name of the next engine. All ranks take one for each, in the process set or not."""
-    return next(_names)
+    return f"gradcomp.{draw()}"
+
+
+def draw() -> int:
+    """The number of the next engine."""
+    return next(_numbers)
+
+
+def draw_from(number: int) -> None:
+    """Goes on from another rank's number."""
+    global _numbers
+    _numbers = itertools.count(number)
 
 
 @dataclass
@@ -412,6 +423,17 @@ class Engine:
         """Lets go of the results, once all were taken."""
         for bucket in self.buckets:
             bucket.result = None
+
+    def abandon(self) -> None:
+        """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
+        self._agreed = False
+        self._counted.clear()
+        for bucket in self.buckets:
+            bucket.programs.clear()
+            bucket.streams.clear()
+            bucket.request = bucket.handle = bucket.result = None
+            bucket.round = 0
+            bucket.absent = set(range(len(bucket.parameters)))
 
     def _advance(self, bucket: Bucket, reply: Any) -> None:
         """Resumes the innermost program until it asks for a collective, or all have ended."""

@@ -96,7 +96,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     cls, title = type(distributed), next_name()
     _check_seam(cls)
     average = op == horovod.Average
-    world = process_set.size() if process_set.included() else 1
     factor = gradient_predivide_factor
     settings = (
         f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
@@ -105,12 +104,13 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     if not process_set.included():
         return distributed
+    prescale, postscale = scales(op, factor, process_set.size())
     distributed._gradcomp = Engine(
         _reduced(distributed, named_parameters),
         compressor,
         name=title,
-        prescale=1.0 / factor if average else 1.0,
-        postscale=factor / world if average else 1.0,
+        prescale=prescale,
+        postscale=postscale,
         process_set=process_set,
         passes=backward_passes_per_step,
         batch_size=batch_size,
@@ -133,6 +133,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     if not distributed._requires_update:  # Horovod skips its hooks where there is one rank
         distributed._register_hooks()
     return distributed
+
+
+def scales(op: Any, predivide: float, ranks: int) -> tuple[float, float]:
+    """(prescale, postscale) of a `Context`."""
+    return (1.0 / predivide, predivide / ranks) if op == horovod.Average else (1.0, 1.0)
 
 
 def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
