@@ -374,12 +374,12 @@ class LGCCompressor(MomentumCorrected):
         return self._restarted(ops, state, state.decoder.shape[0])._replace(start=ops.host(step))
 
     def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> Any:
-        # Decoders are one a rank, and who is new has no encoder.
+        # Decoders are one a rank, and who is new has no encoder; nor, in the first phase, the
+        # velocity that the others have in common.
         self.check_ranks(ranks)
-        heads = ranks if self.by_server else 1
-        if step <= self.full_steps and heads == state.decoder.shape[0]:
-            return state
-        state = self._restarted(ops, state, heads)
+        state = self._restarted(ops, state, ranks if self.by_server else 1)
+        if self.momentum and step < self.full_steps:
+            state = state._replace(memory=state.memory._replace(u=state.memory.u * 0))
         return state._replace(start=ops.host(max(int(step), self.full_steps)))
 
     def _restarted(self, ops: Ops, state: Any, heads: int) -> Any:

@@ -19,8 +19,7 @@ from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
 from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.membership import LOGGER, Lost, Membership
-from hvd_gradcomp.torch import engine as engines
-from hvd_gradcomp.torch.engine import Bucket, Engine
+from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
 from hvd_gradcomp.torch.optimizer import scales
 
 __all__ = ["ElasticSampler", "Lost", "TorchState", "run"]
@@ -161,13 +160,13 @@ class CompressedOptimizer(StateHandler):
             {
                 "optimizer": self._plain(),
                 "name": engine.name,
-                "number": engines.draw(),
+                "number": TITLES.draw(),
                 "steps": engine.steps,
                 "order": engine.order,
             }
         )
         engine.name, engine.steps = theirs["name"], theirs["steps"]
-        engines.draw_from(theirs["number"])
+        TITLES.go_on_from(theirs["number"])
         if theirs["order"] and engine._arrived is not None:
             engine.reorder(theirs["order"])
         replicated = _from_root([_replicated(bucket) for bucket in engine.buckets])

@@ -10,7 +10,6 @@ on each rank, and Horovod pairs by name.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import pickle
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from hvd_gradcomp.collectives import (
     Switch,
 )
 from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses
@@ -46,23 +46,7 @@ _DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-_numbers = itertools.count()
-
-
-def next_name() -> str:
-    """The name of the next engine. All ranks take one for each, in the process set or not."""
-    return f"gradcomp.{draw()}"
-
-
-def draw() -> int:
-    """The number of the next engine."""
-    return next(_numbers)
-
-
-def draw_from(number: int) -> None:
-    """Goes on from another rank's number."""
-    global _numbers
-    _numbers = itertools.count(number)
+TITLES = Names("gradcomp")
 
 
 @dataclass
@@ -122,7 +106,7 @@ class Engine:
         named_parameters: (name, parameter) of everything that is reduced; the order is the same
             on all ranks.
         compressor: what runs.
-        name: begins the name of everything that travels; see `next_name`.
+        name: begins the name of everything that travels; see `Names`.
         prescale, postscale: see `Context`.
         process_set: the ranks that take part.
         passes: backward passes for each exchange.

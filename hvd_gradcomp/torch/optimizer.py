@@ -19,7 +19,7 @@ from hvd_gradcomp import description, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch import checkpoint, moments, momentum
-from hvd_gradcomp.torch.engine import Engine, next_name
+from hvd_gradcomp.torch.engine import TITLES, Engine
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
 
@@ -93,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    cls, title = type(distributed), next_name()
+    cls, title = type(distributed), TITLES.take()
     _check_seam(cls)
     average = op == horovod.Average
     factor = gradient_predivide_factor

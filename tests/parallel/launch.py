@@ -59,12 +59,16 @@ def launch(
 
 
 def launch_elastic(
-    worker: str, ranks: int, folder: Path, *, deadline: float
+    worker: str, ranks: int, folder: Path, *, patience: int, deadline: float
 ) -> tuple[list[list[dict[str, Any]]], str]:
     """Runs a worker elastically on some ranks, each on a host of its own.
 
     The hosts are names of this machine. One that a process died on is not used again; one more is
     found once a worker calls `survival.open_slot(folder)`.
+
+    Args:
+        patience: seconds that gloo waits: for a rank that starts, which has to import its
+            framework first, and for one that is gone without its neighbour's notice.
 
     Returns:
         The diary of each process that there was, and the end of the output.
@@ -77,9 +81,8 @@ def launch_elastic(
     script.chmod(0o755)
     options = ["--gloo", "-np", str(ranks), "--min-np", "1", "--max-np", str(ranks)]
     options += ["--host-discovery-script", str(script), "--network-interface", "lo"]
-    # A rank that only hears from others notices by this time that one of them is gone.
-    patience = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "15"}
-    output = run(worker, folder, *options, deadline=deadline, variables=patience)
+    variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(patience)}
+    output = run(worker, folder, *options, deadline=deadline, variables=variables)
     diaries = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(folder.glob("process-*.jsonl"))

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.parallel
 
 
 def test_torch_outlives_a_killed_rank_and_takes_another_in(tmp_path):
-    diaries, output = launch_elastic("torch_elastic", 3, tmp_path, deadline=180)
+    diaries, output = launch_elastic("torch_elastic", 3, tmp_path, patience=30, deadline=180)
     survives(diaries, output, ranks=3)
 
 
@@ -43,3 +43,8 @@ def survives(diaries, output, ranks):
         curve = [e["losses"][name] for e in stayed[0] if e["event"] == "batch"]
         at_kill = last["batch"]
         assert sum(curve[-5:]) < sum(curve[at_kill - 5 : at_kill]), name
+
+
+def test_tensorflow_outlives_a_killed_rank_and_takes_another_in(tmp_path):
+    diaries, output = launch_elastic("tensorflow_elastic", 2, tmp_path, patience=120, deadline=180)
+    survives(diaries, output, ranks=2)

@@ -24,6 +24,7 @@ LAYERS = [
         "collectives.py",
         "layers.py",
         "membership.py",
+        "names.py",
     },
     {"ops/composites.py", "ops/native.py"},
     {"ops/__init__.py"},

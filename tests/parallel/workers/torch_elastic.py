@@ -27,7 +27,7 @@ COMPRESSORS = {
     ),
     "lgc": hvd.LGCCompressor(alpha=0.1, full_steps=4, train_steps=8),
 }
-KILLED, AFTER_KILL, AFTER_JOIN = 17, 6, 14  # batches
+KILLED, AFTER_KILL, AFTER_JOIN = 14, 4, 12  # batches
 
 
 class Network(nn.Sequential):
