@@ -87,8 +87,9 @@ class Membership:
         self._process = uuid.uuid4().hex
         self._host = os.environ.get("HOROVOD_HOSTNAME") or platform.node()
         self._commits = 0
-        self._seats: Sequence[Seat] = ()
-        self._before: tuple[Any, int] | None = None
+        self._seats: Sequence[Seat] = []
+        self._committed_seats: Sequence[Seat] = []
+        self._before: tuple[Any, int, Sequence[Seat]] | None = None
         self.lost = []
 
     def commit(self) -> None:
@@ -98,9 +99,9 @@ class Membership:
 
     def save(self) -> None:
         """Copies everything to memory, and keeps the copies before these."""
-        self._before = (self._committed(), self._commits)
+        self._before = (self._committed(), self._commits, self._committed_seats)
         super().save()  # type: ignore[misc]
-        self._commits += 1
+        self._commits, self._committed_seats = self._commits + 1, self._seats
 
     def reset(self) -> None:
         """Horovod has begun anew, with other ranks perhaps."""
@@ -121,7 +122,7 @@ class Membership:
             )
         if self._commits > common:
             assert self._before is not None
-            copies, self._commits = self._before
+            copies, self._commits, self._seats = self._before
             self._recommit(copies)
             self.restore()  # type: ignore[attr-defined]
             self._resize()

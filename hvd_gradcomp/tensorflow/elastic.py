@@ -9,7 +9,8 @@ inside the function that `run` wraps, so that it is made again. `model.fit` trac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -35,14 +36,21 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def translated(*arguments: Any, **options: Any) -> Any:
-        try:
+        with _as_horovod_says():
             return func(*arguments, **options)
-        except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
-            if "Horovod" in error.message:
-                raise HorovodInternalError(error) from error
-            raise
 
     return _stock_run(translated)
+
+
+@contextmanager
+def _as_horovod_says() -> Iterator[None]:
+    """Raises what Horovod waits for where TensorFlow reports a broken exchange."""
+    try:
+        yield
+    except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
+        if "Horovod" in error.message:
+            raise HorovodInternalError(error) from error
+        raise
 
 
 class Variables(ObjectState):
@@ -119,6 +127,10 @@ class Elastic(Membership, Variables):
     def __init__(self, *arguments: Any, **kwargs: Any) -> None:
         super().__init__(*arguments, **kwargs)
         self.begin()
+
+    def sync(self) -> None:
+        with _as_horovod_says():
+            super().sync()
 
     def _gather(self, item: Any) -> list[Any]:
         return horovod.allgather_object(item, name="gradcomp.elastic.roll")

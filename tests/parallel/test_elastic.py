@@ -48,3 +48,11 @@ def survives(diaries, output, ranks):
 def test_tensorflow_outlives_a_killed_rank_and_takes_another_in(tmp_path):
     diaries, output = launch_elastic("tensorflow_elastic", 2, tmp_path, patience=120, deadline=180)
     survives(diaries, output, ranks=2)
+    ((resumed, stale),) = (
+        (before, event)
+        for diary in diaries
+        for before, event in zip(diary, diary[1:])
+        if event["event"] == "stale"
+    )
+    assert "traced for rank 1 of 2, and the ranks have changed since" in stale["said"]
+    assert stale["kept"] == resumed["kept"]

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hvd_gradcomp.membership import Lost, Membership
+from hvd_gradcomp.membership import Lost, Membership, Seat
 
 
 class Values:
@@ -93,6 +93,10 @@ def advanced(rank):
     rank.own += 3.0 + rank.rank
 
 
+def seat(rank):
+    return Seat(rank._process, rank.rank, rank._host, 0, rank._commits, rank._squares())
+
+
 def test_ranks_a_commit_apart_go_back_to_the_one_they_share(caplog):
     world = World()
     ranks = [Rank(world, place) for place in range(3)]
@@ -100,8 +104,11 @@ def test_ranks_a_commit_apart_go_back_to_the_one_they_share(caplog):
     for _ in range(2):
         assert not world.run(ranks, lambda rank: (advanced(rank), rank.commit()))
     committed = [rank.saved for rank in ranks]
-    advanced(ranks[1])
-    ranks[1].save()  # its commit ended; rank 2 was still in it when rank 0 died
+    for rank in ranks:
+        advanced(rank)
+    # Rank 1 heard from all and saved; rank 2 was still waiting when rank 0 died.
+    ranks[1]._note([seat(rank) for rank in ranks])
+    ranks[1].save()
     for rank in ranks[1:]:
         rank.restore()
     assert ranks[1].shared == ranks[2].shared + 1
