@@ -97,6 +97,8 @@ def main(folder: str) -> None:
 
     @hvd.elastic.run
     def train(state):
+        for optimizer in optimizers.values():
+            assert optimizer._gradcomp.postscale == 1 / hvd.size()
         diary.note("start", batch=state.batch, rank=hvd.rank(), size=hvd.size(), kept=kept())
         if hvd.size() == 3 and state.batch > 0 and state.joined is None:
             state.joined = state.batch
