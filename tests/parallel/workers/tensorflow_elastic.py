@@ -115,6 +115,7 @@ def main(folder: str) -> None:
 
     @hvd.elastic.run
     def train(state):
+        assert all(engine.postscale == 1 / hvd.size() for engine in state._engines())
         diary.note("start", batch=state.batch, rank=hvd.rank(), size=hvd.size(), **kept(state))
         if hvd.size() == 2 and state.batch > 0 and state.joined is None:
             state.joined = state.batch
