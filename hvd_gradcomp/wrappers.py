@@ -95,6 +95,10 @@ class MomentumAfter(Compressor):
     def owner(self, path: str, step: int) -> int | None:
         return self.inner.owner(path.partition(".")[2], step)
 
+    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> MomentumState:
+        inner = self.inner.resized(ops, state.inner, step, ranks)
+        return state if inner is state.inner else MomentumState(inner, state.velocity)
+
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         return self.inner.elements_sent(layout, state.inner, steps)
 
@@ -213,6 +217,12 @@ class After(Compressor):
     def owner(self, path: str, step: int) -> int | None:
         phase, _, inside = path.partition(".")
         return (self.first if phase == "first" else self.then).owner(inside, step)
+
+    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> AfterState:
+        first = self.first.resized(ops, state.first, step, ranks)
+        then = self.then.resized(ops, state.then, step, ranks)
+        same = first is state.first and then is state.then
+        return state if same else AfterState(first, then)
 
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         early = self.first.elements_sent(layout, state.first, min(steps, self.steps))

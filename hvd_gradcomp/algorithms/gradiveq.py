@@ -498,6 +498,10 @@ class GradiVeQCompressor(Compressor):
     def owner(self, path: str, step: int) -> int | None:
         return self.between.owner(path.partition(".")[2], step)
 
+    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> Any:
+        inner = self.between.resized(ops, state.sampling, step, ranks)
+        return state if inner is state.sampling else state._replace(sampling=inner)
+
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         raise TypeError(
             f"{self!r} has no basis yet. Inside stock Horovod nothing could be sampled: pass "

@@ -371,10 +371,19 @@ class LGCCompressor(MomentumCorrected):
     def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
         if step < self.full_steps:
             return state
-        return self._restarted(ops, state)._replace(start=ops.host(step))
+        return self._restarted(ops, state, state.decoder.shape[0])._replace(start=ops.host(step))
 
-    def _restarted(self, ops: Ops, state: Any) -> Any:
-        encoder, decoder = self._untrained(ops, state.decoder.shape[0])
+    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> Any:
+        # Decoders are one a rank, and who is new has no encoder; nor, in the first phase, the
+        # velocity that the others have in common.
+        self.check_ranks(ranks)
+        state = self._restarted(ops, state, ranks if self.by_server else 1)
+        if self.momentum and step < self.full_steps:
+            state = state._replace(memory=state.memory._replace(u=state.memory.u * 0))
+        return state._replace(start=ops.host(max(int(step), self.full_steps)))
+
+    def _restarted(self, ops: Ops, state: Any, heads: int) -> Any:
+        encoder, decoder = self._untrained(ops, heads)
         nothing = ops.host(0)
         return state._replace(
             encoder=encoder,

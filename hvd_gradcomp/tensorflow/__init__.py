@@ -9,6 +9,8 @@
 
 from horovod.tensorflow import *  # noqa: F403
 
+# Not `from ... import elastic`: that would find Horovod's module of this name, imported above.
+import hvd_gradcomp.tensorflow.elastic as elastic
 from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError

@@ -164,7 +164,7 @@ def _variables(item: Any) -> list[Any] | None:
     if optimizer is not item:
         found += optimizer.variables
     engine = _engine_of(item)
-    exchanged = set() if engine is None else {id(v) for v in engine.everything()}
+    exchanged = set() if engine is None else {id(v) for v in engine.everything}
     kept = {id(plain_variable(v)): v for v in found}
     return [v for key, v in kept.items() if key not in exchanged and v.name != "gradcomp_rank"]
 

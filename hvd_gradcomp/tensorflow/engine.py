@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from math import prod
@@ -23,7 +24,15 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp import assignment, handshake, timeline, validate, wire
-from hvd_gradcomp.aggregator import Compressor, Context, Program, is_replicated, leaves, with_leaves
+from hvd_gradcomp.aggregator import (
+    Compressor,
+    Context,
+    Program,
+    State,
+    is_replicated,
+    leaves,
+    with_leaves,
+)
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.collectives import (
     Allgather,
@@ -34,6 +43,7 @@ from hvd_gradcomp.collectives import (
     Gather,
     Switch,
 )
+from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
@@ -44,13 +54,8 @@ GPU_BUCKET_BYTES = 25 << 20
 
 Layers = Sequence[tuple[str, tuple[int, ...], str]]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-_names = (f"gradcomp.{number}" for number in itertools.count())
+TITLES = Names("gradcomp")
 _rank_local: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
-
-
-def next_name() -> str:
-    """The name of the next engine. All ranks take one for each, in the process set or not."""
-    return next(_names)
 
 
 def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
@@ -115,7 +120,7 @@ class Engine:
         nonfinite: what becomes of a step in which a gradient is not finite: "raise", or "skip" or
             "propagate", which are the same here: gradients are NaN and nothing else changes.
         settings: what else must be equal on all ranks, for the handshake.
-        name: begins the name of everything that travels; see `next_name`.
+        name: begins the name of everything that travels; see `Names`.
         make_variable: makes the variables that hold the state, for an owner that saves them.
             Without an owner, layers whose first gradient is sparse get no state and no bucket.
 
@@ -151,7 +156,7 @@ class Engine:
             f"sparse_as_dense={sparse_as_dense}, nonfinite={nonfinite}{settings}"
         )
         self.undoes = nonfinite != "raise"
-        self.name = name or next_name()
+        self.name = name or TITLES.take()
         self.ops = TensorFlowOps()
         self.agreed = False
         self.finite: Any = None  # whether the gradients of the last exchange were, on all ranks
@@ -179,6 +184,7 @@ class Engine:
 
     def _plan(self, left_out: Collection[int]) -> None:
         """Lays the layers into buckets, last layers first, and makes their state."""
+        self.left_out = sorted(left_out)
         target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
         ranks = self.process_set.size()
         planned = assignment.plan(
@@ -191,7 +197,7 @@ class Engine:
         )
         self.compressors = [compressor for compressor, _ in planned]
         self.layouts = [layout for _, layout in planned]
-        self.names = [timeline.bucket(self.name, *pair) for pair in enumerate(self.layouts)]
+        self.rename(self.name)
         places = {name: place for place, (name, _, _) in enumerate(self.layers)}
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         self.variables: list[list[tf.Variable]] = []
@@ -206,9 +212,15 @@ class Engine:
                     if not is_replicated(self.compressors[bucket], path):
                         keep_local(variable)
 
-    def everything(self) -> list[tf.Variable]:
-        """All variables that last from step to step."""
-        return [self.steps, *self.counters.values(), *(v for b in self.variables for v in b)]
+    def rename(self, name: str) -> None:
+        """Begins the names of what travels anew."""
+        self.name = name
+        self.names = [timeline.bucket(name, *pair) for pair in enumerate(self.layouts)]
+
+    def leave_out(self, places: Collection[int]) -> None:
+        """Plans without some layers, whose gradients are sparse, unless it is planned so."""
+        if self.left_out != sorted(places):
+            self._plan(places)
 
     def forget(self) -> None:
         """Sets what belongs to this rank alone to what it was before the first step."""
@@ -266,8 +278,8 @@ class Engine:
         """Compares with the other ranks what is about to be trained, once."""
         kinds = [self._kind(gradient) for gradient in gradients]
         sparse = [place for place, kind in enumerate(kinds) if kind == ", sparse"]
-        if sparse and not (self.owned and any(self.variables)):
-            self._plan(sparse)
+        if not (self.owned and any(self.variables)):
+            self.leave_out(sparse)
         described = [
             (name, shape, f"{dtype}{kind}")
             for (name, shape, dtype), kind in zip(self.layers, kinds)
@@ -296,6 +308,9 @@ class Engine:
                     dense[place] = tf.convert_to_tensor(gradient)
                 else:
                     dense[place], sparse[place] = None, gradient
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            with tf.control_dependencies([self._still_valid()]):
+                dense = [None if g is None else tf.identity(g) for g in dense]
         programs: list[list[Program]] = []
         requests: list[Collective] = []
         results: list[Any] = [None] * len(self.layouts)
@@ -365,6 +380,19 @@ class Engine:
     def _kept(self, finite: tf.Tensor, value: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
         """What a state variable becomes; after a step that is left out, what it was."""
         return tf.where(finite, value, variable) if self.undoes else value
+
+    def _still_valid(self) -> Any:
+        """Fails where a trace runs among other ranks than it was made for."""
+        rank, size = horovod.rank(), horovod.size()
+        same = tf.equal(mpi_ops.rank_op(), rank) & tf.equal(mpi_ops.size_op(), size)
+        return tf.debugging.Assert(
+            same,
+            [
+                f"{ASSERTION}: this was traced for rank {rank} of {size}, and the ranks have "
+                "changed since. Make the tf.function inside the function that hvd.elastic.run "
+                "wraps, so that it is traced again"
+            ],
+        )
 
     def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         """Everybody's slices, as stock Horovod does it: nothing is compressed."""
@@ -599,11 +627,47 @@ class Engine:
     def retrain(self) -> None:
         """Lets the compressors learn anew what they learn, from the next step on."""
         for bucket, compressor in enumerate(self.compressors):
-            values = [tf.identity(v) for v in self.variables[bucket]]
-            state = with_leaves(self.templates[bucket], values)
-            state = compressor.retrained(self.ops, state, int(self.steps))
+            state = compressor.retrained(self.ops, self.state_of(bucket), int(self.steps))
             for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
                 variable.assign(value)
+
+    def state_of(self, bucket: int) -> State:
+        """A bucket's state as it is now."""
+        return with_leaves(self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]])
+
+    @property
+    def everything(self) -> list[tf.Variable]:
+        """All its variables."""
+        return [self.steps, *self.counters.values(), *(v for some in self.variables for v in some)]
+
+    def resize(self) -> set[Compressor]:
+        """Settles what depends on the number of ranks; what was traced before must not run again.
+
+        Returns:
+            The compressors that have to learn anew.
+
+        Raises:
+            ValueError: on all ranks, if a compressor cannot work with so many.
+        """
+        ranks, anew = self.process_set.size(), set()
+        if self.op == horovod.Average:
+            self.postscale = 1.0 / (self.prescale * ranks)
+        for bucket, compressor in enumerate(self.compressors):
+            before = self.state_of(bucket)
+            after = compressor.resized(self.ops, before, int(self.steps), ranks)
+            if after is before:
+                continue
+            anew.add(compressor)
+            for variable, (path, value) in zip(self.variables[bucket], leaves(after)):
+                if variable.shape != value.shape:
+                    raise ValueError(
+                        f"{compressor!r} cannot go on with {ranks} ranks on TensorFlow: {path} has "
+                        "one part a rank. Use pattern='ring_allreduce', or PyTorch"
+                    )
+                variable.assign(value)
+        self._eager = tf.function(self._reduce, autograph=False)
+        self.agreed = False
+        return anew
 
 
 def _times(gradient: Any, factor: tf.Tensor) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as horovod
@@ -19,9 +19,9 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
+    TITLES,
     Engine,
     check,
-    next_name,
     plain_variable,
     takes_part,
 )
@@ -154,7 +154,7 @@ def engine_for(
         del _known[stale]
     plain = [plain_variable(source) for source in sources]
     refs = [weakref.ref(p) for p in plain if isinstance(p, tf.Variable)]
-    name = next_name()  # taken on all ranks, or later names would differ
+    name = TITLES.take()  # taken on all ranks, or later names would differ
     engine = None
     if takes_part(process_set):
         layers = named_layers(sources, names)
@@ -182,6 +182,24 @@ def engine_of_variables(variables: Sequence[Any]) -> Engine | None:
         if known == identity:
             return engine
     return None
+
+
+def engines_over(variables: Sequence[Any]) -> list[tuple[Engine, list[int], dict[str, Any]]]:
+    """Engines whose sources are all among these: (engine, places of its sources, settings)."""
+    places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
+    return [
+        (engine, [places[i] for i in identity], dict(settings))
+        for (identity, _, _, settings), (refs, engine) in _known.items()
+        if engine is not None and all(i in places for i in identity)
+        if all(ref() is not None for ref in refs)
+    ]
+
+
+def drop_engines(engines: Iterable[Engine]) -> None:
+    """Forgets engines as if nobody had asked for them."""
+    dropped = {id(engine) for engine in engines}
+    for key in [key for key, (_, engine) in _known.items() if id(engine) in dropped]:
+        del _known[key]
 
 
 def named_layers(
@@ -291,7 +309,7 @@ class TapeState(tf.Module):
     def __init__(self, engine: Engine | None) -> None:
         super().__init__(name="gradcomp")
         self._gradcomp = engine
-        self.kept = [] if engine is None else engine.everything()
+        self.kept = [] if engine is None else engine.everything
 
 
 def tape_state(

@@ -10,6 +10,8 @@
 
 from horovod.torch import *  # noqa: F403
 
+# Not `from ... import elastic`: that would find Horovod's module of this name, imported above.
+import hvd_gradcomp.torch.elastic as elastic
 from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError

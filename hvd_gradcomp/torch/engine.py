@@ -10,7 +10,6 @@ rank, and Horovod pairs by name.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import pickle
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from hvd_gradcomp.collectives import (
     Switch,
 )
 from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
@@ -49,12 +49,7 @@ _DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-_names = (f"gradcomp.{number}" for number in itertools.count())
-
-
-def next_name() -> str:
-    """The name of the next engine. All ranks take one for each, in the process set or not."""
-    return next(_names)
+TITLES = Names("gradcomp")
 
 
 def gather_objects(item: Any, name: str, process_set: Any) -> list[Any]:
@@ -126,7 +121,7 @@ class Engine:
         named_parameters: (name, parameter) of everything that is reduced; the order is the same
             on all ranks.
         compressor: what runs.
-        name: begins the name of everything that travels; see `next_name`.
+        name: begins the name of everything that travels; see `Names`.
         prescale, postscale: see `Context`.
         process_set: the ranks that take part.
         passes: backward passes for each exchange.
@@ -308,6 +303,12 @@ class Engine:
                 nothing = ops.zeros((bucket.layout.size,))
                 state, _ = one.inherit(ops, state, nothing, bucket.joined(residuals))
             bucket.state = state
+
+    def rename(self, name: str) -> None:
+        """Begins the names of what travels anew."""
+        self.name = name
+        for place, bucket in enumerate(self.buckets):
+            bucket.name = timeline.bucket(name, place, bucket.layout)
 
     def _agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
@@ -491,6 +492,17 @@ class Engine:
         self.scaling.end_step()
         for bucket in self.buckets:
             bucket.result = None
+
+    def abandon(self) -> None:
+        """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
+        self._agreed = False
+        self._counted.clear()
+        for bucket in self.buckets:
+            bucket.programs.clear()
+            bucket.streams.clear()
+            bucket.request = bucket.handle = bucket.result = None
+            bucket.round = 0
+            bucket.absent = set(range(len(bucket.parameters)))
 
     def _advance(self, bucket: Bucket, reply: Any) -> None:
         """Resumes the innermost program until it asks for a collective, or all have ended."""

@@ -19,7 +19,7 @@ from hvd_gradcomp import description, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch import checkpoint, moments, momentum
-from hvd_gradcomp.torch.engine import Engine, next_name
+from hvd_gradcomp.torch.engine import TITLES, Engine
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
@@ -114,10 +114,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    cls, title = type(distributed), next_name()
+    cls, title = type(distributed), TITLES.take()
     _check_seam(cls)
     average = op == horovod.Average
-    world = process_set.size() if process_set.included() else 1
     factor = gradient_predivide_factor
     settings = (
         f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
@@ -126,12 +125,13 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     if not process_set.included():
         return distributed
+    prescale, postscale = scales(op, factor, process_set.size())
     distributed._gradcomp = Engine(
         _reduced(distributed, named_parameters),
         compressor,
         name=title,
-        prescale=1.0 / factor if average else 1.0,
-        postscale=factor / world if average else 1.0,
+        prescale=prescale,
+        postscale=postscale,
         process_set=process_set,
         passes=backward_passes_per_step,
         batch_size=batch_size,
@@ -156,6 +156,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     if not distributed._requires_update:  # Horovod skips its hooks where there is one rank
         distributed._register_hooks()
     return distributed
+
+
+def scales(op: Any, predivide: float, ranks: int) -> tuple[float, float]:
+    """(prescale, postscale) of a `Context`."""
+    return (1.0 / predivide, predivide / ranks) if op == horovod.Average else (1.0, 1.0)
 
 
 def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:

@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+LOOPBACK = ("localhost", "127.0.0.1", "127.1", "127.0.1")  # four hosts to Horovod, one machine
 
 
 def launch(
@@ -39,9 +42,67 @@ def launch(
     Returns:
         What the ranks wrote, in their order; None for one that wrote nothing.
     """
+    output = run(
+        worker,
+        folder,
+        f"--{backend}",
+        "-np",
+        str(ranks),
+        arguments=arguments,
+        deadline=deadline,
+        fails=fails,
+    )
+    paths = [folder / f"{rank}.json" for rank in range(ranks)]
+    results = [json.loads(p.read_text()) if p.exists() else None for p in paths]
+    assert fails or None not in results, output
+    return results
+
+
+def launch_elastic(
+    worker: str, ranks: int, folder: Path, *, patience: int, deadline: float
+) -> tuple[list[list[dict[str, Any]]], str]:
+    """Runs a worker elastically on some ranks, each on a host of its own.
+
+    The hosts are names of this machine. One that a process died on is not used again; one more is
+    found once a worker calls `survival.open_slot(folder)`.
+
+    Args:
+        patience: seconds that gloo waits: for a rank that starts, which has to import its
+            framework first, and for one that is gone without its neighbour's notice.
+
+    Returns:
+        The diary of each process that there was, and the end of the output.
+    """
+    names = [f"{name}:1" for name in LOOPBACK]
+    (folder / "hosts").write_text("\n".join(names[:ranks]))
+    (folder / "hosts.later").write_text("\n".join(names[: ranks + 1]))
+    script = folder / "discover"
+    script.write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
+    script.chmod(0o755)
+    options = ["--gloo", "-np", str(ranks), "--min-np", "1", "--max-np", str(ranks)]
+    options += ["--host-discovery-script", str(script), "--network-interface", "lo"]
+    variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(patience)}
+    output = run(worker, folder, *options, deadline=deadline, variables=variables)
+    diaries = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(folder.glob("process-*.jsonl"))
+    ]
+    return diaries, output
+
+
+def run(
+    worker: str,
+    folder: Path,
+    *options: str,
+    arguments: Sequence[str] = (),
+    deadline: float,
+    fails: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Runs a worker under `horovodrun` with these options; the end of what was printed."""
     program = [sys.executable, "-m", f"tests.parallel.workers.{worker}", str(folder), *arguments]
     launcher = str(Path(sys.executable).with_name("horovodrun"))
-    command = [launcher, f"--{backend}", "-np", str(ranks), *program]
+    command = [launcher, *options, *program]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -52,6 +113,7 @@ def launch(
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        **variables,
     }
     log = folder / "output"
     with log.open("w") as stream:
@@ -70,10 +132,7 @@ def launch(
             raise AssertionError(f"hangs: {log.read_text()[-6000:]}") from None
     output = log.read_text()[-6000:]
     assert (code != 0) == fails, output
-    paths = [folder / f"{rank}.json" for rank in range(ranks)]
-    results = [json.loads(p.read_text()) if p.exists() else None for p in paths]
-    assert fails or None not in results, output
-    return results
+    return output
 
 
 def on_timeline(path: Path) -> set[str]:

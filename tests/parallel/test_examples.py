@@ -48,6 +48,10 @@ def test_cifar10(tmp_path):
     assert done.returncode != 0 and "unpack the python version of CIFAR-10" in done.stderr
 
 
+def test_elastic():
+    assert "accuracy" in run("examples.pytorch.elastic", "--epochs", "2")
+
+
 def test_custom_loop():
     assert "accuracy" in run("examples.tensorflow2.custom_loop", "--epochs", "1")
 

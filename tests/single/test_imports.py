@@ -16,7 +16,16 @@ MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
 # From the bottom up: a module imports only from its own layer or those before it.
 LAYERS = [
-    {"bands.py", "validate.py", "schedule.py", "stats.py", "collectives.py", "layers.py"},
+    {
+        "bands.py",
+        "validate.py",
+        "schedule.py",
+        "stats.py",
+        "collectives.py",
+        "layers.py",
+        "membership.py",
+        "names.py",
+    },
     {"ops/composites.py", "ops/native.py"},
     {"ops/__init__.py"},
     {"layout.py"},

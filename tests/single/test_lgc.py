@@ -334,6 +334,23 @@ def test_an_autoencoder_that_does_not_learn_is_not_used(pattern, caplog):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+def test_among_other_ranks_it_learns_anew_and_keeps_its_residual(pattern):
+    compressor = LGCCompressor(pattern, momentum=0.0, **SHORT)
+    world = world_of(compressor)
+    for _ in range(READY + 2):
+        advance(world)
+    fewer = world_of(compressor, ranks=2)
+    fewer.steps = world.steps
+    fewer.states = [compressor.resized(world.ops, s, world.steps, 2) for s in world.states[1:]]
+    for before, after in zip(world.states[1:], fewer.states):
+        assert torch.equal(compressor.residual(before), compressor.residual(after))
+        assert (int(after.start), int(after.ready)) == (world.steps, 0)
+        assert after.decoder.shape[0] == (2 if compressor.by_server else 1)
+    for _ in range(READY):
+        advance(fewer)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_users_and_drift_train_it_again(pattern):
     compressor = LGCCompressor(pattern, common_rank=0, momentum=0.0, **LEARNS)
     world = world_of(compressor)

@@ -11,6 +11,7 @@ from horovod.tensorflow.keras import *  # noqa: F403
 
 # Not `from ... import callbacks`: that would find Horovod's module of this name, imported above.
 import hvd_gradcomp.tensorflow.keras.callbacks as callbacks
+import hvd_gradcomp.tensorflow.keras.elastic as elastic
 from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError

@@ -19,10 +19,10 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
+    TITLES,
     Engine,
     check,
     keep_local,
-    next_name,
     takes_part,
 )
 from hvd_gradcomp.tensorflow.tape import named_layers
@@ -169,7 +169,7 @@ class _Reducing:
         self._moments = None  # left here by `track_moments`, for the `apply` that follows
         self._compressor = compressor
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
-        self._settings = {**settings, "name": next_name()}
+        self._settings = {**settings, "name": TITLES.take()}
 
     @property
     def pass_of_step(self) -> Any:
@@ -262,9 +262,18 @@ class _Reducing:
         super().load_own_variables(store)  # type: ignore[misc]
         if self._gradcomp is None or int(self._owner) == horovod.rank():
             return
-        self._owner.assign(horovod.rank())
+        self.own()
         self._gradcomp.forget()
-        if self._passes > 1:
+        self.forget()
+
+    def own(self) -> None:
+        """What is kept here belongs to this process's rank, which may be another than before."""
+        if self._gradcomp is not None:
+            self._owner.assign(horovod.rank())
+
+    def forget(self) -> None:
+        """Drops what was added up for the next exchange."""
+        if self._gradcomp is not None and self._passes > 1:
             for total in (*self._added, *self._squared):
                 total.assign(tf.zeros_like(total))
 

@@ -1,0 +1,237 @@
+"""Drop-in for `horovod.tensorflow.elastic`: states that keep what belongs to each rank alone.
+
+Model, optimizer and the compressor's replicated fields come from rank 0; residuals and momenta stay
+with their rank. Stock Horovod's Keras states reach for what Keras 3 no longer has.
+
+What TensorFlow traced knows its rank and how many there are: make a `tf.function` that exchanges
+inside the function that `run` wraps, so that it is made again. `model.fit` traces anew by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HorovodInternalError
+from horovod.tensorflow.elastic import run as _stock_run
+
+from hvd_gradcomp.membership import LOGGER, Lost, Membership
+from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
+from hvd_gradcomp.tensorflow.engine import TITLES, Engine, plain_variable
+from hvd_gradcomp.tensorflow.tape import drop_engines, engine_for, engines_over
+
+__all__ = ["Lost", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the training function of an elastic run, as in Horovod.
+
+    Horovod's own knows a broken exchange by the names of its operations, which are others here.
+    """
+
+    @wraps(func)
+    def translated(*arguments: Any, **options: Any) -> Any:
+        with _as_horovod_says():
+            return func(*arguments, **options)
+
+    return _stock_run(translated)
+
+
+@contextmanager
+def _as_horovod_says() -> Iterator[None]:
+    """Raises what Horovod waits for where TensorFlow reports a broken exchange."""
+    try:
+        yield
+    except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
+        if "Horovod" in error.message:
+            raise HorovodInternalError(error) from error
+        raise
+
+
+class Variables(ObjectState):
+    """Variables, the engines that exchange their gradients, and plain Python objects.
+
+    Args:
+        variables: in the same order on all ranks.
+        optimizer: of Keras; built.
+        kwargs: plain Python objects.
+    """
+
+    def __init__(self, variables: Sequence[Any], optimizer: Any = None, **kwargs: Any) -> None:
+        own = [] if optimizer is None else optimizer.variables
+        plain = {id(v): v for v in map(plain_variable, (*variables, *own))}
+        self._variables = [v for v in plain.values() if isinstance(v, tf.Variable)]
+        self._reducing = getattr(optimizer, "inner_optimizer", optimizer)
+        for engine in self._engines():
+            if engine.process_set is not horovod.global_process_set:
+                raise ValueError(
+                    "elastic training exchanges over all ranks: a process set does not outlive a "
+                    "reset. Make DistributedOptimizer without process_set="
+                )
+        self._copy()
+        super().__init__(bcast_object=_broadcast_object, get_rank=horovod.rank, **kwargs)
+
+    def _engines(self) -> list[Engine]:
+        """The optimizer's, and those of tapes that were asked about these variables."""
+        owned = getattr(self._reducing, "_gradcomp", None)
+        taped = [engine for engine, _, _ in engines_over(self._variables)]
+        return taped if owned is None else [owned, *taped]
+
+    def _tracked(self) -> list[tf.Variable]:
+        of_engines = [v for engine in self._engines() for v in engine.everything]
+        return list({id(v): v for v in (*self._variables, *of_engines)}.values())
+
+    def _copy(self) -> None:
+        self._copies = [(v, tf.identity(v)) for v in self._tracked()]
+
+    def save(self) -> None:
+        self._copy()
+        super().save()
+
+    def restore(self) -> None:
+        known = {id(v) for v, _ in self._copies}
+        drop_engines(e for e, _, _ in engines_over(self._variables) if id(e.steps) not in known)
+        for variable, value in self._copies:
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        taped = [
+            (places, engine.compressor, [name for name, _, _ in engine.layers], engine.left_out, s)
+            for engine, places, s in engines_over(self._variables)
+        ]
+        titles = [engine.name for engine in self._engines()]
+        taped, titles, number = _broadcast_object((taped, titles, TITLES.draw()))
+        for places, compressor, layers, left_out, settings in taped:
+            sources = [self._variables[place] for place in places]
+            engine = engine_for(
+                sources, compressor, layers, process_set=horovod.global_process_set, **settings
+            )
+            assert engine is not None
+            engine.leave_out(left_out)
+        for engine, title in zip(self._engines(), titles):
+            engine.rename(title)
+        TITLES.go_on_from(number)
+        broadcast_variables(self._tracked(), 0)
+        super().sync()
+
+
+class Elastic(Membership, Variables):
+    """The same among ranks that come and go."""
+
+    def __init__(self, *arguments: Any, **kwargs: Any) -> None:
+        super().__init__(*arguments, **kwargs)
+        self.begin()
+
+    def sync(self) -> None:
+        with _as_horovod_says():
+            super().sync()
+
+    def _gather(self, item: Any) -> list[Any]:
+        return horovod.allgather_object(item, name="gradcomp.elastic.roll")
+
+    def _place(self) -> tuple[int, int]:
+        return horovod.rank(), horovod.local_rank()
+
+    def _squares(self) -> float:
+        return sum(_squares(engine) for engine in self._engines())
+
+    def _committed(self) -> Any:
+        return self._copies, self._saved_state
+
+    def _recommit(self, copies: Any) -> None:
+        self._copies, self._saved_state = copies
+
+    def _forget(self) -> None:
+        for engine in self._engines():
+            engine.forget()
+        if hasattr(self._reducing, "forget"):
+            self._reducing.forget()
+
+    def _resize(self) -> None:
+        for engine in self._engines():
+            anew = engine.resize()
+            if horovod.rank() == 0:
+                for one in anew:
+                    LOGGER.warning(
+                        "%r learns anew: other ranks exchange now, %d of them", one, horovod.size()
+                    )
+        if hasattr(self._reducing, "own"):
+            self._reducing.own()
+
+
+class TensorFlowState(Elastic):
+    """What an elastic run over a list of variables commits, restores and hands to ranks that join.
+
+    With the variables goes what the compressors of `DistributedGradientTape`s over them (or over
+    some of them) hold. At `sync` survivors keep what belongs to them (residuals, momenta) and a
+    rank that joins begins with none. What a rank that died had kept back is lost: logged with its
+    norm, and in `lost`. Memory: two commits, each a copy of everything; see `Membership`.
+
+    Args:
+        variables: of the model and of its optimizer, in the same order on all ranks; all that
+            TensorFlow knows of if None.
+        session: refused; it belongs to TensorFlow 1.
+        kwargs: plain Python objects; they become attributes.
+
+    Raises:
+        ValueError: a session is given.
+    """
+
+    def __init__(
+        self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any
+    ) -> None:
+        if session is not None:
+            raise ValueError("session= belongs to TensorFlow 1; hvd_gradcomp needs TensorFlow 2")
+        self.variables = variables or tf.compat.v1.global_variables()
+        super().__init__(self.variables, **kwargs)
+
+
+class TensorFlowKerasState(Elastic):
+    """The same of a Keras 3 model and its optimizer, for `fit` and for custom loops.
+
+    Args:
+        model: built.
+        optimizer: the model's own if None.
+        backend: accepted for compatibility, unused.
+        kwargs: plain Python objects; they become attributes.
+
+    Raises:
+        ValueError: the model is not built, there is no optimizer, or it exchanges over a process
+            set, which does not outlive a reset.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
+        del backend
+        if not model.built:
+            raise ValueError("the model is not built: call model.build(input_shape) first")
+        self.model, self.optimizer = model, optimizer or model.optimizer
+        if self.optimizer is None:
+            raise ValueError("there is no optimizer: compile the model, or pass optimizer=")
+        if not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(model.weights, self.optimizer, **kwargs)
+
+    def _resize(self) -> None:
+        super()._resize()
+        self.model.train_function = None  # traced for the ranks that there were
+
+
+def _broadcast_object(item: Any) -> Any:
+    return horovod.broadcast_object(item, name="gradcomp.elastic")
+
+
+def _squares(engine: Engine) -> float:
+    total = 0.0
+    for bucket, compressor in enumerate(engine.compressors):
+        residual = compressor.residual(engine.state_of(bucket))
+        if residual is not None:
+            total += float(tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))))
+    return total

@@ -1,0 +1,35 @@
+"""Drop-in for `horovod.tensorflow.keras.elastic` under Keras 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod.tensorflow.keras.elastic import (
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
+
+from hvd_gradcomp.tensorflow.elastic import Lost, TensorFlowKerasState, run
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "Lost",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
+
+class KerasState(TensorFlowKerasState):
+    """What an elastic run of `model.fit` commits; see `TensorFlowKerasState`.
+
+    Args:
+        model: built.
+        optimizer: the model's own if None.
+        kwargs: plain Python objects; they become attributes.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, optimizer, **kwargs)

@@ -1,0 +1,284 @@
+"""Drop-in for `horovod.torch.elastic`: states that keep what belongs to each rank alone.
+
+Stock Horovod copies rank 0's optimizer state to all. Here parameters, the optimizer's own state and
+the compressor's replicated fields go that way; residuals and momenta stay with their rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any, NamedTuple
+
+import horovod.torch as horovod
+import torch
+from horovod.torch.elastic import ElasticSampler, run
+from horovod.torch.elastic import TorchState as _StockState
+from horovod.torch.elastic.state import ModelStateHandler, StateHandler
+
+from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.membership import LOGGER, Lost, Membership
+from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
+from hvd_gradcomp.torch.optimizer import scales
+
+__all__ = ["ElasticSampler", "Lost", "TorchState", "run"]
+
+
+class TorchState(Membership, _StockState):
+    """What an elastic run commits, restores and hands to ranks that join.
+
+    Horovod's `TorchState` with `hvd.DistributedOptimizer`s of this package among its objects: their
+    compressors' state is committed and restored with the rest, exactly. At `sync` survivors keep
+    what belongs to them (residuals, momenta) and a rank that joins begins with none. What a rank
+    that died had kept back is lost: logged with its norm, and in `lost`.
+
+    Memory: two commits, each a copy of all objects; see `Membership`.
+
+    Args:
+        model, optimizer: optional.
+        kwargs: further models, optimizers, `ElasticSampler`s and plain Python objects; all become
+            attributes.
+
+    Raises:
+        ValueError: an optimizer exchanges over a process set, which does not outlive a reset.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, optimizer, **kwargs)
+        for name, handler in self._handlers.items():
+            if isinstance(getattr(handler.value, "_gradcomp", None), Engine):
+                self._handlers[name] = CompressedOptimizer(handler.value)
+            elif type(handler) is ModelStateHandler:
+                self._handlers[name] = Model(handler.value)
+        self.begin()
+
+    def _gather(self, item: Any) -> list[Any]:
+        return horovod.allgather_object(item, name="gradcomp.elastic.roll")
+
+    def _place(self) -> tuple[int, int]:
+        return horovod.rank(), horovod.local_rank()
+
+    def _compressed(self) -> list[CompressedOptimizer]:
+        return [h for h in self._handlers.values() if isinstance(h, CompressedOptimizer)]
+
+    def _squares(self) -> float:
+        return sum(_squares(handler.engine) for handler in self._compressed())
+
+    def _committed(self) -> Any:
+        # A handler binds new copies when it saves, so a copy of it still has those from before.
+        return {name: copy.copy(h) for name, h in self._handlers.items()}, self._saved_state
+
+    def _recommit(self, copies: Any) -> None:
+        self._handlers, self._saved_state = copies
+
+    def _forget(self) -> None:
+        for handler in self._compressed():
+            handler.forget()
+
+    def _resize(self) -> None:
+        for handler in self._compressed():
+            handler.resize()
+
+
+class Model(StateHandler):
+    """A module, of any dtype."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        self.value.load_state_dict(_from_root(self.value.state_dict()))
+
+
+class Snapshot(NamedTuple):
+    """An engine's whole state on one rank."""
+
+    steps: int
+    order: list[str]
+    arrived: list[str] | None
+    used: Any
+    buckets: list[Bucket]
+    states: list[State]
+
+
+class CompressedOptimizer(StateHandler):
+    """An optimizer of this package."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        if self.engine.process_set is not horovod.global_process_set:
+            raise ValueError(
+                "elastic training exchanges over all ranks: a process set does not outlive a "
+                "reset. Make DistributedOptimizer without process_set="
+            )
+        self.save()
+
+    @property
+    def engine(self) -> Engine:
+        return self.value._gradcomp
+
+    def save(self) -> None:
+        engine = self.engine
+        self._saved_plain = copy.deepcopy(self._plain())
+        self._saved = Snapshot(
+            engine.steps,
+            list(engine.order),
+            None if engine._arrived is None else list(engine._arrived),
+            engine.used,
+            engine.buckets,
+            [_cloned(bucket.state) for bucket in engine.buckets],
+        )
+
+    def restore(self) -> None:
+        engine, saved = self.engine, self._saved
+        engine.steps, engine.order = saved.steps, list(saved.order)
+        engine._arrived = None if saved.arrived is None else list(saved.arrived)
+        engine.used = saved.used
+        engine._settle_on(saved.buckets)
+        for bucket, state in zip(engine.buckets, saved.states):
+            bucket.state = _cloned(state)
+        engine.abandon()
+        # `load_state_dict` takes tensors as they are; those of the commit must not change.
+        self.value.load_state_dict(copy.deepcopy(self._saved_plain))
+
+    def sync(self) -> None:
+        engine = self.engine
+        theirs = _from_root(
+            {
+                "optimizer": self._plain(),
+                "name": engine.name,
+                "number": TITLES.draw(),
+                "steps": engine.steps,
+                "order": engine.order,
+            }
+        )
+        engine.rename(theirs["name"])
+        engine.steps = theirs["steps"]
+        TITLES.go_on_from(theirs["number"])
+        if theirs["order"] and engine._arrived is not None:
+            engine.reorder(theirs["order"])
+        replicated = _from_root([_replicated(bucket) for bucket in engine.buckets])
+        for bucket, fields in zip(engine.buckets, replicated):
+            values = [
+                fields[path].to(x.device) if path in fields else x
+                for path, x in leaves(bucket.state)
+            ]
+            bucket.state = with_leaves(bucket.state, values)
+        self.value.load_state_dict(theirs["optimizer"])
+        engine.abandon()
+
+    def forget(self) -> None:
+        """Sets what belongs to this rank alone to what it was before the first step."""
+        ranks = self.engine.process_set.size()
+        for bucket in self.engine.buckets:
+            fresh = leaves(bucket.compressor.start(bucket.ops, bucket.layout, ranks))
+            values = [
+                x if is_replicated(bucket.compressor, path) else new
+                for (path, x), (_, new) in zip(leaves(bucket.state), fresh)
+            ]
+            bucket.state = with_leaves(bucket.state, values)
+
+    def resize(self) -> None:
+        """Settles what depends on the number of ranks."""
+        engine, optimizer = self.engine, self.value
+        ranks = engine.process_set.size()
+        engine.prescale, engine.postscale = scales(
+            optimizer.op, optimizer.gradient_predivide_factor, ranks
+        )
+        anew = set()
+        for bucket in engine.buckets:
+            one = bucket.compressor
+            resized = one.resized(bucket.ops, bucket.state, engine.steps, ranks)
+            if resized is not bucket.state:
+                anew.add(one)
+            bucket.state = resized
+        if horovod.rank() == 0:
+            for one in anew:
+                LOGGER.warning("%r learns anew: other ranks exchange now, %d of them", one, ranks)
+        engine.abandon()
+
+    def _plain(self) -> dict[str, Any]:
+        """The state of the optimizer that was wrapped."""
+        return super(type(self.value), self.value).state_dict()
+
+
+def _cloned(state: State) -> State:
+    return with_leaves(state, [x.detach().clone() for _, x in leaves(state)])
+
+
+def _replicated(bucket: Bucket) -> dict[str, torch.Tensor]:
+    return {path: x for path, x in leaves(bucket.state) if is_replicated(bucket.compressor, path)}
+
+
+def _squares(engine: Engine) -> float:
+    total = 0.0
+    for bucket in engine.buckets:
+        residual = bucket.compressor.residual(bucket.state)
+        if residual is not None:
+            total += float(residual.double().square().sum())
+    return total
+
+
+# -- what rank 0 hands to all -------------------------------------------------------------------
+
+
+class _Outline(pickle.Pickler):
+    """Writes a nest of objects without its tensors, which travel by themselves."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return None
+        self.tensors.append(item.detach())
+        return len(self.tensors) - 1
+
+
+class _Filled(pickle.Unpickler):
+    """Reads such a nest back."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        return self.tensors[place]
+
+
+def _from_root(nest: Any) -> Any:
+    """Rank 0's nest of objects and tensors, on all ranks, whatever theirs was.
+
+    A rank that joins has an optimizer without state, so nothing can be matched with what it has.
+    """
+    file = io.BytesIO()
+    outline = _Outline(file)
+    outline.dump(nest)
+    mine = [(x.shape, x.dtype, x.device.type) for x in outline.tensors]
+    text, kinds = horovod.broadcast_object((file.getvalue(), mine), name="gradcomp.elastic")
+    root = horovod.rank() == 0
+    tensors = []
+    for place, (shape, dtype, device) in enumerate(kinds):
+        if root:
+            whole = outline.tensors[place].contiguous()
+        else:
+            whole = torch.empty(shape, dtype=dtype, device=device)
+        if whole.numel():
+            as_bytes = whole.reshape(-1).view(torch.uint8)  # no collective knows bfloat16
+            horovod.broadcast_(as_bytes, 0, name=f"gradcomp.elastic.{place}")
+        tensors.append(whole)
+    return _Filled(io.BytesIO(text), tensors).load()
