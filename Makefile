@@ -36,7 +36,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test demo bench bench-loopback clean
+.PHONY: help setup check test demo bench bench-loopback soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -61,6 +61,9 @@ bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a
 
 bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allreduce and plain top-k
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.loopback $(ARGS)
+
+soak: $(horovod) ## 20,000 steps on two ranks: memory, handles, equal replicas; half an hour and more
+	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.soak $(ARGS)
 
 clean: ## remove the virtual environment, caches and build products
 	rm -rf $(VENV) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
