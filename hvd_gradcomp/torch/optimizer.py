@@ -18,7 +18,7 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp import description, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import checkpoint, moments, momentum
+from hvd_gradcomp.torch import checkpoint, moments, momentum, parameters
 from hvd_gradcomp.torch.engine import Engine, next_name
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
@@ -251,6 +251,8 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
     def synchronize(self: Any) -> None:
         self._gradcomp.order_is_known()
         try:
+            parameters.join(self)
+            parameters.leave_out(self, self._gradcomp.begin())
             stock_synchronize(self)
         except Exception:
             self._handles.clear()
@@ -306,6 +308,22 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             moments.discard(parameter)
         super(cls, self).zero_grad(set_to_none=set_to_none)
 
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        if self._handles:
+            raise RuntimeError(
+                "add_param_group() was called after backward() and before step(): parameters join "
+                "between steps, on all ranks between the same two"
+            )
+        super(cls, self).add_param_group(param_group)
+        try:
+            parameters.name(self, self.param_groups[-1])
+            parameters.join(self)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if self._takeover is not None:
+            self._takeover.take()
+
     def state_dict(self: Any) -> dict[str, Any]:
         plain = super(cls, self).state_dict()
         if self._takeover is not None:
@@ -313,6 +331,7 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         return {**plain, "gradcomp": checkpoint.save(self._gradcomp)}
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        parameters.join(self)  # unfrozen since the optimizer was made, as in the run that saved
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if "gradcomp" in state_dict:
             checkpoint.load(self._gradcomp, state_dict["gradcomp"])
@@ -322,5 +341,5 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
 
     stock_synchronize, stock_step = cls.synchronize, cls.step
     stock_load = cls.load_state_dict
-    replaced = (_allreduce_grad_async, synchronize, step, zero_grad, state_dict, load_state_dict)
-    return {method.__name__: method for method in replaced}
+    replaced = (_allreduce_grad_async, synchronize, step, zero_grad, add_param_group)
+    return {m.__name__: m for m in (*replaced, state_dict, load_state_dict)}
