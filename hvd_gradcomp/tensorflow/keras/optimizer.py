@@ -226,6 +226,13 @@ class _Reducing:
         if self._settle_moments(moments) != "sample":
             moments = None
         known = {self._var_key(v): i for i, v in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
+        unknown = [v.path for v in variables if self._var_key(v) not in known]  # type: ignore[attr-defined]
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)} did not train when this optimizer was built: compile the "
+                "model with a new DistributedOptimizer, or build it while all that will be trained "
+                "is trainable"
+            )
         full: list[Any] = [None] * len(known)
         full_moments: list[Any] = [None] * len(known)
         order = [known[self._var_key(v)] for v in variables]  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -204,7 +205,7 @@ def errors():
 
     return errors_of(
         {
-            "lgc": lambda: optimizer(LGC).add_param_group(dict(group)),
+            "lgc": lambda: optimizer(replace(LGC, first_layer=None)).add_param_group(dict(group)),
             "momentum": another_momentum,
             "untracked": untracked,
             "in between": between_backward_and_step,
