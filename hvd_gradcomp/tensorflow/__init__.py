@@ -13,7 +13,6 @@ from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
-from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
 from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain
 from hvd_gradcomp.tensorflow.tape import (
@@ -22,4 +21,14 @@ from hvd_gradcomp.tensorflow.tape import (
     reduce_gradients,
 )
 
+globals().pop("DistributedOptimizer", None)  # Horovod's, which does not reduce under Keras 3
+
 __all__ = [name for name in dir() if not name.startswith("_")]
+
+
+def __getattr__(name: str) -> object:
+    if name == "DistributedOptimizer":  # the only one here that needs Keras 3
+        from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
+
+        return DistributedOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
