@@ -14,8 +14,8 @@ readme = here / "README.md"
 # of docker/build-horovod.sh: listed here, pip would build it unchanged, for minutes, and fail.
 extras = {
     "torch": ["torch>=2.0"],
-    # Two wheels of one framework, which overwrite each other's files: take one extra, not both. Tapes
-    # alone work from 2.13 on, which brings Keras 2.
+    # Two wheels of one framework, which overwrite each other's files: take one extra, not both.
+    # From 2.13 on, which brings Keras 2, tapes alone work.
     "tensorflow": ["tensorflow>=2.16", "keras>=3"],
     "tensorflow-cpu": ["tensorflow-cpu>=2.16", "keras>=3"],
     # Without frameworks, so that `make check` needs none either.
