@@ -3,10 +3,14 @@
 #
 #   PYTHON=python3   the Python that the virtual environment is made with, 3.9 or newer
 #   VENV=.venv       where it is made
+#   PYTHON_OLDER=... that of `make test-older`, 3.9 to 3.11; PYTHON if not given
+#   VENV_OLDER=.venv-older    where its environment is made
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
 #   ARGS=...         passed on to pytest, the demo or the benchmark
 PYTHON ?= python3
 VENV ?= .venv
+PYTHON_OLDER ?= $(PYTHON)
+VENV_OLDER ?= .venv-older
 SETUP ?= 1
 DEVICE ?= cpu
 ARGS ?=
@@ -36,7 +40,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test demo bench bench-loopback clean
+.PHONY: help setup check test test-older demo bench bench-loopback soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -52,6 +56,11 @@ check: $(tools) ## lint, format, types and import rules; under a minute, no fram
 test: $(horovod) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest --doctest-modules hvd_gradcomp tests/single tests/parallel $(ARGS)
 
+# torch 2.0 has to be loaded before TensorFlow, or it aborts: hence -p.
+test-older: $(VENV_OLDER)/.stamp ## what one process can test, on PyTorch 2.0 and TensorFlow 2.13
+	@$(VENV_OLDER)/bin/python -m pytest -p torch --doctest-modules \
+		--doctest-ignore-import-errors hvd_gradcomp tests/single $(ARGS)
+
 demo: $(horovod) ## train on real digits with and without compression, on PyTorch and Keras 3
 	@$(run) -m examples.demo $(ARGS)
 
@@ -62,8 +71,11 @@ bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a
 bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allreduce and plain top-k
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.loopback $(ARGS)
 
+soak: $(horovod) ## 20,000 steps on two ranks: memory, handles, equal replicas; half an hour and more
+	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.soak $(ARGS)
+
 clean: ## remove the virtual environment, caches and build products
-	rm -rf $(VENV) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_OLDER) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stage that fails leaves no stamp and is repeated; --clear takes away half an environment.
@@ -90,4 +102,13 @@ $(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh
 	@echo "horovod: from the cache, or built (about 8 minutes on two cores)"
 	@PATH="$(path)" PIP_CONSTRAINT=docker/constraints.txt docker/build-horovod.sh $(VENV)/bin/python
 	@$(pip) --no-build-isolation --no-deps --editable .  # once more: now there is a compiler
+	@touch $@
+
+$(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py hvd_gradcomp/ops/native.c
+	@docker/install-system.sh --python-only $(PYTHON_OLDER)
+	@echo "older: PyTorch 2.0 and TensorFlow 2.13 in $(VENV_OLDER) (downloads 900 MB, takes 3 GB)"
+	@$(PYTHON_OLDER) -m venv --clear $(VENV_OLDER)
+	@$(VENV_OLDER)/bin/python -m pip install -qq --progress-bar off --upgrade -r docker/older.txt
+	@docker/torch-without-cuda.sh $(VENV_OLDER)/bin/python 2.0.0
+	@$(VENV_OLDER)/bin/python -m pip install -qq --no-build-isolation --no-deps --editable .
 	@touch $@

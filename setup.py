@@ -15,6 +15,7 @@ readme = here / "README.md"
 extras = {
     "torch": ["torch>=2.0"],
     # Two wheels of one framework, which overwrite each other's files: take one extra, not both.
+    # From 2.13 on, which brings Keras 2, tapes alone work.
     "tensorflow": ["tensorflow>=2.16", "keras>=3"],
     "tensorflow-cpu": ["tensorflow-cpu>=2.16", "keras>=3"],
     # Without frameworks, so that `make check` needs none either.
@@ -22,7 +23,7 @@ extras = {
         "hypothesis",
         "mpi4py>=4",
         "mypy",
-        "pytest>=8",
+        "pytest>=8.2",
         "pytest-timeout",
         "ruff",
         "types-tabulate",

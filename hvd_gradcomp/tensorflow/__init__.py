@@ -17,7 +17,6 @@ from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
-from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
 from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.reports import StatsWriter
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain
@@ -28,4 +27,14 @@ from hvd_gradcomp.tensorflow.tape import (
     tape_state,
 )
 
+globals().pop("DistributedOptimizer", None)  # Horovod's, which does not reduce under Keras 3
+
 __all__ = [name for name in dir() if not name.startswith("_")]
+
+
+def __getattr__(name: str) -> object:
+    if name == "DistributedOptimizer":  # the only one here that needs Keras 3
+        from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
+
+        return DistributedOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

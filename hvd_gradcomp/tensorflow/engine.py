@@ -95,6 +95,13 @@ def plain_variable(source: Any) -> Any:
     return value if isinstance(value, tf.Variable) else source
 
 
+def _where(trained: tf.Tensor, state: State, other: State) -> State:
+    """A state that is another's in all it holds of elements that are not trained."""
+    pairs = zip(leaves(state), leaves(other))
+    held = [tf.where(trained, x, y) if y.shape == trained.shape else x for (_, x), (_, y) in pairs]
+    return with_leaves(state, held)
+
+
 def takes_part(process_set: Any) -> bool:
     """Whether this rank belongs to the set.
 
@@ -241,7 +248,8 @@ class Engine:
         """One exchange.
 
         Args:
-            gradients: one for each layer, or None; None stays None and stands for zero.
+            gradients: one for each layer, or None; None stays None. On all ranks it is the same
+                layers that have none, and what was accumulated for them waits.
             moments: sums of squared sample gradients, for compressors that use them.
             loss_scale: what gradients are multiplied with, and moments with its square; the same
                 of the result. What is kept from step to step is without it.
@@ -314,6 +322,8 @@ class Engine:
         programs: list[list[Program]] = []
         requests: list[Collective] = []
         results: list[Any] = [None] * len(self.layouts)
+        before: list[State] = []
+        trained = [self._trained(bucket, gradients) for bucket in range(len(self.layouts))]
         for bucket, layout in enumerate(self.layouts):
             context = Context(
                 layout,
@@ -331,6 +341,10 @@ class Engine:
             state = with_leaves(
                 self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]]
             )
+            before.append(state)
+            if trained[bucket] is not None:
+                nothing = with_leaves(state, [tf.zeros_like(x) for _, x in leaves(state)])
+                state = _where(trained[bucket], state, nothing)
             flat = self._flat(bucket, dense, layout.dtype)
             program = self.compressors[bucket].aggregate(self.ops, context, flat, state, **extra)
             programs.append([program])
@@ -359,6 +373,8 @@ class Engine:
         # The totals depend on the checks of the payloads: a step that fails leaves no trace.
         with tf.control_dependencies([total for total, _ in results]):
             for bucket, (total, state) in enumerate(results):
+                if trained[bucket] is not None:
+                    state = _where(trained[bucket], state, before[bucket])
                 for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
                     variable.assign(self._kept(finite, value, variable))
                 self._cut(bucket, total, dense, reduced)
@@ -446,6 +462,16 @@ class Engine:
             if end - start - size:
                 pieces.append(tf.zeros((end - start - size,), dtype))
         return tf.concat(pieces, 0)
+
+    def _trained(self, bucket: int, gradients: Sequence[Any]) -> tf.Tensor | None:
+        """Which elements belong to layers that have a gradient; None where all have."""
+        if all(gradients[place] is not None for place in self.places[bucket]):
+            return None
+        ones = [
+            None if gradient is None else tf.ones(shape)
+            for gradient, (_, shape, _) in zip(gradients, self.layers)
+        ]
+        return self._flat(bucket, ones, "float32") > 0
 
     def _cut(self, bucket: int, total: tf.Tensor, given: list[Any], reduced: list[Any]) -> None:
         layout = self.layouts[bucket]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
-from hvd_gradcomp.torch import moments
+from hvd_gradcomp.torch import moments, parameters
 from hvd_gradcomp.torch.scaling import LossScaling
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -61,6 +61,10 @@ def gather_objects(item: Any, name: str, process_set: Any) -> list[Any]:
     return [pickle.loads(piece.numpy().tobytes()) for piece in everything.split(lengths.tolist())]
 
 
+def _layer(name: str, parameter: torch.nn.Parameter) -> tuple[str, tuple[int, ...], str]:
+    return name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+
+
 @dataclass
 class Bucket:
     """Whole layers that share a program.
@@ -72,6 +76,8 @@ class Bucket:
         absent: layers whose gradient has not arrived in this step.
         programs: the running program, and the branches that it switched to, innermost last.
         handle: of the collective it waits for.
+        since: exchanges of the engine before its first.
+        held: layers that are frozen, and what the state holds of them is `waiting`, by its path.
     """
 
     name: str
@@ -92,6 +98,9 @@ class Bucket:
     round: int = 0
     result: torch.Tensor | None = None
     streams: set[Any] = field(default_factory=set)
+    since: int = 0
+    held: set[int] = field(default_factory=set)
+    waiting: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.views = self.cut(self.flat)
@@ -166,20 +175,15 @@ class Engine:
         self._name_of = {p: name for name, p in named_parameters}
         self.counters = [0, 0, 0]  # bytes sent, bytes received, steps left out
         self._agreed = False
-        self.layers = [
-            (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
-            for name, p in named_parameters
-        ]
+        self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
+        self.layers = [_layer(*named) for named in named_parameters]
         assigned = assignment.assign(compressor, self.layers, process_set.size())
         self.moments = self._moment_source(
             [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
         )
         self._settle_on(list(self._plan(self._named)))
         self._counted: dict[torch.nn.Parameter, int] = {}
-        if self.moments == "microbatch":
-            for parameter, (bucket, _) in self._places.items():
-                if bucket.moment is not None:
-                    parameter.register_hook(self._square_of(parameter))
+        self._watch(self.buckets)
 
     # -- set-up ------------------------------------------------------------------------------
 
@@ -189,9 +193,20 @@ class Engine:
             p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
         }
 
-    def _plan(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> Iterator[Bucket]:
-        """Buckets in the order in which backward fills them: last layers first."""
-        layers = {layer[0]: layer for layer in self.layers}
+    @property
+    def parameters(self) -> Set[torch.nn.Parameter]:
+        """All that have a place in a bucket."""
+        return self._places.keys()
+
+    def _plan(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        placed: Collection[Bucket] = (),
+    ) -> Iterator[Bucket]:
+        """Buckets in the order in which backward fills them: last layers first.
+
+        What has a place in buckets that are there already gets no other.
+        """
         by_name = dict(named_parameters)
         for name, p in named_parameters:
             if p.dtype not in _DTYPE_NAMES:
@@ -200,9 +215,11 @@ class Engine:
         verbs = {device: TorchOps(device) for device in devices}
         ranks = self.process_set.size()
         target = self._bucket_bytes or BUCKET_BYTES
-        self.used = [layers[name] for name, _ in named_parameters]
-        plan = assignment.plan(self.compressor, self.used, target, devices, ranks=ranks)
-        for index, (compressor, layout) in enumerate(plan):
+        self.used = [_layer(*named) for named in named_parameters]
+        there = {name for bucket in placed for name in bucket.layout.names}
+        left_out = [place for place, layer in enumerate(self.used) if layer[0] in there]
+        plan = assignment.plan(self.compressor, self.used, target, devices, left_out, ranks)
+        for index, (compressor, layout) in enumerate(plan, len(placed)):
             parameters = [by_name[name] for name in layout.names]
             ops = verbs[parameters[0].device]
             moment = None
@@ -247,6 +264,48 @@ class Engine:
                 f"{self.passes}"
             )
         return source
+
+    def add(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Plans buckets for parameters that join, on all ranks before the same step.
+
+        The ranks compare what they train once more. Methods that learn do so for the new layers
+        from this step on.
+
+        Raises:
+            ValueError: the compressor orders the layers of the whole model (LGC, or a partition
+                with it); second moments of the parameters are not tracked; a dtype is none that is
+                reduced.
+        """
+        names = ", ".join(name for name, _ in named_parameters)
+        if self.compressor.needs_order:
+            raise ValueError(
+                f"{self.compressor!r} plans the whole model at once: {names} cannot join. Build a "
+                "new DistributedOptimizer once all that will be trained requires gradients"
+            )
+        untracked = [name for name, p in named_parameters if not moments.is_tracked(p)]
+        if self.moments == "sample" and untracked:
+            raise ValueError(
+                "moments='sample' needs hvd.track_moments(model) before its parameters join; not "
+                f"tracked: {', '.join(untracked)}"
+            )
+        everything = [*self._named, *named_parameters]
+        new = list(self._plan(everything, self.buckets))
+        for bucket in new:
+            bucket.since = self.steps
+            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
+        self._named = everything
+        self._name_of.update((p, name) for name, p in named_parameters)
+        self.layers += [_layer(*named) for named in named_parameters]
+        self._settle_on([*self.buckets, *new])
+        self._watch(new)
+        self._agreed = False
+
+    def _watch(self, buckets: Sequence[Bucket]) -> None:
+        """Sees the passes of what needs the moments of micro-batches."""
+        for bucket in buckets:
+            if self.moments == "microbatch" and bucket.moment is not None:
+                for parameter in bucket.parameters:
+                    parameter.register_hook(self._square_of(parameter))
 
     def _square_of(self, parameter: torch.nn.Parameter) -> Any:
         """A tensor hook: sees what one pass contributes, before it is accumulated."""
@@ -322,21 +381,35 @@ class Engine:
 
     # -- one step ----------------------------------------------------------------------------
 
+    def begin(self) -> Set[torch.nn.Parameter]:
+        """Begins a step, with its first gradient or without any; what is frozen in it."""
+        if self._frozen is None:
+            if not self._agreed:
+                self._agree()
+            if self._arrived is not None and self.steps > 0:
+                self.reorder(self._gather_objects(self.order)[0])
+            scaled = self.scaling.begin_step()
+            self._policy = self.nonfinite or ("skip" if scaled else "raise")
+            self._frozen = {p for p in self.parameters if not p.requires_grad}
+            for p in self._frozen:
+                self._counted.pop(p, None)
+            for bucket in self.buckets:
+                held = {slot for slot, p in enumerate(bucket.parameters) if p in self._frozen}
+                parameters.hold(bucket, held, self.steps)
+        return self._frozen
+
     def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Takes a gradient; starts the program of its bucket when it was the last one.
 
         Args:
             gradient: dense, of the parameter's shape or one number; None stands for zero.
         """
-        if not self._agreed:
+        if parameter in self.begin():
+            return  # frozen between forward and backward
+        if not self._agreed:  # some have joined since the step began
             self._agree()
-        scaled = self.scaling.begin_step()
-        self._policy = self.nonfinite or ("skip" if scaled else "raise")
         if self._arrived is not None:
-            if self.steps == 0:
-                self._arrived.append(self._name_of[parameter])
-            else:
-                self.reorder(self._gather_objects(self.order)[0])
+            self._arrived.append(self._name_of[parameter])
         bucket, slot = self._places[parameter]
         with torch.no_grad():
             if gradient is None:
@@ -488,10 +561,12 @@ class Engine:
         return self.scaling.scale(gradient).to(parameter.dtype)
 
     def clear(self) -> None:
-        """Lets go of the results, once all were taken."""
+        """Ends a step, once all results were taken: lets go of them, and of what was frozen."""
+        self._frozen = None
         self.scaling.end_step()
         for bucket in self.buckets:
             bucket.result = None
+            parameters.release(bucket)
 
     def abandon(self) -> None:
         """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
@@ -586,18 +661,19 @@ class Engine:
         residuals = []
         elements = 0
         for bucket in self.buckets:
-            elements += bucket.layout.elements
+            steps = self.steps - bucket.since
+            elements += bucket.layout.elements * steps
             sizes.update(zip(bucket.layout.names, bucket.layout.sizes))
             working, state = bucket.compressor.at_work(bucket.state, self.steps)
             residuals.append(working.residual(state))
-            sent = bucket.compressor.elements_sent(bucket.layout, bucket.state, self.steps)
+            sent = bucket.compressor.elements_sent(bucket.layout, bucket.state, steps)
             layers.update(zip(bucket.layout.names, sent))
         order = [name for name, _, _ in self.layers]
         return CompressionStats(
             steps=self.steps,
-            elements=elements * self.steps,
+            elements=elements,
             elements_sent=sum(layers.values()),
-            bytes_dense=4 * elements * self.steps,
+            bytes_dense=4 * elements,
             bytes_sent=self.counters[_SENT],
             bytes_received=self.counters[_RECEIVED],
             layers={name: layers[name] for name in order},

@@ -18,7 +18,7 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp import description, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import checkpoint, moments, momentum
+from hvd_gradcomp.torch import checkpoint, moments, momentum, parameters
 from hvd_gradcomp.torch.engine import TITLES, Engine
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
@@ -283,6 +283,8 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
     def synchronize(self: Any) -> None:
         self._gradcomp.order_is_known()
         try:
+            parameters.join(self)
+            parameters.leave_out(self, self._gradcomp.begin())
             stock_synchronize(self)
         except Exception:
             self._handles.clear()
@@ -354,6 +356,22 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             moments.discard(parameter)
         super(cls, self).zero_grad(set_to_none=set_to_none)
 
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        if self._handles:
+            raise RuntimeError(
+                "add_param_group() was called after backward() and before step(): parameters join "
+                "between steps, on all ranks between the same two"
+            )
+        super(cls, self).add_param_group(param_group)
+        try:
+            parameters.name(self, self.param_groups[-1])
+            parameters.join(self)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if self._takeover is not None:
+            self._takeover.take()
+
     def state_dict(self: Any, mode: str = "sharded") -> dict[str, Any]:
         """With what the compressor keeps: this rank's, or that of all ranks, which all call it.
 
@@ -365,6 +383,7 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        parameters.join(self)  # unfrozen since the optimizer was made, as in the run that saved
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if "gradcomp" in state_dict:
             checkpoint.load(self._gradcomp, state_dict["gradcomp"])
@@ -373,6 +392,8 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             self._takeover.take()
 
     stock_synchronize, stock_load = cls.synchronize, cls.load_state_dict
-    replaced = (_allreduce_grad_async, synchronize, step, zero_grad, state_dict, load_state_dict)
-    methods: dict[str, Any] = {method.__name__: method for method in replaced}
+    replaced = (_allreduce_grad_async, synchronize, step, zero_grad, add_param_group)
+    methods: dict[str, Any] = {
+        method.__name__: method for method in (*replaced, state_dict, load_state_dict)
+    }
     return {**methods, _SUPPORTS_SCALING: property(_supports_scaling, _set_supports_scaling)}

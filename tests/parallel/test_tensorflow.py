@@ -44,6 +44,7 @@ MESSAGES = {
     "one pass": "backward_passes_per_step of at least 2",
     "stats": "no exchange is known",
     "inside stock": "import hvd_gradcomp.tensorflow as hvd",
+    "late layer": "did not train when this optimizer was built",
     "xla": "jit_compile=False",
     "xla switched off": "nothing was raised",
     "different models": "(3, 2) float32 on rank 0",

@@ -91,3 +91,18 @@ def test_momentum_is_applied_once(tmp_path):
         assert "None(), then momentum=0.9" in result["description"]
         for name, message in TAKEOVER_MESSAGES.items():
             assert message in result["errors"][name], name
+
+
+TRAINING_MESSAGES = {
+    "lgc": "plans the whole model at once: head.weight, head.bias cannot join",
+    "momentum": "the compressor has taken 0.9 over",
+    "untracked": "not tracked: head.weight, head.bias",
+    "in between": "after backward() and before step()",
+}
+
+
+def test_parameters_join_freeze_and_thaw(tmp_path):
+    results = launch("torch_training", 2, "gloo", tmp_path)
+    assert results[0] == results[1]
+    for name, message in TRAINING_MESSAGES.items():
+        assert message in results[0]["errors"][name], name

@@ -21,6 +21,7 @@ from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import LARGEST, LEADER, ONE_OF_EACH, PHASED, QUANTIZED
+from tests.single.older import compiles_whole
 
 SHAPES = ((40, 7), (10,), (700,))
 COMPRESSORS = [
@@ -141,6 +142,7 @@ def test_the_other_encoders_can_be_traced(compressor, how):
         assert sent.numpy().tobytes() == expected.numpy().tobytes()
 
 
+@compiles_whole
 @pytest.mark.parametrize("compressor", OTHERS, ids=repr)
 def test_torch_compiles_the_other_encoders_whole(compressor):
     torch._dynamo.reset()  # or it gives up after some compressors
@@ -217,6 +219,7 @@ def climb(ladder, ops, state):
     return rung, state._replace(ladder=after)
 
 
+@compiles_whole
 @pytest.mark.parametrize("compressor", [c for c in COMPRESSORS if c.block > 1], ids=repr)
 def test_torch_compiles_the_encoder_whole(compressor):
     layout, ops = layout_for(compressor), TorchOps(static=True)

@@ -27,6 +27,7 @@ from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.oracles.gradiveq import GradiVeQ
+from tests.single.older import compiles_whole
 
 SHAPES = ((8, 4, 3, 3), (16, 8, 3), (5, 3, 1, 1))
 RANKS = 3
@@ -190,6 +191,7 @@ def test_tensorflow_traces_it_whole(how):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@compiles_whole
 def test_torch_compiles_it_whole():
     torch._dynamo.reset()
     compressor = GradiVeQCompressor(ratio=4, **SHORT)

@@ -26,6 +26,7 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from hvd_gradcomp.wrappers import After
 from tests.oracles import lgc as plain
+from tests.single.older import compiles_whole
 
 SIZES = (700, 90, 900)
 SHORT = {"alpha": 0.03, "full_steps": 3, "train_steps": 14, "ae_lr": 0.01}
@@ -106,6 +107,7 @@ def test_the_networks_and_their_derivatives(ops, innovation):
         np.testing.assert_allclose(np.asarray(mine) / scale, theirs / scale, atol=1e-4)
 
 
+@compiles_whole
 def test_the_networks_are_traced_and_compiled_whole():
     ops, other = TorchOps(static=True), TensorFlowOps(static=True)
     encoder = autoencoder.initial_encoder(ops, 1)

@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp.schedule import EGCCorrection
-from hvd_gradcomp.tensorflow.keras.callbacks import EGCLearningRate
 from hvd_gradcomp.torch import EGCScheduler
+from tests.single.older import skip_without_keras_3
+
+skip_without_keras_3()
+from hvd_gradcomp.tensorflow.keras.callbacks import EGCLearningRate  # noqa: E402
 
 LOSSES = st.lists(
     st.one_of(st.floats(0, 4), st.sampled_from([1.0, 2.0, math.nan, math.inf, -math.inf])),

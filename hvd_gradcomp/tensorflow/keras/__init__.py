@@ -7,6 +7,15 @@
 +optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.VarianceCompressor(alpha=2))
 """
 
+import keras as _keras
+
+if int(_keras.__version__.partition(".")[0]) < 3:
+    raise ImportError(
+        f"hvd_gradcomp.tensorflow.keras needs Keras 3, this is Keras {_keras.__version__}: install "
+        "tensorflow>=2.16 with keras>=3. With Keras 2 reduce in a loop of your own: "
+        "hvd_gradcomp.tensorflow.DistributedGradientTape takes any tf.Variable"
+    )
+
 from horovod.tensorflow.keras import *  # noqa: F403
 
 # Not `from ... import callbacks`: that would find Horovod's module of this name, imported above.

@@ -11,8 +11,8 @@ import tensorflow as tf
 from hvd_gradcomp.schedule import EGCCorrection
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import LOGGER, plain_variable, takes_part
+from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.reports import StatsWriter as StatsWriter
-from hvd_gradcomp.tensorflow.probing import ProbeCallback as ProbeCallback
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

@@ -330,6 +330,13 @@ class _Reducing:
     def _order(self, variables: list[Any]) -> list[int]:
         """The places of some variables among all."""
         known = {self._var_key(v): i for i, v in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
+        unknown = [v.path for v in variables if self._var_key(v) not in known]  # type: ignore[attr-defined]
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)} did not train when this optimizer was built: compile the "
+                "model with a new DistributedOptimizer, or build it while all that will be trained "
+                "is trainable"
+            )
         return [known[self._var_key(v)] for v in variables]  # type: ignore[attr-defined]
 
     def _placed(

@@ -203,6 +203,50 @@ def xla_switched_off():
     model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0, callbacks=[broadcast])
 
 
+def frozen_layer():
+    """Freezes a layer and thaws it: it does not move meanwhile, and nothing of it is lost."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(2)])
+    distributed = DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=hvd.StromCompressor(tau=0.2)
+    )
+    random = np.random.default_rng(5 + hvd.rank())
+    x, y = random.standard_normal((16, 6)), random.standard_normal((16, 2))
+
+    def fit(trainable):
+        model.layers[0].trainable = trainable
+        model.compile(distributed, "mse", jit_compile=False)
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        return [w.copy() for w in model.layers[0].get_weights()], residual()
+
+    def residual():
+        (layout,) = distributed._gradcomp.layouts
+        (vector,) = [v for v in distributed._gradcomp.variables[0] if v.shape == (layout.size,)]
+        slots = [
+            place for place, shape in enumerate(layout.shapes) if 5 in shape and 2 not in shape
+        ]
+        cut = [(layout.offsets[i], layout.offsets[i] + layout.sizes[i]) for i in slots]
+        return [vector.numpy()[start:end] for start, end in cut]
+
+    moving = fit(True)
+    assert any(x.any() for x in moving[1])
+    for before, after in zip(moving, fit(False)):
+        assert all(np.array_equal(a, b) for a, b in zip(before, after))
+    thawed = fit(True)
+    assert not np.array_equal(thawed[0][0], moving[0][0])
+    return digest(model.get_weights())
+
+
+def late_layer():
+    """One that was not trainable when the optimizer was built."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(2)])
+    distributed = DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for trainable in (False, True):
+        model.layers[0].trainable = trainable
+        model.compile(distributed, "mse", jit_compile=False)
+        model.fit(np.ones((4, 6)), np.ones((4, 2)), verbose=0)
+
+
 def inside_stock():
     train(stock, compression=hvd.VarianceCompressor())
 
@@ -226,6 +270,7 @@ def main(folder: str) -> None:
         "micro-batches": micro_batches(),
         "explicit moments": explicit_moments(),
         "watched": watched(folder),
+        "frozen layer": frozen_layer(),
     }
     errors = errors_of(
         {
@@ -242,6 +287,7 @@ def main(folder: str) -> None:
             "one pass": lambda: optimizer(compression=hvd.VarianceCompressor(moments="microbatch")),
             "stats": lambda: hvd.compression_stats([tf.Variable(1.0)]),
             "inside stock": inside_stock,
+            "late layer": late_layer,
             "xla": xla,
             "xla switched off": xla_switched_off,
             "different models": different_models,

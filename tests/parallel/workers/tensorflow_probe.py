@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow as hvd
-from hvd_gradcomp.tensorflow.probing import Probe, ProbeCallback
+from hvd_gradcomp.tensorflow.keras.callbacks import ProbeCallback
+from hvd_gradcomp.tensorflow.probing import Probe
 from tests.parallel.workers.results import digest, errors_of, write
 
 STEPS = 20

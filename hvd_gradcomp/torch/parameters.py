@@ -1,0 +1,114 @@
+"""Parameters that join an optimizer while it trains, and those that are frozen for a while.
+
+A parameter joins by `optimizer.add_param_group`, or by `requires_grad_(True)` where it did not
+train when the optimizer was made. It gets a bucket beside those that are there, which keep their
+layers and state. A frozen one, `requires_grad_(False)`, is left out of the exchange; what the
+compressor has accumulated for it waits. All ranks do the same before the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvd_gradcomp.aggregator import leaves
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.torch.engine import Bucket
+
+
+def name(optimizer: Any, group: dict[str, Any]) -> None:
+    """Names the parameters of a new group: as before, as the group says, or by their place.
+
+    Raises:
+        ValueError: a name belongs to another parameter.
+    """
+    names, place = optimizer._parameter_names, len(optimizer.param_groups) - 1
+    given = group.get("param_names") or [f"group.{place}.{i}" for i in range(len(group["params"]))]
+    taken = set(names.values())
+    for p, title in zip(group["params"], given):
+        if p in names:
+            continue
+        if title in taken:
+            raise ValueError(f"add_param_group: {title} names another parameter already")
+        names[p] = title
+        optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
+
+
+def join(optimizer: Any) -> None:
+    """Takes in what trains now and is not exchanged yet.
+
+    Raises:
+        ValueError: the compressor cannot take it in; see `Engine.add`.
+    """
+    engine = optimizer._gradcomp
+    new = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and p not in engine.parameters
+    ]
+    if not new:
+        return
+    engine.add([(optimizer._parameter_names[p], p) for p in new])
+    for p in new:  # as Horovod does when the optimizer is made
+        accumulator = p.expand_as(p).grad_fn.next_functions[0][0]
+        accumulator.register_hook(optimizer._make_hook(p))
+        optimizer._grad_accs.append(accumulator)
+
+
+def leave_out(optimizer: Any, frozen: Set[torch.nn.Parameter]) -> None:
+    """Lets Horovod wait for no gradient of these, and forget those of earlier passes."""
+    optimizer._requires_update = optimizer._gradcomp.parameters - frozen
+    for p in frozen:
+        p.grad = None  # so that the optimizer leaves it alone, momentum and decay included
+        optimizer._handles.pop(p, None)
+        optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
+
+
+def hold(bucket: Bucket, slots: set[int], step: int) -> None:
+    """Leaves layers of a bucket out of a step, before any of its gradients arrive.
+
+    They send zeros from a state of zeros; a bucket that has no other layers does not start. What
+    was learned while a layer was out does not fit it: with its return the compressor learns anew.
+    """
+    if bucket.held - slots:
+        bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, step)
+    bucket.held = slots
+    if not slots or len(slots) == len(bucket.parameters):
+        return
+    bucket.absent -= slots
+    with torch.no_grad():
+        for vector in (bucket.flat, bucket.moment):
+            if vector is not None:
+                for piece in _pieces(bucket, vector):
+                    piece.zero_()
+        for path, vector in _vectors(bucket):
+            pieces = _pieces(bucket, vector)
+            bucket.waiting[path] = [piece.clone() for piece in pieces]
+            for piece in pieces:
+                piece.zero_()
+
+
+def release(bucket: Bucket) -> None:
+    """Gives the layers that were left out their state back."""
+    if not bucket.waiting:
+        return
+    with torch.no_grad():
+        for path, vector in _vectors(bucket):
+            for piece, value in zip(_pieces(bucket, vector), bucket.waiting[path]):
+                piece.copy_(value)
+    bucket.waiting.clear()
+
+
+def _vectors(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+    """What the state holds of each element."""
+    shape = (bucket.layout.size,)
+    return [(path, x) for path, x in leaves(bucket.state) if tuple(x.shape) == shape]
+
+
+def _pieces(bucket: Bucket, vector: torch.Tensor) -> list[torch.Tensor]:
+    cut = bucket.cut(vector)
+    return [cut[slot] for slot in sorted(bucket.held)]

@@ -1,0 +1,20 @@
+"""What older versions cannot do, as marks: each says what it leaves out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+
+compiles_whole = pytest.mark.skipif(
+    TORCH < (2, 4), reason="torch.compile of this version does not take dataclasses"
+)
+
+
+def skip_without_keras_3() -> None:
+    """For the head of a module, before it imports the Keras frontend."""
+    frontend = "hvd_gradcomp.tensorflow.keras"
+    pytest.importorskip(frontend, reason="needs Keras 3", exc_type=ImportError)
