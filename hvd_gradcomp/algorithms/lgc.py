@@ -396,7 +396,7 @@ class LGCCompressor(MomentumCorrected):
     def owner(self, path: str, step: int) -> int | None:
         # The master trains; and in the first phase all have the velocity in common.
         common = path == "memory.u" and step <= self.full_steps
-        return self.master if common or path in ("encoder", "decoder", "late") else None
+        return self.master if common or path in ("encoder", "decoder", "late", "loss") else None
 
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         whole = min(steps, self.full_steps)
