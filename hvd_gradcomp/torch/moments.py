@@ -27,6 +27,7 @@ convolution also its unfolded input).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -275,7 +276,7 @@ def track_moments(model: nn.Module, *, chunk: int = 16) -> MomentTracker:
         raise ValueError("this model is tracked already; call remove() on its tracker first")
     for parameter, name in parameters.items():
         _records[parameter] = _Record(name, chunk)
-        handles.append(parameter.register_post_accumulate_grad_hook(_flush))
+        handles.append(_on_gradient(parameter))
     handles += [module.register_forward_hook(_watch) for module in owners]
     return MomentTracker(handles, list(parameters))
 
@@ -346,13 +347,21 @@ def _watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
 
 
 @torch.no_grad()
-def _flush(parameter: nn.Parameter) -> None:
+def _on_gradient(parameter: nn.Parameter) -> Any:
+    """Sees to it that uses are squared once a pass has given the whole gradient."""
+    if hasattr(parameter, "register_post_accumulate_grad_hook"):  # from PyTorch 2.1 on
+        return parameter.register_post_accumulate_grad_hook(lambda p: _flush(p, p.grad))
+    there = weakref.ref(parameter)  # the hook belongs to the parameter and may not keep it
+    return parameter.register_hook(lambda gradient: _flush(there(), gradient))
+
+
+def _flush(parameter: Any, gradient: Tensor) -> None:
     record = _records.get(parameter)
     if record is None:
         return
     if not record.uses:
         # Zero is what `0 * p.sum()` gives, which reaches a parameter that is not used.
-        record.bypassed |= bool(parameter.grad.norm() != 0)
+        record.bypassed |= bool(gradient.norm() != 0)
         return
     uses, record.uses = record.uses, []
     with torch.autocast(parameter.device.type, enabled=False):
