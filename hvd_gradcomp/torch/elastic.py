@@ -107,6 +107,7 @@ class Snapshot(NamedTuple):
     """An engine's whole state on one rank."""
 
     steps: int
+    counters: list[int]
     order: list[str]
     arrived: list[str] | None
     used: Any
@@ -135,6 +136,7 @@ class CompressedOptimizer(StateHandler):
         self._saved_plain = copy.deepcopy(self._plain())
         self._saved = Snapshot(
             engine.steps,
+            list(engine.counters),
             list(engine.order),
             None if engine._arrived is None else list(engine._arrived),
             engine.used,
@@ -144,13 +146,14 @@ class CompressedOptimizer(StateHandler):
 
     def restore(self) -> None:
         engine, saved = self.engine, self._saved
-        engine.steps, engine.order = saved.steps, list(saved.order)
+        engine.abandon()
+        engine.steps, engine.counters = saved.steps, list(saved.counters)
+        engine.order = list(saved.order)
         engine._arrived = None if saved.arrived is None else list(saved.arrived)
         engine.used = saved.used
         engine._settle_on(saved.buckets)
         for bucket, state in zip(engine.buckets, saved.states):
             bucket.state = _cloned(state)
-        engine.abandon()
         # `load_state_dict` takes tensors as they are; those of the commit must not change.
         self.value.load_state_dict(copy.deepcopy(self._saved_plain))
 

@@ -570,9 +570,12 @@ class Engine:
 
     def abandon(self) -> None:
         """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
-        self._agreed = False
+        self._agreed, self._frozen = False, None
         self._counted.clear()
+        self.scaling.end_step()
         for bucket in self.buckets:
+            self._keep_or_undo(bucket, undo=True)
+            parameters.release(bucket)
             bucket.programs.clear()
             bucket.streams.clear()
             bucket.request = bucket.handle = bucket.result = None
