@@ -13,14 +13,17 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import horovod.torch as horovod
 import torch
+from horovod import __version__ as horovod_version
+from horovod.common.exceptions import HorovodInternalError
 
-from hvd_gradcomp import assignment, handshake
+from hvd_gradcomp import assignment, failures, handshake
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.collectives import (
     Allgather,
@@ -46,6 +49,7 @@ _DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+living: weakref.WeakSet[Engine] = weakref.WeakSet()
 _names = (f"gradcomp.{number}" for number in itertools.count())
 
 
@@ -95,6 +99,11 @@ class Bucket:
             flat[offset : offset + size].view(shape)
             for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes)
         ]
+
+    def abandon(self) -> None:
+        """Ends its programs where they are; the next gradients begin anew."""
+        self.programs.clear()
+        self.handle, self.round = None, 0
 
     def joined(self, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
         """The inverse of `cut`, from vectors by name."""
@@ -162,6 +171,7 @@ class Engine:
             for parameter, (bucket, _) in self._places.items():
                 if bucket.moment is not None:
                     parameter.register_hook(self._square_of(parameter))
+        living.add(self)
 
     # -- set-up ------------------------------------------------------------------------------
 
@@ -288,16 +298,25 @@ class Engine:
     def _agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
         layouts = [bucket.layout for bucket in self.buckets]
-        mine = handshake.describe(self.layers, self.compressor, layouts, self.settings)
-        handshake.agree(self._gather_objects(mine))
+        mine = handshake.describe(
+            self.layers,
+            self.compressor,
+            layouts,
+            self.settings,
+            framework=f"torch {torch.__version__.partition('+')[0]}",
+            horovod=horovod_version,
+        )
+        handshake.agree(self._gather_objects(mine), self.process_set.ranks)
         self._agreed = True
 
     def _gather_objects(self, item: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         name = f"{self.name}.handshake"
-        length = torch.tensor([data.numel()])
-        lengths = horovod.allgather(length, f"{name}.length", process_set=self.process_set)
-        everything = horovod.allgather(data, name, process_set=self.process_set)
+        length = torch.tensor([data.numel()], dtype=torch.int32)
+        with failures.named(HorovodInternalError, "the exchange of what the ranks train"):
+            # As `allgather_object` of Horovod for TensorFlow, should another rank run that.
+            lengths = horovod.allgather(length, f"{name}.sz", process_set=self.process_set)
+            everything = horovod.allgather(data, f"{name}.t", process_set=self.process_set)
         pieces = everything.split(lengths.tolist())
         return [pickle.loads(bytes(piece.tolist())) for piece in pieces]
 
@@ -369,7 +388,11 @@ class Engine:
                 bucket.ops, context, bucket.flat, bucket.state, **extra
             )
             bucket.programs.append(program)
-            self._advance(bucket, None)
+            try:
+                self._advance(bucket, None)
+            except Exception:
+                bucket.abandon()
+                raise
 
     def finish(self) -> None:
         """Runs every started program to its end.
@@ -389,7 +412,7 @@ class Engine:
                         self._advance(bucket, self._wait(bucket))
                 except Exception as error:
                     failure = failure or error
-                    bucket.programs.clear()
+                    bucket.abandon()
             running = [bucket for bucket in running if bucket.programs]
         self.steps += 1
         for bucket in self.buckets:
@@ -426,11 +449,15 @@ class Engine:
                 bucket.programs.append(request.branches[int(request.index)]())
                 reply = None
                 continue
-            bucket.request, bucket.handle = request, self._submit(bucket, request)
+            with failures.named(HorovodInternalError, self._what(bucket)):
+                bucket.request, bucket.handle = request, self._submit(bucket, request)
             bucket.round += 1
             return
         bucket.result, bucket.state = reply
         bucket.round = 0
+
+    def _what(self, bucket: Bucket) -> str:
+        return f"the exchange of bucket {bucket.index} in step {self.steps}"
 
     def _submit(self, bucket: Bucket, request: Collective) -> Any:
         name = f"{self.name}.{bucket.index}.{bucket.round}"
@@ -462,7 +489,8 @@ class Engine:
         raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
-        reply = horovod.synchronize(bucket.handle)
+        with failures.named(HorovodInternalError, self._what(bucket)):
+            reply = horovod.synchronize(bucket.handle)
         request, bucket.handle = bucket.request, None
         if isinstance(reply, tuple):  # alltoall also hands back how much came from whom
             reply = reply[0]
