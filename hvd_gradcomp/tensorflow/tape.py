@@ -112,7 +112,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             process_set=process_set,
             sparse_as_dense=sparse_as_dense,
         )
-        tape._gradcomp = engine
+        tape._gradcomp, tape._gradcomp_sources = engine, sources
         return list(gradients) if engine is None else engine.reduce(gradients, moments)
 
     tape._allreduce_grads = exchange

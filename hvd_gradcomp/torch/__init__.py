@@ -13,6 +13,7 @@ from horovod.torch import *  # noqa: F403
 from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch.joining import join
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments
 from hvd_gradcomp.torch.optimizer import (
     DistributedOptimizer,
@@ -20,8 +21,10 @@ from hvd_gradcomp.torch.optimizer import (
     compression_stats,
     describe,
     retrain,
+    verify,
 )
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.schedulers import EGCScheduler
+from hvd_gradcomp.verify import DivergedError
 
 __all__ = [name for name in dir() if not name.startswith("_")]

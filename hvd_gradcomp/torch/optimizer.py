@@ -18,7 +18,7 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp import description, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import checkpoint, moments, momentum
+from hvd_gradcomp.torch import checkpoint, digests, moments, momentum
 from hvd_gradcomp.torch.engine import Engine, next_name
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
@@ -38,6 +38,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     *,
     batch_size: int | None = None,
     bucket_bytes: int | None = None,
+    verify_every: int = 0,
 ) -> torch.optim.Optimizer:
     """Wraps an optimizer so that gradients are exchanged compressed before each step.
 
@@ -60,6 +61,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         batch_size: samples that a rank sees for each step, over all passes. Sharpens
             `moments="microbatch"`; unknown batch sizes count as large.
         bucket_bytes: target size of a bucket; 25 MiB if None.
+        verify_every: after the update of every so many steps, `verify` the optimizer; 0 for never.
 
     Returns:
         An instance of the optimizer's class, as Horovod makes it.
@@ -69,7 +71,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             asked for; names are missing or repeated; a parameter cannot be compressed.
         TypeError: `compression` is no compressor.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
+        DivergedError: in `step`, on all ranks, with `verify_every`.
     """
+    validate.count("verify_every", verify_every)
     validate.exchange(
         "DistributedOptimizer",
         initialized=horovod.is_initialized(),
@@ -101,7 +105,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     settings = (
         f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
-        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}"
+        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, "
+        f"verify_every={verify_every}"
     )
     if not process_set.included():
         return distributed
@@ -120,6 +125,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     for name, method in _methods(cls).items():
         setattr(cls, name, method)
     distributed._takeover, distributed._in_step = None, False
+    distributed._verify_every = verify_every
     if gives_up:
         own = momentum.momentum_of(distributed)
         assert own is not None
@@ -170,6 +176,19 @@ def retrain(optimizer: torch.optim.Optimizer) -> None:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     _engine(optimizer).retrain()
+
+
+def verify(optimizer: torch.optim.Optimizer) -> None:
+    """Compares parameters and replicated state of the compressor over the ranks, bit by bit.
+
+    To be called by all ranks of the process set at the same place, between steps. Buffers, such as
+    the running means of a batch normalization, are each rank's own and not looked at.
+
+    Raises:
+        DivergedError: on all ranks, naming the first tensor that differs, and where.
+        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
+    """
+    digests.check(_engine(optimizer))
 
 
 def broadcast_optimizer_state(
@@ -269,9 +288,12 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             self._takeover.check()
         self._in_step = True
         try:
-            return _step(self, closure)
+            loss = _step(self, closure)
         finally:
             self._in_step = False
+        if self._verify_every and self._gradcomp.steps % self._verify_every == 0:
+            digests.check(self._gradcomp)
+        return loss
 
     def _step(self: Any, closure: Callable[[], Any] | None) -> Any:
         if closure is None and self._synchronized and not self._handles:
@@ -300,7 +322,9 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         if self._handles:
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(); "
-                "it would clear gradients that are being exchanged"
+                "it would clear gradients that are being exchanged. Where backward() has raised an "
+                "error the other ranks wait for this one: call step() to go on with the gradients "
+                "that there are, or end the process"
             )
         for parameter in self._parameter_names:
             moments.discard(parameter)

@@ -16,13 +16,21 @@ MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
 # From the bottom up: a module imports only from its own layer or those before it.
 LAYERS = [
-    {"bands.py", "validate.py", "schedule.py", "stats.py", "collectives.py", "layers.py"},
+    {
+        "bands.py",
+        "failures.py",
+        "validate.py",
+        "schedule.py",
+        "stats.py",
+        "collectives.py",
+        "layers.py",
+    },
     {"ops/composites.py", "ops/native.py"},
     {"ops/__init__.py"},
     {"layout.py"},
     {"wire.py", "ladder.py"},
     {"aggregator.py"},
-    {"exchanges.py"},
+    {"exchanges.py", "verify.py"},
     {
         "codecs/__init__.py",
         "codecs/indices.py",

@@ -14,7 +14,9 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
+from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     Engine,
@@ -44,6 +46,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     scale_local_gradients: bool = True,
     *,
     batch_size: int | None = None,
+    verify_every: int = 0,
 ) -> keras.optimizers.Optimizer:
     """Wraps a Keras optimizer so that gradients are exchanged compressed before each update.
 
@@ -65,13 +68,18 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         num_groups, groups: refused.
         process_set: the ranks that take part.
         batch_size: samples that a rank sees for each exchange; sharpens `moments="microbatch"`.
+        verify_every: after the update of every so many exchanges, `verify` the optimizer; 0 for
+            never. In a graph, as in `fit`, the error is TensorFlow's, with the same message in it;
+            `callbacks.VerifyCallback` raises it as it is.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
             accumulates gradients by itself; `moments` asks for what is not set up.
         TypeError: `compression` is no compressor, or `optimizer` no Keras 3 optimizer.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
+        DivergedError: in `apply`, on all ranks, with `verify_every`.
     """
+    validate.count("verify_every", verify_every)
     del device_dense, device_sparse, scale_local_gradients
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -114,6 +122,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         batch_size=batch_size,
+        verify_every=verify_every,
         op=op,
         predivide=gradient_predivide_factor,
         process_set=process_set,
@@ -143,6 +152,7 @@ class _Reducing:
         passes: int,
         average_passes: bool,
         batch_size: int | None,
+        verify_every: int,
         **settings: Any,
     ) -> None:
         self._gradcomp = None
@@ -151,6 +161,7 @@ class _Reducing:
         self._moments = None  # left here by `track_moments`, for the `apply` that follows
         self._compressor = compressor
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
+        self._verify_every = verify_every
         self._settings = {**settings, "name": next_name()}
 
     def get_config(self) -> dict[str, Any]:
@@ -171,7 +182,8 @@ class _Reducing:
             named_layers(variables),
             self._compressor,
             make_variable=self._state_variable,
-            settings=f", backward_passes_per_step={self._passes}",
+            settings=f", backward_passes_per_step={self._passes}, "
+            f"verify_every={self._verify_every}",
             **self._settings,
         )
         if self._passes > 1:
@@ -236,6 +248,7 @@ class _Reducing:
         if self._passes == 1:
             reduced = self._gradcomp.reduce(full, full_moments if moments else None)
             super().apply([reduced[i] for i in order], variables)  # type: ignore[misc]
+            self._verify()
             return
         self._accumulate(full, full_moments if moments else None)
 
@@ -246,8 +259,19 @@ class _Reducing:
             super(_Reducing, self).apply([reduced[i] for i in order], variables)  # type: ignore[misc]
             for total in (*self._added, *self._squared):
                 total.assign(tf.zeros_like(total))
+            self._verify()
 
         tf.cond(self._pass % self._passes == 0, update, lambda: None)
+
+    def _verify(self) -> None:
+        if self._verify_every and self._gradcomp is not None:
+            engine, sources = self._gradcomp, self._gradcomp_sources
+            due = tf.equal(engine.steps % self._verify_every, 0)
+            tf.cond(due, lambda: digests.check(engine, sources), lambda: None)
+
+    @property
+    def _gradcomp_sources(self) -> list[Any]:
+        return self._trainable_variables  # type: ignore[attr-defined]
 
     def _accumulate(self, gradients: list[Any], moments: list[Any] | None) -> None:
         share = 1.0 / self._passes if self._average_passes else 1.0
