@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvd_gradcomp import __version__, wire
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.layout import Layout
 
 Description = dict[str, str]
 
 _SHOWN = 8
+_SOFTWARE = ("hvd_gradcomp", "wire format", "framework", "Horovod")
 
 
 class MismatchError(ValueError):
@@ -26,28 +28,41 @@ def describe(
     compressor: Compressor,
     buckets: Sequence[Layout],
     settings: str,
+    *,
+    framework: str,
+    horovod: str,
 ) -> Description:
-    """What has to be equal on all ranks, by what a user would call it."""
-    description = {f"parameter {name}": f"{tuple(s)} {dtype}" for name, s, dtype in layers}
+    """What has to be equal on all ranks, by what a user would call it.
+
+    `framework` and `horovod` are what is installed: "torch 2.13.0", "0.28.1".
+    """
+    installed = (__version__, str(wire.VERSION), framework, horovod)
+    description = dict(zip(_SOFTWARE, installed))
+    description |= {f"parameter {name}": f"{tuple(s)} {dtype}" for name, s, dtype in layers}
     description["compression"] = repr(compressor)
     description["settings"] = settings
     description["buckets"] = ", ".join(f"{b.digest:08x}" for b in buckets)
     return description
 
 
-def agree(descriptions: Sequence[Description]) -> None:
+def agree(descriptions: Sequence[Description], ranks: Sequence[int] | None = None) -> None:
     """Raises unless all ranks say the same.
+
+    Args:
+        descriptions: of each rank.
+        ranks: what the ranks are called, where they are not all there are.
 
     Raises:
         MismatchError: naming what differs, and on which ranks.
     """
     reference = descriptions[0]
+    first, *_ = ranks = ranks or range(len(descriptions))
     lines = []
-    for rank, other in enumerate(descriptions):
+    for rank, other in zip(ranks, descriptions):
         if other == reference:
             continue
         different = [
-            f"{key}: {reference.get(key, 'missing')} on rank 0, {other.get(key, 'missing')} "
+            f"{key}: {reference.get(key, 'missing')} on rank {first}, {other.get(key, 'missing')} "
             f"on rank {rank}"
             for key in {**reference, **other}
             if reference.get(key) != other.get(key)
@@ -57,9 +72,14 @@ def agree(descriptions: Sequence[Description]) -> None:
         if len(named) > _SHOWN:
             lines.append(f"and {len(named) - _SHOWN} more on rank {rank}")
     if lines:
+        same_software = all(d.get(k) == reference.get(k) for d in descriptions for k in _SOFTWARE)
+        advice = (
+            "Build the same model, with the same names, and pass the same compression= on all ranks"
+            if same_software
+            else "Install the same versions on all hosts"
+        )
         raise MismatchError(
             "the ranks do not train the same model in the same way:\n  "
             + "\n  ".join(lines)
-            + "\nBuild the same model, with the same names, and pass the same compression= on "
-            "all ranks."
+            + f"\n{advice}."
         )

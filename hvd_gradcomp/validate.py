@@ -45,6 +45,12 @@ def whole(owner: Any, name: str, *, low: int, high: float = math.inf) -> None:
         )
 
 
+def count(name: str, value: Any, low: int = 0) -> None:
+    """Requires a whole number, of an argument."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
 def boolean(owner: Any, name: str) -> None:
     """Requires True or False."""
     value = getattr(owner, name)

@@ -183,7 +183,8 @@ class After(Compressor):
                     start, whole = self.then.inherit(ops, start, whole, residual)
                 velocity = self.first.velocity(state.first)
                 if velocity is not None:
-                    start = self.then.with_velocity(start, velocity * 1)  # its own from here on
+                    # A copy: a program may write to its state, and this one is the first phase's.
+                    start = self.then.with_velocity(start, velocity * 1)
             program = self.then.aggregate(ops, context, whole, start, **_wanted(self.then, extra))
             mean, later = yield from program
             return mean, AfterState(state.first, later)

@@ -156,7 +156,7 @@ class LGCCompressor(MomentumCorrected):
     seed: int = 0
 
     algorithm = 18
-    replicated = frozenset({"loss", "start", "ready", "drifted"})
+    replicated = frozenset({"start", "ready", "drifted"})
     whole_model = True
 
     def __post_init__(self) -> None:

@@ -17,15 +17,17 @@ from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.tensorflow.joining import join
 from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.reports import StatsWriter
-from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain
+from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain, verify
 from hvd_gradcomp.tensorflow.tape import (
     DistributedGradientTape,
     microbatch_gradients,
     reduce_gradients,
     tape_state,
 )
+from hvd_gradcomp.verify import DivergedError
 
 globals().pop("DistributedOptimizer", None)  # Horovod's, which does not reduce under Keras 3
 

@@ -15,15 +15,18 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
+from horovod import __version__ as horovod_version
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import assignment, handshake, timeline, validate, wire
+from hvd_gradcomp import assignment, failures, handshake, timeline, validate, wire
 from hvd_gradcomp.aggregator import (
     Compressor,
     Context,
@@ -54,6 +57,7 @@ GPU_BUCKET_BYTES = 25 << 20
 
 Layers = Sequence[tuple[str, tuple[int, ...], str]]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+living: weakref.WeakSet[Engine] = weakref.WeakSet()
 TITLES = Names("gradcomp")
 _rank_local: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
@@ -100,6 +104,18 @@ def _where(trained: tf.Tensor, state: State, other: State) -> State:
     pairs = zip(leaves(state), leaves(other))
     held = [tf.where(trained, x, y) if y.shape == trained.shape else x for (_, x), (_, y) in pairs]
     return with_leaves(state, held)
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Horovod's failures as its own exception, with their likely cause."""
+    try:
+        yield
+    except (tf.errors.UnknownError, tf.errors.FailedPreconditionError) as error:
+        if "Horovod" not in error.message:
+            raise
+        said = error.message.rpartition("\n\n")[2]  # behind where in the graph it happened
+        raise HorovodInternalError(failures.explained(what, said)) from error
 
 
 def takes_part(process_set: Any) -> bool:
@@ -188,6 +204,7 @@ class Engine:
         self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
         self._plan(())
         self._eager = tf.function(self._reduce, autograph=False)
+        living.add(self)
 
     def _plan(self, left_out: Collection[int]) -> None:
         """Lays the layers into buckets, last layers first, and makes their state."""
@@ -273,7 +290,8 @@ class Engine:
             reduced, self.finite = self._reduce(list(gradients), list(moments))
             return reduced
         try:
-            reduced, self.finite = self._eager(list(gradients), list(moments))
+            with explained("the exchange"):
+                reduced, self.finite = self._eager(list(gradients), list(moments))
             return list(reduced)
         except tf.errors.InvalidArgumentError as error:
             if ASSERTION not in error.message:
@@ -292,12 +310,19 @@ class Engine:
             (name, shape, f"{dtype}{kind}")
             for (name, shape, dtype), kind in zip(self.layers, kinds)
         ]
-        mine = handshake.describe(described, self.compressor, self.layouts, self.settings)
-        with tf.init_scope():
+        mine = handshake.describe(
+            described,
+            self.compressor,
+            self.layouts,
+            self.settings,
+            framework=f"tensorflow {tf.__version__}",
+            horovod=horovod_version,
+        )
+        with tf.init_scope(), explained("the exchange of what the ranks train"):
             every = horovod.allgather_object(
                 mine, name=f"{self.name}.handshake", process_set=self.process_set
             )
-        handshake.agree(every)
+        handshake.agree(every, self.process_set.ranks)
         self.agreed = True
 
     def _kind(self, gradient: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hvd_gradcomp import description
 from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import Engine
 from hvd_gradcomp.tensorflow.tape import engine_of_variables
 
@@ -55,6 +56,26 @@ def retrain(source: Any) -> None:
         TypeError: as in `compression_stats`.
     """
     engine_of(source).retrain()
+
+
+def verify(source: Any) -> None:
+    """Compares variables and replicated state of the compressor over the ranks, bit by bit.
+
+    To be called by all ranks of the process set at the same place, between steps, eager or in a
+    graph. Variables that are not trained, such as the running means of a batch normalization, are
+    each rank's own and not looked at.
+
+    Args:
+        source: as in `compression_stats`.
+
+    Raises:
+        DivergedError: on all ranks, naming the first tensor that differs, and where. In a graph it
+            is TensorFlow's `UnknownError`, with the same message in it.
+        TypeError: as in `compression_stats`.
+    """
+    engine = engine_of(source)
+    given = isinstance(source, (list, tuple))
+    digests.check(engine, source if given else source._gradcomp_sources)
 
 
 def engine_of(source: Any) -> Engine:

@@ -124,7 +124,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             sparse_as_dense=sparse_as_dense,
             nonfinite=policy,
         )
-        tape._gradcomp = engine
+        tape._gradcomp, tape._gradcomp_sources = engine, sources
         if engine is None:
             return list(gradients)
         return engine.reduce(gradients, moments, loss_scale)

@@ -17,6 +17,7 @@ from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.torch.joining import join
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments
 from hvd_gradcomp.torch.optimizer import (
     DistributedOptimizer,
@@ -24,9 +25,11 @@ from hvd_gradcomp.torch.optimizer import (
     compression_stats,
     describe,
     retrain,
+    verify,
 )
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reports import StatsWriter
 from hvd_gradcomp.torch.schedulers import EGCScheduler
+from hvd_gradcomp.verify import DivergedError
 
 __all__ = [name for name in dir() if not name.startswith("_")]

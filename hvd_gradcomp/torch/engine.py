@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import logging
 import pickle
+import weakref
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import horovod.torch as horovod
 import torch
+from horovod import __version__ as horovod_version
+from horovod.common.exceptions import HorovodInternalError
 
-from hvd_gradcomp import assignment, handshake, timeline
+from hvd_gradcomp import assignment, failures, handshake, timeline
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State, leaves
 from hvd_gradcomp.collectives import (
     Allgather,
@@ -49,6 +52,7 @@ _DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+living: weakref.WeakSet[Engine] = weakref.WeakSet()
 TITLES = Names("gradcomp")
 
 
@@ -114,6 +118,11 @@ class Bucket:
             flat[offset : offset + size].view(shape)
             for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes)
         ]
+
+    def abandon(self) -> None:
+        """Ends its programs where they are; the next gradients begin anew."""
+        self.programs.clear()
+        self.handle, self.round = None, 0
 
     def joined(self, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
         """The inverse of `cut`, from vectors by name."""
@@ -184,6 +193,7 @@ class Engine:
         self._settle_on(list(self._plan(self._named)))
         self._counted: dict[torch.nn.Parameter, int] = {}
         self._watch(self.buckets)
+        living.add(self)
 
     # -- set-up ------------------------------------------------------------------------------
 
@@ -372,12 +382,20 @@ class Engine:
     def _agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
         layouts = [bucket.layout for bucket in self.buckets]
-        mine = handshake.describe(self.layers, self.compressor, layouts, self.settings)
-        handshake.agree(self._gather_objects(mine))
+        mine = handshake.describe(
+            self.layers,
+            self.compressor,
+            layouts,
+            self.settings,
+            framework=f"torch {torch.__version__.partition('+')[0]}",
+            horovod=horovod_version,
+        )
+        handshake.agree(self._gather_objects(mine), self.process_set.ranks)
         self._agreed = True
 
     def _gather_objects(self, item: Any) -> list[Any]:
-        return gather_objects(item, f"{self.name}.handshake", self.process_set)
+        with failures.named(HorovodInternalError, "the exchange of what the ranks train"):
+            return gather_objects(item, f"{self.name}.handshake", self.process_set)
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -476,7 +494,11 @@ class Engine:
                 bucket.ops, context, bucket.flat, bucket.state, **extra
             )
             bucket.programs.append(program)
-            self._advance(bucket, None)
+            try:
+                self._advance(bucket, None)
+            except Exception:
+                bucket.abandon()
+                raise
 
     def finish(self) -> None:
         """Runs every started program to its end.
@@ -496,7 +518,7 @@ class Engine:
                         self._advance(bucket, self._wait(bucket))
                 except Exception as error:
                     failures.append(error)
-                    bucket.programs.clear()
+                    bucket.abandon()
             running = [bucket for bucket in running if bucket.programs]
         if self._undoes:
             for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
@@ -576,10 +598,9 @@ class Engine:
         for bucket in self.buckets:
             self._keep_or_undo(bucket, undo=True)
             parameters.release(bucket)
-            bucket.programs.clear()
+            bucket.abandon()
             bucket.streams.clear()
-            bucket.request = bucket.handle = bucket.result = None
-            bucket.round = 0
+            bucket.request = bucket.result = None
             bucket.absent = set(range(len(bucket.parameters)))
 
     def _advance(self, bucket: Bucket, reply: Any) -> None:
@@ -595,11 +616,15 @@ class Engine:
                 bucket.programs.append(request.branches[int(request.index)]())
                 reply = None
                 continue
-            bucket.request, bucket.handle = request, self._submit(bucket, request)
+            with failures.named(HorovodInternalError, self._what(bucket)):
+                bucket.request, bucket.handle = request, self._submit(bucket, request)
             bucket.round += 1
             return
         bucket.result, bucket.state = reply
         bucket.round = 0
+
+    def _what(self, bucket: Bucket) -> str:
+        return f"the exchange of {bucket.name} in step {self.steps}"
 
     def _submit(self, bucket: Bucket, request: Collective) -> Any:
         name = timeline.collective(bucket.name, request, bucket.round)
@@ -631,7 +656,8 @@ class Engine:
         raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
-        reply = horovod.synchronize(bucket.handle)
+        with failures.named(HorovodInternalError, self._what(bucket)):
+            reply = horovod.synchronize(bucket.handle)
         request, bucket.handle = bucket.request, None
         if isinstance(reply, tuple):  # alltoall also hands back how much came from whom
             reply = reply[0]

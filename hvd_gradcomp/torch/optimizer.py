@@ -18,7 +18,7 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp import description, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import checkpoint, moments, momentum, parameters
+from hvd_gradcomp.torch import checkpoint, digests, moments, momentum, parameters
 from hvd_gradcomp.torch.engine import TITLES, Engine
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
@@ -49,6 +49,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     bucket_bytes: int | None = None,
     nonfinite: str | None = None,
     scaler: Any = None,
+    verify_every: int = 0,
 ) -> torch.optim.Optimizer:
     """Wraps an optimizer so that gradients are exchanged compressed before each step.
 
@@ -80,6 +81,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             else "raise".
         scaler: the `torch.amp.GradScaler` that scales the loss. It need not be given: None takes
             the last one that has scaled a loss since its last update. False for none of them.
+        verify_every: after the update of every so many steps, `verify` the optimizer; 0 for never.
 
     Returns:
         An instance of the optimizer's class, as Horovod makes it.
@@ -89,7 +91,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             asked for; names are missing or repeated; a parameter cannot be compressed.
         TypeError: `compression` is no compressor.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
+        DivergedError: in `step`, on all ranks, with `verify_every`.
     """
+    validate.count("verify_every", verify_every)
     validate.exchange(
         "DistributedOptimizer",
         initialized=horovod.is_initialized(),
@@ -121,7 +125,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     settings = (
         f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
-        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, nonfinite={nonfinite}"
+        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, nonfinite={nonfinite}, "
+        f"verify_every={verify_every}"
     )
     if not process_set.included():
         return distributed
@@ -143,6 +148,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     for name, method in _methods(cls).items():
         setattr(cls, name, method)
     distributed._takeover, distributed._in_step = None, False
+    distributed._verify_every = verify_every
     if gives_up:
         own = momentum.momentum_of(distributed)
         assert own is not None
@@ -198,6 +204,19 @@ def retrain(optimizer: torch.optim.Optimizer) -> None:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     engine_of(optimizer).retrain()
+
+
+def verify(optimizer: torch.optim.Optimizer) -> None:
+    """Compares parameters and replicated state of the compressor over the ranks, bit by bit.
+
+    To be called by all ranks of the process set at the same place, between steps. Buffers, such as
+    the running means of a batch normalization, are each rank's own and not looked at.
+
+    Raises:
+        DivergedError: on all ranks, naming the first tensor that differs, and where.
+        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
+    """
+    digests.check(engine_of(optimizer))
 
 
 def broadcast_optimizer_state(
@@ -304,9 +323,12 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         self._gradcomp.scaling.check_stepped(self)
         self._in_step = True
         try:
-            return _step(self, closure)
+            loss = _step(self, closure)
         finally:
             self._in_step = False
+        if self._verify_every and self._gradcomp.steps % self._verify_every == 0:
+            digests.check(self._gradcomp)
+        return loss
 
     def _step(self: Any, closure: Callable[[], Any] | None) -> Any:
         engine: Engine = self._gradcomp
@@ -350,7 +372,9 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
         if self._handles:
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(); "
-                "it would clear gradients that are being exchanged"
+                "it would clear gradients that are being exchanged. Where backward() has raised an "
+                "error the other ranks wait for this one: call step() to go on with the gradients "
+                "that there are, or end the process"
             )
         for parameter in self._parameter_names:
             moments.discard(parameter)

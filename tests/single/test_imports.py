@@ -18,6 +18,7 @@ MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 LAYERS = [
     {
         "bands.py",
+        "failures.py",
         "validate.py",
         "schedule.py",
         "stats.py",
@@ -31,7 +32,7 @@ LAYERS = [
     {"layout.py"},
     {"wire.py", "ladder.py", "reports.py", "timeline.py"},
     {"aggregator.py"},
-    {"exchanges.py", "checkpoint.py"},
+    {"exchanges.py", "checkpoint.py", "verify.py"},
     {
         "codecs/__init__.py",
         "codecs/indices.py",

@@ -27,9 +27,11 @@ from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.tensorflow.joining import join
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer, load_model
 from hvd_gradcomp.tensorflow.probing import Probe
-from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain
+from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain, verify
+from hvd_gradcomp.verify import DivergedError
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -8,11 +8,13 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
+from hvd_gradcomp import validate
 from hvd_gradcomp.schedule import EGCCorrection
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import LOGGER, plain_variable, takes_part
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.reports import StatsWriter as StatsWriter
+from hvd_gradcomp.tensorflow.stats import verify
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -80,6 +82,34 @@ class MetricAverageCallback(keras.callbacks.Callback):
         for name in sorted(logs or {}):
             value = float(logs[name])  # type: ignore[index]
             logs[name] = _mean(value, f"metric.{name}", self.process_set)  # type: ignore[index]
+
+
+class VerifyCallback(keras.callbacks.Callback):
+    """Compares all ranks' weights and replicated state, bit by bit, while `fit` runs.
+
+    What `verify_every` of the optimizer does, as an exception that `fit` raises as it is.
+
+    Args:
+        every: batches between two comparisons, at least 1; with `steps_per_execution`, calls of
+            the training function.
+
+    Raises:
+        ValueError: `every` is out of range.
+        DivergedError: in `fit`, on all ranks, naming the first tensor that differs, and where.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        validate.count("every", every, low=1)
+        self.every = every
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        del batch, logs
+        self._batches += 1
+        taking_part = getattr(self.model.optimizer, "_gradcomp", None) is not None
+        if self._batches % self.every == 0 and taking_part:
+            verify(self.model.optimizer)
 
 
 class EGCLearningRate(keras.callbacks.Callback):

@@ -17,6 +17,7 @@ from keras.optimizers import LossScaleOptimizer
 
 from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     TITLES,
@@ -47,6 +48,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     *,
     batch_size: int | None = None,
     nonfinite: str | None = None,
+    verify_every: int = 0,
 ) -> keras.optimizers.Optimizer:
     """Wraps a Keras optimizer so that gradients are exchanged compressed before each update.
 
@@ -77,13 +79,18 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             what the compressor keeps, and the step is counted in `compression_stats(...).skipped`.
             "propagate": as "skip", but the NaN is applied. None: "skip" with loss scaling, else
             "raise".
+        verify_every: after the update of every so many exchanges, `verify` the optimizer; 0 for
+            never. In a graph, as in `fit`, the error is TensorFlow's, with the same message in it;
+            `callbacks.VerifyCallback` raises it as it is.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
             accumulates gradients by itself; `moments` asks for what is not set up.
         TypeError: `compression` is no compressor, or `optimizer` no Keras 3 optimizer.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
+        DivergedError: in `apply`, on all ranks, with `verify_every`.
     """
+    validate.count("verify_every", verify_every)
     del device_dense, device_sparse, scale_local_gradients
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -130,6 +137,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         average_passes=average_aggregated_gradients,
         batch_size=batch_size,
         nonfinite=nonfinite,
+        verify_every=verify_every,
         op=op,
         predivide=gradient_predivide_factor,
         process_set=process_set,
@@ -159,6 +167,7 @@ class _Reducing:
         average_passes: bool,
         batch_size: int | None,
         nonfinite: str | None,
+        verify_every: int,
         **settings: Any,
     ) -> None:
         self._gradcomp = None
@@ -169,6 +178,7 @@ class _Reducing:
         self._moments = None  # left here by `track_moments`, for the `apply` that follows
         self._compressor = compressor
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
+        self._verify_every = verify_every
         self._settings = {**settings, "name": TITLES.take()}
 
     @property
@@ -198,7 +208,8 @@ class _Reducing:
             self._compressor,
             make_variable=self._state_variable,
             nonfinite="skip" if self._skips else self._nonfinite or "raise",
-            settings=f", backward_passes_per_step={self._passes}",
+            settings=f", backward_passes_per_step={self._passes}, "
+            f"verify_every={self._verify_every}",
             **self._settings,
         )
         if self._passes > 1:
@@ -296,6 +307,7 @@ class _Reducing:
         scale = self.dynamic_scale if isinstance(self, LossScaleOptimizer) else None
         if self._passes == 1:
             self._update(self._exchange(grads, variables, scale), variables)
+            self._verify()
             return
         full, moments = self._placed(grads, variables)
         self._accumulate(full, moments)
@@ -308,6 +320,7 @@ class _Reducing:
             self._update([reduced[i] for i in self._order(variables)], variables)
             for total in (*self._added, *self._squared):
                 total.assign(tf.zeros_like(total))
+            self._verify()
 
         tf.cond(self.pass_of_step == 0, update, lambda: None)
 
@@ -354,6 +367,16 @@ class _Reducing:
         for place, moment in zip(order, moments or []):
             full_moments[place] = moment
         return full, full_moments if moments else None
+
+    def _verify(self) -> None:
+        if self._verify_every and self._gradcomp is not None:
+            engine, sources = self._gradcomp, self._gradcomp_sources
+            due = tf.equal(engine.steps % self._verify_every, 0)
+            tf.cond(due, lambda: digests.check(engine, sources), lambda: None)
+
+    @property
+    def _gradcomp_sources(self) -> list[Any]:
+        return self._trainable_variables  # type: ignore[attr-defined]
 
     def _accumulate(self, gradients: list[Any], moments: list[Any] | None) -> None:
         share = 1.0 / self._passes if self._average_passes else 1.0

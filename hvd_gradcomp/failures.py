@@ -1,0 +1,60 @@
+"""Horovod says that an exchange has failed, hardly why; here is what it means to who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_STOPPED = (
+    "another rank has stopped, or raised an error, or had no more batches; look at what the other "
+    "ranks have written. To go on without a rank that dies use hvd.elastic"
+)
+_CAUSES = {  # by what Horovod's text has in it
+    "with Join": (
+        "another rank has called hvd.join(), which works only where gradients are added up as they "
+        "are. Give all ranks the same number of batches"
+    ),
+    "same name as another": (
+        "this rank has asked for it twice: two threads use one optimizer, or a step began before "
+        "the last one had ended"
+    ),
+    "Mismatched": (
+        "the ranks do different things: build the same model and compressor, and load the same "
+        "checkpoint, on all ranks"
+    ),
+}
+
+
+def explained(what: str, said: str) -> str:
+    """What failed, the likely cause, and what Horovod said of it.
+
+    >>> explained("the exchange", "Horovod has been shut down.")[:47]
+    'the exchange failed: another rank has stopped, '
+    """
+    cause = next((cause for mark, cause in _CAUSES.items() if mark in said), _STOPPED)
+    return f"{what} failed: {cause}. Horovod says: {said}"
+
+
+@contextmanager
+def named(kind: type[Exception], what: str) -> Iterator[None]:
+    """Explains an error of one kind; it stays of that kind, which elastic training goes by."""
+    try:
+        yield
+    except kind as error:
+        raise kind(explained(what, str(error))) from error
+
+
+def refuse_join(compressors: Iterator[str]) -> None:
+    """Raises where `hvd.join()` cannot work.
+
+    Args:
+        compressors: of the exchanges of this rank that do more than to add gradients up.
+    """
+    listed = ", ".join(sorted(set(compressors)))
+    if listed:
+        raise RuntimeError(
+            f"hvd.join() cannot work with {listed}: a rank that has joined has no payload to give. "
+            "Give all ranks the same number of batches, as "
+            "torch.utils.data.DistributedSampler and tf.data's shard with drop_remainder do, or "
+            "stop together"
+        )

@@ -1,0 +1,46 @@
+"""Hashes of what has to be equal on all ranks, where it lies."""
+
+from __future__ import annotations
+
+import functools
+
+import horovod.torch as horovod
+import torch
+
+from hvd_gradcomp import verify
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.torch.engine import Engine
+
+
+def check(engine: Engine) -> None:
+    """Compares parameters and replicated state over the ranks of an engine.
+
+    Raises:
+        DivergedError: on all ranks, if they differ.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    for bucket in engine.buckets:
+        parameters.update(zip(bucket.layout.names, bucket.parameters))
+    held = [(f"parameter {name}", parameters[name].detach()) for name, _, _ in engine.layers]
+    for place, bucket in enumerate(engine.buckets):
+        held += verify.replicated(place, bucket.compressor, bucket.layout, bucket.state)
+    device = held[0][1].device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # part of the state may still be on its way to the host
+    mine = torch.stack([_digest(x).to(device) for _, x in held])
+    process_set = engine.process_set
+    digests = horovod.allgather(mine[None].cpu(), f"{engine.name}.verify", process_set)
+    ranks = process_set.ranks or range(process_set.size())
+    verify.compare([name for name, _ in held], digests.tolist(), ranks, engine.steps)
+
+
+def _digest(x: torch.Tensor) -> torch.Tensor:
+    data = x.contiguous().reshape(-1)
+    if data.data_ptr() % 4:  # in the middle of a larger tensor of halves
+        data = data.clone()
+    return verify.digest(TorchOps(x.device), data.view(torch.uint8), _weights(x.device))
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    return verify.weights(TorchOps(device))

@@ -1,0 +1,34 @@
+"""`hvd.join()`, for ranks that have run out of batches."""
+
+from __future__ import annotations
+
+import horovod.torch as horovod
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_gradcomp import failures
+from hvd_gradcomp.codecs.linear import LinearCompressor
+from hvd_gradcomp.torch.engine import living
+
+
+def join(device: int = -1) -> int:
+    """Like Horovod's own, which only knows how to add gradients up as they are.
+
+    With any compressor but `NoneCompressor` and `FP16Compressor` it is refused at once, on the rank
+    that calls it; the others see it end. Stock Horovod ends with "unordered_map::at" there.
+
+    Args:
+        device: as in Horovod.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        RuntimeError: a compressor is in use whose payloads cannot be left out.
+    """
+    failures.refuse_join(
+        repr(engine.compressor)
+        for engine in living
+        if not isinstance(engine.compressor, LinearCompressor)
+    )
+    with failures.named(HorovodInternalError, "hvd.join()"):
+        return int(horovod.join(device))

@@ -1,0 +1,103 @@
+"""One fault that ends the run: each living rank writes what it was told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import hvd_gradcomp.torch as hvd
+from tests.parallel.workers.results import write
+
+FAULTY = 1
+STEP = 5
+
+
+def killed(optimizer):
+    """Dies in the middle of an exchange: its payload of one bucket has travelled, others not."""
+    engine = optimizer._gradcomp
+    submit, count = engine._submit, [0]
+
+    def dies(bucket, request):
+        count[0] += 1
+        if count[0] == 2:
+            time.sleep(0.5)  # the others wait by now
+            os.kill(os.getpid(), signal.SIGKILL)
+        return submit(bucket, request)
+
+    engine._submit = dies
+
+
+def damaged(optimizer):
+    """What arrives at this rank, and at no other, is not what was sent."""
+    engine = optimizer._gradcomp
+    wait = engine._wait
+
+    def tampered(bucket):
+        reply = wait(bucket)
+        reply.view(-1)[40] ^= 8
+        return reply
+
+    engine._wait = tampered
+
+
+class Fails(torch.autograd.Function):
+    """Passes a tensor on, and fails on its way back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.5)  # the others wait by now
+        raise ArithmeticError("this rank has failed")
+
+
+def train(fault):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression=hvd.StromCompressor(0.01),
+        bucket_bytes=64,
+    )
+    x = torch.ones(4, 6) * (1 + hvd.rank())
+    for step in range(20):
+        middle = model[1](model[0](x))
+        if hvd.rank() == FAULTY and step == STEP:
+            if fault == "killed":
+                killed(optimizer)
+            elif fault == "raises":
+                middle = Fails.apply(middle)
+            elif fault == "ends early":
+                return
+            elif fault == "joins":
+                hvd.join()
+            elif fault == "received":
+                damaged(optimizer)
+        optimizer.zero_grad()
+        model[3](model[2](middle)).square().sum().backward()
+        optimizer.step()
+    raise AssertionError("nothing was raised")
+
+
+def main(folder: str, fault: str) -> None:
+    # horovodrun ends the other ranks as soon as one has failed; they shall say what they saw.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hvd.init()
+    torch.set_num_threads(1)
+    try:
+        train(fault)
+    except Exception as error:
+        write(folder, hvd.rank(), [type(error).__name__, str(error)])
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
