@@ -270,7 +270,7 @@ def main() -> int:
         path.write_text(json.dumps({"steps": steps, "bound": options.bound, "methods": results}))
         draw(results, str(table.title), path.with_suffix(".png"))
         print(f"curves: {path}, {path.with_suffix('.png')}")
-    horovod.barrier()  # a rank that fails ends the others
+    horovod.allgather_object(None, name="soak.end")  # a rank that fails ends the others
     horovod.shutdown()
     return int(bool(failures))
 
