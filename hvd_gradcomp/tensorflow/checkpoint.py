@@ -19,7 +19,13 @@ from horovod.tensorflow import mpi_ops
 from hvd_gradcomp import checkpoint
 from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
 from hvd_gradcomp.checkpoint import CheckpointError, Ranks
-from hvd_gradcomp.tensorflow.engine import LOGGER, Engine, is_rank_local, plain_variable
+from hvd_gradcomp.tensorflow.engine import (
+    LOGGER,
+    Engine,
+    distributed_in,
+    is_rank_local,
+    plain_variable,
+)
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"
@@ -71,7 +77,7 @@ def save_checkpoint(
                 shared[f"{name}/{place}"] = _array(variable)
             elif mode == "sharded":
                 own[f"{name}/{place}"] = _array(variable)
-        engine, optimizer = _engine_of(item), _optimizer_of(item)
+        engine, optimizer = _engine_of(item), distributed_in(_optimizer_of(item))
         if mode == "consolidated" and int(getattr(optimizer, "pass_of_step", 0)):
             raise CheckpointError(
                 f"{name} has accumulated part of a step's gradients, which belong to their rank: "
@@ -150,7 +156,7 @@ def _optimizer_of(item: Any) -> Any:
 
 
 def _engine_of(item: Any) -> Engine | None:
-    return getattr(_optimizer_of(item), "_gradcomp", None)
+    return getattr(distributed_in(_optimizer_of(item)), "_gradcomp", None)
 
 
 def _variables(item: Any) -> list[Any] | None:

@@ -22,7 +22,7 @@ from horovod.tensorflow.elastic import run as _stock_run
 
 from hvd_gradcomp.membership import LOGGER, Lost, Membership
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
-from hvd_gradcomp.tensorflow.engine import TITLES, Engine, plain_variable
+from hvd_gradcomp.tensorflow.engine import TITLES, Engine, distributed_in, plain_variable
 from hvd_gradcomp.tensorflow.tape import drop_engines, engine_for, engines_over
 
 __all__ = ["Lost", "TensorFlowKerasState", "TensorFlowState", "run"]
@@ -66,7 +66,7 @@ class Variables(ObjectState):
         own = [] if optimizer is None else optimizer.variables
         plain = {id(v): v for v in map(plain_variable, (*variables, *own))}
         self._variables = [v for v in plain.values() if isinstance(v, tf.Variable)]
-        self._reducing = getattr(optimizer, "inner_optimizer", optimizer)
+        self._reducing = distributed_in(optimizer)
         for engine in self._engines():
             if engine.process_set is not horovod.global_process_set:
                 raise ValueError(

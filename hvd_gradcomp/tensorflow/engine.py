@@ -99,6 +99,13 @@ def plain_variable(source: Any) -> Any:
     return value if isinstance(value, tf.Variable) else source
 
 
+def distributed_in(source: Any) -> Any:
+    """What exchanges: the source itself, or the optimizer that a loss scaler is wrapped around."""
+    if hasattr(source, "_gradcomp"):
+        return source
+    return getattr(source, "inner_optimizer", source)
+
+
 def _where(trained: tf.Tensor, state: State, other: State) -> State:
     """A state that is another's in all it holds of elements that are not trained."""
     pairs = zip(leaves(state), leaves(other))

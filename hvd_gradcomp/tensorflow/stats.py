@@ -7,7 +7,7 @@ from typing import Any
 from hvd_gradcomp import description
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.tensorflow import digests
-from hvd_gradcomp.tensorflow.engine import Engine
+from hvd_gradcomp.tensorflow.engine import Engine, distributed_in
 from hvd_gradcomp.tensorflow.tape import engine_of_variables
 
 
@@ -75,7 +75,7 @@ def verify(source: Any) -> None:
     """
     engine = engine_of(source)
     given = isinstance(source, (list, tuple))
-    digests.check(engine, source if given else source._gradcomp_sources)
+    digests.check(engine, source if given else distributed_in(source)._gradcomp_sources)
 
 
 def engine_of(source: Any) -> Engine:
@@ -84,8 +84,7 @@ def engine_of(source: Any) -> Engine:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    source = getattr(source, "inner_optimizer", source)  # of a LossScaleOptimizer
-    engine = getattr(source, "_gradcomp", None)
+    engine = getattr(distributed_in(source), "_gradcomp", None)
     if engine is None and isinstance(source, (list, tuple)):
         engine = engine_of_variables(source)
     if engine is None:

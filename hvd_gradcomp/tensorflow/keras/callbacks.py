@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvd_gradcomp import validate
 from hvd_gradcomp.schedule import EGCCorrection
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
-from hvd_gradcomp.tensorflow.engine import LOGGER, plain_variable, takes_part
+from hvd_gradcomp.tensorflow.engine import LOGGER, distributed_in, plain_variable, takes_part
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.reports import StatsWriter as StatsWriter
 from hvd_gradcomp.tensorflow.stats import verify
@@ -107,7 +107,7 @@ class VerifyCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         del batch, logs
         self._batches += 1
-        taking_part = getattr(self.model.optimizer, "_gradcomp", None) is not None
+        taking_part = getattr(distributed_in(self.model.optimizer), "_gradcomp", None) is not None
         if self._batches % self.every == 0 and taking_part:
             verify(self.model.optimizer)
 

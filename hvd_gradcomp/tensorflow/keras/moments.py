@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from hvd_gradcomp.tensorflow.keras.optimizer import distributed_in
+from hvd_gradcomp.tensorflow.engine import distributed_in
 
 
 class Use(NamedTuple):

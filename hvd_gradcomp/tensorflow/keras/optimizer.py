@@ -235,7 +235,6 @@ class _Reducing:
                 "backward_passes_per_step > 1 needs the loss scaler inside: "
                 "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
             )
-        outer._gradcomp = self._gradcomp
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             variables = self._those(trainable_variables)
@@ -461,13 +460,6 @@ def load_model(
         # Saved undistributed: Keras takes no other class for one of its own.
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **options)
     return model
-
-
-def distributed_in(optimizer: Any) -> Any:
-    """The optimizer itself, or the one that a loss scaler is wrapped around."""
-    if isinstance(optimizer, _Reducing) or not isinstance(optimizer, LossScaleOptimizer):
-        return optimizer
-    return optimizer.inner_optimizer
 
 
 def _with(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
