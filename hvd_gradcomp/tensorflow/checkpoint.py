@@ -176,9 +176,8 @@ def _variables(item: Any) -> list[Any] | None:
 
 
 def _is_own(variable: Any) -> bool:
-    """Whether it belongs to its rank; a random seed of Keras, which is no tf.Variable, does."""
-    plain = plain_variable(variable)
-    return not isinstance(plain, tf.Variable) or is_rank_local(plain)
+    """Whether it belongs to its rank, as the random seed of a Keras layer does."""
+    return is_rank_local(plain_variable(variable)) or variable.name == "seed_generator_state"
 
 
 def _described(variable: Any) -> list[Any]:

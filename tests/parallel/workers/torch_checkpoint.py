@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from tests.methods import EVERY, LEARNED
+from tests.methods import EVERY, LARGEST, LEARNED, WORDS
 from tests.parallel.workers.results import digest, errors_of, write
 
 
@@ -167,8 +167,9 @@ def main(folder: str, what: str, steps: str) -> None:
     torch.set_num_threads(1)
     here = Path(folder)
     if what == "moved":
-        methods = EVERY + LEARNED
-        result = moved(methods, here.parent / "checkpoints", int(steps))
+        result = moved(
+            [*WORDS[:2], *LARGEST[3:6], *LEARNED[1:5]], here.parent / "checkpoints", int(steps)
+        )
     else:
         methods = EVERY + LEARNED if int(steps) >= 200 else EVERY
         pairs = {
