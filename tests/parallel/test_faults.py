@@ -34,7 +34,7 @@ def of_one_fault(result, fault):
 )
 def test_pytorch_ends_with_a_message_on_all_ranks(fault, ranks, tmp_path):
     result = launch("torch_faults", ranks, "gloo", tmp_path, fault, deadline=60, fails=True)
-    assert "the exchange of bucket" in result[0][1]
+    assert "the exchange of gradcomp.0.bucket" in result[0][1]
     of_one_fault(result, fault)
 
 
