@@ -56,8 +56,8 @@ def test_tensorflow_resumes_to_the_bit(tmp_path):
 
 KERAS_MESSAGES = {
     "another compressor": "here is StromCompressor(tau=1.0): use the same compression= to resume",
-    "another model": "was dense/kernel [216, 10] float32, here it is dense/kernel [216, 11] float32",
-    "not distributed": "here it is",
+    "another model": "was dense/kernel [216, 10] float32, here it is dense/kernel [216, 11]",
+    "not distributed": "its optimizer was distributed, here it is not so",
     "another object": "optimizer is not in it; there are model",
 }
 
