@@ -2,6 +2,7 @@
 
     python -m benchmarks.codecs                  # ResNet-50's 161 shapes, one thread
     python -m benchmarks.codecs --device cuda    # needs torch only, no Horovod
+    python -m benchmarks.codecs --undo           # what `nonfinite="skip"` costs, with a scaler too
 
 Each row is the median over steps, after the capacity has settled, of one rank's encode (all
 buckets) and of decoding the payloads of `--ranks` ranks. `copies` is their sum over one
@@ -43,7 +44,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.aggregator import Context, leaves
 from hvd_gradcomp.collectives import Allgather, Switch
 from hvd_gradcomp.description import brief
 from hvd_gradcomp.layout import plan_buckets
@@ -81,9 +82,15 @@ class Step:
     """One rank's buckets of a model, with gradients that a threshold can pick few of."""
 
     def __init__(
-        self, compressor: Compressor, device: str, ranks: int, seed: int, bucket_bytes: int
+        self,
+        compressor: Compressor,
+        device: str,
+        ranks: int,
+        seed: int,
+        bucket_bytes: int,
+        undoes: bool,
     ) -> None:
-        self.compressor, self.ranks = compressor, ranks
+        self.compressor, self.ranks, self.undoes = compressor, ranks, undoes
         self.ops = TorchOps(device)
         layers = [(name, shape, "float32") for name, shape in reversed(resnet50())]
         if compressor.whole_model:
@@ -98,6 +105,7 @@ class Step:
         self.draw()
         self.states = [compressor.init(self.ops, layout) for layout in self.layouts]
         self.step = 0
+        self.before: list[Any] = [None] * len(self.states)
         self.requests: list[Any] = []
         self.programs: list[Any] = []
         self.sent = self.collectives = 0  # bytes, and how many, of this rank so far
@@ -124,6 +132,9 @@ class Step:
         rank = self.step % self.ranks
         context = Context(self.layouts[bucket], rank, self.ranks, self.step, 1.0, 1.0 / self.ranks)
         extra = {"moment": self.moments[bucket]} if self.compressor.uses_moments else {}
+        if self.undoes:  # as the PyTorch engine does it
+            self.before[bucket] = [x for _, x in leaves(self.states[bucket])]
+            self.ops.keep(self.before[bucket])
         program = self.compressor.aggregate(
             self.ops, context, self.gradients[bucket], self.states[bucket], **extra
         )
@@ -147,6 +158,8 @@ class Step:
             programs.append(request.branches[int(request.index)]())
             reply = None
         self.total, self.states[bucket] = reply
+        if self.undoes:
+            self.ops.let_go(self.before[bucket], [x for _, x in leaves(self.states[bucket])])
         return None
 
     def reply(self, bucket: int) -> Any:
@@ -171,10 +184,15 @@ def _clock(device: str) -> float:
 
 
 def measure(
-    compressor: Compressor, device: str, steps: int, ranks: int, bucket_bytes: int
+    compressor: Compressor,
+    device: str,
+    steps: int,
+    ranks: int,
+    bucket_bytes: int,
+    undoes: bool = False,
 ) -> dict[str, Any]:
     """One row."""
-    step = Step(compressor, device, ranks, seed=1, bucket_bytes=bucket_bytes)
+    step = Step(compressor, device, ranks, 1, bucket_bytes, undoes)
     flats = step.gradients
     targets = [torch.empty_like(g) for g in flats]
     rows: dict[str, list[float]] = {"copy": [], "pack": [], "encode": [], "decode": []}
@@ -306,6 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ratio", type=float, default=500.0, help="least element ratio")
     parser.add_argument("--bucket-bytes", type=int, default=None)
+    parser.add_argument("--undo", action="store_true", help="steps that could be undone")
     parser.add_argument("--only", default="", help="methods whose name has this in it")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(arguments)
@@ -332,7 +351,8 @@ def main(arguments: list[str] | None = None) -> int:
     head = ("pack", "encode", "decode", "copies", "min", "max", "MB", "ratio", "colls", "calls")
     print(f"{'method':<34}" + "".join(f"{h:>9}" for h in head) + f"{'extra':>7}")
     for compressor in methods:
-        row = measure(compressor, options.device, options.steps, options.ranks, bucket_bytes)
+        steps, undoes = options.steps, options.undo
+        row = measure(compressor, options.device, steps, options.ranks, bucket_bytes, undoes)
         rows.append(row)
         name = brief(compressor)
         print(

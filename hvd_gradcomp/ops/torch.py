@@ -61,26 +61,26 @@ class TorchOps(Ops):
         self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
-        self._kept: dict[int, Tensor] = {}  # by where they begin: what verbs must not write to
+        self._kept: set[int] = set()  # places that verbs must not write to
         self._rooms: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # to write to instead
 
     # -- a step that may have to be undone -----------------------------------------------------
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Donating verbs leave these as they are, and write elsewhere, until `let_go`."""
-        self._kept.update((x.data_ptr(), x) for x in tensors if x.numel() > 1)
+        self._kept.update(_place(x) for x in tensors if x.numel() > 1)
 
     def let_go(self, kept: Iterable[Tensor], now: Iterable[Tensor]) -> None:
         """Ends `keep`; what is not among those that are used now is room for later steps."""
-        used = {x.data_ptr() for x in now}
+        used = {_place(x) for x in now}
         for x in kept:
-            if self._kept.pop(x.data_ptr(), None) is not None and x.data_ptr() not in used:
+            if _place(x) in self._kept and _place(x) not in used:
                 self._rooms.setdefault((x.dtype, x.numel()), []).append(x)
+            self._kept.discard(_place(x))
 
     def _room(self, x: Tensor) -> Tensor:
         """Where a donating verb may write: x, or as much memory, of any content, if it is kept."""
-        kept = self._kept.get(x.untyped_storage().data_ptr()) if self._kept else None
-        if kept is None:
+        if not self._kept or _place(x) not in self._kept:
             return x
         rooms = self._rooms.get((x.dtype, x.numel()))
         return rooms.pop().view(x.shape) if rooms else torch.empty_like(x)
@@ -625,6 +625,11 @@ class TorchOps(Ops):
         pending, self._pending = self._pending, []
         for messages, held, error in pending:
             _raise_false(messages, held, error)
+
+
+def _place(x: Tensor) -> int:
+    """Where the memory of a tensor begins, or of what it is a view of."""
+    return x.untyped_storage().data_ptr()
 
 
 class _Condition:

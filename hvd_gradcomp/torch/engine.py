@@ -59,9 +59,10 @@ TITLES = Names("gradcomp")
 def gather_objects(item: Any, name: str, process_set: Any) -> list[Any]:
     """Everybody's object, on all ranks; Horovod's own knows no process sets."""
     data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
-    lengths = horovod.allgather(length, f"{name}.length", process_set=process_set)
-    everything = horovod.allgather(data, name, process_set=process_set)
+    length = torch.tensor([data.numel()], dtype=torch.int32)
+    # Named as by `allgather_object` of Horovod for TensorFlow, should another rank run that.
+    lengths = horovod.allgather(length, f"{name}.sz", process_set=process_set)
+    everything = horovod.allgather(data, f"{name}.t", process_set=process_set)
     return [pickle.loads(piece.numpy().tobytes()) for piece in everything.split(lengths.tolist())]
 
 
@@ -507,7 +508,7 @@ class Engine:
             PayloadError: and the like, from a program. All other programs are ended first, so
                 that no rank waits for one of this rank's.
         """
-        failures: list[Exception] = []
+        errors: list[Exception] = []
         running = [bucket for bucket in self.buckets if bucket.programs]
         if not running:
             return
@@ -517,7 +518,7 @@ class Engine:
                     with torch.no_grad():
                         self._advance(bucket, self._wait(bucket))
                 except Exception as error:
-                    failures.append(error)
+                    errors.append(error)
                     bucket.abandon()
             running = [bucket for bucket in running if bucket.programs]
         if self._undoes:
@@ -525,20 +526,20 @@ class Engine:
                 try:
                     ops.settle()
                 except NonFiniteGradientError as error:
-                    failures.append(error)
+                    errors.append(error)
         for bucket in self.buckets:
             bucket.absent = set(range(len(bucket.parameters)))
-            self._keep_or_undo(bucket, undo=bool(failures))
-        others = [e for e in failures if not isinstance(e, NonFiniteGradientError)]
-        self.undone = bool(failures) and not others and self._undoes
+            self._keep_or_undo(bucket, undo=bool(errors))
+        others = [e for e in errors if not isinstance(e, NonFiniteGradientError)]
+        self.undone = bool(errors) and not others and self._undoes
         if self.undone:
-            self._skip(failures[0])
+            self._skip(errors[0])
             return
         self.steps += 1
-        if failures:
+        if errors:
             for bucket in self.buckets:
                 bucket.result = None
-            raise (others or failures)[0]
+            raise (others or errors)[0]
 
     @property
     def leaves_out(self) -> bool:

@@ -47,7 +47,7 @@ def test_tensorflow_resumes_to_the_bit(tmp_path):
     for rank, result in enumerate(results):
         for name, (whole, resumed) in result["pairs"].items():
             assert whole == resumed, (rank, name)
-        for way in ("keras", "tapes"):
+        for way in ("by_keras", "by_checkpoint", "tapes"):
             whole, resumed = result[way]
             assert whole == resumed, (rank, way)
         for name, message in KERAS_MESSAGES.items():

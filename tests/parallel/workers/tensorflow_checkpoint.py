@@ -76,14 +76,29 @@ def stopped(compressor, steps, folder):
     return [everything(whole), everything(model)]
 
 
-def with_keras(compressor, folder):
-    """The same by Keras's own saving, a file for each rank; it leaves random seeds out."""
+def by_keras(model, compressor, path):
+    """Keras's own saving, a file for each rank; it leaves random seeds out."""
+    model.save(f"{path}.keras")
+    return hvd_keras.load_model(f"{path}.keras", compression=compressor)
+
+
+def by_checkpoint(model, compressor, path):
+    """TensorFlow's own saving."""
+    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(path)
+    model = build(compressor, dropout=0.0)
+    keeper = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    keeper.restore(saved).assert_consumed()
+    return model
+
+
+def moved_by(save_and_load, compressor, folder):
+    """Digests without a stop and with one."""
     whole = build(compressor, dropout=0.0)
     train(whole, 0, 4)
     train(whole, 4, 8)
-    path = Path(folder, f"model-{hvd.rank()}.keras")
-    train(build(compressor, dropout=0.0), 0, 4).save(path)
-    model = hvd_keras.load_model(path, compression=compressor)
+    before = train(build(compressor, dropout=0.0), 0, 4)
+    path = Path(folder, f"{save_and_load.__name__}-{hvd.rank()}")
+    model = save_and_load(before, compressor, path)
     train(model, 4, 8)
     return [everything(whole), everything(model)]
 
@@ -183,7 +198,7 @@ def main(folder: str, what: str, steps: str) -> None:
                 repr(c): stopped(c, int(steps), here / f"stopped-{place}")
                 for place, c in enumerate(methods)
             },
-            "keras": with_keras(few[1], folder),
+            **{way.__name__: moved_by(way, few[1], folder) for way in (by_keras, by_checkpoint)},
             "tapes": with_tapes(few[0], folder),
             "refused": refused(folder),
         }
