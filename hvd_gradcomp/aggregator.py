@@ -50,6 +50,8 @@ class Compressor(ABC):
     Attributes:
         algorithm: its number in the wire header; never reused.
         replicated: names of state fields, dotted, that are equal on all ranks with all they hold.
+        begins_anew: names of state fields, dotted, that say how a rank works and not what it owes
+            or has in common with others: where ranks' states become one, they begin anew.
         block: the alignment of layers in a bucket that it wants.
         max_bucket: the most elements that a bucket may have.
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
@@ -60,6 +62,7 @@ class Compressor(ABC):
 
     algorithm: ClassVar[int]
     replicated: ClassVar[frozenset[str]] = frozenset()
+    begins_anew: ClassVar[frozenset[str]] = frozenset()
     block: ClassVar[int] = BLOCK
     max_bucket: ClassVar[int] = 1 << 31
     native_dtypes: ClassVar[frozenset[str]] = frozenset({"float32"})
@@ -238,6 +241,11 @@ def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
 def is_replicated(compressor: Compressor, path: str) -> bool:
     """Whether the tensor that `leaves` calls so is equal on all ranks."""
     return any(f"{path}.".startswith(f"{field}.") for field in compressor.replicated)
+
+
+def begins_anew(compressor: Compressor, path: str) -> bool:
+    """Whether the tensor that `leaves` calls so begins anew where ranks' states become one."""
+    return path in compressor.begins_anew
 
 
 def with_leaves(state: State, values: list[Tensor]) -> State:

@@ -16,7 +16,9 @@ of it, so the sum is the same as before.
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
@@ -40,8 +42,8 @@ class Ranks(NamedTuple):
 
     rank: int
     size: int
-    leads: bool  # the first rank of its host, which tidies up there
-    gather: Callable[[Any], list[Any]]  # everybody's object, on all ranks
+    gather: Callable[[Any], list[Any]]  # everybody's small object, on all ranks
+    broadcast: Callable[[bytes, int], bytes]  # rank 0's bytes, of a known length, on all ranks
 
 
 def check_mode(mode: Any) -> None:
@@ -82,20 +84,24 @@ def write(
     except Exception as error:
         problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
     problems = [p for p in ranks.gather(problem) if p is not None]
-    if not problems:
-        os.replace(pointer, root / _CURRENT)
-    # After this all know that all have replaced it, or that nobody will.
-    ranks.gather(None)
-    pointer.unlink(missing_ok=True)
-    if ranks.leads:
-        stale = [there] if problems else [v for v in _versions(root) if v != there]
-        for version_folder in stale:
-            shutil.rmtree(version_folder, ignore_errors=True)
     if problems:
+        # All have looked into the folder: from here on it may go.
+        pointer.unlink(missing_ok=True)
+        shutil.rmtree(there, ignore_errors=True)
         raise CheckpointError(
             f"nothing was saved to {root}: {'; '.join(problems)}. What was saved there before is "
             "untouched"
         )
+    try:
+        os.replace(pointer, root / _CURRENT)
+    except OSError as error:
+        problem = f"rank {ranks.rank}: {error}"
+    problems = [p for p in ranks.gather(problem) if p is not None]
+    if problems:  # both versions are whole, and stay
+        raise CheckpointError(f"{root} could not be replaced by all: {'; '.join(problems)}")
+    for stale in _versions(root):
+        if stale != there:
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 def read(
@@ -118,20 +124,22 @@ def read(
     Raises:
         CheckpointError: on all ranks, if one of them could not read or take what it read.
     """
-    root = Path(folder)
-    shared = result = None
-    problem = None
+    root, data, result = Path(folder), b"", None
+    problem = version = None
     try:
-        there = _current(root)
+        version = _current(root)
         if ranks.rank == 0:
-            shared = _read_file(there / "shared", load)
+            data = _read_file(root / version / "shared", lambda file: file.read())
     except Exception as error:
         problem = _said(ranks.rank, error)
-    _raise_any(root, ranks.gather(problem))
-    everybody = ranks.gather(shared)
-    shared = everybody[0]
+    everybody = ranks.gather((problem, version, len(data)))
+    _raise_any(root, [problem for problem, _, _ in everybody])
+    # Where a host died while it replaced its pointer, all have the version of rank 0 as well.
+    _, version, length = everybody[0]
+    data = ranks.broadcast(data, length)
     try:
-        result = apply(shared, _part_of(there, ranks, shared, load))
+        shared = _loaded("shared", lambda: load(io.BytesIO(data)))
+        result = apply(shared, _part_of(root / str(version), ranks, shared, load))
     except Exception as error:
         problem = _said(ranks.rank, error)
     _raise_any(root, ranks.gather(problem))
@@ -184,15 +192,15 @@ def _part_name(rank: int, size: int) -> str:
 
 
 def _versions(root: Path) -> list[Path]:
-    return [p for p in root.iterdir() if p.is_dir()]
+    """Ours alone: whatever else lies in the folder is the user's."""
+    return [p for p in root.iterdir() if re.fullmatch("[0-9a-f]{32}", p.name) and p.is_dir()]
 
 
-def _current(root: Path) -> Path:
+def _current(root: Path) -> str:
     try:
-        there = root / (root / _CURRENT).read_text()
+        return (root / _CURRENT).read_text()
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint in {root}") from None
-    return there
 
 
 def _write_file(path: Path, content: Callable[[BinaryIO], Any]) -> None:
@@ -205,14 +213,21 @@ def _write_file(path: Path, content: Callable[[BinaryIO], Any]) -> None:
 
 
 def _read_file(path: Path, load: Callable[[BinaryIO], Any]) -> Any:
-    try:
+    def read() -> Any:
         with path.open("rb") as file:
             return load(file)
+
+    return _loaded(path.name, read)
+
+
+def _loaded(name: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
     except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing") from None
+        raise CheckpointError(f"{name} is missing") from None
     except Exception as error:
         said = (str(error).splitlines() or [type(error).__name__])[0][:80]
-        raise CheckpointError(f"{path.name} is damaged, or no checkpoint: {said}") from error
+        raise CheckpointError(f"{name} is damaged, or no checkpoint: {said}") from error
 
 
 def _said(rank: int, error: Exception) -> str:

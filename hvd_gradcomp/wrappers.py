@@ -50,6 +50,8 @@ class MomentumAfter(Compressor):
         object.__setattr__(self, "moments", getattr(self.inner, "moments", ""))
         inside = frozenset(f"inner.{name}" for name in self.inner.replicated)
         object.__setattr__(self, "replicated", inside | {"velocity"})
+        anew = frozenset(f"inner.{name}" for name in self.inner.begins_anew)
+        object.__setattr__(self, "begins_anew", anew)
 
     @property
     def correction(self) -> tuple[float | None, bool | None]:
@@ -141,6 +143,9 @@ class After(Compressor):
         inside = [f"first.{name}" for name in self.first.replicated]
         inside += [f"then.{name}" for name in self.then.replicated]
         object.__setattr__(self, "replicated", frozenset(inside))
+        anew = [f"first.{name}" for name in self.first.begins_anew]
+        anew += [f"then.{name}" for name in self.then.begins_anew]
+        object.__setattr__(self, "begins_anew", frozenset(anew))
 
     def __repr__(self) -> str:
         return f"after({self.steps}, {self.first!r}, {self.then!r})"

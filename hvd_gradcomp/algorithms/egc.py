@@ -68,6 +68,7 @@ class EGCCompressor(MomentumCorrected):
     index_coding: str = "delta"
 
     algorithm = 9
+    begins_anew = frozenset({"hint", "quota"})
 
     def __post_init__(self) -> None:
         validate.real(self, "K", low=0)
@@ -91,6 +92,8 @@ class EGCCompressor(MomentumCorrected):
             lambda: self._quota_by_entropy(ops, layout, gradient),
             lambda: state.quota,
         )
+        # Of a rank that joins between two looks at the entropy nothing is known: it sends the most.
+        quota = ops.where(quota > 0, quota, ops.words(self.most(layout)))
         return quota, state._replace(quota=quota)
 
     def _quota_by_entropy(self, ops: Ops, layout: Layout, gradient: Tensor) -> Tensor:

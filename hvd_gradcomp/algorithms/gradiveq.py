@@ -193,6 +193,8 @@ class GradiVeQCompressor(Compressor):
         inside = frozenset(f"sampling.{name}" for name in self.between.replicated)
         mine = {"samples", "basis", "offset", "dimensions", "start", "drifted", "loss", "sent"}
         object.__setattr__(self, "replicated", inside | mine)
+        anew = frozenset(f"sampling.{name}" for name in self.between.begins_anew)
+        object.__setattr__(self, "begins_anew", anew)
 
     @property
     def between(self) -> Compressor:

@@ -62,6 +62,8 @@ class LargestCompressor(SparseCompressor):
         of_model: whether the elements of all layers compete, not those of each among themselves.
     """
 
+    begins_anew = frozenset({"hint"})
+
     of_model: ClassVar[bool] = False
     index_coding: str
 

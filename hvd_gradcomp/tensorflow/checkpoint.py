@@ -17,7 +17,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp import checkpoint
-from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
+from hvd_gradcomp.aggregator import begins_anew, is_replicated, leaves, with_leaves
 from hvd_gradcomp.checkpoint import CheckpointError, Ranks
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -29,6 +29,8 @@ from hvd_gradcomp.tensorflow.engine import (
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"
+_PIECE = 1 << 28  # bytes that are broadcast at a time
+_ALIKE = ("exchanges", "skipped")  # counters that are equal on all ranks
 
 
 def save_checkpoint(
@@ -126,7 +128,7 @@ def load_checkpoint(
                 raise CheckpointError(f"{name} is not in it; there are {there}")
             arrays = {**whole["arrays"], **(own["arrays"] if own is not None else {})}
             try:
-                _restore(name, item, saved[name], arrays, whole["mode"], process_set)
+                _restore(name, item, saved[name], arrays, whole["mode"], whole["size"])
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {error}") from None
         return dict(whole["values"])
@@ -135,11 +137,22 @@ def load_checkpoint(
 
 
 def _ranks(process_set: Any) -> Ranks:
+    name, rank = "gradcomp.checkpoint", process_set.rank()
+    root = process_set.ranks[0] if process_set.ranks else 0
+
     def gather(item: Any) -> list[Any]:
-        name = "gradcomp.checkpoint"
         return horovod.allgather_object(item, name=name, process_set=process_set)
 
-    return Ranks(process_set.rank(), process_set.size(), horovod.local_rank() == 0, gather)
+    def broadcast(data: bytes, length: int) -> bytes:
+        pieces = []
+        for start in range(0, length, _PIECE):
+            size = min(_PIECE, length - start)
+            mine = np.frombuffer(data, np.uint8, size, start) if rank == 0 else np.zeros(size, "u1")
+            piece = horovod.broadcast(mine, root, name=f"{name}.data", process_set=process_set)
+            pieces.append(piece.numpy().tobytes())
+        return b"".join(pieces)
+
+    return Ranks(rank, process_set.size(), gather, broadcast)
 
 
 # -- what there is to save -----------------------------------------------------------------------
@@ -195,7 +208,7 @@ def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays)
     """Adds what an exchange keeps to the arrays, and describes it."""
     steps = int(engine.steps)
     for title, compressor, path, variable in _kept(engine):
-        if compressor is None or not is_replicated(compressor, path):
+        if not _is_alike(compressor, path):
             if mode == "sharded":
                 own[f"{name}/{title}"] = _array(variable)
                 continue
@@ -221,6 +234,11 @@ def _kept(engine: Engine) -> list[tuple[str, Any, str, Any]]:
     return [*found, *((name, None, name, v) for name, v in engine.counters.items())]
 
 
+def _is_alike(compressor: Any, path: str) -> bool:
+    """Whether it is equal on all ranks: a tensor of a compressor's state, or a counter."""
+    return path in _ALIKE if compressor is None else is_replicated(compressor, path)
+
+
 def _summed(engine: Engine, title: str, variable: tf.Variable, owner: int | None) -> np.ndarray:
     """The sum over ranks, in double precision on the way; or the owner's alone."""
     value = variable.read_value()
@@ -241,7 +259,7 @@ def _summed(engine: Engine, title: str, variable: tf.Variable, owner: int | None
 
 
 def _restore(
-    name: str, item: Any, saved: dict[str, Any], arrays: Arrays, mode: str, process_set: Any
+    name: str, item: Any, saved: dict[str, Any], arrays: Arrays, mode: str, size: int
 ) -> None:
     variables = _variables(item)
     if variables is None:
@@ -256,7 +274,7 @@ def _restore(
             raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
     else:
         checkpoint.check_exchange(exchange, engine.compressor, engine.layouts)
-        _restore_exchange(engine, exchange, f"{name}/exchange", arrays, mode)
+        _restore_exchange(engine, exchange, f"{name}/exchange", arrays, mode, size)
     for place, variable in enumerate(variables):
         key = f"{name}/{place}"
         if key in arrays:
@@ -264,16 +282,21 @@ def _restore(
 
 
 def _restore_exchange(
-    engine: Engine, saved: dict[str, Any], name: str, arrays: Arrays, mode: str
+    engine: Engine, saved: dict[str, Any], name: str, arrays: Arrays, mode: str, size_then: int
 ) -> None:
-    rank, size = engine.process_set.rank(), engine.process_set.size()
+    size = engine.process_set.size()
+    first = [dict(leaves(template)) for template in engine.templates]
     values = []
     for title, compressor, path, _ in _kept(engine):
-        array = arrays[f"{name}/{title}"]
-        whole = compressor is not None and (
-            is_replicated(compressor, path) or compressor.owner(path, saved["steps"]) is not None
-        )
-        values.append(array if whole or mode == "sharded" else _share(array, rank, size))
+        array, owner = arrays[f"{name}/{title}"], None
+        if compressor is not None:
+            owner = compressor.owner(path, saved["steps"])
+        if mode == "sharded" or _is_alike(compressor, path) or owner is not None:
+            values.append(array)
+        elif compressor is not None and begins_anew(compressor, path):
+            values.append(first[int(title.partition(".")[0])][path])
+        else:
+            values.append(_share(array, size, size_then))
     given = iter(values)
     for bucket, variables in enumerate(engine.variables):
         one = engine.compressors[bucket]
@@ -291,10 +314,11 @@ def _restore_exchange(
     engine.steps.assign(saved["steps"])
 
 
-def _share(total: np.ndarray, rank: int, size: int) -> np.ndarray:
+def _share(total: np.ndarray, size: int, size_then: int) -> np.ndarray:
+    """A rank's share of what was kept back, or the mean of what was counted."""
     if total.dtype.kind == "f":
         return (total.astype(np.float64) / size).astype(total.dtype)
-    return total // size + (rank < total % size)
+    return total // size_then
 
 
 def _difference(saved: Sequence[Any], here: Sequence[Any]) -> str:

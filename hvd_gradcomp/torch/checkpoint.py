@@ -10,14 +10,17 @@ import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp import checkpoint
-from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
+from hvd_gradcomp.aggregator import begins_anew, is_replicated, leaves, with_leaves
 from hvd_gradcomp.checkpoint import CheckpointError, Ranks
 from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine, gather_objects
+
+_PIECE = 1 << 28  # bytes that are broadcast at a time
 
 
 def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
     checkpoint.check_mode(mode)
+    engine.settled()
     keep = _own if mode == "sharded" else _summed
     return {
         "format": checkpoint.FORMAT,
@@ -27,6 +30,7 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
         "size": engine.process_set.size(),
         "steps": engine.steps,
         "order": list(engine.order),
+        "ordered": engine.ordered,
         "counters": keep(engine, f"{engine.name}.counters", torch.tensor(engine.counters)).tolist(),
         "buckets": [
             {
@@ -80,7 +84,7 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the state is of another format, compressor, model or number of ranks.
     """
-    if isinstance(saved, dict) and saved.get("order") and "format" in saved:
+    if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
         engine.reorder(saved["order"])
     layouts = [bucket.layout for bucket in engine.buckets]
     checkpoint.check_exchange(saved, engine.compressor, layouts)
@@ -88,7 +92,12 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
     sharded = saved["mode"] == "sharded"
     if sharded and saved["size"] != size:
         raise CheckpointError(checkpoint.other_size(saved["size"], size))
-    take = _taken if sharded else _share
+
+    def take(stored: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+        if not sharded:
+            return _share(stored, size, saved["size"])
+        return stored.clone() if saved["rank"] == rank else current
+
     if sharded and saved["rank"] != rank:
         LOGGER.warning(
             "the optimizer's state was saved by rank %d: what it had kept back is not taken on "
@@ -96,41 +105,37 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
             saved["rank"],
             rank,
         )
-        take = _left
     else:
-        counters = torch.tensor(saved["counters"])
-        engine.counters = take(counters, counters, rank, size).tolist()
+        shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
+        sent, received, skipped = saved["counters"]
+        engine.counters = [sent // shares, received // shares, skipped // shares]
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
         values, one = [], bucket.compressor
+        fresh = dict(leaves(one.start(bucket.ops, bucket.layout, size))) if one.begins_anew else {}
         for path, current in leaves(bucket.state):
-            stored = entry["state"][path].to(current.device)
-            owned = not sharded and one.owner(path, saved["steps"]) is not None
-            way = _taken if owned or is_replicated(one, path) else take
-            values.append(way(stored, current, rank, size))
+            stored, owner = entry["state"][path].to(current.device), one.owner(path, saved["steps"])
+            owned = owner is not None and (not sharded or owner == saved["rank"])
+            if owned or is_replicated(one, path):
+                values.append(stored.clone())
+            elif not sharded and begins_anew(one, path):
+                values.append(fresh[path])
+            else:
+                values.append(take(stored, current))
         before, bucket.state = bucket.state, with_leaves(bucket.state, values)
         if any(x.shape != y.shape for x, (_, y) in zip(values, leaves(before))):
             # A parameter server's decoder has a head for each rank.
             LOGGER.warning("%r learns anew: %d ranks exchange now", one, size)
             bucket.state = one.resized(bucket.ops, bucket.state, saved["steps"], size)
     engine.steps = saved["steps"]
+    if not engine.ordered:
+        engine.order = list(saved["order"])
 
 
-def _taken(stored: torch.Tensor, current: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    del current, rank, size
-    return stored.clone()
-
-
-def _left(stored: torch.Tensor, current: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    del stored, rank, size
-    return current
-
-
-def _share(stored: torch.Tensor, current: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    del current
-    if stored.is_floating_point():
-        return (stored.double() / size).to(stored.dtype)
-    rest = torch.as_tensor(rank, device=stored.device) < stored % size
-    return torch.div(stored, size, rounding_mode="floor") + rest
+def _share(total: torch.Tensor, size: int, size_then: int) -> torch.Tensor:
+    """A rank's share of what was kept back, or the mean of what was counted."""
+    if total.is_floating_point():
+        return (total.double() / size).to(total.dtype)
+    return torch.div(total, size_then, rounding_mode="floor")
 
 
 # -- checkpoints of all ranks ----------------------------------------------------------------------
@@ -233,9 +238,19 @@ def load_checkpoint(
 
 
 def _ranks(process_set: Any) -> Ranks:
+    name, rank = "gradcomp.checkpoint", process_set.rank()
+    root = process_set.ranks[0] if process_set.ranks else 0
+
+    def broadcast(data: bytes, length: int) -> bytes:
+        pieces = []
+        for start in range(0, length, _PIECE):
+            size = min(_PIECE, length - start)
+            mine = bytearray(data[start : start + size] if rank == 0 else size)
+            piece = torch.frombuffer(mine, dtype=torch.uint8)
+            piece = horovod.broadcast(piece, root, f"{name}.data", process_set=process_set)
+            pieces.append(piece.numpy().tobytes())
+        return b"".join(pieces)
+
     return Ranks(
-        process_set.rank(),
-        process_set.size(),
-        horovod.local_rank() == 0,
-        lambda item: gather_objects(item, "gradcomp.checkpoint", process_set),
+        rank, process_set.size(), lambda item: gather_objects(item, name, process_set), broadcast
     )

@@ -111,6 +111,7 @@ class Snapshot(NamedTuple):
     order: list[str]
     arrived: list[str] | None
     used: Any
+    known: Any
     buckets: list[Bucket]
     states: list[State]
 
@@ -133,6 +134,7 @@ class CompressedOptimizer(StateHandler):
 
     def save(self) -> None:
         engine = self.engine
+        engine.settled()
         self._saved_plain = copy.deepcopy(self._plain())
         self._saved = Snapshot(
             engine.steps,
@@ -140,6 +142,7 @@ class CompressedOptimizer(StateHandler):
             list(engine.order),
             None if engine._arrived is None else list(engine._arrived),
             engine.used,
+            engine.known,
             engine.buckets,
             [_cloned(bucket.state) for bucket in engine.buckets],
         )
@@ -150,7 +153,7 @@ class CompressedOptimizer(StateHandler):
         engine.steps, engine.counters = saved.steps, list(saved.counters)
         engine.order = list(saved.order)
         engine._arrived = None if saved.arrived is None else list(saved.arrived)
-        engine.used = saved.used
+        engine.used, engine.known = saved.used, saved.known
         engine._settle_on(saved.buckets)
         for bucket, state in zip(engine.buckets, saved.states):
             bucket.state = _cloned(state)

@@ -333,6 +333,16 @@ class Engine:
 
         return hook
 
+    @property
+    def known(self) -> tuple[list[Any], dict[Any, str], list[Any]]:
+        """What is known of the parameters, those that have joined included; to be put back."""
+        return list(self._named), dict(self._name_of), list(self.layers)
+
+    @known.setter
+    def known(self, known: tuple[list[Any], dict[Any, str], list[Any]]) -> None:
+        named, names, layers = known
+        self._named, self._name_of, self.layers = list(named), dict(names), list(layers)
+
     def order_is_known(self) -> None:
         """Gradients that come from now on are those of layers that were not used."""
         if self._arrived is not None and self.steps == 0:
@@ -587,6 +597,8 @@ class Engine:
         """Ends a step, once all results were taken: lets go of them, and of what was frozen."""
         self._frozen = None
         self.scaling.end_step()
+        if self._arrived:  # in a step that was left out, of layers that it had not used
+            self._arrived.clear()
         for bucket in self.buckets:
             bucket.result = None
             parameters.release(bucket)
@@ -595,6 +607,8 @@ class Engine:
         """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
         self._agreed, self._frozen = False, None
         self._counted.clear()
+        if self._arrived:
+            self._arrived.clear()
         self.scaling.end_step()
         for bucket in self.buckets:
             self._keep_or_undo(bucket, undo=True)
@@ -683,6 +697,17 @@ class Engine:
         return reply.view(sent.shape)
 
     # -- what was done -----------------------------------------------------------------------
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the buckets are planned as the model uses its layers, if that counts."""
+        return self._arrived is None
+
+    def settled(self) -> None:
+        """Waits for what is still on its way from a GPU to the host."""
+        for device in {bucket.flat.device for bucket in self.buckets}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def stats(self) -> CompressionStats:
         """Totals since the start; reads the device."""

@@ -307,6 +307,8 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             stock_synchronize(self)
         except Exception:
             self._handles.clear()
+            for p in self._allreduce_delay:  # the next backward begins a step
+                self._allreduce_delay[p] = self.backward_passes_per_step
             raise
         finally:
             self._gradcomp.clear()

@@ -53,7 +53,11 @@ def join(optimizer: Any) -> None:
     if not new:
         return
     engine.add([(optimizer._parameter_names[p], p) for p in new])
+    hooked = vars(optimizer).setdefault("_joined", set())  # a parameter that joins again has one
     for p in new:  # as Horovod does when the optimizer is made
+        if p in hooked:
+            continue
+        hooked.add(p)
         accumulator = p.expand_as(p).grad_fn.next_functions[0][0]
         accumulator.register_hook(optimizer._make_hook(p))
         optimizer._grad_accs.append(accumulator)

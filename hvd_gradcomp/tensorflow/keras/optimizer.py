@@ -192,12 +192,16 @@ class _Reducing:
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, and those of the exchange after them."""
-        if self.built:
-            return
+        outer = _scaler_around(self)
+        if not self.built:
+            self._build(variables, scaled=outer is not None)
+        if outer is not None and self._gradcomp is not None:
+            self._reduce_before(outer)
+
+    def _build(self, variables: Sequence[Any], scaled: bool) -> None:
         super().build(variables)  # type: ignore[misc]
         self._plain = list(self.variables)  # type: ignore[attr-defined]
-        outer = _scaler_around(self)
-        scaled = outer is not None or isinstance(self, LossScaleOptimizer)
+        scaled = scaled or isinstance(self, LossScaleOptimizer)
         self._skips = (self._nonfinite or ("skip" if scaled else "raise")) == "skip"
         if not takes_part(self._settings["process_set"]):
             return
@@ -219,8 +223,6 @@ class _Reducing:
                 [keep_local(self._state_variable(f"gradcomp_{name}", z)) for z in zeros]
                 for name in ("added", "squared")
             )
-        if outer is not None:
-            self._reduce_before(outer)
 
     def _reduce_before(self, outer: Any) -> None:
         """Has gradients reduced before a loss scaler looks whether this rank's are finite.
@@ -235,17 +237,21 @@ class _Reducing:
                 "backward_passes_per_step > 1 needs the loss scaler inside: "
                 "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
             )
+        if self._nonfinite is None:  # also where this optimizer was built by itself before
+            self._skips = self._gradcomp.undoes = True  # type: ignore[union-attr]
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             variables = self._those(trainable_variables)
             reduced = self._exchange(grads, variables, outer.dynamic_scale)
             self._reduced_outside = True
             try:
-                type(outer).apply(outer, reduced, variables)
+                type(outer)._tf_apply(outer, reduced, variables)
             finally:
                 self._reduced_outside = False
+            self._verify()
 
-        outer.apply = apply
+        # `apply` builds the scaler, and so this optimizer, before it calls this.
+        outer._tf_apply = apply
 
     def _those(self, variables: Any) -> list[Any]:
         if variables is None:
@@ -298,11 +304,6 @@ class _Reducing:
         if self._gradcomp is None or self._reduced_outside:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        if _scaler_around(self) is not None:
-            raise RuntimeError(
-                "the loss scaler around this optimizer was built in its first step, too late to "
-                "reduce before it: call optimizer.build(model.trainable_variables) first"
-            )
         scale = self.dynamic_scale if isinstance(self, LossScaleOptimizer) else None
         if self._passes == 1:
             self._update(self._exchange(grads, variables, scale), variables)

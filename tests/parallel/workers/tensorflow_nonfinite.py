@@ -151,7 +151,7 @@ def by_fit():
 
 
 def misused():
-    def built_too_late():
+    def built_in_its_first_step():
         model, optimizer = network(), scaled_outside(None)
         with tf.GradientTape() as tape:
             value = LOSS(tf.zeros(1, tf.int32), model(tf.zeros((1, 8, 8, 1))))
@@ -165,7 +165,7 @@ def misused():
     def no_policy():
         hvd.DistributedOptimizer(keras.optimizers.SGD(), nonfinite="ignore")
 
-    cases = (built_too_late, accumulated, no_policy)
+    cases = (built_in_its_first_step, accumulated, no_policy)
     return errors_of({case.__name__: case for case in cases})
 
 
