@@ -25,6 +25,7 @@ extras = {
         "mypy",
         "pytest>=8.2",
         "pytest-timeout",
+        "pytest-xdist",
         "ruff",
         "types-tabulate",
     ],

@@ -92,10 +92,17 @@ LEARNED: list[Compressor] = [
 ]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
 ONE_OF_EACH = list({type(c): c for c in reversed(EVERY)}.values())[::-1]
+# One for each way to exchange, for four ranks on two cores: it is what knows of their number.
+ONE_OF_EACH_EXCHANGE = [LINEAR[0], WORDS[0], LARGEST[3], LEADER[0], *QUANTIZED[2:4], PHASED[0]]
 CLASSES = sorted(
     {type(c) for c in EVERY + LEARNED if type(c).__name__.endswith("Compressor")},
     key=lambda cls: cls.__name__,
 )
+
+
+def methods_of(ranks: int) -> list[Compressor]:
+    """What so many ranks go through in the tests of replicas."""
+    return ONE_OF_EACH if ranks == 2 else ONE_OF_EACH_EXCHANGE
 
 
 def learned_by(kind: str, ranks: int) -> list[Compressor]:
