@@ -333,7 +333,7 @@ def _difference(saved: Sequence[Any], here: Sequence[Any]) -> str:
 
 
 def _write(file: BinaryIO, arrays: Arrays, meta: dict[str, Any]) -> None:
-    narrow = {k: x.view(np.uint16) for k, x in arrays.items() if x.dtype.name == "bfloat16"}
+    narrow: Arrays = {k: x.view(np.uint16) for k, x in arrays.items() if x.dtype.name == "bfloat16"}
     text = json.dumps({**meta, "bfloat16": list(narrow)})
     described: Any = {_META: np.frombuffer(text.encode(), np.uint8), **arrays, **narrow}
     np.savez(file, **described)
