@@ -30,6 +30,7 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
 def pytest_collection_modifyitems(config, items):
     """Tests that start ranks run one after another: each wants all cores."""
     if config.pluginmanager.hasplugin("xdist"):

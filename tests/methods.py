@@ -92,7 +92,7 @@ LEARNED: list[Compressor] = [
 ]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
 ONE_OF_EACH = list({type(c): c for c in reversed(EVERY)}.values())[::-1]
-# One for each way to exchange, for four ranks on two cores: it is what knows of their number.
+# One for each way to exchange, which is all that knows of how many ranks there are, and of MPI.
 ONE_OF_EACH_EXCHANGE = [LINEAR[0], WORDS[0], LARGEST[3], LEADER[0], *QUANTIZED[2:4], PHASED[0]]
 CLASSES = sorted(
     {type(c) for c in EVERY + LEARNED if type(c).__name__.endswith("Compressor")},
@@ -100,9 +100,11 @@ CLASSES = sorted(
 )
 
 
-def methods_of(ranks: int) -> list[Compressor]:
-    """What so many ranks go through in the tests of replicas."""
-    return ONE_OF_EACH if ranks == 2 else ONE_OF_EACH_EXCHANGE
+def methods_by(kind: str, ranks: int) -> list[Compressor]:
+    """What goes through a TensorFlow frontend: all methods once; elsewhere the engine is the same."""
+    if kind == "fit" and ranks == 2:
+        return ONE_OF_EACH
+    return ONE_OF_EACH_EXCHANGE if kind in ("fit", "graph") else ONE_OF_EACH[:4]
 
 
 def learned_by(kind: str, ranks: int) -> list[Compressor]:

@@ -32,9 +32,7 @@ def check(results, kind, ranks):
             assert result["again"][0] == result["again"][1], "the same run twice, or resumed"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")], ids=str
-)
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (4, "mpi")], ids=str)
 def test_torch_replicas_are_identical_in_every_phase(ranks, backend, tmp_path):
     arguments = (str(STEPS), fusion(ranks))
     results = launch("torch_learned", ranks, backend, tmp_path, *arguments, deadline=550)
@@ -49,7 +47,7 @@ def test_torch_replicas_are_identical_in_every_phase(ranks, backend, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "backend"),
-    [("fit", 2, "gloo"), ("fit", 4, "mpi"), ("graph", 4, "gloo"), ("graph", 2, "mpi")],
+    [("fit", 2, "gloo"), ("fit", 4, "mpi"), ("graph", 2, "gloo")],
     ids=str,
 )
 def test_tensorflow_replicas_are_identical_in_every_phase(kind, ranks, backend, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.methods import ONE_OF_EACH, methods_of
+from tests.methods import methods_by
 from tests.parallel.launch import launch, on_timeline
 
 pytestmark = pytest.mark.parallel
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parallel
 )
 def test_replicas_are_identical_after_200_steps(kind, ranks, backend, tmp_path):
     results = launch("tensorflow_replicas", ranks, backend, tmp_path, kind, "200", deadline=550)
-    methods = methods_of(ranks) if kind in ("fit", "graph") else ONE_OF_EACH[:4]
+    methods = methods_by(kind, ranks)
     assert set(results[0]) == {repr(c) for c in methods}
     for result in results:
         assert result == results[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.methods import EVERY, methods_of
+from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE
 from tests.parallel.launch import launch, on_timeline
 
 pytestmark = pytest.mark.parallel
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.parallel
     ("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")], ids=str
 )
 def test_replicas_are_identical_after_200_steps(ranks, backend, tmp_path):
-    settings = "all" if (ranks, backend) == (2, "gloo") else "some"
+    settings = "all" if (ranks, backend) == (2, "gloo") else "one of each exchange"
     results = launch("torch_replicas", ranks, backend, tmp_path, "200", settings)
-    methods = EVERY if settings == "all" else methods_of(ranks)
+    methods = EVERY if settings == "all" else ONE_OF_EACH_EXCHANGE
     assert set(results[0]) == {repr(c) for c in methods}
     for result in results:
         assert result == results[0]

@@ -10,7 +10,6 @@ from hvd_gradcomp import (
     Compressor,
     GradiVeQCompressor,
     LGCCompressor,
-    NoneCompressor,
     OneBitCompressor,
     ScaleComCompressor,
     StromCompressor,
@@ -26,7 +25,6 @@ LEARNED: list[Compressor] = [
 ]
 # Tracing is slow, and what knows of a process set is the collective: one method of each.
 TRACED: list[Compressor] = [
-    NoneCompressor(),
     StromCompressor(0.01),
     ScaleComCompressor(density=0.05),
     OneBitCompressor(exchange="two_shot"),

@@ -11,7 +11,7 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.tensorflow import DistributedGradientTape
-from tests.methods import ONE_OF_EACH, WORDS, methods_of
+from tests.methods import WORDS, methods_by
 from tests.parallel.workers.results import digest, write
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -64,11 +64,6 @@ def tapes(model, compressor, x, y, graph):
     return hvd.compression_stats(variables), []
 
 
-def methods_by(kind):
-    """All, by `fit` and in a graph; what else goes through the same engine with a few."""
-    return methods_of(hvd.size()) if kind in ("fit", "graph") else ONE_OF_EACH[:4]
-
-
 def main(folder: str, kind: str, steps: str) -> None:
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -77,7 +72,7 @@ def main(folder: str, kind: str, steps: str) -> None:
     x = random.standard_normal((samples, 8, 8, 1)).astype(np.float32)
     y = random.integers(0, 10, samples)
     result = {}
-    for compressor in methods_by(kind):
+    for compressor in methods_by(kind, hvd.size()):
         model = network()
         if kind == "fit":
             stats, logs = fit(model, compressor, x, y)

@@ -168,7 +168,9 @@ def main(folder: str, what: str, steps: str) -> None:
     here = Path(folder)
     if what == "moved":
         result = moved(
-            [*WORDS[:2], *LARGEST[3:6], *LEARNED[1:5]], here.parent / "checkpoints", int(steps)
+            [WORDS[0], *LARGEST[4:6], LEARNED[1], LEARNED[4]],
+            here.parent / "checkpoints",
+            int(steps),
         )
     else:
         methods = EVERY + LEARNED if int(steps) >= 200 else EVERY
