@@ -101,7 +101,7 @@ CLASSES = sorted(
 
 
 def methods_by(kind: str, ranks: int) -> list[Compressor]:
-    """What goes through a TensorFlow frontend: all methods once; elsewhere the engine is the same."""
+    """What goes through a TensorFlow frontend; by `fit` on two ranks all methods."""
     if kind == "fit" and ranks == 2:
         return ONE_OF_EACH
     return ONE_OF_EACH_EXCHANGE if kind in ("fit", "graph") else ONE_OF_EACH[:4]
