@@ -40,7 +40,7 @@ def test_what_users_do(ranks, backend, tmp_path):
         assert len({r[name] for r in results if name in r}) == 1, name
     names = on_timeline(tmp_path / "timeline.json")
     assert {
-        "allgather.gradcomp.0.handshake",
+        "allgather.gradcomp.0.handshake.t",
         "allgather.gradcomp.0.bucket0.1.bias-and-3.allgather.0",
         "allgather.gradcomp.2.bucket0.head.bias-and-2.allgather.0",
     } <= names
