@@ -30,15 +30,6 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
-def pytest_collection_modifyitems(config, items):
-    """Tests that start ranks run one after another: each wants all cores."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("parallel"):
-                item.add_marker(pytest.mark.xdist_group("ranks"))
-
-
 @pytest.fixture
 def device(request):
     return request.config.getoption("--device")

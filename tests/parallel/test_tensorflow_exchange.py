@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.launch import launch
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
 
 
 def test_exchange(tmp_path, monkeypatch):

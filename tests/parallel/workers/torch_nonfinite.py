@@ -16,7 +16,8 @@ from tests.parallel.workers.results import digest, errors_of, write
 
 def build(seed=1):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10))
+    convolutions = (nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.ReLU())
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(96, 10))
 
 
 def wrapped(model, compressor, **options):
