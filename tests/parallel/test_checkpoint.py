@@ -9,7 +9,7 @@ import pytest
 from tests.methods import EVERY, LEARNED
 from tests.parallel.launch import launch
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 # "200" stops every setting at step 100 of 200, the learned ones too; half an hour.
 STEPS = os.environ.get("HVD_GRADCOMP_CHECKPOINT", "8")
 

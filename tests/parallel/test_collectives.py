@@ -37,7 +37,6 @@ def test_lockstep():
 
 
 @pytest.mark.parallel
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 @pytest.mark.parametrize(("ranks", "backend"), [(3, "gloo"), (2, "mpi")], ids=str)
 def test_over_horovod(framework, ranks, backend, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.launch import launch_elastic
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 
 
 def test_torch_outlives_a_killed_rank_and_takes_another_in(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 
 
 def run(*command: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.launch import launch
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 
 STOPPED = "another rank has stopped, or raised an error"
 ENDS = {  # what ends a run, by what the faulty rank says; None where it says nothing

@@ -7,7 +7,7 @@ import pytest
 from tests.methods import learned_by
 from tests.parallel.launch import launch
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 STEPS = 300
 
 

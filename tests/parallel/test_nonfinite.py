@@ -9,7 +9,7 @@ import pytest
 from tests.methods import EVERY, LEARNED, ONE_OF_EACH
 from tests.parallel.launch import launch
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 # "all" runs 500 steps of every setting, which takes a quarter of an hour.
 SETTINGS = os.environ.get("HVD_GRADCOMP_NONFINITE", "one of each")
 

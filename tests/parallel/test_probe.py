@@ -14,7 +14,7 @@ from hvd_gradcomp import probe
 from hvd_gradcomp.ops.torch import TorchOps
 from tests.parallel.launch import launch
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 
 
 def agreed(results):

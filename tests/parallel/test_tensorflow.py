@@ -7,7 +7,7 @@ import pytest
 from tests.methods import methods_by
 from tests.parallel.launch import launch, on_timeline
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.launch import launch
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.parallel
 
 
 def test_exchange(tmp_path, monkeypatch):
