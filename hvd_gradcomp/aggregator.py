@@ -57,6 +57,7 @@ class Compressor(ABC):
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
         whole_model: all layers share one bucket, so nothing is sent before the last gradient.
         runs: whether it has programs of its own; a partition only chooses among others.
+        adds_up: whether it does nothing but to add up gradients, or what they are cast to.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
     """
 
@@ -68,6 +69,7 @@ class Compressor(ABC):
     native_dtypes: ClassVar[frozenset[str]] = frozenset({"float32"})
     whole_model: ClassVar[bool] = False
     runs: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
     uses_moments: ClassVar[bool] = False
 
     @abstractmethod
@@ -241,11 +243,6 @@ def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
 def is_replicated(compressor: Compressor, path: str) -> bool:
     """Whether the tensor that `leaves` calls so is equal on all ranks."""
     return any(f"{path}.".startswith(f"{field}.") for field in compressor.replicated)
-
-
-def begins_anew(compressor: Compressor, path: str) -> bool:
-    """Whether the tensor that `leaves` calls so begins anew where ranks' states become one."""
-    return path in compressor.begins_anew
 
 
 def with_leaves(state: State, values: list[Tensor]) -> State:

@@ -22,15 +22,17 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.aggregator import Compressor, is_replicated
 from hvd_gradcomp.layout import Layout
 
 FORMAT = 3
 MODES = ("sharded", "consolidated")
 _CURRENT = "current"
+_PIECE = 1 << 28  # bytes
 
 
 class CheckpointError(RuntimeError):
@@ -43,7 +45,7 @@ class Ranks(NamedTuple):
     rank: int
     size: int
     gather: Callable[[Any], list[Any]]  # everybody's small object, on all ranks
-    broadcast: Callable[[bytes, int], bytes]  # rank 0's bytes, of a known length, on all ranks
+    broadcast: Callable[[bytes], bytes]  # rank 0's bytes, on all ranks; of as many everywhere
 
 
 def check_mode(mode: Any) -> None:
@@ -136,7 +138,7 @@ def read(
     _raise_any(root, [problem for problem, _, _ in everybody])
     # Where a host died while it replaced its pointer, all have the version of rank 0 as well.
     _, version, length = everybody[0]
-    data = ranks.broadcast(data, length)
+    data = _broadcast(ranks, data, length)
     try:
         shared = _loaded("shared", lambda: load(io.BytesIO(data)))
         result = apply(shared, _part_of(root / str(version), ranks, shared, load))
@@ -144,6 +146,16 @@ def read(
         problem = _said(ranks.rank, error)
     _raise_any(root, ranks.gather(problem))
     return result
+
+
+def _broadcast(ranks: Ranks, data: bytes, length: int) -> bytes:
+    """Rank 0's bytes, piece by piece: no collective takes more than 2**31 at a time."""
+    pieces = []
+    for start in range(0, length, _PIECE):
+        size = min(_PIECE, length - start)
+        mine = data[start : start + size] if ranks.rank == 0 else bytes(size)
+        pieces.append(ranks.broadcast(mine))
+    return b"".join(pieces)
 
 
 def _part_of(there: Path, ranks: Ranks, shared: Any, load: Callable[[BinaryIO], Any]) -> Any:
@@ -177,6 +189,38 @@ def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]
         new = {name for layout in layouts for name in layout.names}
         differing = sorted(old ^ new) or ["shapes, dtypes, bucket_bytes or the order of parameters"]
         raise CheckpointError(f"it is of another model; different: {', '.join(differing[:8])}")
+
+
+class Source(Enum):
+    """Where a tensor of a state comes from when a saved state is taken back."""
+
+    SAVED = auto()
+    SHARE = auto()  # of the sum that was saved
+    START = auto()  # what it was before the first step
+    HERE = auto()  # it stays
+
+
+def source_of(
+    compressor: Compressor, path: str, steps: int, mode: str, saver: int, rank: int
+) -> Source:
+    """Where the tensor that `leaves` calls so comes from.
+
+    Args:
+        compressor: whose state it is.
+        path: as `leaves` has it.
+        steps: that were made when it was saved.
+        mode: of the checkpoint.
+        saver: the rank that saved it.
+        rank: the rank that takes it.
+    """
+    owner = compressor.owner(path, steps)
+    if is_replicated(compressor, path):
+        return Source.SAVED
+    if mode == "sharded":
+        return Source.SAVED if saver in (rank, owner) else Source.HERE
+    if owner is not None:
+        return Source.SAVED
+    return Source.START if path in compressor.begins_anew else Source.SHARE
 
 
 def other_size(then: int, now: int) -> str:

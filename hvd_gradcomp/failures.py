@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _STOPPED = (
     "another rank has stopped, or raised an error, or had no more batches; look at what the other "
@@ -44,13 +45,13 @@ def named(kind: type[Exception], what: str) -> Iterator[None]:
         raise kind(explained(what, str(error))) from error
 
 
-def refuse_join(compressors: Iterator[str]) -> None:
+def refuse_join(compressors: Iterable[Any]) -> None:
     """Raises where `hvd.join()` cannot work.
 
     Args:
-        compressors: of the exchanges of this rank that do more than to add gradients up.
+        compressors: of the exchanges of this rank.
     """
-    listed = ", ".join(sorted(set(compressors)))
+    listed = ", ".join(sorted({repr(c) for c in compressors if not c.adds_up}))
     if listed:
         raise RuntimeError(
             f"hvd.join() cannot work with {listed}: a rank that has joined has no payload to give. "

@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class Lost(NamedTuple):
     norm: float
 
 
-class Membership:
+class Membership(ABC):
     """Goes before one of Horovod's elastic states; `begin` comes after its constructor.
 
     When a rank dies, the collective that it died in may have ended on some of the others and not
@@ -52,33 +53,33 @@ class Membership:
 
     # -- the frontend's part -----------------------------------------------------------------
 
+    @abstractmethod
     def _gather(self, item: Any) -> Sequence[Any]:
         """Everybody's, in the order of ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _place(self) -> tuple[int, int]:
         """(rank, slot) of this process now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _squares(self) -> float:
         """The sum of squares of what this rank keeps back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _committed(self) -> Any:
         """What `save` has copied, without copying it again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _recommit(self, copies: Any) -> None:
         """Makes earlier copies those that `restore` goes back to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _forget(self) -> None:
         """Sets what belongs to this rank alone to what it was before the first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _resize(self) -> None:
         """Settles what depends on the number of ranks; without a collective."""
-        raise NotImplementedError
 
     # -- Horovod's events --------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ horovodrun --gloo -np 2 python -m examples.pytorch.digits --method variance
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,9 +32,8 @@ def network() -> nn.Module:
     )
 
 
-def main() -> None:
-    options = digits.arguments(__doc__.splitlines()[0])
-    hvd.init()
+def prepared(options: Any) -> tuple[list[torch.Tensor], nn.Module, Any]:
+    """The data, channels first, the network and its distributed optimizer."""
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     train_x, train_y, test_x, test_y = (torch.from_numpy(x) for x in digits.load())
@@ -47,6 +47,13 @@ def main() -> None:
         model.named_parameters(),
         compression=compressor,
     )
+    return [train_x, train_y, test_x, test_y], model, optimizer
+
+
+def main() -> None:
+    options = digits.arguments(__doc__.splitlines()[0])
+    hvd.init()
+    (train_x, train_y, test_x, test_y), model, optimizer = prepared(options)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 

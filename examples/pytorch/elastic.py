@@ -15,25 +15,13 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from examples import digits
-from examples.pytorch.digits import network
+from examples.pytorch.digits import prepared
 
 
 def main() -> None:
     options = digits.arguments(__doc__.splitlines()[0])
     hvd.init()
-    torch.set_num_threads(1)
-    torch.manual_seed(options.seed)
-    train_x, train_y, test_x, test_y = (torch.from_numpy(x) for x in digits.load())
-    train_x, test_x = train_x.permute(0, 3, 1, 2), test_x.permute(0, 3, 1, 2)
-    model = network()
-    compressor = digits.METHODS[options.method]
-    if compressor.uses_moments:
-        hvd.track_moments(model)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=options.learning_rate),
-        model.named_parameters(),
-        compression=compressor,
-    )
+    (train_x, train_y, test_x, test_y), model, optimizer = prepared(options)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
 
     @hvd.elastic.run

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -394,6 +395,7 @@ class TorchOps(Ops):
                     count = flags.find(self.native, place * _TILE, scratch)
                     found.append(scratch[:count].clone())
                     continue
+                assert isinstance(flags, _Above)  # the others are made only where there is C
                 flags = flags.flags()
             # Eight flags are one word: few words are set, and only those are looked into.
             if flags.shape[0] % 8:
@@ -632,23 +634,15 @@ def _place(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-class _Condition:
+class _Condition(ABC):
     """A condition on a tile, not looked at yet: indices are found without forming flags."""
 
-    def __and__(self, other: _Condition) -> _Condition:
+    def __and__(self, other: _Greater | _Both) -> _Both:
         return _Both(self, other)
 
-    def flags(self) -> Tensor:
-        """As bool."""
-        raise NotImplementedError
-
-    def at(self, index: Tensor) -> Tensor:
-        """As bool, at some indices."""
-        raise NotImplementedError
-
+    @abstractmethod
     def find(self, native: Any, base: int, out: Tensor) -> int:
         """Writes the indices, from base on, and returns how many."""
-        raise NotImplementedError
 
 
 class _Greater(_Condition):
@@ -658,6 +652,7 @@ class _Greater(_Condition):
         self.x, self.y = x, y
 
     def at(self, index: Tensor) -> Tensor:
+        """As bool, at some indices."""
         y = self.y[index] if isinstance(self.y, torch.Tensor) else self.y
         return self.x[index] > y
 
@@ -683,10 +678,12 @@ class _Found(_Condition):
 class _Both(_Condition):
     """The first condition, and the second where the first holds."""
 
-    def __init__(self, first: _Condition, second: _Condition) -> None:
+    def __init__(self, first: _Condition, second: _Greater | _Both) -> None:
         self.first, self.second = first, second
 
     def at(self, index: Tensor) -> Tensor:
+        """As bool, at some indices."""
+        assert isinstance(self.first, (_Greater, _Both))
         return self.first.at(index) & self.second.at(index)
 
     def find(self, native: Any, base: int, out: Tensor) -> int:
@@ -703,6 +700,7 @@ class _Above(_Condition):
         self.x, self.bound, self.block = x, bound, block
 
     def flags(self) -> Tensor:
+        """As bool."""
         magnitude = self.x.abs().view(-1, self.block)
         bounds = self.bound[: magnitude.shape[0], None]
         return ((magnitude >= bounds) & (magnitude > 0)).view(-1)

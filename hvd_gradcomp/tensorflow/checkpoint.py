@@ -17,19 +17,19 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp import checkpoint
-from hvd_gradcomp.aggregator import begins_anew, is_replicated, leaves, with_leaves
-from hvd_gradcomp.checkpoint import CheckpointError, Ranks
+from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
+from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     Engine,
     distributed_in,
     is_rank_local,
+    optimizer_of,
     plain_variable,
 )
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"
-_PIECE = 1 << 28  # bytes that are broadcast at a time
 _ALIKE = ("exchanges", "skipped")  # counters that are equal on all ranks
 
 
@@ -137,35 +137,26 @@ def load_checkpoint(
 
 
 def _ranks(process_set: Any) -> Ranks:
-    name, rank = "gradcomp.checkpoint", process_set.rank()
+    name = "gradcomp.checkpoint"
     root = process_set.ranks[0] if process_set.ranks else 0
 
     def gather(item: Any) -> list[Any]:
         return horovod.allgather_object(item, name=name, process_set=process_set)
 
-    def broadcast(data: bytes, length: int) -> bytes:
-        pieces = []
-        for start in range(0, length, _PIECE):
-            size = min(_PIECE, length - start)
-            mine = np.frombuffer(data, np.uint8, size, start) if rank == 0 else np.zeros(size, "u1")
-            piece = horovod.broadcast(mine, root, name=f"{name}.data", process_set=process_set)
-            pieces.append(piece.numpy().tobytes())
-        return b"".join(pieces)
+    def broadcast(data: bytes) -> bytes:
+        mine = np.frombuffer(data, np.uint8)
+        given = horovod.broadcast(mine, root, name=f"{name}.data", process_set=process_set)
+        return given.numpy().tobytes()
 
-    return Ranks(rank, process_set.size(), gather, broadcast)
+    return Ranks(process_set.rank(), process_set.size(), gather, broadcast)
 
 
 # -- what there is to save -----------------------------------------------------------------------
 
 
 def _optimizer_of(item: Any) -> Any:
-    """The optimizer of a model, built; or the item itself."""
-    optimizer = getattr(item, "optimizer", None)
-    if optimizer is None:
-        return item
-    if not optimizer.built:
-        optimizer.build(item.trainable_variables)
-    return optimizer
+    """The optimizer of a model, or the item itself."""
+    return item if getattr(item, "optimizer", None) is None else optimizer_of(item)
 
 
 def _engine_of(item: Any) -> Engine | None:
@@ -207,15 +198,20 @@ def _array(variable: Any) -> np.ndarray:
 def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays) -> dict[str, Any]:
     """Adds what an exchange keeps to the arrays, and describes it."""
     steps = int(engine.steps)
-    for title, compressor, path, variable in _kept(engine):
-        if not _is_alike(compressor, path):
-            if mode == "sharded":
-                own[f"{name}/{title}"] = _array(variable)
-                continue
-            owner = None if compressor is None else compressor.owner(path, steps)
-            shared[f"{name}/{title}"] = _summed(engine, title, variable, owner)
+
+    def add(title: str, variable: tf.Variable, alike: bool, owner: int | None = None) -> None:
+        if not alike and mode == "sharded":
+            own[f"{name}/{title}"] = _array(variable)
         else:
-            shared[f"{name}/{title}"] = _array(variable)
+            value = _array(variable) if alike else _summed(engine, title, variable, owner)
+            shared[f"{name}/{title}"] = value
+
+    for bucket, one in enumerate(engine.compressors):
+        for (path, _), variable in zip(leaves(engine.templates[bucket]), engine.variables[bucket]):
+            alike = is_replicated(one, path)
+            add(f"{bucket}.{path}", variable, alike, None if alike else one.owner(path, steps))
+    for title, counter in engine.counters.items():
+        add(title, counter, title in _ALIKE)
     buckets = [{"digest": x.digest, "names": list(x.names)} for x in engine.layouts]
     return {
         "format": checkpoint.FORMAT,
@@ -223,20 +219,6 @@ def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays)
         "steps": steps,
         "buckets": buckets,
     }
-
-
-def _kept(engine: Engine) -> list[tuple[str, Any, str, Any]]:
-    """(title, compressor, path, variable) of all state, then of the counters, which have none."""
-    found = []
-    for bucket, (template, variables) in enumerate(zip(engine.templates, engine.variables)):
-        for (path, _), variable in zip(leaves(template), variables):
-            found.append((f"{bucket}.{path}", engine.compressors[bucket], path, variable))
-    return [*found, *((name, None, name, v) for name, v in engine.counters.items())]
-
-
-def _is_alike(compressor: Any, path: str) -> bool:
-    """Whether it is equal on all ranks: a tensor of a compressor's state, or a counter."""
-    return path in _ALIKE if compressor is None else is_replicated(compressor, path)
 
 
 def _summed(engine: Engine, title: str, variable: tf.Variable, owner: int | None) -> np.ndarray:
@@ -284,23 +266,17 @@ def _restore(
 def _restore_exchange(
     engine: Engine, saved: dict[str, Any], name: str, arrays: Arrays, mode: str, size_then: int
 ) -> None:
-    size = engine.process_set.size()
-    first = [dict(leaves(template)) for template in engine.templates]
-    values = []
-    for title, compressor, path, _ in _kept(engine):
-        array, owner = arrays[f"{name}/{title}"], None
-        if compressor is not None:
-            owner = compressor.owner(path, saved["steps"])
-        if mode == "sharded" or _is_alike(compressor, path) or owner is not None:
-            values.append(array)
-        elif compressor is not None and begins_anew(compressor, path):
-            values.append(first[int(title.partition(".")[0])][path])
-        else:
-            values.append(_share(array, size, size_then))
-    given = iter(values)
+    rank, size = engine.process_set.rank(), engine.process_set.size()
+    # A sharded one is this rank's own: `checkpoint.read` gives each rank its part.
+    how = saved["steps"], mode, rank, rank
     for bucket, variables in enumerate(engine.variables):
-        one = engine.compressors[bucket]
-        tensors = [tf.constant(next(given)) for _ in variables]
+        one, tensors = engine.compressors[bucket], []
+        for path, start in leaves(engine.templates[bucket]):
+            source = checkpoint.source_of(one, path, *how)
+            array = arrays[f"{name}/{bucket}.{path}"]
+            if source is Source.SHARE:
+                array = _share(array, size, size_then)
+            tensors.append(start if source is Source.START else tf.constant(array))
         if any(tuple(x.shape) != tuple(v.shape) for x, v in zip(tensors, variables)):
             # A parameter server's decoder has a head for each rank.
             LOGGER.warning("%r learns anew: %d ranks exchange now", one, size)
@@ -309,8 +285,10 @@ def _restore_exchange(
             tensors = [x for _, x in leaves(state)]
         for variable, tensor in zip(variables, tensors):
             variable.assign(tensor)
-    for variable in engine.counters.values():
-        variable.assign(next(given))
+    for title, variable in engine.counters.items():
+        array = arrays[f"{name}/{title}"]
+        same = mode == "sharded" or title in _ALIKE
+        variable.assign(array if same else _share(array, size, size_then))
     engine.steps.assign(saved["steps"])
 
 

@@ -99,6 +99,13 @@ def plain_variable(source: Any) -> Any:
     return value if isinstance(value, tf.Variable) else source
 
 
+def optimizer_of(model: Any) -> Any:
+    """The optimizer that a model was compiled with, with its variables made."""
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model.optimizer
+
+
 def distributed_in(source: Any) -> Any:
     """What exchanges: the source itself, or the optimizer that a loss scaler is wrapped around."""
     if hasattr(source, "_gradcomp"):

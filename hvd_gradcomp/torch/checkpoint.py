@@ -10,11 +10,9 @@ import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp import checkpoint
-from hvd_gradcomp.aggregator import begins_anew, is_replicated, leaves, with_leaves
-from hvd_gradcomp.checkpoint import CheckpointError, Ranks
+from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
+from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source
 from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine, gather_objects
-
-_PIECE = 1 << 28  # bytes that are broadcast at a time
 
 
 def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
@@ -92,12 +90,6 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
     sharded = saved["mode"] == "sharded"
     if sharded and saved["size"] != size:
         raise CheckpointError(checkpoint.other_size(saved["size"], size))
-
-    def take(stored: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-        if not sharded:
-            return _share(stored, size, saved["size"])
-        return stored.clone() if saved["rank"] == rank else current
-
     if sharded and saved["rank"] != rank:
         LOGGER.warning(
             "the optimizer's state was saved by rank %d: what it had kept back is not taken on "
@@ -112,15 +104,16 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
         values, one = [], bucket.compressor
         fresh = dict(leaves(one.start(bucket.ops, bucket.layout, size))) if one.begins_anew else {}
+        how = saved["steps"], saved["mode"], saved["rank"], rank
         for path, current in leaves(bucket.state):
-            stored, owner = entry["state"][path].to(current.device), one.owner(path, saved["steps"])
-            owned = owner is not None and (not sharded or owner == saved["rank"])
-            if owned or is_replicated(one, path):
+            stored = entry["state"][path].to(current.device)
+            source = checkpoint.source_of(one, path, *how)
+            if source is Source.SAVED:
                 values.append(stored.clone())
-            elif not sharded and begins_anew(one, path):
-                values.append(fresh[path])
+            elif source is Source.SHARE:
+                values.append(_share(stored, size, saved["size"]))
             else:
-                values.append(take(stored, current))
+                values.append(fresh[path] if source is Source.START else current)
         before, bucket.state = bucket.state, with_leaves(bucket.state, values)
         if any(x.shape != y.shape for x, (_, y) in zip(values, leaves(before))):
             # A parameter server's decoder has a head for each rank.
@@ -238,19 +231,15 @@ def load_checkpoint(
 
 
 def _ranks(process_set: Any) -> Ranks:
-    name, rank = "gradcomp.checkpoint", process_set.rank()
+    name = "gradcomp.checkpoint"
     root = process_set.ranks[0] if process_set.ranks else 0
 
-    def broadcast(data: bytes, length: int) -> bytes:
-        pieces = []
-        for start in range(0, length, _PIECE):
-            size = min(_PIECE, length - start)
-            mine = bytearray(data[start : start + size] if rank == 0 else size)
-            piece = torch.frombuffer(mine, dtype=torch.uint8)
-            piece = horovod.broadcast(piece, root, f"{name}.data", process_set=process_set)
-            pieces.append(piece.numpy().tobytes())
-        return b"".join(pieces)
+    def gather(item: Any) -> list[Any]:
+        return gather_objects(item, name, process_set)
 
-    return Ranks(
-        rank, process_set.size(), lambda item: gather_objects(item, name, process_set), broadcast
-    )
+    def broadcast(data: bytes) -> bytes:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        given = horovod.broadcast(mine, root, f"{name}.data", process_set=process_set)
+        return given.numpy().tobytes()
+
+    return Ranks(process_set.rank(), process_set.size(), gather, broadcast)

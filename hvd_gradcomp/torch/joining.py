@@ -6,7 +6,6 @@ import horovod.torch as horovod
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_gradcomp import failures
-from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.torch.engine import living
 
 
@@ -25,10 +24,6 @@ def join(device: int = -1) -> int:
     Raises:
         RuntimeError: a compressor is in use whose payloads cannot be left out.
     """
-    failures.refuse_join(
-        repr(engine.compressor)
-        for engine in living
-        if not isinstance(engine.compressor, LinearCompressor)
-    )
+    failures.refuse_join(engine.compressor for engine in living)
     with failures.named(HorovodInternalError, "hvd.join()"):
         return int(horovod.join(device))

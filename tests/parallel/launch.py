@@ -135,6 +135,12 @@ def run(
     return output
 
 
+def says(found: Mapping[str, str], messages: Mapping[str, str]) -> None:
+    """Requires that each case has said what it has to say."""
+    for name, message in messages.items():
+        assert message in found[name], f"{name}: {found[name]}"
+
+
 def on_timeline(path: Path) -> set[str]:
     """What travelled, by the names on a Horovod timeline."""
     events = json.loads(path.read_text())

@@ -11,7 +11,13 @@ import tensorflow as tf
 from hvd_gradcomp import validate
 from hvd_gradcomp.schedule import EGCCorrection
 from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
-from hvd_gradcomp.tensorflow.engine import LOGGER, distributed_in, plain_variable, takes_part
+from hvd_gradcomp.tensorflow.engine import (
+    LOGGER,
+    distributed_in,
+    optimizer_of,
+    plain_variable,
+    takes_part,
+)
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.reports import StatsWriter as StatsWriter
 from hvd_gradcomp.tensorflow.stats import verify
@@ -53,9 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         del logs
         if not takes_part(self.process_set):
             return
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
+        optimizer = optimizer_of(self.model)
         variables = [plain_variable(v) for v in (*self.model.variables, *optimizer.variables)]
         # A random seed of Keras is no tf.Variable, and each rank has its own.
         shared = [v for v in variables if isinstance(v, tf.Variable)]

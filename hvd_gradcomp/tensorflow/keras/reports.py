@@ -10,7 +10,7 @@ import keras
 
 from hvd_gradcomp.reports import Writer
 from hvd_gradcomp.tensorflow import reports
-from hvd_gradcomp.tensorflow.engine import takes_part
+from hvd_gradcomp.tensorflow.engine import optimizer_of, takes_part
 from hvd_gradcomp.tensorflow.stats import engine_of
 
 
@@ -45,9 +45,7 @@ class StatsWriter(keras.callbacks.Callback):
         del logs
         if not takes_part(self.process_set):
             return
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
+        optimizer = optimizer_of(self.model)
         if engine_of(optimizer).watch():  # which a function that is traced already cannot
             self.model.make_train_function(force=True)
         self._stats = reports.StatsWriter(optimizer, self.every, self.writers)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,20 @@ import numpy as np
 
 def write(folder: str, rank: int, result: Any) -> None:
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
+
+
+@contextmanager
+def noted(folder: str, rank: int) -> Iterator[None]:
+    """Writes what ends this rank.
+
+    horovodrun ends the other ranks as soon as one has failed; they shall say what they saw.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    except Exception as error:
+        write(folder, rank, [type(error).__name__, str(error)])
+        raise
 
 
 def digest(arrays: Iterable[Any]) -> str:
