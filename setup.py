@@ -54,7 +54,8 @@ setup(
     packages=find_packages(include=["hvd_gradcomp", "hvd_gradcomp.*"]),
     package_data={"hvd_gradcomp": ["py.typed"]},
     ext_modules=[native],
-    install_requires=["tabulate"],
+    install_requires=["click>=8.1", "tabulate"],
+    entry_points={"console_scripts": ["hvd-gradcomp = hvd_gradcomp.cli:main"]},
     extras_require=extras,
     keywords="horovod distributed deep-learning gradient compression pytorch tensorflow keras",
     classifiers=[

@@ -64,6 +64,9 @@ LAYERS = [
     {"assignment.py"},
     {"description.py"},
     {"__init__.py", "handshake.py", "probe.py", "testing.py"},
+    {"cli/doctor.py", "cli/bench.py", "cli/advise.py", "cli/compare.py"},
+    {"cli/__init__.py"},
+    {"__main__.py"},
 ]
 
 
@@ -108,6 +111,8 @@ def test_only_frontends_import_frameworks(module):
         allowed = {"tensorflow"}
     elif module == "description.py":
         allowed = {"tabulate"}
+    elif module.startswith("cli/"):
+        allowed = {"click", "tabulate"}
     elif module.startswith("torch/"):
         allowed = {"torch", "horovod"}
     elif module.startswith("tensorflow/"):
