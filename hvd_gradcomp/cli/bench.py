@@ -1,11 +1,160 @@
-"""`hvd-gradcomp bench`."""
+"""`hvd-gradcomp bench`: what an exchange takes, by compressor."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.cli import options
+from hvd_gradcomp.codecs.words import WordCompressor
+from hvd_gradcomp.description import brief
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.torch.measure import Row
+
+DENSE = "dense (stock Horovod)"
+SETTLE = 64  # steps until thresholds of noise let through what they will
 
 
 @click.command("bench")
-def command() -> None:
-    """To come."""
-    raise click.ClickException("not built yet")
+@options.with_model
+@options.with_methods
+@click.option(
+    "-r", "--rounds", type=click.IntRange(1), default=9, show_default=True, help="Of each way."
+)
+@click.option(
+    "--settle",
+    type=click.IntRange(0),
+    help=f"Rounds before that are not counted. Default: 3, and {SETTLE} with thresholds.",
+)
+@options.with_files
+def command(
+    model_name: str,
+    compressors: Sequence[Compressor],
+    rounds: int,
+    settle: int | None,
+    json_path: Path | None,
+    png_path: Path | None,
+) -> None:
+    """Time whole exchanges of a model's gradients, one way after the other.
+
+    Under horovodrun they cross the link between the hosts; alone, what is left is a rank's own
+    work:
+
+    \b
+        hvd-gradcomp bench --model lstm
+        horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp bench --json bench.json --png bench.png
+
+    Each round begins together and ends with the slowest rank. "encode" is the time until all
+    gradients are handed over, "collective" waiting for what travels, "decode" the rest; "times
+    faster" compares medians with stock Horovod's dense allreduce, of which half the rounds are run
+    at the beginning and half at the end. Gradients are noise of variance 1, but those of your own
+    model with a loss. Methods that learn have learned nothing useful, which costs the same.
+    """
+    options.check_png(png_path)
+    horovod = options.started()
+    from hvd_gradcomp.models import load
+    from hvd_gradcomp.torch.measure import Gradients, measure
+
+    try:
+        model = load(model_name, shapes_only=True)
+        gradients = Gradients(model, real=8 if model.real else 0)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    say = click.echo if horovod.rank() == 0 else (lambda *_, **__: None)
+    say(
+        f"{model_name}: {len(gradients.layers)} layers, {gradients.elements:,} elements, "
+        f"{horovod.size()} ranks on {horovod.cross_size()} hosts",
+        err=True,
+    )
+    dense = measure(None, gradients, (rounds + 1) // 2, 1)
+    rows: dict[str, Row] = {DENSE: dense}
+    for compressor in compressors:
+        say(f"  {brief(compressor)}", err=True)
+        before = settle_rounds(compressor) if settle is None else settle
+        rows[brief(compressor)] = measure(compressor, gradients, rounds, before)
+    dense.times += measure(None, gradients, rounds // 2, 0).times if rounds > 1 else []
+    if horovod.rank() == 0:
+        figures = [_figures(way, row, dense) for way, row in rows.items()]
+        click.echo(_table(figures))
+        options.write_json(json_path, {**about(horovod, model_name), "rows": figures})
+        if png_path is not None:
+            _draw(png_path, figures, f"{model_name}, {horovod.size()} ranks")
+    horovod.shutdown()
+
+
+def settle_rounds(compressor: Compressor) -> int:
+    """Rounds until its payloads have the size that they keep."""
+    return SETTLE if isinstance(compressor, WordCompressor) else 3
+
+
+def about(horovod: Any, model_name: str) -> dict[str, Any]:
+    """What was measured, and where."""
+    from hvd_gradcomp import __version__
+
+    return {
+        "model": model_name,
+        "ranks": horovod.size(),
+        "hosts": horovod.cross_size(),
+        "hvd_gradcomp": __version__,
+    }
+
+
+def _figures(way: str, row: Row, dense: Row) -> dict[str, Any]:
+    totals = [t.total for t in row.times]
+    return {
+        "way": way,
+        "ms": 1e3 * row.median(),
+        "min": 1e3 * min(totals),
+        "max": 1e3 * max(totals),
+        "encode": 1e3 * row.median("encode"),
+        "collective": 1e3 * row.median("collective"),
+        "decode": 1e3 * row.median("decode"),
+        "times_faster": dense.median() / row.median(),
+        "bytes": row.bytes_sent,
+        "element_ratio": row.element_ratio,
+        "rounds": len(totals),
+    }
+
+
+def _table(figures: Sequence[dict[str, Any]]) -> str:
+    head = ("way", "ms", "min", "max", "encode", "collective", "decode", "times faster", "MB")
+    rows = [
+        (
+            f["way"],
+            *(f"{f[key]:.1f}" for key in ("ms", "min", "max", "encode", "collective", "decode")),
+            f"{f['times_faster']:.2f}",
+            f"{f['bytes'] / 1e6:.3f}",
+            f"{f['element_ratio']:.0f}",
+        )
+        for f in figures
+    ]
+    return options.table((*head, "element ratio"), rows)
+
+
+def _draw(path: Path, figures: Sequence[dict[str, Any]], title: str) -> None:
+    """Bars: encode, collective, decode."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.4 * len(figures) + 1.2), layout="constrained")
+    names, left = [f["way"] for f in figures], [0.0] * len(figures)
+    for part, colour in (("encode", "#4477aa"), ("collective", "#ccbb44"), ("decode", "#aa3377")):
+        widths = [f[part] for f in figures]
+        axes.barh(names, widths, left=left, label=part, color=colour)
+        left = [a + b for a, b in zip(left, widths)]
+    for place, f in enumerate(figures):
+        axes.text(left[place], place, f" {f['times_faster']:.1f}x", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="ms an exchange, median", title=title)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

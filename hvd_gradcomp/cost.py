@@ -1,0 +1,203 @@
+"""What a step costs: the model of Tsuzuku et al. 2018 (004), section 5, and what it leaves out.
+
+The paper takes the volume that a rank receives: `2(p-1)/p * N * s * beta` for a ring allreduce of N
+parameters of s bits, `(p-1) * n * beta` for an allgather of n bits from each rank. It leaves out
+latency, the work of encoding and decoding, and that communication and backward overlap. Here
+
+- a `Link` has the time of each collective as it was measured at several sizes, so latency and all
+  that Horovod adds are in it. Other numbers of ranks have the paper's volumes, and more hops;
+- a `Bucket` has the measured times of its work before, between and after its collectives;
+- `step_seconds` lets them run: one thread that differentiates, encodes and decodes, and one link
+  that performs one collective after the other, meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+FUSION_BYTES = 128 << 20  # Horovod's default
+
+Curve = tuple[tuple[float, float], ...]  # (bytes that a rank receives, seconds), ascending
+
+
+def volume(kind: str, size: float, ranks: int) -> float:
+    """Bytes that pass a rank's link in one direction, for a tensor of so many bytes on each rank.
+
+    >>> [volume(kind, 8.0, 4) for kind in ("allreduce", "allgather", "alltoall", "broadcast")]
+    [12.0, 24.0, 6.0, 8.0]
+    """
+    others = ranks - 1
+    shares = {
+        "allreduce": 2 * others / ranks,
+        "allgather": others,
+        "alltoall": others / ranks,
+        "broadcast": min(others, 1),
+        "gather": others,
+    }
+    return size * shares[kind]
+
+
+def hops(kind: str, ranks: int) -> int:
+    """Messages one after the other: around a ring, or down a tree."""
+    if kind == "broadcast":
+        return math.ceil(math.log2(ranks)) if ranks > 1 else 0
+    return (2 if kind == "allreduce" else 1) * (ranks - 1)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link as collectives see it.
+
+    Attributes:
+        ranks: how many measured it.
+        curves: by kind of collective, the measured seconds by volume.
+        latency: seconds that one more hop takes, for other numbers of ranks. What was measured has
+            its latency in the curves.
+    """
+
+    ranks: int
+    curves: Mapping[str, Curve]
+    latency: float = 50e-6
+
+    def seconds(self, kind: str, size: float, ranks: int | None = None) -> float:
+        """How long a collective takes, for a tensor of so many bytes on each rank."""
+        ranks = self.ranks if ranks is None else ranks
+        if ranks == 1:
+            return 0.0
+        curve = self.curves["alltoall" if kind == "gather" else kind]
+        further = max(hops(kind, ranks) - hops(kind, self.ranks), 0) * self.latency
+        return _read(curve, volume(kind, size, ranks)) + further
+
+    def with_bandwidth(self, bits_per_second: float) -> Link:
+        """The same link with another bandwidth: starting takes as long, a byte takes its time."""
+        curves = {}
+        for kind, curve in self.curves.items():
+            start = _start(curve)
+            last = max(curve[-1][0], 1.0)
+            curves[kind] = ((0.0, start), (last, start + 8 * last / bits_per_second))
+        return replace(self, curves=curves)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bits a second that a large allreduce receives."""
+        (before, earlier), (last, later) = self.curves["allreduce"][-2:]
+        return 8 * (last - before) / max(later - earlier, 1e-12)
+
+
+def _read(curve: Curve, size: float) -> float:
+    """Between two measurements on the line through them; beyond the last, on the last line."""
+    place = min(max(bisect_left(curve, (size, 0.0)), 1), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[place - 1 : place + 1]
+    if size < x0:
+        return y0
+    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+
+
+def _start(curve: Curve) -> float:
+    """What a collective takes that moves nothing."""
+    (x0, y0), (x1, y1) = curve[0], curve[-1]
+    return max(min(y0, y0 - x0 * (y1 - y0) / (x1 - x0)), 0.0)
+
+
+class Bucket(NamedTuple):
+    """A bucket's step on one rank.
+
+    Attributes:
+        ready: seconds of backward after which its last gradient is there.
+        work: seconds before the first collective, between them, and after the last; one more than
+            there are collectives.
+        asks: (kind, bytes) of its collectives, in turn.
+    """
+
+    ready: float
+    work: tuple[float, ...]
+    asks: tuple[tuple[str, float], ...]
+
+
+def step_seconds(
+    buckets: Sequence[Bucket], link: Link, ranks: int | None = None, backward: float = 0.0
+) -> float:
+    """From the beginning of backward to the last decoded bucket.
+
+    >>> link = Link(2, {"allgather": ((0.0, 1.0), (10.0, 2.0))})
+    >>> step_seconds([Bucket(0.0, (1.0, 0.5), (("allgather", 10.0),))] * 2, link)
+    5.5
+    """
+    now = since = free = 0.0
+    waiting = []
+    for bucket in sorted(buckets, key=lambda bucket: bucket.ready):
+        now += bucket.ready - since + bucket.work[0]
+        since = bucket.ready
+        free = _sent(bucket, 0, now, free, link, ranks)
+        waiting.append((bucket, 0, free if bucket.asks else now))
+    now += max(backward - since, 0.0)
+    while waiting:
+        further = []
+        for bucket, done, there in waiting:
+            if not bucket.asks:
+                continue
+            now = max(now, there) + bucket.work[done + 1]
+            if done + 1 < len(bucket.asks):
+                free = _sent(bucket, done + 1, now, free, link, ranks)
+                further.append((bucket, done + 1, free))
+        waiting = further
+    return now
+
+
+def _sent(
+    bucket: Bucket, place: int, now: float, free: float, link: Link, ranks: int | None
+) -> float:
+    """When the link is free again after a bucket's collective."""
+    if place >= len(bucket.asks):
+        return free
+    return max(now, free) + link.seconds(*bucket.asks[place], ranks)
+
+
+def dense_seconds(
+    layers: Sequence[tuple[float, float]],
+    link: Link,
+    ranks: int | None = None,
+    backward: float = 0.0,
+) -> float:
+    """The same for Horovod without compression, which fuses what waits while the link is busy.
+
+    Args:
+        layers: (ready, bytes), see `Bucket`.
+        link, ranks, backward: as in `step_seconds`.
+    """
+    rest, free = sorted(layers), 0.0
+    while rest:
+        begin, size, count = max(free, rest[0][0]), 0.0, 0
+        for ready, some in rest:
+            if ready > begin or (count and size + some > FUSION_BYTES):
+                break
+            size, count = size + some, count + 1
+        free, rest = begin + link.seconds("allreduce", size, ranks), rest[count:]
+    return max(free, backward)
+
+
+def break_even(faster: Callable[[float], float], low: float = 1e5, high: float = 1e13) -> float:
+    """The bandwidth, in bits a second, at which a function of it changes its sign.
+
+    Args:
+        faster: what compression gains at a bandwidth, in seconds: positive on slow links.
+        low, high: where to look.
+
+    Returns:
+        `inf` if it gains at `high` as well, 0 if not even at `low`.
+
+    >>> round(break_even(lambda bandwidth: 1e9 / bandwidth - 1))
+    1000000000
+    """
+    if faster(low) <= 0:
+        return 0.0
+    if faster(high) > 0:
+        return math.inf
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if faster(middle) > 0 else (low, middle)
+    return math.sqrt(low * high)

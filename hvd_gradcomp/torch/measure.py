@@ -1,0 +1,429 @@
+"""Measures exchanges of a model's gradients: whole ones between ranks, and a rank's own work.
+
+`Exchange` is a whole one, as `DistributedOptimizer` does it but for the optimizer. `alone` is the
+same without the others: what they would send is this rank's own payload, so that encode and decode
+are measured apart from any link, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import horovod.torch as horovod
+import torch
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
+from hvd_gradcomp.algorithms.lgc import LGCCompressor
+from hvd_gradcomp.collectives import Allgather, Broadcast, Collective, Gather
+from hvd_gradcomp.cost import Bucket as Cost
+from hvd_gradcomp.cost import Link, volume
+from hvd_gradcomp.models import Model, shapes
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
+
+LEARNED_STEP = 10_000  # by which everything is learned
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
+
+Layers = Sequence[tuple[str, tuple[int, ...]]]
+Kind = TypeVar("Kind", bound=Engine)
+
+
+# -- gradients -------------------------------------------------------------------------------
+
+
+class Gradients:
+    """The gradients that are exchanged: noise of variance 1, or some of the model's own in turn.
+
+    Args:
+        model: whose.
+        real: how many steps' gradients are taken from its loss; 0 for noise.
+        seed: of the noise; ranks differ by themselves.
+
+    Attributes:
+        layers: (name, shape) of each.
+        tensors: what `draw` fills.
+    """
+
+    def __init__(self, model: Model, real: int = 0, seed: int = 1) -> None:
+        self.layers: Layers = shapes(model.module)
+        if not self.layers:
+            raise ValueError(f"{model.name} has no parameter that requires a gradient")
+        self._generator = torch.Generator().manual_seed(1000 * seed + horovod.rank())
+        self._steps = [backward(model)[0] for _ in range(real)]
+        self._turn = 0
+        self.tensors = [torch.empty(shape) for _, shape in self.layers]
+
+    def draw(self) -> list[torch.Tensor]:
+        """The next step's."""
+        self._turn += 1
+        if self._steps:
+            for tensor, gradient in zip(self.tensors, self._steps[self._turn % len(self._steps)]):
+                tensor.copy_(gradient)
+        else:
+            for tensor in self.tensors:
+                tensor.normal_(generator=self._generator)
+        return self.tensors
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
+
+
+class Backward(NamedTuple):
+    """A backward pass: its seconds, and after how many each layer's gradient was there."""
+
+    seconds: float
+    ready: tuple[float, ...]
+
+
+def backward(model: Model) -> tuple[list[torch.Tensor], Backward]:
+    """The gradients of one batch, in the model's order, and how backward went.
+
+    Raises:
+        ValueError: the model has no loss, or a parameter gets no gradient from it.
+    """
+    if model.loss is None:
+        raise ValueError(f"{model.name} has no loss: let its factory return (module, loss)")
+    named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+    times: dict[torch.Tensor, float] = {}
+    hooks = [
+        p.register_hook(lambda _, p=p: times.__setitem__(p, time.perf_counter())) for _, p in named
+    ]
+    model.module.zero_grad(set_to_none=True)
+    loss = model.loss()
+    start = time.perf_counter()
+    loss.backward()
+    seconds = time.perf_counter() - start
+    for hook in hooks:
+        hook.remove()
+    unused = [name for name, p in named if p.grad is None]
+    if unused:
+        raise ValueError(f"{model.name}: no gradient for {', '.join(unused[:8])}")
+    gradients = [p.grad.detach().clone() for _, p in named]
+    model.module.zero_grad(set_to_none=True)
+    return gradients, Backward(seconds, tuple(times[p] - start for _, p in named))
+
+
+# -- whole exchanges -------------------------------------------------------------------------
+
+
+class Times(NamedTuple):
+    """Seconds of one exchange on one rank.
+
+    Attributes:
+        encode: until all gradients are handed over, and with them the first payloads.
+        collective: waiting for what travels.
+        decode: the rest; of methods with several rounds the work between them too.
+        total: all of it, on the slowest rank.
+    """
+
+    encode: float
+    collective: float
+    decode: float
+    total: float
+
+
+class TimedEngine(Engine):
+    """An engine that knows how long it has waited."""
+
+    waited = 0.0
+
+    def _wait(self, bucket: Bucket) -> torch.Tensor:
+        start = time.perf_counter()
+        reply = super()._wait(bucket)
+        self.waited += time.perf_counter() - start
+        return reply
+
+
+class Exchange:
+    """Whole exchanges of a compressor, or of stock Horovod's dense allreduce.
+
+    Args:
+        compressor: None for dense.
+        layers: what is exchanged.
+    """
+
+    def __init__(self, compressor: Compressor | None, layers: Layers) -> None:
+        self.compressor = compressor
+        if compressor is not None:
+            ranks = horovod.global_process_set
+            self.engine: TimedEngine = engine_of(compressor, layers, TimedEngine, ranks)
+            self._parameters = [p for _, p in self.engine._named]
+
+    def stats(self) -> CompressionStats | None:
+        """Totals; None of the dense one."""
+        return None if self.compressor is None else self.engine.stats()
+
+    def run(self, gradients: list[torch.Tensor]) -> Times:
+        """One exchange; all ranks begin together."""
+        horovod.barrier()
+        start = time.perf_counter()
+        if self.compressor is None:
+            given, waited = self._dense(gradients)
+        else:
+            given, waited = self._compressed(gradients)
+        took = time.perf_counter() - start
+        return Times(given - start, waited, took - waited - (given - start), slowest(took))
+
+    def _compressed(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
+        engine, before = self.engine, self.engine.waited
+        for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
+            engine.give(p, gradient)
+        given = time.perf_counter()
+        for p in self._parameters:
+            engine.take(p)
+        engine.clear()
+        return given, engine.waited - before
+
+    def _dense(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
+        """As stock Horovod's optimizer: last layers first, fused by Horovod."""
+        handles = [
+            horovod.allreduce_async_(g, name=f"dense.{place}")
+            for place, g in reversed(list(enumerate(gradients)))
+        ]
+        given = time.perf_counter()
+        for handle in handles:
+            horovod.synchronize(handle)
+        return given, time.perf_counter() - given
+
+
+def slowest(seconds: float) -> float:
+    """The most that any rank took."""
+    every = horovod.allgather(torch.tensor([seconds], dtype=torch.float64), name="seconds")
+    return float(every.max())
+
+
+@dataclass
+class Row:
+    """What was measured of one way.
+
+    Attributes:
+        times: of each round.
+        bytes_sent: that a rank handed to collectives in a round, on average.
+        element_ratio: elements over elements sent in these rounds.
+    """
+
+    times: list[Times] = field(default_factory=list)
+    bytes_sent: float = 0.0
+    element_ratio: float = 1.0
+
+    def median(self, part: str = "total") -> float:
+        return statistics.median(getattr(t, part) for t in self.times)
+
+
+def measure(
+    compressor: Compressor | None, gradients: Gradients, rounds: int, settle: int = 0
+) -> Row:
+    """So many rounds of a way, after others that are not counted; all ranks call it."""
+    exchange, row = Exchange(compressor, gradients.layers), Row()
+    for _ in range(settle):
+        exchange.run(gradients.draw())
+    before = exchange.stats()
+    row.times = [exchange.run(gradients.draw()) for _ in range(rounds)]
+    after = exchange.stats()
+    row.bytes_sent = 4.0 * gradients.elements
+    if after is not None and before is not None:
+        span = after - before
+        row.bytes_sent, row.element_ratio = span.bytes_sent / rounds, span.element_ratio
+    return row
+
+
+def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_set: Any) -> Kind:
+    """The exchange of a compressor; a method that learns has learned, if nothing useful."""
+    engine = kind(
+        [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers],
+        compressor,
+        name=TITLES.take(),
+        prescale=1.0,
+        postscale=1.0 / process_set.size(),
+        process_set=process_set,
+    )
+    if isinstance(compressor, (GradiVeQCompressor, LGCCompressor)):
+        engine.steps = LEARNED_STEP  # what counts is the compressed phase
+        for bucket in engine.buckets:
+            if isinstance(bucket.compressor, type(compressor)):
+                bucket.state = learned(bucket.compressor, bucket.ops, bucket.layout, bucket.state)
+    return engine
+
+
+def learned(compressor: Any, ops: TorchOps, layout: Any, state: Any) -> Any:
+    """A state as it is at `LEARNED_STEP`, in the compressed phase, with random bases."""
+    if isinstance(compressor, LGCCompressor):
+        start = ops.host(LEARNED_STEP - compressor.train_steps)
+        return state._replace(start=start, ready=ops.host(1))
+    generator = torch.Generator().manual_seed(1)
+    bases = []
+    for cut in compressor.slices(layout):
+        for _ in range(cut.groups):
+            noise = torch.randn(cut.length, cut.room, generator=generator)
+            bases.append(torch.linalg.qr(noise).Q.reshape(-1))
+    start = ops.host(LEARNED_STEP - compressor.sample_steps)
+    return state._replace(start=start, basis=torch.cat(bases).to(ops.device))
+
+
+# -- a rank's own work -----------------------------------------------------------------------
+
+
+class _Imagined:
+    """So many ranks, of which this is one."""
+
+    ranks = None
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return horovod.rank() % self._size
+
+    def included(self) -> bool:
+        return True
+
+
+class _AloneEngine(Engine):
+    """An engine whose collectives give back what this rank has sent, at once.
+
+    Attributes:
+        asks, marks: by bucket, the (kind, bytes) of its collectives, and when its work began and
+            ended, in pairs.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.forget()
+
+    def forget(self) -> None:
+        self.asks: dict[str, list[tuple[str, float]]] = {b.name: [] for b in self.buckets}
+        self.marks: dict[str, list[float]] = {b.name: [] for b in self.buckets}
+
+    def _gather_objects(self, item: Any) -> list[Any]:
+        return [item] * self.process_set.size()
+
+    def _advance(self, bucket: Bucket, reply: Any) -> None:
+        marks = self.marks[bucket.name]
+        marks.append(time.perf_counter())
+        super()._advance(bucket, reply)
+        marks.append(time.perf_counter())
+
+    def _submit(self, bucket: Bucket, request: Collective) -> Any:
+        tensor = request.tensor  # type: ignore[union-attr]
+        size = float(tensor.numel() * tensor.element_size())
+        self.asks[bucket.name].append((type(request).__name__.lower(), size))
+        return request
+
+    def _wait(self, bucket: Bucket) -> torch.Tensor:
+        request, bucket.handle = bucket.handle, None
+        ranks = self.process_set.size()
+        if isinstance(request, Allgather):
+            return request.tensor.expand(ranks, *request.tensor.shape).clone()
+        if isinstance(request, Gather):
+            if request.root != self.process_set.rank():
+                return request.tensor[:0]
+            return request.tensor.repeat(ranks)[: sum(request.lengths)]
+        if isinstance(request, Broadcast):
+            return request.tensor
+        tensor: torch.Tensor = request.tensor.clone()
+        return tensor
+
+
+def alone(
+    compressor: Compressor,
+    gradients: Gradients,
+    ranks: int,
+    rounds: int,
+    settle: int = 0,
+    ready: Sequence[float] | None = None,
+) -> list[Cost]:
+    """What each bucket costs a rank among so many: medians of its work, and what it asks for.
+
+    All ranks call it together, so that they get in each other's way as they do in training.
+
+    Args:
+        compressor, gradients: what is exchanged.
+        ranks: how many take part, whether they are there or not.
+        rounds, settle: that are measured, and before.
+        ready: see `Backward`; all at once if None.
+    """
+    engine = engine_of(compressor, gradients.layers, _AloneEngine, _Imagined(ranks))
+    parameters = [p for _, p in engine._named]
+    work: dict[str, list[list[float]]] = {}
+    asks: dict[str, list[tuple[str, float]]] = {}
+    for turn in range(settle + rounds):
+        tensors = gradients.draw()
+        horovod.barrier()
+        engine.forget()
+        laid: dict[str, float] = {}
+        for p, gradient in zip(reversed(parameters), reversed(tensors)):
+            start = time.perf_counter()
+            engine.give(p, gradient)
+            name = engine._places[p][0].name
+            laid[name] = laid.get(name, 0.0) + time.perf_counter() - start
+        for p in parameters:
+            engine.take(p)
+        engine.clear()
+        if turn < settle:
+            continue
+        for bucket in engine.buckets:
+            _, *rest = _spans(engine.marks[bucket.name])
+            work.setdefault(bucket.name, []).append([laid[bucket.name], *rest])
+        asks = engine.asks
+    times = ready or [0.0] * len(parameters)
+    order = {name: moment for (name, _), moment in zip(engine._named, times)}
+    return [
+        Cost(
+            max(order[name] for name in bucket.layout.names),
+            tuple(statistics.median(part) for part in zip(*work[bucket.name])),
+            tuple(asks[bucket.name]),
+        )
+        for bucket in engine.buckets
+    ]
+
+
+def _spans(marks: list[float]) -> Iterator[float]:
+    return (end - start for start, end in zip(marks[::2], marks[1::2]))
+
+
+# -- the link --------------------------------------------------------------------------------
+
+
+def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) -> Link:
+    """Measures the running job's collectives; all ranks call it.
+
+    Args:
+        sizes: bytes of what each rank hands over, ascending, at least two.
+        rounds: of each; medians count.
+        latency: see `Link`.
+    """
+    ranks = horovod.size()
+    kinds: dict[str, Callable[[torch.Tensor, str], Any]] = {
+        "allreduce": lambda x, name: horovod.allreduce(x, name=name, op=horovod.Sum),
+        "allgather": lambda x, name: horovod.allgather(x, name=name),
+        "alltoall": lambda x, name: horovod.alltoall(x, name=name),
+        "broadcast": lambda x, name: horovod.broadcast(x, 0, name=name),
+    }
+    curves = {}
+    for kind, collective in kinds.items():
+        points = []
+        for size in sizes:
+            count = max(size // 4 // ranks, 1) * ranks
+            if kind == "allgather":  # as much as arrives by the others
+                count = max(count // max(ranks - 1, 1), 1)
+            tensor, took = torch.ones(count), []
+            for turn in range(rounds + 1):  # the first one is negotiated
+                horovod.barrier()
+                start = time.perf_counter()
+                collective(tensor, f"link.{kind}.{size}")
+                seconds = slowest(time.perf_counter() - start)
+                if turn:
+                    took.append(seconds)
+            points.append((volume(kind, 4.0 * count, ranks), statistics.median(took)))
+        curves[kind] = tuple(sorted(points))
+    return Link(ranks, curves, latency)
