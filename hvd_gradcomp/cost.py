@@ -14,6 +14,7 @@ latency, the work of encoding and decoding, and that communication and backward 
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,13 @@ class Link:
     ranks: int
     curves: Mapping[str, Curve]
     latency: float = 50e-6
+
+    @classmethod
+    def of(cls, bits_per_second: float, ranks: int = 2, latency: float = 50e-6) -> Link:
+        """One that nobody has measured: its rate, and Horovod's millisecond to start."""
+        kinds = ("allreduce", "allgather", "alltoall", "broadcast")
+        nothing = cls(ranks, {kind: ((0.0, 1e-3), (1e9, 1e-3)) for kind in kinds}, latency)
+        return nothing.with_bandwidth(bits_per_second)
 
     def seconds(self, kind: str, size: float, ranks: int | None = None) -> float:
         """How long a collective takes, for a tensor of so many bytes on each rank."""
@@ -178,6 +186,77 @@ def dense_seconds(
             size, count = size + some, count + 1
         free, rest = begin + link.seconds("allreduce", size, ranks), rest[count:]
     return max(free, backward)
+
+
+Rounds = Sequence[Sequence[Bucket]]  # the buckets of each round that was measured
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to exchange, with what it costs each rank.
+
+    Attributes:
+        name: what it is called.
+        costs: by number of ranks, what each rank that measured it found.
+    """
+
+    name: str
+    costs: Mapping[int, Sequence[Rounds]]
+
+    def seconds(self, link: Link, ranks: int, backward: float | None = None) -> float:
+        """The median round, of which the slowest rank counts.
+
+        Args:
+            link: that it goes over.
+            ranks: over how many. What was not measured lies on the line through the two largest
+                numbers that were.
+            backward: seconds of the backward pass that it overlaps with; None for the exchange
+                alone, with all gradients there.
+        """
+        rounds = zip(*(self.costs[ranks] if ranks in self.costs else self._among(ranks)))
+        return statistics.median(
+            max(_one(buckets, link, ranks, backward) for buckets in several) for several in rounds
+        )
+
+    def _among(self, ranks: int) -> list[Rounds]:
+        few, many = sorted(self.costs)[-2:]
+        work = (ranks - few) / (many - few)
+        size = (1 / ranks - 1 / few) / (1 / many - 1 / few)  # a shard is one part of so many
+        return [
+            [[_between(*pair, work, size) for pair in zip(*two)] for two in zip(*rounds)]
+            for rounds in zip(self.costs[few], self.costs[many])
+        ]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Stock Horovod's allreduce of (ready, bytes) by layer; see `dense_seconds`."""
+
+    name: str
+    layers: Sequence[tuple[float, float]]
+
+    def seconds(self, link: Link, ranks: int, backward: float | None = None) -> float:
+        """As `Way.seconds`."""
+        if backward is None:
+            return dense_seconds([(0.0, size) for _, size in self.layers], link, ranks)
+        return dense_seconds(self.layers, link, ranks, backward)
+
+
+def _one(buckets: Sequence[Bucket], link: Link, ranks: int, backward: float | None) -> float:
+    if backward is None:
+        return step_seconds([bucket._replace(ready=0.0) for bucket in buckets], link, ranks)
+    return step_seconds(buckets, link, ranks, backward)
+
+
+def _between(few: Bucket, many: Bucket, work: float, size: float) -> Bucket:
+    """On the line through two."""
+    return Bucket(
+        few.ready,
+        tuple(max(a + work * (b - a), 0.0) for a, b in zip(few.work, many.work)),
+        tuple(
+            (kind, max(a + size * (b - a), 0.0)) for (kind, a), (_, b) in zip(few.asks, many.asks)
+        ),
+    )
 
 
 def break_even(faster: Callable[[float], float], low: float = 1e5, high: float = 1e13) -> float:

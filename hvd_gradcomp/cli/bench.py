@@ -73,7 +73,7 @@ def command(
     )
     dense = measure(None, gradients, (rounds + 1) // 2, 1)
     rows: dict[str, Row] = {DENSE: dense}
-    for compressor in compressors:
+    for compressor in compressors or options.usual(gradients.scale):
         say(f"  {brief(compressor)}", err=True)
         before = settle_rounds(compressor) if settle is None else settle
         rows[brief(compressor)] = measure(compressor, gradients, rounds, before)

@@ -12,27 +12,54 @@ import click
 from tabulate import tabulate
 
 import hvd_gradcomp
-from hvd_gradcomp.aggregator import Compressor
-
-# With settings at which each is usual. Those with a threshold send about one element in 560 of
-# noise of variance 1; for gradients of your own they have to be set anew.
-METHODS = (
-    "FP16Compressor()",
-    "VarianceCompressor(alpha=4.3)",
-    "HybridCompressor(tau=0.1, alpha=11.9)",
-    "StromCompressor(tau=19.1)",
-    "EGCCompressor(K=1024, momentum=0.9)",
-    "DGCCompressor(density=0.001, momentum=0.9)",
-    "SparseGDCompressor(density=0.001)",
-    "GradientDroppingCompressor(ratio=0.99)",
-    "ScaleComCompressor(density=0.001)",
-    "QSGDCompressor(bits=4)",
-    "TernGradCompressor()",
-    "OneBitCompressor()",
-    "GradiVeQCompressor(ratio=8, sample_steps=200)",
-    'LGCCompressor("ring_allreduce", momentum=0.9)',
-    'LGCCompressor("parameter_server", momentum=0.9)',
+from hvd_gradcomp import (
+    Compressor,
+    DGCCompressor,
+    EGCCompressor,
+    FP16Compressor,
+    GradientDroppingCompressor,
+    GradiVeQCompressor,
+    HybridCompressor,
+    LGCCompressor,
+    OneBitCompressor,
+    QSGDCompressor,
+    ScaleComCompressor,
+    SparseGDCompressor,
+    StromCompressor,
+    TernGradCompressor,
+    VarianceCompressor,
 )
+
+
+def usual(scale: float = 1.0) -> list[Compressor]:
+    """Every method with settings at which it is usual.
+
+    Args:
+        scale: root mean square of the gradients. Methods with a threshold get one that about one
+            element in 560 of noise of that size passes.
+    """
+    return [
+        FP16Compressor(),
+        VarianceCompressor(alpha=4.3),
+        HybridCompressor(tau=_rounded(0.1 * scale), alpha=11.9),
+        StromCompressor(tau=_rounded(19.1 * scale)),
+        EGCCompressor(K=1024, momentum=0.9),
+        DGCCompressor(density=0.001, momentum=0.9),
+        SparseGDCompressor(density=0.001),
+        GradientDroppingCompressor(ratio=0.99),
+        ScaleComCompressor(density=0.001),
+        QSGDCompressor(bits=4),
+        TernGradCompressor(),
+        OneBitCompressor(),
+        GradiVeQCompressor(ratio=8, sample_steps=200),
+        LGCCompressor("ring_allreduce", momentum=0.9),
+        LGCCompressor("parameter_server", momentum=0.9),
+    ]
+
+
+def _rounded(threshold: float) -> float:
+    """To three digits, and above zero."""
+    return float(f"{max(threshold, 1e-30):.3g}")
 
 
 def parsed(text: str) -> Compressor:
@@ -47,7 +74,7 @@ def parsed(text: str) -> Compressor:
         raise click.BadParameter(f"{text!r}: {error}") from error
     if not isinstance(made, Compressor):
         raise click.BadParameter(
-            f"{text!r} is no compressor; write it as in Python, such as {METHODS[1]!r}"
+            f"{text!r} is no compressor; write it as in Python, such as 'QSGDCompressor(bits=4)'"
         )
     return made
 
@@ -56,7 +83,7 @@ def _methods(
     ctx: click.Context, parameter: click.Parameter, texts: Sequence[str]
 ) -> list[Compressor]:
     del ctx, parameter
-    return [parsed(text) for text in texts or METHODS]
+    return [parsed(text) for text in texts]
 
 
 def with_methods(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
-from hvd_gradcomp.collectives import Allgather, Broadcast, Collective, Gather
+from hvd_gradcomp.collectives import Allgather, Collective, Gather
 from hvd_gradcomp.cost import Bucket as Cost
 from hvd_gradcomp.cost import Link, volume
 from hvd_gradcomp.models import Model, shapes
@@ -29,6 +29,8 @@ from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
 
 LEARNED_STEP = 10_000  # by which everything is learned
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
+
+_SHIFTS = 1 << 20
 
 Layers = Sequence[tuple[str, tuple[int, ...]]]
 Kind = TypeVar("Kind", bound=Engine)
@@ -43,36 +45,43 @@ class Gradients:
     Args:
         model: whose.
         real: how many steps' gradients are taken from its loss; 0 for noise.
-        seed: of the noise; ranks differ by themselves.
 
     Attributes:
         layers: (name, shape) of each.
         tensors: what `draw` fills.
+        scale: the root mean square over layers' elements.
+
+    Raises:
+        ValueError: nothing in the model requires a gradient, or see `backward`.
     """
 
-    def __init__(self, model: Model, real: int = 0, seed: int = 1) -> None:
+    def __init__(self, model: Model, real: int = 0) -> None:
         self.layers: Layers = shapes(model.module)
         if not self.layers:
             raise ValueError(f"{model.name} has no parameter that requires a gradient")
-        self._generator = torch.Generator().manual_seed(1000 * seed + horovod.rank())
-        self._steps = [backward(model)[0] for _ in range(real)]
-        self._turn = 0
         self.tensors = [torch.empty(shape) for _, shape in self.layers]
+        self.elements = sum(tensor.numel() for tensor in self.tensors)
+        self._steps = [backward(model)[0] for _ in range(real)]
+        self._turn, self.scale = 0, 1.0
+        if real:
+            squares = [float(g.square().sum()) for g in self._steps[0]]
+            self.scale = slowest((sum(squares) / self.elements) ** 0.5)  # alike on all ranks
+        else:  # drawn once, then read from another place in each step: drawing takes long
+            self._generator = torch.Generator().manual_seed(1000 + horovod.rank())
+            self._noise = torch.randn(self.elements + _SHIFTS, generator=self._generator)
 
     def draw(self) -> list[torch.Tensor]:
         """The next step's."""
         self._turn += 1
         if self._steps:
-            for tensor, gradient in zip(self.tensors, self._steps[self._turn % len(self._steps)]):
-                tensor.copy_(gradient)
+            step = self._steps[self._turn % len(self._steps)]
         else:
-            for tensor in self.tensors:
-                tensor.normal_(generator=self._generator)
+            start = int(torch.randint(_SHIFTS, (), generator=self._generator))
+            noise = self._noise[start : start + self.elements]
+            step = list(noise.split([tensor.numel() for tensor in self.tensors]))
+        for tensor, gradient in zip(self.tensors, step):
+            tensor.copy_(gradient.view_as(tensor))
         return self.tensors
-
-    @property
-    def elements(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors)
 
 
 class Backward(NamedTuple):
@@ -194,8 +203,8 @@ class Exchange:
 
 
 def slowest(seconds: float) -> float:
-    """The most that any rank took."""
-    every = horovod.allgather(torch.tensor([seconds], dtype=torch.float64), name="seconds")
+    """The most of any rank."""
+    every = horovod.allgather(torch.tensor([seconds], dtype=torch.float64), name="slowest")
     return float(every.max())
 
 
@@ -270,6 +279,18 @@ def learned(compressor: Any, ops: TorchOps, layout: Any, state: Any) -> Any:
 # -- a rank's own work -----------------------------------------------------------------------
 
 
+class _Leader(int):
+    """A rank that is any rank it is compared with: where one leads, it does, and takes longest."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
 class _Imagined:
     """So many ranks, of which this is one."""
 
@@ -282,7 +303,7 @@ class _Imagined:
         return self._size
 
     def rank(self) -> int:
-        return horovod.rank() % self._size
+        return _Leader(horovod.rank() % self._size)
 
     def included(self) -> bool:
         return True
@@ -304,6 +325,13 @@ class _AloneEngine(Engine):
         self.asks: dict[str, list[tuple[str, float]]] = {b.name: [] for b in self.buckets}
         self.marks: dict[str, list[float]] = {b.name: [] for b in self.buckets}
 
+    def cost(self, bucket: Bucket, first: float, ready: Mapping[str, float]) -> Cost:
+        """What a bucket's last step took, if so many seconds until its first collective."""
+        marks = self.marks[bucket.name][2:]  # the first pair is in `first`
+        rest = (end - start for start, end in zip(marks[::2], marks[1::2]))
+        asks = tuple(self.asks[bucket.name])
+        return Cost(max(ready[name] for name in bucket.layout.names), (first, *rest), asks)
+
     def _gather_objects(self, item: Any) -> list[Any]:
         return [item] * self.process_set.size()
 
@@ -314,6 +342,8 @@ class _AloneEngine(Engine):
         marks.append(time.perf_counter())
 
     def _submit(self, bucket: Bucket, request: Collective) -> Any:
+        if isinstance(request, Gather):
+            raise ValueError(f"what {self.compressor!r} takes cannot be measured by one rank alone")
         tensor = request.tensor  # type: ignore[union-attr]
         size = float(tensor.numel() * tensor.element_size())
         self.asks[bucket.name].append((type(request).__name__.lower(), size))
@@ -321,17 +351,22 @@ class _AloneEngine(Engine):
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
         request, bucket.handle = bucket.handle, None
-        ranks = self.process_set.size()
         if isinstance(request, Allgather):
-            return request.tensor.expand(ranks, *request.tensor.shape).clone()
-        if isinstance(request, Gather):
-            if request.root != self.process_set.rank():
-                return request.tensor[:0]
-            return request.tensor.repeat(ranks)[: sum(request.lengths)]
-        if isinstance(request, Broadcast):
-            return request.tensor
+            return request.tensor.expand(self.process_set.size(), *request.tensor.shape).clone()
         tensor: torch.Tensor = request.tensor.clone()
         return tensor
+
+
+class Alone(NamedTuple):
+    """What one rank measured by itself.
+
+    Attributes:
+        rounds: the buckets of each round.
+        element_ratio: elements over elements sent in them.
+    """
+
+    rounds: list[list[Cost]]
+    element_ratio: float
 
 
 def alone(
@@ -341,8 +376,8 @@ def alone(
     rounds: int,
     settle: int = 0,
     ready: Sequence[float] | None = None,
-) -> list[Cost]:
-    """What each bucket costs a rank among so many: medians of its work, and what it asks for.
+) -> Alone:
+    """What exchanges cost this rank among so many: its own work, and what it asks for.
 
     All ranks call it together, so that they get in each other's way as they do in training.
 
@@ -351,12 +386,17 @@ def alone(
         ranks: how many take part, whether they are there or not.
         rounds, settle: that are measured, and before.
         ready: see `Backward`; all at once if None.
+
+    Raises:
+        ValueError: the ranks have different parts to play (a parameter server).
     """
     engine = engine_of(compressor, gradients.layers, _AloneEngine, _Imagined(ranks))
     parameters = [p for _, p in engine._named]
-    work: dict[str, list[list[float]]] = {}
-    asks: dict[str, list[tuple[str, float]]] = {}
+    there = dict(zip((name for name, _ in engine._named), ready or [0.0] * len(parameters)))
+    costs = []
+    before = engine.stats()
     for turn in range(settle + rounds):
+        before = engine.stats() if turn == settle else before
         tensors = gradients.draw()
         horovod.barrier()
         engine.forget()
@@ -369,26 +409,11 @@ def alone(
         for p in parameters:
             engine.take(p)
         engine.clear()
-        if turn < settle:
-            continue
-        for bucket in engine.buckets:
-            _, *rest = _spans(engine.marks[bucket.name])
-            work.setdefault(bucket.name, []).append([laid[bucket.name], *rest])
-        asks = engine.asks
-    times = ready or [0.0] * len(parameters)
-    order = {name: moment for (name, _), moment in zip(engine._named, times)}
-    return [
-        Cost(
-            max(order[name] for name in bucket.layout.names),
-            tuple(statistics.median(part) for part in zip(*work[bucket.name])),
-            tuple(asks[bucket.name]),
-        )
-        for bucket in engine.buckets
-    ]
-
-
-def _spans(marks: list[float]) -> Iterator[float]:
-    return (end - start for start, end in zip(marks[::2], marks[1::2]))
+        if turn >= settle:
+            costs.append(
+                [engine.cost(bucket, laid[bucket.name], there) for bucket in engine.buckets]
+            )
+    return Alone(costs, (engine.stats() - before).element_ratio)
 
 
 # -- the link --------------------------------------------------------------------------------
