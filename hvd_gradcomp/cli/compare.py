@@ -1,11 +1,172 @@
-"""`hvd-gradcomp compare`."""
+"""`hvd-gradcomp compare`: one's own training, with one compressor after the other."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
 import click
+
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.cli import options
+from hvd_gradcomp.description import brief
+from hvd_gradcomp.models import attribute
+
+LAST = 0.1  # of the steps, whose mean loss is shown
 
 
 @click.command("compare")
-def command() -> None:
-    """To come."""
-    raise click.ClickException("not built yet")
+@click.argument("function", metavar="MODULE:FUNCTION")
+@options.with_methods
+@click.option("-s", "--steps", type=click.IntRange(2), default=100, show_default=True)
+@options.with_files
+def command(
+    function: str,
+    compressors: Sequence[Compressor],
+    steps: int,
+    json_path: Path | None,
+    png_path: Path | None,
+) -> None:
+    """Train with one compressor after the other, for so many steps, and show what came of it.
+
+    FUNCTION is your training as a generator: it takes the compressor, yields the distributed
+    optimizer once (with tapes, the list of variables), and after each step the loss:
+
+    \b
+        def train(compression):
+            hvd.init()
+            torch.manual_seed(1)
+            ...
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
+                                                 compression=compression)
+            yield optimizer
+            for x, y in batches:
+                ...
+                optimizer.step()
+                yield loss.item()
+
+    \b
+        horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp compare train:train --steps 200
+
+    It is called once for each compressor, the first time with none, and has to seed what is random.
+    "loss" is the mean over ranks of the last tenth of the steps, "ms" the median step of the
+    slowest rank. Give -c with the settings that you mean: the defaults fit no training in
+    particular.
+    """
+    options.check_png(png_path)
+    try:
+        train = attribute(function, "function")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if not inspect.isgeneratorfunction(train):
+        raise click.UsageError(f"{function} is no generator function: it has to yield, see --help")
+    rows: list[dict[str, Any]] = []
+    for compressor in [NoneCompressor(), *(compressors or options.usual())]:
+        row, horovod = _trained(train, compressor, steps)
+        row["times_faster"] = (rows[0] if rows else row)["ms"] / row["ms"]
+        rows.append(row)
+        if horovod.rank() == 0:
+            click.echo(f"  {row['way']}: loss {row['loss']:.4g}", err=True)
+    if horovod.rank() == 0:
+        click.echo(_table(rows))
+        about = {"function": function, "steps": steps, "ranks": horovod.size()}
+        options.write_json(json_path, {**about, "rows": rows})
+        if png_path is not None:
+            _draw(png_path, rows, f"{function}, {horovod.size()} ranks")
+    horovod.shutdown()
+
+
+def _trained(
+    train: Callable[[Compressor], Iterator[Any]], compressor: Compressor, steps: int
+) -> tuple[dict[str, Any], Any]:
+    """One run, and the Horovod that it used."""
+    run = train(compressor)
+    source = next(run, None)
+    horovod = _frontend(source)
+    losses, seconds = [], []
+    for step in range(steps):
+        start = time.perf_counter()
+        try:
+            losses.append(float(next(run)))
+        except StopIteration:
+            raise click.ClickException(
+                f"the training with {brief(compressor)} ended after {step} steps on rank "
+                f"{horovod.rank()}; --steps asks for {steps}"
+            ) from None
+        seconds.append(time.perf_counter() - start)
+    try:
+        found = horovod.compression_stats(source)
+    except TypeError as error:
+        raise click.ClickException(f"{brief(compressor)}: {error}") from error
+    run.close()  # type: ignore[attr-defined]
+    last = losses[-max(round(LAST * steps), 1) :]
+    mine = (statistics.fmean(losses[:1]), statistics.fmean(last), seconds, losses)
+    everywhere = horovod.allgather_object(mine)
+    slowest = [max(several) for several in zip(*(one[2] for one in everywhere))]
+    row = {
+        "way": brief(compressor),
+        "first_loss": statistics.fmean(one[0] for one in everywhere),
+        "loss": statistics.fmean(one[1] for one in everywhere),
+        "losses": [statistics.fmean(several) for several in zip(*(one[3] for one in everywhere))],
+        "ms": 1e3 * statistics.median(slowest[1:]),  # the first one sets up
+        "element_ratio": found.element_ratio,
+        "ratio": found.ratio,
+        "bytes": found.bytes_sent / max(found.steps, 1),
+    }
+    return row, horovod
+
+
+def _frontend(source: Any) -> Any:
+    """The drop-in that the training uses, by what it yields first."""
+    if hasattr(source, "_register_hooks"):  # as Horovod's optimizers for PyTorch have
+        return importlib.import_module("hvd_gradcomp.torch")
+    if "hvd_gradcomp.tensorflow" in sys.modules:
+        return sys.modules["hvd_gradcomp.tensorflow"]
+    raise click.ClickException(
+        "the training has to yield its hvd_gradcomp optimizer before the first step (or the list "
+        f"of variables, where it uses tapes), not {source!r}"
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    head = ("way", "loss", "difference", "ms a step", "times faster", "elements", "bytes", "MB")
+    return options.table(
+        head,
+        [
+            (
+                row["way"],
+                f"{row['loss']:.4f}",
+                f"{row['loss'] - rows[0]['loss']:+.4f}",
+                f"{row['ms']:.1f}",
+                f"{row['times_faster']:.2f}",
+                f"{row['element_ratio']:.1f}",
+                f"{row['ratio']:.1f}",
+                f"{row['bytes'] / 1e6:.3f}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _draw(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+    """The loss by steps."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for row in rows:
+        axes.plot(row["losses"], label=row["way"], linewidth=1)
+    axes.set(xlabel="step", ylabel="loss, mean over ranks", title=title)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
