@@ -353,3 +353,10 @@ class Hosts:
     def _sweep(self) -> None:
         """Kills every process of the rig but the first: sshds, and ranks that have lost theirs."""
         subprocess.run(self._inside("sh", "-c", "kill -KILL -1 2>/dev/null || true"), check=True)
+
+
+if __name__ == "__main__":
+    reason = refusal()
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        sys.exit(2)
