@@ -1,0 +1,267 @@
+"""Training and whole exchanges between several hosts on this machine, over links of known rates.
+
+    make hosts                                                   # as root; or, in parts:
+    python -m benchmarks.hosts --hosts 2 --rates 1gbit --parts training
+    python -m benchmarks.hosts --hosts 2 --rates 100mbit -- python -m examples.pytorch.digits
+
+Hosts are network namespaces with an sshd each behind a link that is shaped in both directions; how,
+and why nothing of them is left behind, says `benchmarks.rig`. For each number of hosts and each
+rate, horovodrun on the first host starts a rank on each: the digits with the variance criterion,
+once over gloo and once over MPI, and the exchange bench over gloo. What follows `--` is run there
+instead, whatever it is.
+
+The table of exchanges has, for each number of hosts and rate, the median in ms, its spread (least
+and most) and how many times faster than dense Horovod in the same run that is. Below it stand the
+bars of two hosts; with `--check` one that does not hold is exit status 1, and so is a command that
+fails. Where hosts cannot be made the exit status is 2. Results go to `hosts.json` and `hosts.png`
+in `--folder`, after every step, so that what was measured outlives what fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.rig import Hosts, HostsError, JobError, bits_per_second
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+TRAINING = ["python", "-m", "examples.pytorch.digits", "--method", "variance"]
+BENCH = ["python", "-m", "hvd_gradcomp", "bench"]
+
+SPARSE = ("Variance(", "Strom(", "DGC(", "EGC(", "SparseGD(")
+QUANTIZED = ("QSGD()", "TernGrad(")  # 4 bits are QSGD's default
+SPARSE_RATIO = 500  # one element in so many is sent
+BARS = {  # on two hosts: times faster than dense
+    "1gbit": {SPARSE: 6.0, QUANTIZED: 2.5},
+    "100mbit": {SPARSE: 40.0, QUANTIZED: 6.0},
+}
+
+Result = dict[str, Any]
+
+
+def train(hosts: Hosts, backend: str, options: argparse.Namespace) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "row.json"
+        command = [*TRAINING, "--epochs", str(options.epochs), "--result", str(path)]
+        hosts.horovodrun(command, backend=backend, timeout=options.timeout)
+        return dict(json.loads(path.read_text()))
+
+
+def exchange(hosts: Hosts, options: argparse.Namespace) -> list[Result]:
+    """The bench's rows."""
+    # At 100 Mb/s a dense exchange of ResNet-50's gradients takes 9 s, at 1 Gb/s 1 s.
+    slow = hosts.rate is not None and bits_per_second(hosts.rate) < 5e8
+    rounds = options.rounds or (5 if slow else 9)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.json"
+        command = [*BENCH, "--json", str(path), "--rounds", str(rounds), *options.bench]
+        hosts.horovodrun(command, timeout=options.timeout)
+        return list(json.loads(path.read_text())["rows"])
+
+
+def title(run: Result) -> str:
+    rate = "unshaped" if run["rate"] is None else run["rate"]
+    return f"{run['hosts']} hosts, {rate}"
+
+
+def training_table(runs: list[Result]) -> Table:
+    table = Table(title="The digits, compressed by the variance criterion", box=box.MARKDOWN)
+    for head in ("hosts, rate", "backend", "accuracy, %", "one element in", "bytes /", "ms a step"):
+        table.add_column(head, justify="left" if head in ("hosts, rate", "backend") else "right")
+    for run in runs:
+        for backend, row in run["training"].items():
+            ratios = [f"{row[name]:.1f}" for name in ("element_ratio", "ratio")]
+            step = f"{1e3 * row['seconds_per_step']:.1f}"
+            table.add_row(title(run), backend, f"{row['accuracy']:.1f}", *ratios, step)
+    return table
+
+
+def exchange_table(runs: list[Result]) -> Table:
+    table = Table(title="ms an exchange (spread), times faster than dense", box=box.MARKDOWN)
+    table.add_column("way")
+    cells: dict[str, list[str]] = {}
+    for place, run in enumerate(runs):
+        table.add_column(title(run), justify="right")
+        for row in run["exchange"]:
+            spread = f"{row['min']:.1f}-{row['max']:.1f}"
+            cell = f"{row['ms']:.1f} ({spread}), {row['times_faster']:.1f}"
+            cells.setdefault(row["way"], [""] * len(runs))[place] = cell
+    for way, row in cells.items():
+        table.add_row(way, *row)
+    return table
+
+
+def draw(runs: list[Result], path: Path) -> None:
+    """Medians with their spread, a panel for each rate, a bar for each way and number of hosts."""
+    rates = list(dict.fromkeys(run["rate"] for run in runs))
+    counts = sorted({run["hosts"] for run in runs})
+    ways = list(dict.fromkeys(row["way"] for run in runs for row in run["exchange"]))
+    size = (5.0 + 3.5 * len(rates), 1.2 + 0.32 * len(ways))
+    figure, panels = pyplot.subplots(
+        1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, rate in zip(panels[0], rates):
+        for run in (run for run in runs if run["rate"] == rate):
+            place = counts.index(run["hosts"])
+            height = 0.8 / len(counts)
+            rows = run["exchange"]
+            low, high = ([abs(row[end] - row["ms"]) for row in rows] for end in ("min", "max"))
+            axes.barh(
+                [ways.index(row["way"]) + (place - (len(counts) - 1) / 2) * height for row in rows],
+                [row["ms"] for row in rows],
+                height,
+                xerr=(low, high),
+                color=f"C{place}",
+                error_kw={"linewidth": 0.8},
+                label=f"{run['hosts']} hosts",
+            )
+        axes.set_xscale("log")
+        axes.set_title("unshaped" if rate is None else rate, fontsize=9)
+        axes.set_xlabel("ms an exchange")
+        axes.grid(axis="x", alpha=0.3)
+    panels[0][0].set_yticks(range(len(ways)), ways, fontsize=7)
+    panels[0][0].invert_yaxis()
+    panels[0][-1].legend(fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def bars(runs: list[Result]) -> tuple[list[str], bool]:
+    """A line for each bar of two hosts, and whether all hold."""
+    lines, held = [], True
+    for run in (run for run in runs if run["hosts"] == 2 and run["rate"] in BARS):
+        for names, least in BARS[run["rate"]].items():
+            for name in names:
+                rows = [row for row in run["exchange"] if row["way"].startswith(name)]
+                faults = [] if rows else ["not measured"]
+                for row in rows:
+                    if row["times_faster"] < least:
+                        faults.append(f"{row['times_faster']:.1f} times")
+                    if names is SPARSE and row["element_ratio"] < SPARSE_RATIO:
+                        faults.append(f"one element in {row['element_ratio']:.0f} sent")
+                speeds = ", ".join(f"{row['times_faster']:.1f}" for row in rows)
+                verdict = f"FAILS: {'; '.join(faults)}" if faults else f"holds, {speeds}"
+                lines.append(
+                    f"{title(run)}, {name}...: {least:g} times faster than dense {verdict}"
+                )
+                held = held and not faults
+    return lines, held
+
+
+def measure(options: argparse.Namespace, console: Console) -> bool:
+    """Runs everything, prints and writes what was found; whether all bars hold."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    path = options.folder / "hosts.json"
+    machine = {"cores": os.cpu_count(), "kernel": platform.release(), "system": platform.machine()}
+    runs: list[Result] = []
+    for count in options.hosts:
+        with Hosts(count) as hosts:
+            for rate in options.rates:
+                hosts.set_rate(rate)
+                run: Result = {"hosts": count, "rate": rate, "training": {}, "exchange": []}
+                runs.append(run)
+                for backend in options.backends if "training" in options.parts else ():
+                    console.print(f"{title(run)}: training over {backend}")
+                    run["training"][backend] = train(hosts, backend, options)
+                    path.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
+                if "exchange" in options.parts:
+                    console.print(f"{title(run)}: exchanges over gloo")
+                    run["exchange"] = exchange(hosts, options)
+                    path.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
+    if "training" in options.parts:
+        console.print(training_table(runs))
+    if "exchange" not in options.parts:
+        console.print(f"results: {path}")
+        return True
+    console.print(exchange_table(runs))
+    draw(runs, path.with_suffix(".png"))
+    lines, held = bars(runs)
+    console.print(*lines, sep="\n", markup=False)
+    console.print(f"results: {path}, {path.with_suffix('.png')}")
+    return held
+
+
+def run(command: list[str], options: argparse.Namespace) -> None:
+    """Runs any command, everywhere."""
+    for count in options.hosts:
+        with Hosts(count) as hosts:
+            for rate in options.rates:
+                hosts.set_rate(rate)
+                for backend in options.backends:
+                    hosts.horovodrun(
+                        command,
+                        ranks_per_host=options.ranks_per_host,
+                        backend=backend,
+                        timeout=options.timeout,
+                        stream=True,
+                    )
+
+
+def rate(text: str) -> str | None:
+    if text == "none":
+        return None
+    try:
+        bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], usage="%(prog)s [options] [-- COMMAND ...]"
+    )
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", type=rate, nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--backends", nargs="+", choices=("gloo", "mpi"), default=["gloo", "mpi"])
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a command may take")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="of COMMAND")
+    parts = ("training", "exchange")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--epochs", type=int, default=10, help="of the training")
+    parser.add_argument("--rounds", type=int, help="of the bench; fewer at low rates if not given")
+    parser.add_argument("--bench", type=shlex.split, default=[], help="options for it, as one word")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a bar does not hold")
+    parser.add_argument("--folder", type=Path, default=Path("results/hosts"))
+    own, command = sys.argv[1:], []
+    if "--" in own:
+        place = own.index("--")
+        own, command = own[:place], own[place + 1 :]
+    options = parser.parse_args(own)
+
+    # The hosts end with this process in any case; this way it also ends what it has begun itself.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if command:
+            run(command, options)
+        elif not measure(options, Console(width=160 if len(options.hosts) > 1 else 120)):
+            return int(options.check)
+    except HostsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except JobError as error:
+        # What it printed is on the screen already, if it was not one of ours.
+        print(str(error).splitlines()[0] if command else error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
