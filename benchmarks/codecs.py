@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.models import resnet50
 from hvd_gradcomp import (
     Compressor,
     DGCCompressor,
@@ -48,6 +47,7 @@ from hvd_gradcomp.aggregator import Context, leaves
 from hvd_gradcomp.collectives import Allgather, Switch
 from hvd_gradcomp.description import brief
 from hvd_gradcomp.layout import plan_buckets
+from hvd_gradcomp.models import resnet50
 from hvd_gradcomp.ops.torch import TorchOps
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend

@@ -25,30 +25,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import resnet50
 from hvd_gradcomp import GradiVeQCompressor, LGCCompressor
 from hvd_gradcomp.algorithms import lgc
 from hvd_gradcomp.assignment import plan
 from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.learned import state_of
+from hvd_gradcomp.models import resnet50
 from hvd_gradcomp.ops.torch import TorchOps
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
-STEP = 10_000  # by which everything is learned
-
-
-def learned(compressor: Any, ops: TorchOps, layout: Any, state: Any) -> Any:
-    """A state as it is at `STEP`, in the compressed phase, with random bases."""
-    if isinstance(compressor, LGCCompressor):
-        start = ops.host(STEP - compressor.train_steps)
-        return state._replace(start=start, ready=ops.host(1))
-    generator = torch.Generator().manual_seed(1)
-    bases = []
-    for cut in compressor.slices(layout):
-        for _ in range(cut.groups):
-            noise = torch.randn(cut.length, cut.room, generator=generator)
-            bases.append(torch.linalg.qr(noise).Q.reshape(-1))
-    start = ops.host(STEP - compressor.sample_steps)
-    return state._replace(start=start, basis=torch.cat(bases).to(ops.device))
 
 
 def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
@@ -57,7 +42,7 @@ def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
     buckets = []
     for one, layout in plan(compressor, layers, BUCKET_BYTES):
         if isinstance(one, GradiVeQCompressor):
-            state = learned(one, ops, layout, one.init(ops, layout))
+            state = state_of(one, ops, layout, one.init(ops, layout))
             buckets.append((layout, torch.randn(layout.size, device=ops.device), state))
     pairs = []
     for layout, gradient, state in buckets:

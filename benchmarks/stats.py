@@ -28,7 +28,7 @@ import torch
 
 import hvd_gradcomp
 import hvd_gradcomp.torch as hvd
-from benchmarks.models import resnet50
+from hvd_gradcomp.models import resnet50
 from hvd_gradcomp.reports import Writer
 
 

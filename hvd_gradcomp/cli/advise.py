@@ -96,7 +96,14 @@ def command(
     options.check_png(png_path)
     horovod = options.started()
     from hvd_gradcomp.models import load
-    from hvd_gradcomp.torch.measure import Gradients, backward, link, measure
+    from hvd_gradcomp.torch.measure import (
+        CompressedExchange,
+        DenseExchange,
+        Gradients,
+        backward,
+        link,
+        measure,
+    )
 
     ranks = horovod.size()
     if ranks == 1 and bandwidth is None:
@@ -121,7 +128,7 @@ def command(
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
     ways: list[Way | Dense] = [Dense(DENSE, list(zip(pass_.ready, sizes)))]
     ratios = [1.0]  # elements over elements sent
-    measured = [measure(None, gradients, rounds, 1).median()] if measures else []
+    measured = [measure(DenseExchange(), gradients, rounds, 1).median()] if measures else []
     for compressor in compressors or options.usual(gradients.scale):
         say(f"  {brief(compressor)}", err=True)
         try:
@@ -132,7 +139,8 @@ def command(
         ways.append(way)
         ratios.append(ratio)
         if measures:
-            row = measure(compressor, gradients, rounds, settle_rounds(compressor))
+            exchange = CompressedExchange(compressor, gradients.layers)
+            row = measure(exchange, gradients, rounds, settle_rounds(compressor))
             measured.append(row.median())
     if horovod.rank() == 0:
         advice = {

@@ -58,7 +58,7 @@ def command(
     options.check_png(png_path)
     horovod = options.started()
     from hvd_gradcomp.models import load
-    from hvd_gradcomp.torch.measure import Gradients, measure
+    from hvd_gradcomp.torch.measure import CompressedExchange, DenseExchange, Gradients, measure
 
     try:
         model = load(model_name, shapes_only=True)
@@ -71,16 +71,18 @@ def command(
         f"{horovod.size()} ranks on {horovod.cross_size()} hosts",
         err=True,
     )
-    dense = measure(None, gradients, (rounds + 1) // 2, 1)
+    dense = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1)
     rows: dict[str, Row] = {DENSE: dense}
     for compressor in compressors or options.usual(gradients.scale):
         say(f"  {brief(compressor)}", err=True)
         before = settle_rounds(compressor) if settle is None else settle
-        rows[brief(compressor)] = measure(compressor, gradients, rounds, before)
-    dense.times += measure(None, gradients, rounds // 2, 0).times if rounds > 1 else []
+        way = CompressedExchange(compressor, gradients.layers)
+        rows[brief(compressor)] = measure(way, gradients, rounds, before)
+    if rounds > 1:
+        dense.times += measure(DenseExchange(), gradients, rounds // 2).times
     if horovod.rank() == 0:
-        figures = [_figures(way, row, dense) for way, row in rows.items()]
-        click.echo(_table(figures))
+        figures = [figures_of(way, row, dense) for way, row in rows.items()]
+        click.echo(table(figures))
         options.write_json(json_path, {**about(horovod, model_name), "rows": figures})
         if png_path is not None:
             _draw(png_path, figures, f"{model_name}, {horovod.size()} ranks")
@@ -104,7 +106,8 @@ def about(horovod: Any, model_name: str) -> dict[str, Any]:
     }
 
 
-def _figures(way: str, row: Row, dense: Row) -> dict[str, Any]:
+def figures_of(way: str, row: Row, dense: Row) -> dict[str, Any]:
+    """A row in milliseconds and bytes."""
     totals = [t.total for t in row.times]
     return {
         "way": way,
@@ -121,7 +124,8 @@ def _figures(way: str, row: Row, dense: Row) -> dict[str, Any]:
     }
 
 
-def _table(figures: Sequence[dict[str, Any]]) -> str:
+def table(figures: Sequence[dict[str, Any]]) -> str:
+    """What is shown of them."""
     head = ("way", "ms", "min", "max", "encode", "collective", "decode", "times faster", "MB")
     rows = [
         (

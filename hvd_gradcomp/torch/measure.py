@@ -1,7 +1,7 @@
 """Measures exchanges of a model's gradients: whole ones between ranks, and a rank's own work.
 
-`Exchange` is a whole one, as `DistributedOptimizer` does it but for the optimizer. `alone` is the
-same without the others: what they would send is this rank's own payload, so that encode and decode
+An `Exchange` is a whole one, as optimizers do it but for the update. `alone` is the same without
+the others: what they would send is this rank's own payload, so that encode and decode
 are measured apart from any link, for any number of ranks.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import horovod.torch as horovod
 import torch
 
+from hvd_gradcomp import learned
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
@@ -23,11 +25,9 @@ from hvd_gradcomp.collectives import Allgather, Collective, Gather
 from hvd_gradcomp.cost import Bucket as Cost
 from hvd_gradcomp.cost import Link, volume
 from hvd_gradcomp.models import Model, shapes
-from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
 
-LEARNED_STEP = 10_000  # by which everything is learned
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
 
 _SHIFTS = 1 << 20
@@ -150,48 +150,28 @@ class TimedEngine(Engine):
         return reply
 
 
-class Exchange:
-    """Whole exchanges of a compressor, or of stock Horovod's dense allreduce.
+class Exchange(ABC):
+    """A way to exchange, between all ranks of the job."""
 
-    Args:
-        compressor: None for dense.
-        layers: what is exchanged.
-    """
+    stats: CompressionStats | None = None  # totals, where they are counted
 
-    def __init__(self, compressor: Compressor | None, layers: Layers) -> None:
-        self.compressor = compressor
-        if compressor is not None:
-            ranks = horovod.global_process_set
-            self.engine: TimedEngine = engine_of(compressor, layers, TimedEngine, ranks)
-            self._parameters = [p for _, p in self.engine._named]
-
-    def stats(self) -> CompressionStats | None:
-        """Totals; None of the dense one."""
-        return None if self.compressor is None else self.engine.stats()
+    @abstractmethod
+    def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
+        """Once: when all gradients were handed over (`perf_counter`), and the seconds it waited."""
 
     def run(self, gradients: list[torch.Tensor]) -> Times:
         """One exchange; all ranks begin together."""
         horovod.barrier()
         start = time.perf_counter()
-        if self.compressor is None:
-            given, waited = self._dense(gradients)
-        else:
-            given, waited = self._compressed(gradients)
+        given, waited = self.perform(gradients)
         took = time.perf_counter() - start
         return Times(given - start, waited, took - waited - (given - start), slowest(took))
 
-    def _compressed(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
-        engine, before = self.engine, self.engine.waited
-        for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
-            engine.give(p, gradient)
-        given = time.perf_counter()
-        for p in self._parameters:
-            engine.take(p)
-        engine.clear()
-        return given, engine.waited - before
 
-    def _dense(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
-        """As stock Horovod's optimizer: last layers first, fused by Horovod."""
+class DenseExchange(Exchange):
+    """As stock Horovod's optimizer: last layers first, fused by Horovod, in place."""
+
+    def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
         handles = [
             horovod.allreduce_async_(g, name=f"dense.{place}")
             for place, g in reversed(list(enumerate(gradients)))
@@ -200,6 +180,34 @@ class Exchange:
         for handle in handles:
             horovod.synchronize(handle)
         return given, time.perf_counter() - given
+
+
+class CompressedExchange(Exchange):
+    """As this package's optimizer.
+
+    Args:
+        compressor: what runs.
+        layers: what is exchanged.
+    """
+
+    def __init__(self, compressor: Compressor, layers: Layers) -> None:
+        ranks = horovod.global_process_set
+        self._engine = engine_of(compressor, layers, TimedEngine, ranks)
+        self._parameters = [p for _, p in self._engine._named]
+
+    @property
+    def stats(self) -> CompressionStats:  # type: ignore[override]
+        return self._engine.stats()
+
+    def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
+        engine, before = self._engine, self._engine.waited
+        for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
+            engine.give(p, gradient)
+        given = time.perf_counter()
+        for p in self._parameters:
+            engine.take(p)
+        engine.clear()
+        return given, engine.waited - before
 
 
 def slowest(seconds: float) -> float:
@@ -226,17 +234,13 @@ class Row:
         return statistics.median(getattr(t, part) for t in self.times)
 
 
-def measure(
-    compressor: Compressor | None, gradients: Gradients, rounds: int, settle: int = 0
-) -> Row:
+def measure(way: Exchange, gradients: Gradients, rounds: int, settle: int = 0) -> Row:
     """So many rounds of a way, after others that are not counted; all ranks call it."""
-    exchange, row = Exchange(compressor, gradients.layers), Row()
     for _ in range(settle):
-        exchange.run(gradients.draw())
-    before = exchange.stats()
-    row.times = [exchange.run(gradients.draw()) for _ in range(rounds)]
-    after = exchange.stats()
-    row.bytes_sent = 4.0 * gradients.elements
+        way.run(gradients.draw())
+    before, row = way.stats, Row(bytes_sent=4.0 * gradients.elements)
+    row.times = [way.run(gradients.draw()) for _ in range(rounds)]
+    after = way.stats
     if after is not None and before is not None:
         span = after - before
         row.bytes_sent, row.element_ratio = span.bytes_sent / rounds, span.element_ratio
@@ -254,26 +258,13 @@ def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_
         process_set=process_set,
     )
     if isinstance(compressor, (GradiVeQCompressor, LGCCompressor)):
-        engine.steps = LEARNED_STEP  # what counts is the compressed phase
+        engine.steps = learned.STEP  # what counts is the compressed phase
         for bucket in engine.buckets:
             if isinstance(bucket.compressor, type(compressor)):
-                bucket.state = learned(bucket.compressor, bucket.ops, bucket.layout, bucket.state)
+                bucket.state = learned.state_of(
+                    bucket.compressor, bucket.ops, bucket.layout, bucket.state
+                )
     return engine
-
-
-def learned(compressor: Any, ops: TorchOps, layout: Any, state: Any) -> Any:
-    """A state as it is at `LEARNED_STEP`, in the compressed phase, with random bases."""
-    if isinstance(compressor, LGCCompressor):
-        start = ops.host(LEARNED_STEP - compressor.train_steps)
-        return state._replace(start=start, ready=ops.host(1))
-    generator = torch.Generator().manual_seed(1)
-    bases = []
-    for cut in compressor.slices(layout):
-        for _ in range(cut.groups):
-            noise = torch.randn(cut.length, cut.room, generator=generator)
-            bases.append(torch.linalg.qr(noise).Q.reshape(-1))
-    start = ops.host(LEARNED_STEP - compressor.sample_steps)
-    return state._replace(start=start, basis=torch.cat(bases).to(ops.device))
 
 
 # -- a rank's own work -----------------------------------------------------------------------

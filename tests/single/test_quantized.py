@@ -226,7 +226,7 @@ def test_native_and_composite_verbs_agree(compressor):
 
 def test_bytes_of_an_element():
     """What the README promises: 4-bit QSGD, TernGrad and 1-bit SGD on a real model's shapes."""
-    from benchmarks.models import resnet50
+    from hvd_gradcomp.models import resnet50
 
     names, shapes = zip(*resnet50())
     layout = Layout(tuple(names), tuple(shapes), block=32)
