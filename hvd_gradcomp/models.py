@@ -6,14 +6,13 @@ shapes and the cost of backward count: data are random.
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from hvd_gradcomp import validate
 
 Loss = Callable[[], torch.Tensor]
 
@@ -75,31 +74,10 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
 
 
-def attribute(name: str, what: str) -> Any:
-    """What `module:name` names, with modules of the current folder in reach.
-
-    Raises:
-        ValueError: it is no such name, or there is nothing of that name.
-    """
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
-        raise ValueError(f"no {what} {name!r}; give module:{what}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there; what it imports is not
-        raise ValueError(f"{name}: no module {module!r} from {os.getcwd()}") from error
-    except AttributeError as error:
-        raise ValueError(f"{name}: module {module!r} has no {attribute!r}") from error
-
-
 def _factory(name: str) -> Any:
     if ":" not in name:
         raise ValueError(f"no model {name!r}; there are {', '.join(BUILT_IN)}, and module:factory")
-    return attribute(name, "factory")
+    return validate.attribute(name, "factory")
 
 
 def _loss(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -96,3 +99,24 @@ def exchange(
             "op must be hvd.Average or hvd.Sum: Adasum combines full gradients pair by pair and "
             "cannot work on compressed ones"
         )
+
+
+def attribute(name: str, what: str) -> Any:
+    """What `module:name` names, with modules of the current folder in reach.
+
+    Raises:
+        ValueError: it is no such name, or there is nothing of that name.
+    """
+    module, colon, attribute = name.partition(":")
+    if not (colon and module and attribute):
+        raise ValueError(f"no {what} {name!r}; give module:{what}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there; what it imports is not
+        raise ValueError(f"{name}: no module {module!r} from {os.getcwd()}") from error
+    except AttributeError as error:
+        raise ValueError(f"{name}: module {module!r} has no {attribute!r}") from error

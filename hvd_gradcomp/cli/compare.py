@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
+from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.cli import options
 from hvd_gradcomp.description import brief
-from hvd_gradcomp.models import attribute
 
 LAST = 0.1  # of the steps, whose mean loss is shown
 
@@ -62,7 +62,7 @@ def command(
     """
     options.check_png(png_path)
     try:
-        train = attribute(function, "function")
+        train = validate.attribute(function, "function")
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if not inspect.isgeneratorfunction(train):
