@@ -7,7 +7,7 @@ import inspect
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,19 @@ def command(
     if not inspect.isgeneratorfunction(train):
         raise click.UsageError(f"{function} is no generator function: it has to yield, see --help")
     rows: list[dict[str, Any]] = []
+    horovod: Any = None
     for compressor in [NoneCompressor(), *(compressors or options.usual())]:
-        row, horovod = _trained(train, compressor, steps)
+        run = train(compressor)
+        try:
+            source = next(run, None)
+        except ValueError as error:  # on all ranks alike: it does not go with the optimizer, say
+            if not rows:
+                raise
+            if horovod.rank() == 0:
+                click.echo(f"  {brief(compressor)}: left out: {error}", err=True)
+            continue
+        horovod = _frontend(source)
+        row = _trained(run, source, horovod, compressor, steps)
         row["times_faster"] = (rows[0] if rows else row)["ms"] / row["ms"]
         rows.append(row)
         if horovod.rank() == 0:
@@ -84,12 +95,9 @@ def command(
 
 
 def _trained(
-    train: Callable[[Compressor], Iterator[Any]], compressor: Compressor, steps: int
-) -> tuple[dict[str, Any], Any]:
-    """One run, and the Horovod that it used."""
-    run = train(compressor)
-    source = next(run, None)
-    horovod = _frontend(source)
+    run: Iterator[Any], source: Any, horovod: Any, compressor: Compressor, steps: int
+) -> dict[str, Any]:
+    """One run, from its first step on."""
     losses, seconds = [], []
     for step in range(steps):
         start = time.perf_counter()
@@ -110,7 +118,7 @@ def _trained(
     mine = (statistics.fmean(losses[:1]), statistics.fmean(last), seconds, losses)
     everywhere = horovod.allgather_object(mine)
     slowest = [max(several) for several in zip(*(one[2] for one in everywhere))]
-    row = {
+    return {
         "way": brief(compressor),
         "first_loss": statistics.fmean(one[0] for one in everywhere),
         "loss": statistics.fmean(one[1] for one in everywhere),
@@ -120,7 +128,6 @@ def _trained(
         "ratio": found.ratio,
         "bytes": found.bytes_sent / max(found.steps, 1),
     }
-    return row, horovod
 
 
 def _frontend(source: Any) -> Any:

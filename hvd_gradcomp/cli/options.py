@@ -43,8 +43,8 @@ def usual(scale: float = 1.0) -> list[Compressor]:
         VarianceCompressor(alpha=4.3),
         HybridCompressor(tau=_rounded(0.1 * scale), alpha=11.9),
         StromCompressor(tau=_rounded(19.1 * scale)),
-        EGCCompressor(K=1024, momentum=0.9),
-        DGCCompressor(density=0.001, momentum=0.9),
+        EGCCompressor(K=1024),
+        DGCCompressor(density=0.001),
         SparseGDCompressor(density=0.001),
         GradientDroppingCompressor(ratio=0.99),
         ScaleComCompressor(density=0.001),
@@ -52,8 +52,8 @@ def usual(scale: float = 1.0) -> list[Compressor]:
         TernGradCompressor(),
         OneBitCompressor(),
         GradiVeQCompressor(ratio=8, sample_steps=200),
-        LGCCompressor("ring_allreduce", momentum=0.9),
-        LGCCompressor("parameter_server", momentum=0.9),
+        LGCCompressor("ring_allreduce"),
+        LGCCompressor("parameter_server"),
     ]
 
 

@@ -248,7 +248,12 @@ def measure(way: Exchange, gradients: Gradients, rounds: int, settle: int = 0) -
 
 
 def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_set: Any) -> Kind:
-    """The exchange of a compressor; a method that learns has learned, if nothing useful."""
+    """The exchange of a compressor; a method that learns has learned, if nothing useful.
+
+    A momentum that it would take over from the optimizer is 0.9: there is no optimizer here.
+    """
+    if compressor.correction is not None and compressor.correction[0] is None:
+        compressor = compressor.corrected(0.9, False)
     engine = kind(
         [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers],
         compressor,

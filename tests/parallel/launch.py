@@ -16,6 +16,22 @@ ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = ("localhost", "127.0.0.1", "127.1", "127.0.1")  # four hosts to Horovod, one machine
 
 
+def environment(**variables: str) -> dict[str, str]:
+    """What ranks are started in."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        **variables,
+    }
+
+
 def launch(
     worker: str,
     ranks: int,
@@ -103,24 +119,12 @@ def run(
     program = [sys.executable, "-m", f"tests.parallel.workers.{worker}", str(folder), *arguments]
     launcher = str(Path(sys.executable).with_name("horovodrun"))
     command = [launcher, *options, *program]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        **variables,
-    }
     log = folder / "output"
     with log.open("w") as stream:
         job = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env=environment(**variables),
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
