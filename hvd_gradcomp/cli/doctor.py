@@ -32,6 +32,8 @@ _SUPPORTED = "0.28.1"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
 _ROOT = Path(hvd_gradcomp.__file__).resolve().parents[1]
 _BUILD = Path("docker", "build-horovod.sh")
+_LINES = 16  # of the output of a self-test that fails
+_GRACE = 15  # seconds that ranks of a self-test have to say where they hang
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
@@ -380,7 +382,9 @@ def _hosts(hosts: Sequence[str], port: int, timeout: float) -> Iterator[Finding]
         if not _reachable(found):
             place = f"resolves to {found[0]} here" if found else "does not resolve here"
             yield Finding("fail", f"host {host}", place, _line(host, "ADDRESS"))
-        elif found[0] != _own_address():
+        elif _is_here(found[0]):
+            yield Finding("ok", f"host {host}", f"{found[0]}, this one")
+        else:
             yield _remote(host, found[0], port, timeout)
 
 
@@ -455,15 +459,18 @@ def _self_test(
     environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
     environment.update({name: "1" for name in _AS_ROOT} if os.geteuid() == 0 else {})
     began = time.time()
-    until = str(began + max(1, timeout - 5))  # a rank that hangs then says where
-    code, said = run([sys.executable, *launch, until], timeout, environment)
+    until = str(began + timeout)  # when a rank that hangs says where, and ends
+    code, said = run([sys.executable, *launch, until], timeout + _GRACE, environment)
     title = f"{framework.title} over {backend}"
     if code == 0 and "2 equal replicas" in said:
         fact = f"{title}: two ranks trained, replicas are equal ({time.time() - began:.0f} s)"
         yield Finding("ok", what, fact)
         return
-    how = f"hangs: not done after {timeout:g} s" if code is None else f"fails with {code}"
-    last = "\n".join(f"| {line}" for line in said.strip().splitlines()[-12:])
+    hangs = code is None or "Timeout (" in said  # which a rank says for itself
+    how = f"hangs: not done after {timeout:g} s" if hangs else f"fails with {code}"
+    lines = said.strip().splitlines()
+    of_ranks = [line for line in lines if re.match(r"\[[\d,]+\]<", line)]  # not the launcher's
+    last = "\n".join(f"| {line}" for line in (of_ranks or lines)[-_LINES:])
     remedy = f"{' '.join(['horovodrun', *launch[2:]])}  # shows all of it"
     yield Finding("fail", what, f"{title} {how}; the end of what it printed:\n{last}", remedy)
 
@@ -501,6 +508,17 @@ def _line(name: str, address: str, where: str = "") -> str:
 def _reachable(addresses: Sequence[str]) -> bool:
     """Whether the address that is taken, the first one, can be one that others reach."""
     return bool(addresses) and not ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback
+
+
+def _is_here(address: str) -> bool:
+    """Whether it is an address of this host: no other can be bound to."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _own_address() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_gradcomp.cli import doctor, usercode
+from hvd_gradcomp.cli import doctor, inspection, usercode
 from tests.conftest import STANDS_IN
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +220,28 @@ def test_broken_builds(build, what, says, cures, bare, tmp_path):
     assert time.monotonic() - began < 60
     assert says in found[what].fact
     assert cures in found[what].remedy
+
+
+def test_a_rank_that_hangs_says_where(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", "torch", str(time.time())]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert f"{tmp_path}/torch.py" in done.stderr
+
+
+def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
+    started = tmp_path / "pid"
+    code, said = inspection.run(["sh", "-c", f"sleep 600 & echo $! | tee {started}; wait"], 1)
+    assert code is None
+    assert said.strip() == started.read_text().strip()
+    time.sleep(0.2)
+    stat = Path(f"/proc/{said.strip()}/stat")  # ended, if not yet waited for
+    assert not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z")
 
 
 def test_wrong_usage():
