@@ -15,6 +15,7 @@ import re
 import shutil
 import socket
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from hvd_gradcomp.ops import native
 _SUPPORTED = "0.28.1"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
 _ROOT = Path(hvd_gradcomp.__file__).resolve().parents[1]
-_BUILD = Path("docker", "build-horovod.sh")
+_BUILD = "docker/build-horovod.sh"
 _LINES = 16  # of the output of a self-test that fails
 _GRACE = 15  # seconds that ranks of a self-test have to say where they hang
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -222,11 +223,8 @@ def _package() -> Iterator[Finding]:
         fact = "loaded" if found else "not built: compression on a CPU is slower"
     except (OSError, AttributeError) as error:
         found, fact = False, f"does not load, compression on a CPU fails: {error}"
-    source = _ROOT if (_ROOT / "setup.py").exists() else "hvd_gradcomp"
-    remedy = (
-        "apt-get install build-essential python3-dev  # as root\n"
-        f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir {source}"
-    )
+    install = f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir {{}}"
+    remedy = f"apt-get install build-essential python3-dev  # as root\n{_in_checkout(install)}"
     mark = "ok" if found else "warn" if fact.startswith("not built") else "fail"
     yield Finding(mark, "its C library", fact, "" if found else remedy)
 
@@ -314,7 +312,7 @@ def _backends(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
             yield Finding("warn" if mpi else "fail", title, fact, _build())
         elif backend == "nccl" and gpu:
             fact += ": gradients of a GPU go through this host's memory"
-            remedy = f"HOROVOD_GPU_OPERATIONS=NCCL {_build()}"
+            remedy = f"export HOROVOD_GPU_OPERATIONS=NCCL\n{_build()}"
             yield Finding("warn", title, fact, remedy)
         else:
             why = "there is no GPU here" if backend == "nccl" else "gloo is enough"
@@ -333,16 +331,8 @@ def _seam(framework: _Framework, answers: dict[_Framework, Facts]) -> Iterator[F
 def _launchers(
     horovod: Facts, answers: dict[_Framework, Facts], *, several: bool
 ) -> Iterator[Finding]:
-    folder = Path(sys.executable).parent
-    found = shutil.which("horovodrun")
-    path = f'export PATH="{folder}:$PATH"'
-    if found and Path(found).parent == folder:
-        yield Finding("ok", "horovodrun", found)
-    elif found:
-        fact = f"{found} belongs to another Python than {sys.executable}"
-        yield Finding("warn", "horovodrun", fact, path)
-    elif horovod:
-        yield Finding("warn", "horovodrun", "not on the PATH", path)
+    if horovod:
+        yield from _horovodrun()
     mpirun = shutil.which("mpirun")
     refuses = os.geteuid() == 0 and not all(os.environ.get(name) for name in _AS_ROOT)
     if not any(facts.get("mpi") for facts in answers.values()):
@@ -362,6 +352,17 @@ def _launchers(
         remedy = "apt-get install openssh-client  # as root"
         fact = "not on the PATH: several hosts need it"
         yield Finding("fail" if several else "warn", "ssh", fact, remedy)
+
+
+def _horovodrun() -> Iterator[Finding]:
+    folders = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user")]
+    found = shutil.which("horovodrun")
+    if found and str(Path(found).parent) in folders:
+        yield Finding("ok", "horovodrun", found)
+        return
+    fact = f"{found} is not that of {sys.executable}" if found else "not on the PATH"
+    own = next((f for f in folders if Path(f, "horovodrun").exists()), folders[0])
+    yield Finding("warn", "horovodrun", fact, f'export PATH="{own}:$PATH"')
 
 
 def _hostname(*, several: bool, timeout: float) -> Iterator[Finding]:
@@ -398,7 +399,9 @@ def _remote(host: str, address: str, port: int, timeout: float) -> Finding:
     answer = re.search(r"^@ (\S+) ?(\S*)$", said, re.MULTILINE)
     if code != 0 or answer is None:
         fact = f"ssh does not get there without a password: {_short(said.strip())}"
-        remedy = f"ssh-keygen -t ed25519  # unless you have a key\nssh-copy-id -p {port} {host}"
+        remedy = f"ssh -v -p {port} {host}  # says why; sshd has to run there, on this port"
+        if "Permission denied" in said:
+            remedy = f"ssh-keygen -t ed25519  # unless you have a key\nssh-copy-id -p {port} {host}"
         return Finding("fail", f"host {host}", fact, remedy)
     name, own = answer.groups()
     if not _reachable([own] if own else []):
@@ -477,13 +480,18 @@ def _self_test(
 
 def _build() -> str:
     """How to get a Horovod that fits."""
-    script = _ROOT / _BUILD
-    lines = [] if script.exists() else ["# in a checkout of hvd_gradcomp:"]
+    build = _in_checkout(f"{{}}/{_BUILD} {sys.executable}")
     missing = [f.requirement for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
     if missing:  # the script builds for both
-        lines.append(f"{sys.executable} -m pip install {' '.join(missing)}")
-    lines.append(f"{script if script.exists() else _BUILD} {sys.executable}")
-    return "\n".join(lines)
+        return f"{sys.executable} -m pip install {' '.join(missing)}\n{build}"
+    return build
+
+
+def _in_checkout(command: str) -> str:
+    """A command in which {} is the checkout: that which this runs from, or one to be fetched."""
+    if (_ROOT / _BUILD).exists():
+        return command.format(_ROOT)
+    return f"# in a checkout of hvd_gradcomp {hvd_gradcomp.__version__}:\n{command.format('.')}"
 
 
 def _cure(said: str) -> str:

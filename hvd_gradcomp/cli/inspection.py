@@ -35,7 +35,7 @@ def run(
     Args:
         command: program and arguments.
         timeout: seconds.
-        environment: for it, beside this process's own, which counts first.
+        environment: what it gets beside this process's own.
 
     Returns:
         Its exit code, None if it was ended for its time, and what it printed.
@@ -43,7 +43,7 @@ def run(
     with tempfile.TemporaryFile() as output:
         job = subprocess.Popen(
             command,
-            env={**environment, **os.environ},
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ import pytest
 from hvd_gradcomp.cli import doctor, inspection, usercode
 from tests.conftest import STANDS_IN
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
 BUILD = f"{ROOT}/docker/build-horovod.sh"
 
@@ -170,6 +170,15 @@ def test_hosts_that_others_cannot_reach(bare):
     assert found["host localhost"].fact.startswith("resolves to ")
     assert found["host localhost"].mark == found["host nowhere.invalid"].mark == "fail"
     assert found["host nowhere.invalid"].fact == "does not resolve here"
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="needs ssh")
+def test_a_host_without_sshd():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    found = doctor._remote("127.0.0.1", "127.0.0.1", port, 20)
+    assert found.mark == "fail"
+    assert f"ssh -v -p {port} 127.0.0.1" in found.remedy
 
 
 def test_nothing_installed(bare):
