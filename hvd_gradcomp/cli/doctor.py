@@ -187,7 +187,7 @@ def _findings(
     for framework in frameworks:
         yield from _framework(framework, facts[framework], needed)
     yield from _keras(facts)
-    yield from _horovod(horovod, facts)
+    yield from _horovod(horovod)
     if "built" in horovod:
         for framework in frameworks:
             yield from _horovod_for(framework, facts, horovod)
@@ -262,7 +262,7 @@ def _keras(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
         yield Finding("warn", "Keras", fact, install)
 
 
-def _horovod(horovod: Facts, answers: dict[_Framework, Facts]) -> Iterator[Finding]:
+def _horovod(horovod: Facts) -> Iterator[Finding]:
     if not horovod:
         yield Finding("fail", "Horovod", "not installed", _build())
     elif "built" not in horovod:
@@ -443,15 +443,15 @@ def _code(paths: Sequence[str], answers: dict[_Framework, Facts]) -> Iterator[Fi
 def _self_test(
     framework: _Framework, facts: Facts, backend: str, timeout: float
 ) -> Iterator[Finding]:
-    what = f"self-test {backend}"
+    what = f"{framework.title} over {backend}"
     if not facts:
         return
     if "seam" not in facts or not facts[backend]:
         lacking = "does not run here" if "seam" not in facts else f"has no {backend}"
-        yield Finding("skip", what, f"Horovod for {framework.title} {lacking}")
+        yield Finding("skip", what, f"no self-test: Horovod for {framework.title} {lacking}")
         return
     if backend == "mpi" and not shutil.which("mpirun"):
-        yield Finding("skip", what, "there is no mpirun")
+        yield Finding("skip", what, "no self-test: there is no mpirun")
         return
     program = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", framework.name]
     launch = ["-m", "horovod.runner.launch", f"--{backend}", "-np", "2", *program]
@@ -464,9 +464,8 @@ def _self_test(
     began = time.time()
     until = str(began + timeout)  # when a rank that hangs says where, and ends
     code, said = run([sys.executable, *launch, until], timeout + _GRACE, environment)
-    title = f"{framework.title} over {backend}"
     if code == 0 and "2 equal replicas" in said:
-        fact = f"{title}: two ranks trained, replicas are equal ({time.time() - began:.0f} s)"
+        fact = f"self-test: two ranks trained, replicas are equal ({time.time() - began:.0f} s)"
         yield Finding("ok", what, fact)
         return
     hangs = code is None or "Timeout (" in said  # which a rank says for itself
@@ -475,7 +474,7 @@ def _self_test(
     of_ranks = [line for line in lines if re.match(r"\[[\d,]+\]<", line)]  # not the launcher's
     last = "\n".join(f"| {line}" for line in (of_ranks or lines)[-_LINES:])
     remedy = f"{' '.join(['horovodrun', *launch[2:]])}  # shows all of it"
-    yield Finding("fail", what, f"{title} {how}; the end of what it printed:\n{last}", remedy)
+    yield Finding("fail", what, f"self-test {how}; the end of what it printed:\n{last}", remedy)
 
 
 def _build() -> str:
