@@ -69,7 +69,7 @@ LAYERS = [
     {"description.py"},
     {"__init__.py", "handshake.py", "probe.py", "testing.py"},
     {"cli/__init__.py"},
-    {"cli/options.py"},
+    {"cli/options.py", "cli/inspection.py", "cli/selftest.py", "cli/usercode.py"},
     {"cli/doctor.py", "cli/bench.py"},
     {"cli/advise.py", "cli/compare.py"},
     {"__main__.py"},
