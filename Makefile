@@ -40,7 +40,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older demo bench bench-loopback soak clean
+.PHONY: help setup check test test-older demo bench bench-loopback hosts hosts-possible soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -71,6 +71,16 @@ bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a
 
 bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allreduce and plain top-k
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.loopback $(ARGS)
+
+# Whether it can run here is said before an environment is set up for it.
+hosts: hosts-possible $(horovod) ## 2 and 4 hosts over ssh, links of 1 Gb/s and 100 Mb/s; needs root
+	@$(run) -m benchmarks.hosts $(ARGS)
+
+hosts-possible:
+ifneq ($(SETUP),0)
+	@[ "$$(id -u)" -ne 0 ] || docker/install-system.sh --hosts $(PYTHON)
+endif
+	@$(PYTHON) -m benchmarks.rig
 
 soak: $(horovod) ## 20,000 steps on two ranks: memory, handles, equal replicas; half an hour and more
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.soak $(ARGS)

@@ -107,7 +107,7 @@ def exchange_table(runs: list[Result]) -> Table:
 
 
 def draw(runs: list[Result], path: Path) -> None:
-    """Medians with their spread, a panel for each rate, a bar for each way and number of hosts."""
+    """Medians and their spread, a panel for each rate, a colour for each number of hosts."""
     rates = list(dict.fromkeys(run["rate"] for run in runs))
     counts = sorted({run["hosts"] for run in runs})
     ways = list(dict.fromkeys(row["way"] for run in runs for row in run["exchange"]))
@@ -117,23 +117,21 @@ def draw(runs: list[Result], path: Path) -> None:
     )
     for axes, rate in zip(panels[0], rates):
         for run in (run for run in runs if run["rate"] == rate):
-            place = counts.index(run["hosts"])
-            height = 0.8 / len(counts)
-            rows = run["exchange"]
+            place, rows = counts.index(run["hosts"]), run["exchange"]
             low, high = ([abs(row[end] - row["ms"]) for row in rows] for end in ("min", "max"))
-            axes.barh(
-                [ways.index(row["way"]) + (place - (len(counts) - 1) / 2) * height for row in rows],
+            axes.errorbar(
                 [row["ms"] for row in rows],
-                height,
+                [ways.index(row["way"]) + 0.25 * (place - (len(counts) - 1) / 2) for row in rows],
                 xerr=(low, high),
+                fmt="o",
+                markersize=4,
                 color=f"C{place}",
-                error_kw={"linewidth": 0.8},
                 label=f"{run['hosts']} hosts",
             )
         axes.set_xscale("log")
         axes.set_title("unshaped" if rate is None else rate, fontsize=9)
         axes.set_xlabel("ms an exchange")
-        axes.grid(axis="x", alpha=0.3)
+        axes.grid(which="both", alpha=0.3)
     panels[0][0].set_yticks(range(len(ways)), ways, fontsize=7)
     panels[0][0].invert_yaxis()
     panels[0][-1].legend(fontsize=7)

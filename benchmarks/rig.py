@@ -26,6 +26,7 @@ from types import MappingProxyType
 COMMANDS = {
     "unshare": "util-linux",
     "ip": "iproute2",
+    "ss": "iproute2",
     "tc": "iproute2",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
@@ -41,11 +42,12 @@ ip link add switch type bridge
 tc qdisc replace dev link0 root tbf rate 1gbit burst 128k latency 50ms
 """
 
-# The first process. Mounts are this namespace's own; a user's ~/.ssh must not have a say.
+# What the first process does before it waits. A ~/.ssh/config must not have a say, and without PAM
+# sshd lets no account in whose password is locked.
 FOUNDATION = """
 mount -t tmpfs -o mode=755 hosts /run
 mount -t tmpfs -o mode=1777 hosts /dev/shm
-if [ -d ~/.ssh ]; then mount -t tmpfs -o mode=700 hosts ~/.ssh; fi
+if [ -d ~root/.ssh ]; then mount -t tmpfs -o mode=700 hosts ~root/.ssh; fi
 mkdir /run/sshd /run/hosts
 mkdir -m 1777 /run/hosts/tmp
 cd /run/hosts
@@ -54,8 +56,10 @@ printf '* %s\\n' "$(cat key.pub)" >known
 printf '%s\\n' "$SSHD" >sshd_config
 printf '%s\\n' "$SSH" >ssh_config
 printf '%s\\n' "$NAMES" >names
+(umask 077 && sed 's/^root:!/root:*/' /etc/shadow >shadow)
 mount --bind names /etc/hosts
 mount --bind ssh_config /etc/ssh/ssh_config
+mount --bind shadow /etc/shadow
 ip link add switch type bridge
 ip link set switch up
 for host in $HOSTS; do
@@ -200,8 +204,12 @@ class Hosts:
         self._end()
 
     def _end(self) -> None:
-        self._first.kill()  # and so what it has started, by --kill-child
-        self._first.communicate()
+        """Returns when all that ran there has ended."""
+        try:
+            self._first.communicate(timeout=10)  # the first process sees its pipe's end
+        except subprocess.TimeoutExpired:
+            self._first.kill()  # and so the first process, by --kill-child
+            self._first.communicate()
 
     def _inside(self, *command: str) -> list[str]:
         """A command in the rig, at the switch."""
@@ -352,7 +360,7 @@ class Hosts:
 
     def _sweep(self) -> None:
         """Kills every process of the rig but the first: sshds, and ranks that have lost theirs."""
-        subprocess.run(self._inside("sh", "-c", "kill -KILL -1 2>/dev/null || true"), check=True)
+        subprocess.run(self._inside("sh", "-c", "kill -KILL -1"), capture_output=True)
 
 
 if __name__ == "__main__":

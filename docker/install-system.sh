@@ -3,17 +3,18 @@
 # (no apt-get, a Python of one's own) it names what to install and exits with 2. With nothing missing
 # it is done at once and prints nothing.
 #
-#   docker/install-system.sh [--python-only] [PYTHON]       default: python3
+#   docker/install-system.sh [--python-only | --hosts] [PYTHON]       default: python3
 #
 # --python-only   what a virtual environment needs; without it also what building and running
 #                 Horovod needs: a compiler, CMake, Open MPI with headers, an ssh client
+# --hosts         also what `make hosts` needs: an ssh server, ip and tc
 set -euo pipefail
 
-python_only=
-if [ "${1:-}" = --python-only ]; then
-    python_only=yes
-    shift
-fi
+python_only= hosts=
+case ${1:-} in
+    --python-only) python_only=yes; shift ;;
+    --hosts) hosts=yes; shift ;;
+esac
 python=${1:-python3}
 
 fail() {
@@ -74,6 +75,12 @@ if [ ! "$python_only" ]; then
     [ "${missing[*]-}" ] || mpicxx --showme:compile >/dev/null 2>&1 ||
         fail "mpicxx is not Open MPI's; Horovod is built with libopenmpi-dev and openmpi-bin here."
     need openssh-client ssh
+fi
+
+if [ "$hosts" ]; then
+    PATH=$PATH:/usr/sbin:/sbin
+    need openssh-server sshd
+    need iproute2 ip tc ss
 fi
 
 [ "${#missing[@]}" -gt 0 ] || exit 0
