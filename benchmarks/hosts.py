@@ -7,12 +7,12 @@
 Hosts are network namespaces with an sshd each behind a link that is shaped in both directions; how,
 and why nothing of them is left behind, says `benchmarks.rig`. For each number of hosts and each
 rate, horovodrun on the first host starts a rank on each: the digits with the variance criterion,
-once over gloo and once over MPI, and the exchange bench over gloo. What follows `--` is run there
-instead, whatever it is.
+once over gloo and once over MPI; then `hvd-gradcomp bench` and `hvd-gradcomp advise`, over gloo. What
+follows `--` is run there instead, whatever it is.
 
 The table of exchanges has, for each number of hosts and rate, the median in ms, its spread (least
-and most) and how many times faster than dense Horovod in the same run that is. Below it stand the
-bars of two hosts; with `--check` one that does not hold is exit status 1, and so is a command that
+and most) and how many times faster than dense Horovod in the same run that is. Below stand the
+bars of two hosts, and how far the advice's predictions are from what it measured; with `--check` one that does not hold is exit status 1, and so is a command that
 fails. Where hosts cannot be made the exit status is 2. Results go to `hosts.json` and `hosts.png`
 in `--folder`, after every step, so that what was measured outlives what fails.
 """
@@ -25,6 +25,7 @@ import os
 import platform
 import shlex
 import signal
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -42,6 +43,9 @@ from matplotlib import pyplot
 
 TRAINING = ["python", "-m", "examples.pytorch.digits", "--method", "variance"]
 BENCH = ["python", "-m", "hvd_gradcomp", "bench"]
+ADVISE = ["python", "-m", "hvd_gradcomp", "advise"]
+ERROR = 0.2  # of predicted exchanges, the median over ways and rates
+SLOWER = 1.1  # that the predicted fastest may be than the measured fastest
 
 SPARSE = ("Variance(", "Strom(", "DGC(", "EGC(", "SparseGD(")
 QUANTIZED = ("QSGD()", "TernGrad(")  # 4 bits are QSGD's default
@@ -62,16 +66,16 @@ def train(hosts: Hosts, backend: str, options: argparse.Namespace) -> Result:
         return dict(json.loads(path.read_text()))
 
 
-def exchange(hosts: Hosts, options: argparse.Namespace) -> list[Result]:
-    """The bench's rows."""
+def figures(hosts: Hosts, command: list[str], options: argparse.Namespace) -> Result:
+    """What a command of ours writes as JSON."""
     # At 100 Mb/s a dense exchange of ResNet-50's gradients takes 9 s, at 1 Gb/s 1 s.
     slow = hosts.rate is not None and bits_per_second(hosts.rate) < 5e8
     rounds = options.rounds or (5 if slow else 9)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "bench.json"
-        command = [*BENCH, "--json", str(path), "--rounds", str(rounds), *options.bench]
+        path = Path(folder) / "figures.json"
+        command = [*command, "--json", str(path), "--rounds", str(rounds), *options.bench]
         hosts.horovodrun(command, timeout=options.timeout)
-        return list(json.loads(path.read_text())["rows"])
+        return dict(json.loads(path.read_text()))
 
 
 def title(run: Result) -> str:
@@ -104,6 +108,43 @@ def exchange_table(runs: list[Result]) -> Table:
     for way, row in cells.items():
         table.add_row(way, *row)
     return table
+
+
+def advice_table(runs: list[Result]) -> Table:
+    table = Table(title="ms an exchange, predicted / measured", box=box.MARKDOWN)
+    table.add_column("way")
+    cells: dict[str, list[str]] = {}
+    for place, run in enumerate(runs):
+        table.add_column(title(run), justify="right")
+        for row in run["advice"]["rows"]:
+            cell = f"{row['predicted_ms']:.0f} / {row['measured_ms']:.0f} ({row['error']:+.0%})"
+            cells.setdefault(row["way"], [""] * len(runs))[place] = cell
+    for way, row in cells.items():
+        table.add_row(way, *row)
+    return table
+
+
+def prediction(runs: list[Result]) -> tuple[list[str], bool]:
+    """How far predictions of exchanges are from measurements, by number of hosts."""
+    lines, held = [], True
+    for count in sorted({run["hosts"] for run in runs}):
+        errors = []
+        for run in (run for run in runs if run["hosts"] == count):
+            rows = run["advice"]["rows"]
+            errors += [abs(row["error"]) for row in rows]
+            picked = min(rows, key=lambda row: row["predicted_ms"])
+            fastest = min(rows, key=lambda row: row["measured_ms"])
+            times = picked["measured_ms"] / fastest["measured_ms"]
+            lines.append(
+                f"{title(run)}: fastest by prediction {picked['way']}, by measurement "
+                f"{fastest['way']}: {times:.2f} of its time; advice for a step: "
+                f"{run['advice']['use'] or 'none'}"
+            )
+            held = held and (count != 2 or times <= SLOWER)
+        middle = statistics.median(errors)
+        lines.append(f"{count} hosts: median error of the predictions {middle:.0%}")
+        held = held and (count != 2 or middle <= ERROR)
+    return lines, held
 
 
 def draw(runs: list[Result], path: Path) -> None:
@@ -179,18 +220,26 @@ def measure(options: argparse.Namespace, console: Console) -> bool:
                     path.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
                 if "exchange" in options.parts:
                     console.print(f"{title(run)}: exchanges over gloo")
-                    run["exchange"] = exchange(hosts, options)
+                    run["exchange"] = figures(hosts, BENCH, options)["rows"]
                     path.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
+                if "advice" in options.parts:
+                    console.print(f"{title(run)}: advice over gloo")
+                    run["advice"] = figures(hosts, ADVISE, options)
+                    path.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
+    lines: list[str] = []
+    held = True
     if "training" in options.parts:
         console.print(training_table(runs))
-    if "exchange" not in options.parts:
-        console.print(f"results: {path}")
-        return True
-    console.print(exchange_table(runs))
-    draw(runs, path.with_suffix(".png"))
-    lines, held = bars(runs)
+    if "exchange" in options.parts:
+        console.print(exchange_table(runs))
+        draw(runs, path.with_suffix(".png"))
+        lines, held = bars(runs)
+    if "advice" in options.parts:
+        console.print(advice_table(runs))
+        more, true = prediction(runs)
+        lines, held = lines + more, held and true
     console.print(*lines, sep="\n", markup=False)
-    console.print(f"results: {path}, {path.with_suffix('.png')}")
+    console.print(f"results: {options.folder}")
     return held
 
 
@@ -229,11 +278,13 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", choices=("gloo", "mpi"), default=["gloo", "mpi"])
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a command may take")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="of COMMAND")
-    parts = ("training", "exchange")
+    parts = ("training", "exchange", "advice")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--epochs", type=int, default=10, help="of the training")
     parser.add_argument("--rounds", type=int, help="of the bench; fewer at low rates if not given")
-    parser.add_argument("--bench", type=shlex.split, default=[], help="options for it, as one word")
+    parser.add_argument(
+        "--bench", type=shlex.split, default=[], help="options for bench and advise, as one word"
+    )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a bar does not hold")
     parser.add_argument("--folder", type=Path, default=Path("results/hosts"))
     own, command = sys.argv[1:], []
