@@ -7,14 +7,15 @@
 Hosts are network namespaces with an sshd each behind a link that is shaped in both directions; how,
 and why nothing of them is left behind, says `benchmarks.rig`. For each number of hosts and each
 rate, horovodrun on the first host starts a rank on each: the digits with the variance criterion,
-once over gloo and once over MPI; then `hvd-gradcomp bench` and `hvd-gradcomp advise`, over gloo. What
-follows `--` is run there instead, whatever it is.
+once over gloo and once over MPI; then `hvd-gradcomp bench` and `hvd-gradcomp advise`, over gloo.
+What follows `--` is run there instead, whatever it is.
 
 The table of exchanges has, for each number of hosts and rate, the median in ms, its spread (least
-and most) and how many times faster than dense Horovod in the same run that is. Below stand the
-bars of two hosts, and how far the advice's predictions are from what it measured; with `--check` one that does not hold is exit status 1, and so is a command that
-fails. Where hosts cannot be made the exit status is 2. Results go to `hosts.json` and `hosts.png`
-in `--folder`, after every step, so that what was measured outlives what fails.
+and most) and how many times faster than dense Horovod in the same run that is. Below stand the bars
+of two hosts, and how far the advice's predictions are from what it measured. With `--check` a bar
+that does not hold is exit status 1, and so is a command that fails. Where hosts cannot be made the
+exit status is 2. Results go to `hosts.json` and `hosts.png` in `--folder`, after every step, so
+that what was measured outlives what fails.
 """
 
 from __future__ import annotations
