@@ -65,7 +65,7 @@ WORTH = 0.9  # of the dense step's time; a smaller gain is not worth another met
 @options.with_files
 def command(
     model_name: str,
-    compressors: Sequence[Compressor],
+    texts: Sequence[str],
     rounds: int,
     batch_size: int,
     bandwidth: float | None,
@@ -129,7 +129,7 @@ def command(
     ways: list[Way | Dense] = [Dense(DENSE, list(zip(pass_.ready, sizes)))]
     ratios = [1.0]  # elements over elements sent
     measured = [measure(DenseExchange(), gradients, rounds, 1).median()] if measures else []
-    for compressor in compressors or options.usual(gradients.scale):
+    for compressor in options.chosen(texts, gradients.scale):
         say(f"  {brief(compressor)}", err=True)
         try:
             way, ratio = _way(compressor, gradients, found.ranks, rounds, pass_)

@@ -34,7 +34,7 @@ SETTLE = 64  # steps until thresholds of noise let through what they will
 @options.with_files
 def command(
     model_name: str,
-    compressors: Sequence[Compressor],
+    texts: Sequence[str],
     rounds: int,
     settle: int | None,
     json_path: Path | None,
@@ -73,7 +73,7 @@ def command(
     )
     dense = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1)
     rows: dict[str, Row] = {DENSE: dense}
-    for compressor in compressors or options.usual(gradients.scale):
+    for compressor in options.chosen(texts, gradients.scale):
         say(f"  {brief(compressor)}", err=True)
         before = settle_rounds(compressor) if settle is None else settle
         way = CompressedExchange(compressor, gradients.layers)

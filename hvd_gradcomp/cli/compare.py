@@ -29,7 +29,7 @@ LAST = 0.1  # of the steps, whose mean loss is shown
 @options.with_files
 def command(
     function: str,
-    compressors: Sequence[Compressor],
+    texts: Sequence[str],
     steps: int,
     json_path: Path | None,
     png_path: Path | None,
@@ -69,7 +69,7 @@ def command(
         raise click.UsageError(f"{function} is no generator function: it has to yield, see --help")
     rows: list[dict[str, Any]] = []
     horovod: Any = None
-    for compressor in [NoneCompressor(), *(compressors or options.usual())]:
+    for compressor in [NoneCompressor(), *options.chosen(texts)]:
         run = train(compressor)
         try:
             source = next(run, None)

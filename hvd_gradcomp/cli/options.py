@@ -31,30 +31,30 @@ from hvd_gradcomp import (
 )
 
 
-def usual(scale: float = 1.0) -> list[Compressor]:
-    """Every method with settings at which it is usual.
+def usual(scale: float = 1.0) -> dict[str, Compressor]:
+    """Every method by a short name, with settings at which it is usual.
 
     Args:
         scale: root mean square of the gradients. Methods with a threshold get one that about one
             element in 560 of noise of that size passes.
     """
-    return [
-        FP16Compressor(),
-        VarianceCompressor(alpha=4.3),
-        HybridCompressor(tau=_rounded(0.1 * scale), alpha=11.9),
-        StromCompressor(tau=_rounded(19.1 * scale)),
-        EGCCompressor(K=1024),
-        DGCCompressor(density=0.001),
-        SparseGDCompressor(density=0.001),
-        GradientDroppingCompressor(ratio=0.99),
-        ScaleComCompressor(density=0.001),
-        QSGDCompressor(bits=4),
-        TernGradCompressor(),
-        OneBitCompressor(),
-        GradiVeQCompressor(ratio=8, sample_steps=200),
-        LGCCompressor("ring_allreduce"),
-        LGCCompressor("parameter_server"),
-    ]
+    return {
+        "fp16": FP16Compressor(),
+        "variance": VarianceCompressor(alpha=4.3),
+        "hybrid": HybridCompressor(tau=_rounded(0.1 * scale), alpha=11.9),
+        "strom": StromCompressor(tau=_rounded(19.1 * scale)),
+        "egc": EGCCompressor(K=1024),
+        "dgc": DGCCompressor(density=0.001),
+        "sparse-gd": SparseGDCompressor(density=0.001),
+        "gradient-dropping": GradientDroppingCompressor(ratio=0.99),
+        "scalecom": ScaleComCompressor(density=0.001),
+        "qsgd": QSGDCompressor(bits=4),
+        "terngrad": TernGradCompressor(),
+        "onebit": OneBitCompressor(),
+        "gradiveq": GradiVeQCompressor(ratio=8, sample_steps=200),
+        "lgc": LGCCompressor("ring_allreduce"),
+        "lgc-server": LGCCompressor("parameter_server"),
+    }
 
 
 def _rounded(threshold: float) -> float:
@@ -62,41 +62,51 @@ def _rounded(threshold: float) -> float:
     return float(f"{max(threshold, 1e-30):.3g}")
 
 
-def parsed(text: str) -> Compressor:
-    """The compressor that an expression makes.
+def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
+    """The compressors that a user asks for: short names, or written as in Python; all if none.
+
+    Args:
+        texts: of the command line.
+        scale: see `usual`.
 
     Raises:
-        click.BadParameter: it makes none, or its settings are out of range.
+        click.BadParameter: a text makes no compressor, or its settings are out of range.
     """
+    names = usual(scale)
+    return [names[text] if text in names else _parsed(text) for text in texts or names]
+
+
+def _parsed(text: str) -> Compressor:
     try:
         made = eval(text, dict(vars(hvd_gradcomp)))  # the user's own command line
     except Exception as error:
-        raise click.BadParameter(f"{text!r}: {error}") from error
+        raise click.BadParameter(f"{text!r}: {error}; there are {', '.join(usual())}") from error
     if not isinstance(made, Compressor):
         raise click.BadParameter(
-            f"{text!r} is no compressor; write it as in Python, such as 'QSGDCompressor(bits=4)'"
+            f"{text!r} is no compressor; give one of {', '.join(usual())}, or write one as in "
+            "Python, such as 'QSGDCompressor(bits=4)'"
         )
     return made
 
 
-def _methods(
-    ctx: click.Context, parameter: click.Parameter, texts: Sequence[str]
-) -> list[Compressor]:
+def _checked(ctx: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> Sequence[str]:
     del ctx, parameter
-    return [parsed(text) for text in texts]
+    chosen(texts)
+    return texts
 
 
 def with_methods(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--method`, again and again; all of them by default."""
+    """`--compression`, again and again; every method by default."""
     return click.option(
         "-c",
         "--compression",
-        "compressors",
+        "texts",
         multiple=True,
-        callback=_methods,
+        callback=_checked,
         metavar="COMPRESSOR",
-        help='As in Python, such as "DGCCompressor(density=0.001)"; can be given several times. '
-        "Default: every method with usual settings.",
+        help="A method with usual settings, such as dgc, or written as in Python, such as "
+        '"DGCCompressor(density=0.01)"; can be given several times. '
+        f"Default: {', '.join(usual())}.",
     )(command)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hvd_gradcomp import NoneCompressor, VarianceCompressor, models
+from hvd_gradcomp import NoneCompressor, StromCompressor, VarianceCompressor, models
 from hvd_gradcomp.cli import COMMANDS, main, options
 from tests.methods import CLASSES
 
@@ -48,11 +48,15 @@ def test_bad_input_is_named(arguments, words):
 
 
 def test_a_compressor_is_written_as_in_python():
-    assert options.parsed("VarianceCompressor(alpha=2)") == VarianceCompressor(alpha=2)
+    assert options.chosen(["VarianceCompressor(alpha=2)"]) == [VarianceCompressor(alpha=2)]
+
+
+def test_a_short_name_has_usual_settings_for_the_size_of_the_gradients():
+    assert options.chosen(["strom"], 0.01) == [StromCompressor(tau=0.191)]
 
 
 def test_every_method_is_usual():
-    assert {type(one) for one in options.usual()} == set(CLASSES) - {NoneCompressor}
+    assert {type(one) for one in options.usual().values()} == set(CLASSES) - {NoneCompressor}
 
 
 @pytest.mark.parametrize(
