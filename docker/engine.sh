@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034
 # For fresh.sh and images.sh, which source it: the container engine of this machine and a clean
 # Debian. Docker where an engine runs. Otherwise podman, as root on Debian, with everything it
 # makes under one folder and a base made by debootstrap: no daemon, no registry.

@@ -21,11 +21,20 @@ cd "$root"
 git ls-files -z --cached --others --exclude-standard |
     tar --create --null --files-from - --ignore-failed-read --file "$scratch/checkout.tar"
 
-terminal=()
-[ ! -t 0 ] || terminal=(--interactive --tty)
-$engine run --name "$name" --network host "${terminal[@]}" "${mounts[@]}" \
-    --volume "$wheels:/root/.cache/hvd_gradcomp" \
-    --volume "$scratch/checkout.tar:/mnt/checkout.tar:ro" \
-    --env LANG=C.UTF-8 --env DEBIAN_FRONTEND=noninteractive "$base" sh -c '
-        mkdir /root/hvd_gradcomp && cd /root/hvd_gradcomp
-        tar --extract --no-same-owner --file /mnt/checkout.tar && exec "$@"' sh "$@"
+fresh() { # OPTION...
+    $engine run "$@" --name "$name" --network host "${mounts[@]}" \
+        --volume "$wheels:/root/.cache/hvd_gradcomp" \
+        --volume "$scratch/checkout.tar:/mnt/checkout.tar:ro" \
+        --env LANG=C.UTF-8 --env DEBIAN_FRONTEND=noninteractive "$base" sh -c '
+            mkdir /root/hvd_gradcomp && cd /root/hvd_gradcomp
+            tar --extract --no-same-owner --file /mnt/checkout.tar && exec "$@"' sh "${command[@]}"
+}
+
+command=("$@")
+if [ -t 0 ]; then
+    fresh --interactive --tty
+else
+    # In the background, since bash heeds no signal while it waits for what is in the foreground.
+    fresh &
+    wait $!
+fi

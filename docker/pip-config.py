@@ -16,6 +16,7 @@ from pathlib import Path
 
 
 def main(folder: Path) -> None:
+    """Writes the configuration and prints the mounts."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True
     ).stdout
