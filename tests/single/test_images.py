@@ -1,4 +1,4 @@
-"""The images and the workflow, as far as it goes without building: do files name each other right?"""
+"""The images and the workflow, as far as it goes without a build: do files name each other right?"""
 
 from __future__ import annotations
 
