@@ -1,4 +1,4 @@
-"""The images and the workflow, as far as it goes without a build: do files name each other right?"""
+"""The images and the workflow, as far as it goes without a build: do files name each other?"""
 
 from __future__ import annotations
 
