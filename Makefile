@@ -7,7 +7,7 @@
 #   VENV_OLDER=.venv-older    where its environment is made
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
 #   ARGS=...         passed on to pytest, the demo or the benchmark
-#   EPOCHS=60        of the demo in `make images`
+#   EPOCHS=20        of each run of the demo in `make images`
 PYTHON ?= python3
 VENV ?= .venv
 PYTHON_OLDER ?= $(PYTHON)

@@ -12,8 +12,8 @@
 #
 # Why a script at all: the last release predates today's frameworks. Four changes to
 # its build files are enough, and its Python and C++ sources stay as they are:
-#   1. C++17 at the top, 2. for torch, whose headers ask for it, and 3. for nvcc, which
-#      knows no older one any more;
+#   1. C++17 at the top, 2. for torch, whose headers ask for it, and 3. for CUDA, which
+#      asks for it from 13 on;
 #   4. no XLA ops for TensorFlow, whose wheel no longer ships the headers.
 set -euo pipefail
 

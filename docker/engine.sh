@@ -50,7 +50,8 @@ else
         export CONTAINERS_STORAGE_CONF=$containers/storage-$1.conf
         printf '%s\n' '[containers]' 'default_ulimits = ["nofile=1024:1024", "nproc=2048:2048"]' \
             '[engine]' 'runtime = "runc"' 'cgroup_manager = "cgroupfs"' 'events_logger = "file"' \
-            '[network]' 'network_backend = "netavark"' >"$CONTAINERS_CONF"
+            '[network]' 'network_backend = "netavark"' \
+            "network_config_dir = \"$containers/networks\"" >"$CONTAINERS_CONF"
         printf '%s\n' '[storage]' "driver = \"$1\"" "graphroot = \"$containers/$1\"" \
             "runroot = \"$containers/run\"" >"$CONTAINERS_STORAGE_CONF"
         podman info >/dev/null 2>"$scratch/podman"

@@ -1,4 +1,4 @@
-# hvd_gradcomp for NVIDIA GPUs: Horovod with NCCL, gloo and MPI, PyTorch, and the examples.
+# hvd_gradcomp for NVIDIA GPUs: Horovod with NCCL, gloo and MPI, PyTorch and its examples.
 #
 #   docker build -f docker/gpu.Dockerfile -t hvd-gradcomp:gpu .
 #   docker run --gpus all --rm hvd-gradcomp:gpu hvd-gradcomp doctor
@@ -7,7 +7,8 @@
 # HOROVOD_GPU_OPERATIONS     NCCL, or empty for a build without CUDA
 # HVD_GRADCOMP_CACHE         where the build finds and leaves Horovod's wheel
 #
-# No TensorFlow: Horovod 0.28.1's GPU operations call a function that TensorFlow no longer has.
+# No TensorFlow: Horovod 0.28.1's GPU operations call a function that it no longer has
+# (stream_executor::gpu::AsGpuStreamValue).
 ARG BUILD_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 ARG BASE_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 

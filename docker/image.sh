@@ -12,16 +12,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PIP_ROOT_USER_ACTION
 case ${1:-} in
     frameworks)
         python3 -m venv /opt/venv
-        without=
-        [ ! "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || without='^\(tensorflow\|keras\)'
-        grep -v "${without:-^$}" docker/frameworks.txt >/tmp/frameworks.txt
-        $python -m pip install -q --requirement /tmp/frameworks.txt
+        without='^#'
+        [ ! "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || without='^(#|tensorflow|keras)'
+        grep --extended-regexp --invert-match "$without" docker/frameworks.txt >/tmp/frameworks.txt
+        $python -m pip install -qq --requirement /tmp/frameworks.txt
         ;;
     horovod)
         docker/build-horovod.sh $python
         ;;
     package)
-        $python -m pip install -q --no-build-isolation ".[examples,tensorboard]"
+        $python -m pip install -qq --no-build-isolation ".[examples,tensorboard]"
         ;;
     system)
         export DEBIAN_FRONTEND=noninteractive

@@ -2,7 +2,7 @@
 # Builds the images and runs them, with Docker or with podman (engine.sh).
 #
 #   docker/images.sh build             hvd-gradcomp:cpu from a clean base
-#   docker/images.sh demo [EPOCHS]     compose.yaml: the demo on two workers, over ssh
+#   docker/images.sh demo [EPOCHS]     compose.yaml: the demo on two workers, over ssh; 20 epochs a run
 #   docker/images.sh test [ARG...]     tests/parallel in the image, on gloo; ARG to pytest
 #   docker/images.sh gpu               gpu.Dockerfile's steps on the CPU base, without CUDA
 #   docker/images.sh clean             removes images, and all that podman keeps
@@ -38,7 +38,10 @@ compose() {
             python3 -m venv "$tools"
             "$tools/bin/python" -m pip install --quiet podman-compose==1.6.0
         }
-        "$tools/bin/podman-compose" --file docker/compose.yaml "$@"
+        # podman leaves the rhythm of health checks to systemd and complains where there is none.
+        local options=()
+        [ -d /run/systemd/system ] || options=(--podman-run-args=--no-healthcheck)
+        "$tools/bin/podman-compose" --file docker/compose.yaml "${options[@]}" "$@"
     fi
 }
 
@@ -54,7 +57,7 @@ case $what in
         build cpu.Dockerfile hvd-gradcomp:cpu
         ;;
     demo)
-        export EPOCHS=${1:-60}
+        export EPOCHS=${1:-20}
         composed=yes
         compose down --volumes >/dev/null 2>&1 || true
         # In the background, since bash heeds no signal while it waits for the foreground.
@@ -80,7 +83,7 @@ case $what in
             docker image rm --force hvd-gradcomp:cpu hvd-gradcomp:gpu-steps
         else
             podman system reset --force
-            rm -rf "$containers"
+            rm -rf "$containers" /var/tmp/buildah-cache
         fi
         ;;
     *)
