@@ -16,7 +16,7 @@ mkdir -p "$wheels"
 scratch=$(mktemp -d)
 tidy() { rm -rf "$scratch"; }
 trap tidy EXIT
-trap 'exit 130' INT TERM
+trap 'exit 130' HUP INT TERM
 
 # Docker mounts no folder while it builds and brings its own base, so only podman's part is long.
 if docker info >/dev/null 2>&1; then
@@ -42,9 +42,13 @@ else
         }
     fi
 
+    # One at a time: another script may be making all this.
+    mkdir -p "$containers"
+    exec 8>"$containers/.lock"
+    flock 8
+
     # A configuration of its own, so that other containers of this machine stay apart. The limits
     # are low enough to be set where the machine itself is a container.
-    mkdir -p "$containers"
     configure() { # DRIVER
         export CONTAINERS_CONF=$containers/containers.conf
         export CONTAINERS_STORAGE_CONF=$containers/storage-$1.conf
@@ -58,10 +62,6 @@ else
     }
     # vfs copies whole images, but works on any file system.
     configure overlay || configure vfs || { cat "$scratch/podman" >&2; exit 2; }
-
-    # One at a time: another fresh.sh may be making it.
-    exec 8>"$containers/.lock"
-    flock 8
     if ! podman image exists "$base"; then
         echo "base: a clean Debian by debootstrap (two minutes)"
         debootstrap --variant=minbase bookworm "$scratch/base" >"$scratch/debootstrap.log" 2>&1 ||

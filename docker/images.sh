@@ -35,7 +35,8 @@ compose() {
     else
         local tools=$containers/compose
         [ -x "$tools/bin/podman-compose" ] || {
-            python3 -m venv "$tools"
+            docker/install-system.sh --python-only python3
+            python3 -m venv --clear "$tools"
             "$tools/bin/python" -m pip install --quiet podman-compose==1.6.0
         }
         # podman leaves the rhythm of health checks to systemd and complains where there is none.

@@ -17,8 +17,9 @@ from pathlib import Path
 
 def main(folder: Path) -> None:
     """Writes the configuration and prints the mounts."""
+    # Without pip there is none to take along.
     listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
     ).stdout
     mounts = [f"{folder / 'pip.conf'}:/etc/pip.conf:ro"]
 
