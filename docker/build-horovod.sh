@@ -10,11 +10,10 @@
 # HOROVOD_WITHOUT_TENSORFLOW    1 for PyTorch alone, as a GPU build has to be
 # MAKEFLAGS                 defaults to one job a core
 #
-# Why a script at all: the last release predates today's frameworks. Four changes to
+# Why a script at all: the last release predates today's frameworks. Three changes to
 # its build files are enough, and its Python and C++ sources stay as they are:
-#   1. C++17 at the top, 2. for torch, whose headers ask for it, and 3. for CUDA, which
-#      asks for it from 13 on;
-#   4. no XLA ops for TensorFlow, whose wheel no longer ships the headers.
+#   1. C++17 at the top, and 2. for torch, whose headers ask for it;
+#   3. no XLA ops for TensorFlow, whose wheel no longer ships the headers.
 set -euo pipefail
 
 readonly version=0.28.1
@@ -86,8 +85,6 @@ if ! compgen -G "$store/horovod-*.whl" >/dev/null; then
     source=$work/horovod-$version
     sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 17/' \
         "$source/CMakeLists.txt" "$source/horovod/torch/CMakeLists.txt"
-    sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' \
-        "$source/horovod/common/ops/cuda/CMakeLists.txt"
     sed -i '/xla_mpi_ops\.cc/d' "$source/horovod/tensorflow/CMakeLists.txt"
     log=$store/build.log
     [ "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || export HOROVOD_WITH_TENSORFLOW=1

@@ -13,8 +13,9 @@ ARG HVD_GRADCOMP_CACHE=/var/cache/hvd_gradcomp
 WORKDIR /build
 COPY docker/install-system.sh docker/
 RUN docker/install-system.sh
-COPY docker/frameworks.txt docker/constraints.txt docker/build-horovod.sh docker/image.sh docker/
+COPY docker/frameworks.txt docker/constraints.txt docker/image.sh docker/
 RUN docker/image.sh frameworks
+COPY docker/build-horovod.sh docker/
 RUN --mount=type=cache,target=/var/cache/hvd_gradcomp docker/image.sh horovod
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY hvd_gradcomp hvd_gradcomp
