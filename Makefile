@@ -7,6 +7,7 @@
 #   VENV_OLDER=.venv-older    where its environment is made
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
 #   ARGS=...         passed on to pytest, the demo or the benchmark
+#   EPOCHS=20        of each run of the demo in `make images`
 PYTHON ?= python3
 VENV ?= .venv
 PYTHON_OLDER ?= $(PYTHON)
@@ -40,7 +41,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older demo bench bench-loopback hosts hosts-possible soak clean
+.PHONY: help setup check test test-older demo bench bench-loopback hosts hosts-possible soak \
+	images test-image clean-images clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -84,6 +86,16 @@ endif
 
 soak: $(horovod) ## 20,000 steps on two ranks: memory, handles, equal replicas; half an hour and more
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.soak $(ARGS)
+
+images: ## the CPU image from a clean base, and the demo on it across two containers over ssh
+	@docker/images.sh build
+	@docker/images.sh demo $(EPOCHS)
+
+test-image: ## tests with ranks in the image of `make images`, on gloo
+	@docker/images.sh test $(ARGS)
+
+clean-images: ## remove images, containers and what they were made from
+	@docker/images.sh clean
 
 clean: ## remove the virtual environment, caches and build products
 	rm -rf $(VENV) $(VENV_OLDER) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -42,7 +42,7 @@ from benchmarks.rig import Hosts, HostsError, JobError, bits_per_second
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-TRAINING = ["python", "-m", "examples.pytorch.digits", "--method", "variance"]
+TRAINING = ["python", "-m", "examples.pytorch.digits", "--json", "--method", "variance"]
 BENCH = ["python", "-m", "hvd_gradcomp", "bench"]
 ADVISE = ["python", "-m", "hvd_gradcomp", "advise"]
 ERROR = 0.2  # of predicted exchanges, the median over ways and rates
@@ -60,11 +60,10 @@ Result = dict[str, Any]
 
 
 def train(hosts: Hosts, backend: str, options: argparse.Namespace) -> Result:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "row.json"
-        command = [*TRAINING, "--epochs", str(options.epochs), "--result", str(path)]
-        hosts.horovodrun(command, backend=backend, timeout=options.timeout)
-        return dict(json.loads(path.read_text()))
+    command = [*TRAINING, "--epochs", str(options.epochs)]
+    output = hosts.horovodrun(command, backend=backend, timeout=options.timeout)
+    row = next(line for line in output.splitlines() if '"accuracy"' in line)
+    return dict(json.loads(row[row.index("{") :]))
 
 
 def figures(hosts: Hosts, command: list[str], options: argparse.Namespace) -> Result:

@@ -6,7 +6,8 @@
 #   docker/build-horovod.sh [PYTHON]          default: python3
 #
 # HVD_GRADCOMP_CACHE        where wheels are kept (default: ~/.cache/hvd_gradcomp)
-# HOROVOD_GPU_OPERATIONS    NCCL for a GPU build; passed on to Horovod's own build
+# HOROVOD_GPU_OPERATIONS    NCCL for a GPU build, which needs nvcc and NCCL's headers
+# HOROVOD_WITHOUT_TENSORFLOW    1 for PyTorch alone, as a GPU build has to be
 # MAKEFLAGS                 defaults to one job a core
 #
 # Why a script at all: the last release predates today's frameworks. Three changes to
@@ -26,6 +27,19 @@ for tool in cmake make g++ mpicxx mpirun; do
         exit 2
     }
 done
+if [ "${HOROVOD_GPU_OPERATIONS:-}" ]; then
+    PATH=$PATH:${HOROVOD_CUDA_HOME:-/usr/local/cuda}/bin
+    command -v nvcc >/dev/null || {
+        echo "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS needs 'nvcc': install the CUDA" \
+             "toolkit of PyTorch's version, or name where it is: HOROVOD_CUDA_HOME=..." >&2
+        exit 2
+    }
+    [ "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || {
+        echo "Horovod $version has no GPU operations for today's TensorFlow;" \
+             "for PyTorch alone: HOROVOD_WITHOUT_TENSORFLOW=1" >&2
+        exit 2
+    }
+fi
 
 key=$("$python" - <<'PY'
 import importlib.metadata as metadata, os, platform, re, subprocess, sys
@@ -40,12 +54,16 @@ def installed(*names):
 
 mpi = re.search(r"\d[\d.]*", subprocess.check_output(["mpirun", "--version"], text=True)).group()
 libc = "-".join(platform.libc_ver())
+without = os.environ.get("HOROVOD_WITHOUT_TENSORFLOW")
+device = os.environ.get("HOROVOD_GPU_OPERATIONS", "").lower() or "cpu"
+if device != "cpu":
+    nvcc = subprocess.check_output(["nvcc", "--version"], text=True)
+    device += re.search(r"release ([\d.]+)", nvcc).group(1)
 print("-".join([
     f"py{platform.python_version()}",
     f"torch{installed('torch')}",
-    f"tf{installed('tensorflow-cpu', 'tensorflow')}",
-    f"mpi{mpi}", libc, platform.machine(),
-    os.environ.get("HOROVOD_GPU_OPERATIONS", "cpu").lower(),
+    "tf0" if without else f"tf{installed('tensorflow-cpu', 'tensorflow')}",
+    f"mpi{mpi}", libc, platform.machine(), device,
 ]))
 PY
 )
@@ -69,7 +87,8 @@ if ! compgen -G "$store/horovod-*.whl" >/dev/null; then
         "$source/CMakeLists.txt" "$source/horovod/torch/CMakeLists.txt"
     sed -i '/xla_mpi_ops\.cc/d' "$source/horovod/tensorflow/CMakeLists.txt"
     log=$store/build.log
-    if ! HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+    [ "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || export HOROVOD_WITH_TENSORFLOW=1
+    if ! HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
          HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}" \
          "$python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$work/wheels" \
          "$source" >"$log" 2>&1; then
