@@ -167,10 +167,15 @@ def aggregate(
         return (yield from compressor.aggregate(ops, context, gradient, state, **extra))
     layout = context.layout
     failure: Exception | None = None
-    total = yield Inside(Allreduce(gradient, 1.0, place.share), "gradient")
+    # The moments go with the gradients: by themselves nobody would need them where this rank does
+    # not lead, and what nobody needs is taken out of a graph.
+    whole = gradient
     if "moment" in extra:
-        whole = Allreduce(extra["moment"], 1.0, place.share**2)
-        extra["moment"] = yield Inside(whole, "moment")
+        whole = ops.concat((gradient, ops.times(extra["moment"], place.share)))
+    whole = yield Inside(Allreduce(whole, 1.0, place.share), "gradient")
+    total = whole[: layout.size]
+    if "moment" in extra:
+        extra["moment"] = whole[layout.size :]
     verdict = ops.full((1,), _FAILED, layout.dtype)
     if place.slot == leader:
         try:

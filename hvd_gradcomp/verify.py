@@ -80,7 +80,7 @@ def compare(
         if digest is not None:
             holders.setdefault(digest, []).append(rank)
     most = max(holders.values(), key=len)
-    others = sorted(set(sum(holders.values(), [])) - set(most))
+    others = sorted(rank for some in holders.values() if some is not most for rank in some)
     raise DivergedError(
         f"the ranks have diverged: after {steps} steps {names[differing[0]]} on {_listed(others)} "
         f"is not what it is on {_listed(most)}; {len(differing)} of {len(names)} tensors differ. "

@@ -38,7 +38,7 @@ def describe(source: Any) -> str:
     """
     engine = engine_of(source)
     table = description.describe(
-        engine.compressor, engine.layers, len(engine.layouts), engine.process_set.size()
+        engine.compressor, engine.layers, len(engine.layouts), engine.seat[1]
     )
     print(table)
     return table

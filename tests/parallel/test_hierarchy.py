@@ -54,3 +54,19 @@ def test_what_hosts_have_to_be(tmp_path):
 def test_one_host(what, says, tmp_path):
     for result in launch("torch_hierarchy", 2, "mpi", tmp_path, what):
         assert says in next(iter(result.values()))
+
+
+def test_tensorflow_on_two_hosts_of_two_ranks(tmp_path):
+    results = launch("tensorflow_hierarchy", 4, "gloo", tmp_path, hosts=TWO_HOSTS)
+    for rank, result in enumerate(results):
+        for what in ("replicas", "fit", "skip", "raise", "consolidated", "broadcast"):
+            assert result[what] == results[0][what], what
+        assert result["exact"] < 1e-6
+        layers, states = result["kept"]
+        assert layers and set(layers).isdisjoint(results[1 - rank % 2]["kept"][0])
+        led = [place % 2 == rank % 2 for place in range(len(states))]
+        assert states == led and any(led)
+        whole, resumed = result["sharded"]
+        assert whole == resumed
+        assert "has a NaN or an infinity" in result["raise"][0][0]
+        says(result["errors"], {key: MESSAGES[key] for key in ("diverged", "join")})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp import NonFiniteGradientError, NoneCompressor, PayloadError, StromCompressor
+from hvd_gradcomp import NoneCompressor, NonFiniteGradientError, PayloadError, StromCompressor
 from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
@@ -52,12 +54,13 @@ def compared(compressor, hosts, slots, steps, *, seed=0, leader=0, average=True)
         gradients, extra, of_host = drawn(random, world, hosts * slots), {}, {}
         if compressor.uses_moments:
             extra["moment"] = [g * g * 0.1 for g in gradients]
-            of_host["moment"] = of_hosts(extra["moment"], slots, world.share**2)
+            shares = [moment * world.share for moment in extra["moment"]]
+            of_host["moment"] = of_hosts(shares, slots, world.share)
         expected = flat.step(of_hosts(gradients, slots, world.share), **of_host)
         for total in world.step(gradients, **extra):
             assert torch.equal(total, expected[0])
         assert len(world.traffic) == len(flat.traffic)
-        for ours, theirs in zip(sum(world.traffic, []), sum(flat.traffic, [])):
+        for ours, theirs in zip(chain(*world.traffic), chain(*flat.traffic)):
             assert type(ours) is type(theirs) and same(ours.tensor, theirs.tensor)
         for ours, theirs in zip(world.states, flat.states):
             for (path, x), (_, y) in zip(leaves(ours), leaves(theirs)):
