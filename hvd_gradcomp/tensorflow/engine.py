@@ -405,7 +405,7 @@ class Engine:
             every = self._gather_objects(mine)
         handshake.agree(every, self.process_set.ranks)
         if self.place is not None:
-            assert self.groups
+            _ = self.groups  # all ranks are here together
             with tf.init_scope():
                 self.titles = self._gather_objects([title for title, _ in self.replicated])
         self.agreed = True

@@ -21,15 +21,15 @@ MESSAGES = {
 def test_pytorch_on_two_hosts_of_two_ranks(tmp_path):
     results = launch("torch_hierarchy", 4, "gloo", tmp_path, "whole", hosts=TWO_HOSTS)
     for rank, result in enumerate(results):
-        for what in ("replicas", "micro-batches", "moved", "consolidated"):
+        for what in ("replicas", "micro-batches"):
             assert result[what] == results[0][what], what
         assert max(result["exact"]) < 1e-6
         layers, states = result["stats"]
         assert layers and set(layers).isdisjoint(results[1 - rank % 2]["stats"][0])
         led = [place % 2 == rank % 2 for place in range(len(states))]
         assert [state is not None for state in states] == led and any(led)
-        whole, resumed = result["sharded"]
-        assert whole == resumed
+        (whole, resumed), moved = result["resumed"]
+        assert whole == resumed and moved == results[0]["resumed"][1]
         (said, *unchanged, skipped), end = result["nonfinite"]["skip"]
         assert said == "nothing was raised" and all(unchanged) and skipped == 1
         assert end == results[0]["nonfinite"]["skip"][1]
@@ -59,14 +59,14 @@ def test_one_host(what, says, tmp_path):
 def test_tensorflow_on_two_hosts_of_two_ranks(tmp_path):
     results = launch("tensorflow_hierarchy", 4, "gloo", tmp_path, hosts=TWO_HOSTS)
     for rank, result in enumerate(results):
-        for what in ("replicas", "fit", "skip", "raise", "consolidated", "broadcast"):
+        for what in ("replicas", "skip", "raise", "micro-batches", "broadcast"):
             assert result[what] == results[0][what], what
         assert result["exact"] < 1e-6
-        layers, states = result["kept"]
-        assert layers and set(layers).isdisjoint(results[1 - rank % 2]["kept"][0])
-        led = [place % 2 == rank % 2 for place in range(len(states))]
-        assert states == led and any(led)
+        assert set(result["layers"]).isdisjoint(results[1 - rank % 2]["layers"])
+        led = [place % 2 == rank % 2 for place in range(len(result["states"]))]
+        assert result["states"] == led and any(led)
         whole, resumed = result["sharded"]
         assert whole == resumed
         assert "has a NaN or an infinity" in result["raise"][0][0]
-        says(result["errors"], {key: MESSAGES[key] for key in ("diverged", "join")})
+        kinds = ("diverged", "join", "sharded elsewhere")
+        says(result["errors"], {kind: MESSAGES[kind] for kind in kinds})
