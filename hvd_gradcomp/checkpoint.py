@@ -223,6 +223,23 @@ def source_of(
     return Source.START if path in compressor.begins_anew else Source.SHARE
 
 
+def check_hosts(then: int | None, now: int | None) -> None:
+    """Whether a sharded state was kept by the same ranks.
+
+    Args:
+        then, now: how many hosts exchange with `hierarchical=True`; None without.
+
+    Raises:
+        CheckpointError: it was not, so what some had kept back would be lost.
+    """
+    if then != now:
+        ways = ["hierarchical=False" if n is None else f"{n} hosts" for n in (then, now)]
+        raise CheckpointError(
+            f"it was saved sharded with {ways[0]}, here it is {ways[1]}, and other ranks compress: "
+            'what they had kept back would be lost. Save with mode="consolidated" to change that'
+        )
+
+
 def other_size(then: int, now: int) -> str:
     """Why a sharded state cannot be taken by another number of ranks."""
     return (

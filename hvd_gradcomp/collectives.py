@@ -61,4 +61,14 @@ class Switch(NamedTuple):
     branches: Sequence[Callable[[], Any]]
 
 
-Collective = Union[Allgather, Allreduce, Alltoall, Broadcast, Gather, Switch]
+class Inside(NamedTuple):
+    """A collective among the ranks of this host, whose ranks are counted there; see `hierarchy`.
+
+    `what` travels, by its name on the timeline.
+    """
+
+    request: Any
+    what: str
+
+
+Collective = Union[Allgather, Allreduce, Alltoall, Broadcast, Gather, Inside, Switch]

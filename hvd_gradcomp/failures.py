@@ -45,12 +45,19 @@ def named(kind: type[Exception], what: str) -> Iterator[None]:
         raise kind(explained(what, str(error))) from error
 
 
-def refuse_join(compressors: Iterable[Any]) -> None:
+def refuse_join(compressors: Iterable[Any], hierarchical: bool = False) -> None:
     """Raises where `hvd.join()` cannot work.
 
     Args:
         compressors: of the exchanges of this rank.
+        hierarchical: whether one of them goes through the ranks of each host first.
     """
+    if hierarchical:
+        raise RuntimeError(
+            "hvd.join() cannot work with hierarchical=True: Horovod stands in for a rank that has "
+            "joined among all ranks, but not in process sets. Give all ranks the same number of "
+            "batches"
+        )
     listed = ", ".join(sorted({repr(c) for c in compressors if not c.adds_up}))
     if listed:
         raise RuntimeError(

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 class CompressionStats:
     """Totals of this rank since the start. Subtract an earlier reading for a span of steps.
 
+    With `hierarchical=True` a rank counts the buckets that it compresses for its host, and of their
+    bytes those that go between hosts; what the ranks of a host add up to is the host's.
+
     Attributes:
         steps: exchanges done; without those that were left out.
         skipped: exchanges that were left out, on all ranks, for a gradient that was not finite.

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvd_gradcomp import hierarchy
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.collectives import (
     Allgather,
@@ -27,6 +28,7 @@ from hvd_gradcomp.collectives import (
     Alltoall,
     Broadcast,
     Gather,
+    Inside,
     Switch,
 )
 from hvd_gradcomp.layout import Layout
@@ -143,24 +145,115 @@ class World:
             if len(plans) != 1 or first.lengths != tuple(r.tensor.shape[0] for r in requests):
                 raise AssertionError(f"ranks gather differently: {plans}")
             everything = self.ops.concat([r.tensor for r in requests])
-            return [everything if r == first.root else everything[:0] for r in range(self.size)]
+            ranks = range(len(requests))
+            return [everything if r == first.root else everything[:0] for r in ranks]
         shapes = {(tuple(r.tensor.shape), r.tensor.dtype) for r in requests}
         if len(shapes) != 1:
             raise AssertionError(f"ranks sent different shapes: {shapes}")
         tensors = [r.tensor for r in requests]
         if isinstance(first, Allgather):
             gathered = self.ops.stack(tensors)
-            return [gathered] * self.size
+            return [gathered] * len(tensors)
         if isinstance(first, Allreduce):
             total = tensors[0] * first.prescale
             for tensor in tensors[1:]:
                 total = total + tensor * first.prescale
             return [total * first.postscale for _ in tensors]  # each rank may write to its own
         if isinstance(first, Alltoall):
-            return [self.ops.stack([t[rank] for t in tensors]) for rank in range(self.size)]
+            return [self.ops.stack([t[rank] for t in tensors]) for rank in range(len(tensors))]
         if isinstance(first, Broadcast):
             roots = {r.root for r in requests}
             if len(roots) != 1:
                 raise AssertionError(f"ranks name different roots: {roots}")
-            return [tensors[first.root]] * self.size
+            return [tensors[first.root]] * len(tensors)
         raise AssertionError(f"no collective: {first!r}")
+
+
+class Hosts(World):
+    """Hosts of several ranks, in one process; see `hierarchy`. Ranks are counted host by host.
+
+    Args:
+        compressor, ops, layout, average, tamper: as in `World`; ranks of `tamper` are hosts.
+        hosts: how many.
+        slots: ranks on each.
+        leader: the slot whose ranks compress.
+
+    Attributes:
+        states: of each host's leader.
+        failures: what each rank has raised in the last step, or None.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        ops: Ops,
+        layout: Layout,
+        hosts: int,
+        slots: int,
+        *,
+        leader: int = 0,
+        average: bool = True,
+        tamper: Callable[[int, Any], Any] | None = None,
+    ) -> None:
+        super().__init__(compressor, ops, layout, hosts, average=average, tamper=tamper)
+        self.slots, self.leader = slots, leader
+        self.share = 1.0 / slots if average else 1.0
+        self.failures: list[Exception | None] = []
+
+    def step(self, gradients: Sequence[Tensor], **extra: Sequence[Tensor]) -> list[Tensor]:
+        """One step of all ranks; gradients and the sequences in `extra` are over ranks.
+
+        Raises:
+            Exception: what the first rank has raised, once all have ended; then states stay.
+        """
+        self.traffic = []
+        programs = [
+            hierarchy.aggregate(
+                self.compressor,
+                self.ops,
+                Context(self.layout, host, self.size, self.steps, 1.0, self.postscale),
+                gradients[host * self.slots + slot] * 1,
+                self.states[host] if slot == self.leader else None,
+                place=hierarchy.Place(host, self.size, slot, self.slots, self.share),
+                leader=self.leader,
+                **{name: values[host * self.slots + slot] for name, values in extra.items()},
+            )
+            for host in range(self.size)
+            for slot in range(self.slots)
+        ]
+        ranks = range(len(programs))
+        self.failures, results = [None for _ in ranks], [(None, None) for _ in ranks]
+        requests: list[Any] = [None for _ in ranks]
+
+        def resume(rank: int, reply: Any) -> None:
+            requests[rank] = None
+            try:
+                requests[rank] = programs[rank].send(reply)
+            except StopIteration as stop:
+                results[rank] = stop.value
+            except Exception as error:
+                self.failures[rank] = error
+
+        for rank in ranks:
+            resume(rank, None)
+        hosts = [list(ranks[h * self.slots : (h + 1) * self.slots]) for h in range(self.size)]
+        leaders = list(ranks[self.leader :: self.slots])
+        while any(request is not None for request in requests):
+            ready = [host for host in hosts if isinstance(requests[host[0]], Inside)]
+            inside = [host for host in ready if all(isinstance(requests[r], Inside) for r in host)]
+            group = inside[0] if inside else leaders
+            asked = [requests[rank] for rank in group]
+            if inside:
+                asked = [request.request for request in asked]
+            else:
+                asked = [self.tamper(h, r) for h, r in enumerate(asked)] if self.tamper else asked
+                if not isinstance(asked[0], Switch):
+                    self.traffic.append(asked)
+            for rank, reply in zip(group, self._perform(asked)):
+                resume(rank, reply)
+        failed = [error for error in self.failures if error is not None]
+        if failed:
+            raise failed[0]
+        self.steps += 1
+        self.states = [results[rank][1] for rank in leaders]
+        return [total for total, _ in results]

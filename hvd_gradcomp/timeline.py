@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from hvd_gradcomp.collectives import Collective
+from hvd_gradcomp.collectives import Collective, Inside
 from hvd_gradcomp.layout import Layout
 
 
@@ -46,4 +46,6 @@ def collective(bucket: str, request: Collective, path: object) -> str:
     >>> collective("gradcomp.0.bucket3.fc.weight", Broadcast(None, 0), 1)
     'gradcomp.0.bucket3.fc.weight.broadcast.1'
     """
+    if isinstance(request, Inside):  # asked for once a step, and by leaders in later rounds
+        return f"{bucket}.inside.{request.what}"
     return f"{bucket}.{type(request).__name__.lower()}.{path}"

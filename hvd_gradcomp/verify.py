@@ -56,13 +56,13 @@ def replicated(
 
 
 def compare(
-    names: Sequence[str], digests: Sequence[Sequence[int]], ranks: Sequence[int], steps: int
+    names: Sequence[str], digests: Sequence[Sequence[int | None]], ranks: Sequence[int], steps: int
 ) -> None:
     """Raises unless each tensor has the same digest on all ranks.
 
     Args:
         names: of the tensors.
-        digests: of each rank, one for each tensor.
+        digests: of each rank, one for each tensor; None for one that it does not have.
         ranks: what the ranks are called.
         steps: exchanges so far.
 
@@ -70,14 +70,17 @@ def compare(
         DivergedError: naming the first tensor that differs, and the ranks where it is not what most
             have, or, where there is no most, what the first has.
     """
-    differing = [place for place, column in enumerate(zip(*digests)) if len(set(column)) > 1]
+    columns = [set(column) - {None} for column in zip(*digests)]
+    differing = [place for place, different in enumerate(columns) if len(different) > 1]
     if not differing:
         return
     holders: dict[int, list[int]] = {}
     for rank, row in zip(ranks, digests):
-        holders.setdefault(row[differing[0]], []).append(rank)
+        digest = row[differing[0]]
+        if digest is not None:
+            holders.setdefault(digest, []).append(rank)
     most = max(holders.values(), key=len)
-    others = sorted(set(ranks) - set(most))
+    others = sorted(rank for some in holders.values() if some is not most for rank in some)
     raise DivergedError(
         f"the ranks have diverged: after {steps} steps {names[differing[0]]} on {_listed(others)} "
         f"is not what it is on {_listed(most)}; {len(differing)} of {len(names)} tensors differ. "

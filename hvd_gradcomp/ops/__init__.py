@@ -342,6 +342,13 @@ class Ops(Composites, ABC):
         the failure is raised one step later (see `ops.torch`), in a graph when it runs.
         """
 
+    @abstractmethod
+    def settled(self) -> Any:
+        """Whether the gradients that `require` has looked at in this step are finite, all of them.
+
+        True where it raises an error otherwise; one that is still on its way from a GPU, now.
+        """
+
 
 def of(tensor: Any) -> Ops:
     """The verbs for the framework that this tensor belongs to, without importing any other."""

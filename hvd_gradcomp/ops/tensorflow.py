@@ -323,6 +323,9 @@ class TensorFlowOps(Ops):
         with tf.control_dependencies(asserts):
             return tf.reduce_all(tf.stack(list(facts.values())), 0)
 
+    def settled(self) -> Any:
+        return tf.reduce_all(tf.stack(self.verdicts)) if self.verdicts else True
+
 
 def _shape(shape: Sequence[Any]) -> Any:
     """Python integers as they are; a vector where one is a tensor."""

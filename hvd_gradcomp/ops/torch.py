@@ -623,6 +623,10 @@ class TorchOps(Ops):
         self._pending.append((tuple(facts), self.stage(held), error))
         return held.all(0)
 
+    def settled(self) -> bool:
+        self.settle()
+        return True
+
     def _raise_pending(self) -> None:
         pending, self._pending = self._pending, []
         for messages, held, error in pending:

@@ -197,42 +197,65 @@ def _array(variable: Any) -> np.ndarray:
 
 def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays) -> dict[str, Any]:
     """Adds what an exchange keeps to the arrays, and describes it."""
-    steps = int(engine.steps)
 
-    def add(title: str, variable: tf.Variable, alike: bool, owner: int | None = None) -> None:
-        if not alike and mode == "sharded":
-            own[f"{name}/{title}"] = _array(variable)
-        else:
-            value = _array(variable) if alike else _summed(engine, title, variable, owner)
-            shared[f"{name}/{title}"] = value
+    def add(title: str, value: np.ndarray, alike: bool) -> None:
+        (shared if alike or mode == "consolidated" else own)[f"{name}/{title}"] = value
 
     for bucket, one in enumerate(engine.compressors):
-        for (path, _), variable in zip(leaves(engine.templates[bucket]), engine.variables[bucket]):
-            alike = is_replicated(one, path)
-            add(f"{bucket}.{path}", variable, alike, None if alike else one.owner(path, steps))
+        # With hosts, not even what leaders have in common is on all ranks.
+        replicated = {
+            path: is_replicated(one, path) for path, _ in leaves(engine.templates[bucket])
+        }
+        for path, value in _state(engine, bucket, mode).items():
+            add(f"{bucket}.{path}", value, engine.place is None and replicated[path])
     for title, counter in engine.counters.items():
-        add(title, counter, title in _ALIKE)
+        if title in _ALIKE or mode == "sharded":
+            value = _array(counter)
+        else:
+            value = _summed(engine, title, counter, engine.process_set)
+        add(title, value, title in _ALIKE)
     buckets = [{"digest": x.digest, "names": list(x.names)} for x in engine.layouts]
     return {
         "format": checkpoint.FORMAT,
         "compressor": repr(engine.compressor),
-        "steps": steps,
+        "steps": int(engine.steps),
+        "hosts": engine.place and engine.place.hosts,
         "buckets": buckets,
     }
 
 
-def _summed(engine: Engine, title: str, variable: tf.Variable, owner: int | None) -> np.ndarray:
-    """The sum over ranks, in double precision on the way; or the owner's alone."""
+def _state(engine: Engine, bucket: int, mode: str) -> Arrays:
+    """A bucket's tensors by path: this rank's, or what is kept of all ranks'."""
+    state, one, steps = {}, engine.compressors[bucket], int(engine.steps)
+    for (path, _), variable in zip(leaves(engine.templates[bucket]), engine.variables[bucket]):
+        if mode == "sharded" or is_replicated(one, path):
+            state[path] = _array(variable)
+        else:
+            counts = one.owner(path, steps) in (None, engine.seat[0])
+            among = engine.among(None)
+            state[path] = _summed(engine, f"{bucket}.{path}", variable, among, counts)
+    if mode == "consolidated" and engine.place is not None and engine.place.slots > 1:
+        everybody = horovod.allgather_object(
+            state, name=f"{engine.name}.consolidate", process_set=engine.groups.inside
+        )
+        state = everybody[engine.leader(bucket)]
+    return state
+
+
+def _summed(
+    engine: Engine, title: str, variable: tf.Variable, process_set: Any, counts: bool = True
+) -> np.ndarray:
+    """The sum over ranks, of those that count, in double precision on the way."""
     value = variable.read_value()
     wide = tf.cast(value, tf.float64) if value.dtype.is_floating else value
-    if owner is not None and engine.process_set.rank() != owner:
+    if not counts:
         wide = tf.zeros_like(wide)
     total = mpi_ops._allreduce(
         tf.reshape(wide, (-1,)),
         op=horovod.Sum,
         name=f"{engine.name}.consolidate.{title}",
         ignore_name_scope=True,
-        process_set=engine.process_set,
+        process_set=process_set,
     )
     return np.asarray(tf.cast(tf.reshape(total, value.shape), value.dtype))
 
@@ -266,7 +289,10 @@ def _restore(
 def _restore_exchange(
     engine: Engine, saved: dict[str, Any], name: str, arrays: Arrays, mode: str, size_then: int
 ) -> None:
-    rank, size = engine.process_set.rank(), engine.process_set.size()
+    rank, hosts = engine.process_set.rank(), saved.get("hosts")
+    if mode == "sharded":
+        checkpoint.check_hosts(hosts, engine.place and engine.place.hosts)
+    size, holders = engine.seat[1], hosts or size_then
     # A sharded one is this rank's own: `checkpoint.read` gives each rank its part.
     how = saved["steps"], mode, rank, rank
     for bucket, variables in enumerate(engine.variables):
@@ -275,7 +301,7 @@ def _restore_exchange(
             source = checkpoint.source_of(one, path, *how)
             array = arrays[f"{name}/{bucket}.{path}"]
             if source is Source.SHARE:
-                array = _share(array, size, size_then)
+                array = _share(array, size, holders)
             tensors.append(start if source is Source.START else tf.constant(array))
         if any(tuple(x.shape) != tuple(v.shape) for x, v in zip(tensors, variables)):
             # A parameter server's decoder has a head for each rank.

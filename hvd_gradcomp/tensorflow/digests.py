@@ -9,7 +9,6 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp import verify
-from hvd_gradcomp.aggregator import with_leaves
 from hvd_gradcomp.tensorflow.engine import Engine, plain_variable
 
 
@@ -28,14 +27,12 @@ def check(engine: Engine, sources: Sequence[Any]) -> None:
         (f"parameter {name}", plain_variable(source))
         for (name, _, _), source in zip(engine.layers, sources)
     ]
-    for bucket, (layout, template) in enumerate(zip(engine.layouts, engine.templates)):
-        state = with_leaves(template, list(engine.variables[bucket]))
-        held += verify.replicated(bucket, engine.compressors[bucket], layout, state)
+    held += engine.replicated
     weights = verify.weights(engine.ops)
     mine = tf.stack([verify.digest(engine.ops, _bytes(x), weights) for _, x in held])
     process_set = engine.process_set
     digests = mpi_ops.allgather(
-        mine[None],
+        mine if engine.place else mine[None],
         name=f"{engine.name}.verify",
         ignore_name_scope=True,
         process_set=process_set,
@@ -44,7 +41,16 @@ def check(engine: Engine, sources: Sequence[Any]) -> None:
     ranks = process_set.ranks or range(process_set.size())
 
     def compare(digests: tf.Tensor, steps: tf.Tensor) -> None:
-        verify.compare(names, digests.numpy().tolist(), ranks, int(steps))
+        rows = digests.numpy().tolist()
+        if engine.place is None:
+            verify.compare(names, rows, ranks, int(steps))
+            return
+        # A rank has the state of those buckets that it leads.
+        parameters, rest = names[: len(engine.layers)], iter(rows)
+        everybody = [{name: next(rest) for name in (*parameters, *own)} for own in engine.titles]
+        known = list(dict.fromkeys(name for row in everybody for name in row))
+        found = [[row.get(name) for name in known] for row in everybody]
+        verify.compare(known, found, ranks, int(steps))
 
     if tf.executing_eagerly():
         compare(digests, engine.steps)

@@ -26,7 +26,16 @@ from horovod import __version__ as horovod_version
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import assignment, failures, handshake, timeline, validate, wire
+from hvd_gradcomp import (
+    assignment,
+    failures,
+    handshake,
+    hierarchy,
+    timeline,
+    validate,
+    verify,
+    wire,
+)
 from hvd_gradcomp.aggregator import (
     Compressor,
     Context,
@@ -36,7 +45,7 @@ from hvd_gradcomp.aggregator import (
     leaves,
     with_leaves,
 )
-from hvd_gradcomp.algorithms.dense import as_compressor
+from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
 from hvd_gradcomp.collectives import (
     Allgather,
     Allreduce,
@@ -44,6 +53,7 @@ from hvd_gradcomp.collectives import (
     Broadcast,
     Collective,
     Gather,
+    Inside,
     Switch,
 )
 from hvd_gradcomp.names import Names
@@ -67,7 +77,15 @@ def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
     return tf.Variable(value, trainable=False, name=name)
 
 
-def check(what: str, op: Any, groups: Any, num_groups: int, compression: Any) -> Compressor:
+def check(
+    what: str,
+    op: Any,
+    groups: Any,
+    num_groups: int,
+    compression: Any,
+    process_set: Any = horovod.global_process_set,
+    hierarchical: bool = False,
+) -> Compressor:
     """Refuses what cannot work, and returns the compressor."""
     validate.exchange(
         what,
@@ -77,6 +95,8 @@ def check(what: str, op: Any, groups: Any, num_groups: int, compression: Any) ->
         op=op,
         allowed=(horovod.Average, horovod.Sum),
     )
+    if hierarchical:
+        hierarchy.place_of(mpi_ops, process_set, average=True)
     return as_compressor(compression, horovod.Compression)
 
 
@@ -154,6 +174,7 @@ class Engine:
         process_set: the ranks that take part.
         sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise they are gathered as
             they are.
+        hierarchical: compress only the sums of hosts; see `hierarchy`.
         nonfinite: what becomes of a step in which a gradient is not finite: "raise", or "skip" or
             "propagate", which are the same here: gradients are NaN and nothing else changes.
         settings: what else must be equal on all ranks, for the handshake.
@@ -167,6 +188,7 @@ class Engine:
         steps: exchanges so far, equal on all ranks.
         counters: what `stats` reports, of this rank.
         owned: whether somebody saves the variables, which are then not made anew.
+        titles: with hosts, what each rank has of `replicated`, by name.
     """
 
     def __init__(
@@ -178,6 +200,7 @@ class Engine:
         predivide: float = 1.0,
         process_set: Any = horovod.global_process_set,
         sparse_as_dense: bool = False,
+        hierarchical: bool = False,
         nonfinite: str = "raise",
         settings: str = "",
         name: str | None = None,
@@ -186,11 +209,14 @@ class Engine:
         self.layers, self.compressor, self.op = list(layers), compressor, op
         self.process_set, self.sparse_as_dense = process_set, sparse_as_dense
         average = op == horovod.Average
+        self.place = hierarchy.place_of(mpi_ops, process_set, average) if hierarchical else None
+        self._groups: hierarchy.Groups | None = None  # made when all are known to want them
         self.prescale = 1.0 / predivide if average else 1.0
-        self.postscale = predivide / process_set.size() if average else 1.0
+        self.postscale = predivide / self.seat[1] if average else 1.0
         self.settings = (
             f"op={'Average' if average else 'Sum'}, gradient_predivide_factor={predivide}, "
-            f"sparse_as_dense={sparse_as_dense}, nonfinite={nonfinite}{settings}"
+            f"sparse_as_dense={sparse_as_dense}, hierarchical={hierarchical}, "
+            f"nonfinite={nonfinite}{settings}"
         )
         self.undoes = nonfinite != "raise"
         self.name = name or TITLES.take()
@@ -220,11 +246,47 @@ class Engine:
         self._eager = tf.function(self._reduce, autograph=False)
         living.add(self)
 
+    @property
+    def seat(self) -> tuple[int, int]:
+        """(rank, size) as compressors see them: of hosts, where only those exchange."""
+        if self.place is not None:
+            return self.place.host, self.place.hosts
+        return self.process_set.rank(), self.process_set.size()
+
+    def leads(self, bucket: int) -> bool:
+        """Whether this rank compresses a bucket, and keeps its state."""
+        return self.place is None or self.place.slot == self.leader(bucket)
+
+    def leader(self, bucket: int) -> int:
+        """The place in its host of the rank that compresses a bucket."""
+        return 0 if self.place is None else bucket % self.place.slots
+
+    @property
+    def groups(self) -> hierarchy.Groups:
+        """The process sets of this rank among hosts; all ranks ask together the first time."""
+        assert self.place is not None
+        if self._groups is None:
+            with tf.init_scope():
+                self._groups = hierarchy.groups_of(mpi_ops, self.place, self._gather_objects)
+        return self._groups
+
+    def among(self, request: Collective | None) -> Any:
+        """The process set that a collective is for; of None, those that exchange compressed."""
+        if self.place is None:
+            return self.process_set
+        return self.groups.inside if isinstance(request, Inside) else self.groups.across
+
+    def _gather_objects(self, item: Any) -> list[Any]:
+        with explained("the exchange of what the ranks train"):
+            return horovod.allgather_object(
+                item, name=f"{self.name}.handshake", process_set=self.process_set
+            )
+
     def _plan(self, left_out: Collection[int]) -> None:
         """Lays the layers into buckets, last layers first, and makes their state."""
         self.left_out = sorted(left_out)
         target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
-        ranks = self.process_set.size()
+        ranks = self.seat[1]
         planned = assignment.plan(
             self.compressor,
             self.layers,
@@ -233,6 +295,12 @@ class Engine:
             ranks=ranks,
             filters_last=True,
         )
+        self._moments = [compressor.uses_moments for compressor, _ in planned]
+        # A rank that does not lead a bucket keeps what has no state.
+        planned = [
+            (one if self.leads(bucket) else NoneCompressor(), layout)
+            for bucket, (one, layout) in enumerate(planned)
+        ]
         self.compressors = [compressor for compressor, _ in planned]
         self.layouts = [layout for _, layout in planned]
         self.rename(self.name)
@@ -247,7 +315,8 @@ class Engine:
                     title = f"gradcomp_{bucket}_{path.replace('.', '_')}"
                     variable = self._make_variable(title, value)
                     self.variables[-1].append(variable)
-                    if not is_replicated(self.compressors[bucket], path):
+                    # With hosts, not even what leaders have in common is on all ranks.
+                    if self.place or not is_replicated(self.compressors[bucket], path):
                         keep_local(variable)
 
     def rename(self, name: str) -> None:
@@ -332,11 +401,13 @@ class Engine:
             framework=f"tensorflow {tf.__version__}",
             horovod=horovod_version,
         )
-        with tf.init_scope(), explained("the exchange of what the ranks train"):
-            every = horovod.allgather_object(
-                mine, name=f"{self.name}.handshake", process_set=self.process_set
-            )
+        with tf.init_scope():
+            every = self._gather_objects(mine)
         handshake.agree(every, self.process_set.ranks)
+        if self.place is not None:
+            _ = self.groups  # all ranks are here together
+            with tf.init_scope():
+                self.titles = self._gather_objects([title for title, _ in self.replicated])
         self.agreed = True
 
     def _kind(self, gradient: Any) -> str:
@@ -346,7 +417,8 @@ class Engine:
         return ", sparse" if sparse else ""
 
     def _reduce(self, gradients: list[Any], moments: list[Any]) -> tuple[list[Any], Any]:
-        self.ops.verdicts = [] if self.undoes else None
+        # Where a leader finds that a gradient is not finite, its host has to hear of it first.
+        self.ops.verdicts = [] if self.undoes or self.place is not None else None
         dense: list[Any] = list(gradients)
         sparse: dict[int, Any] = {}
         for place, gradient in enumerate(gradients):
@@ -366,14 +438,13 @@ class Engine:
         for bucket, layout in enumerate(self.layouts):
             context = Context(
                 layout,
-                self.process_set.rank(),
-                self.process_set.size(),
+                *self.seat,
                 tf.identity(self.steps),
                 self.prescale,
                 self.postscale,
             )
             extra = {}
-            if self.compressors[bucket].uses_moments and any(
+            if self._moments[bucket] and any(
                 moments[place] is not None for place in self.places[bucket]
             ):
                 extra["moment"] = self._flat(bucket, moments, "float32")
@@ -385,15 +456,23 @@ class Engine:
                 nothing = with_leaves(state, [tf.zeros_like(x) for _, x in leaves(state)])
                 state = _where(trained[bucket], state, nothing)
             flat = self._flat(bucket, dense, layout.dtype)
-            program = self.compressors[bucket].aggregate(self.ops, context, flat, state, **extra)
+            one, how = self.compressors[bucket], (self.ops, context, flat, state)
+            if self.place is None:
+                program = one.aggregate(*how, **extra)
+            else:
+                leader = self.leader(bucket)
+                program = hierarchy.aggregate(one, *how, place=self.place, leader=leader, **extra)
             programs.append([program])
         # All first rounds come before any second one, as far as an eager run is concerned.
         for bucket, stack in enumerate(programs):
             requests.append(self._advance(stack, None, results, bucket))
         rounds = 0
         while any(request is not None for request in requests):
+            due = [request for request in requests if request is not None]
+            # What another leader sends comes last, as far as an eager run is concerned.
+            due = [request for request in due if not hierarchy.is_result(request)] or due
             replies = [
-                None if request is None else self._perform(request, name, rounds)
+                self._perform(request, name, rounds) if any(request is d for d in due) else None
                 for name, request in zip(self.names, requests)
             ]
             for bucket, reply in enumerate(replies):
@@ -408,9 +487,12 @@ class Engine:
             elif gradient is not None and place not in planned:  # sparse at first, not now
                 reduced[place] = self._sum(place, dense[place])
         finite = self._verdict()
+        if not self.undoes and self.place is not None:
+            facts = {wire.ANY_NOT_FINITE: tf.reshape(finite, (1,))}
+            finite = tf.reduce_all(self.ops.require(facts, NonFiniteGradientError))
         one = tf.cast(finite, tf.int64)
         # The totals depend on the checks of the payloads: a step that fails leaves no trace.
-        with tf.control_dependencies([total for total, _ in results]):
+        with tf.control_dependencies([finite, *(total for total, _ in results)]):
             for bucket, (total, state) in enumerate(results):
                 if trained[bucket] is not None:
                     state = _where(trained[bucket], state, before[bucket])
@@ -476,10 +558,11 @@ class Engine:
     def _sum(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
         """A dense gradient that has no bucket."""
         wire = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
-        request = Allreduce(wire, self.prescale, self.postscale)
+        share = 1.0 if self.place is None else self.place.share
+        request = Allreduce(wire, self.prescale, self.postscale * share)
         self._count(place, wire)
         name = f"{self.name}.dense{place}.{timeline.readable(self.layers[place][0])}"
-        total = self._perform(request, name, 0)
+        total = self._perform(request, name, 0, among=self.process_set)
         if self.ops.verdicts is not None:
             self.ops.verdicts.append(self.ops.finite(total))
         return tf.cast(total, gradient.dtype)
@@ -538,8 +621,18 @@ class Engine:
         results[bucket] = reply
         return None
 
-    def _perform(self, request: Collective, name: str, path: Any, taken: Any = None) -> Any:
-        """The reply; `taken` is true where the branch that asks is the one that runs."""
+    def _perform(
+        self, request: Any, name: str, path: Any, taken: Any = None, among: Any = None
+    ) -> Any:
+        """The reply.
+
+        Args:
+            request: a collective.
+            name: of the bucket.
+            path: the round.
+            taken: true where the branch that asks is the one that runs.
+            among: the process set, where it is another than the request is for.
+        """
         if isinstance(request, Switch):
             index = request.index
             branches = [
@@ -552,21 +645,24 @@ class Engine:
             if self.ops.verdicts is not None:
                 self.ops.verdicts.append(finite)
             return reply
-        tensor, world = request.tensor, self.process_set.size()
+        process_set, counts = among or self.among(request), not isinstance(request, Inside)
+        title = timeline.collective(name, request, path)
+        if isinstance(request, Inside):
+            request = request.request
+        tensor, world = request.tensor, process_set.size()
         if taken is not None and isinstance(request, (Broadcast, Gather)):
             # A rank that only receives hands over a constant. TensorFlow's graph optimizer frees
             # what depends on constants alone from its branch, and then this rank asks when others
             # do not.
             tensor = tf.where(taken, tensor, tf.zeros_like(tensor))
-        title = timeline.collective(name, request, path)
         shared: dict[str, Any] = {
             "name": title,
             "ignore_name_scope": True,
-            "process_set": self.process_set,
+            "process_set": process_set,
         }
-        here = self.process_set.rank()
+        here = process_set.rank()
         source = request.root if isinstance(request, Broadcast) else None
-        if source in (None, here):
+        if counts and source in (None, here):
             self.counters["bytes_sent"].assign_add(_bytes(tensor))
         if isinstance(request, Allgather):
             reply = mpi_ops.allgather(tensor, **shared)
@@ -595,19 +691,19 @@ class Engine:
             reply = tf.reshape(reply, tf.shape(tensor))
         elif isinstance(request, Gather):
             splits = [0] * world
-            splits[request.root] = request.lengths[self.process_set.rank()]
+            splits[request.root] = request.lengths[here]
             tensor = tf.reshape(tensor, (splits[request.root],))
             given = mpi_ops.alltoall(tensor, splits=tf.constant(splits, tf.int32), **shared)[0]
             # Counted before its shape is known, or ranks that get nothing would leave it out.
             self.counters["bytes_received"].assign_add(_bytes(given))
             return tf.reshape(given, (sum(request.lengths) if request.root == here else 0,))
         elif isinstance(request, Broadcast):
-            ranks = self.process_set.ranks
+            ranks = process_set.ranks
             root = ranks[request.root] if ranks else request.root
             reply = mpi_ops.broadcast(tensor, root, **shared)
         else:
             raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
-        if source != here:
+        if counts and source != here:
             self.counters["bytes_received"].assign_add(_bytes(reply))
         return reply
 
@@ -634,7 +730,11 @@ class Engine:
         steps = int(self.counters["exchanges"])
         layers: dict[str, int] = {}
         losses, residuals, rung_changes = [], [], 0
+        theirs: set[str] = set()
         for bucket, (layout, compressor) in enumerate(zip(self.layouts, self.compressors)):
+            if not self.leads(bucket):
+                theirs.update(layout.names)
+                continue
             state = with_leaves(self.templates[bucket], list(self.variables[bucket]))
             sent = compressor.elements_sent(layout, state, steps)
             layers.update(zip(layout.names, sent))
@@ -644,8 +744,10 @@ class Engine:
             residuals.append(working.residual(own))
         unbucketed = self.counters["unbucketed"].numpy().tolist()
         for (name, _, _), sent_as_is in zip(self.layers, unbucketed):
-            layers[name] = layers.get(name, 0) + sent_as_is
-        elements = sum(prod(shape) for _, shape, _ in self.layers)
+            if name not in theirs:
+                layers[name] = layers.get(name, 0) + sent_as_is
+        sizes = {name: prod(shape) for name, shape, _ in self.layers if name in layers}
+        elements = sum(sizes.values())
         return CompressionStats(
             steps=steps,
             elements=elements * steps,
@@ -653,9 +755,9 @@ class Engine:
             bytes_dense=4 * elements * steps,
             bytes_sent=int(self.counters["bytes_sent"]),
             bytes_received=int(self.counters["bytes_received"]),
-            layers={name: layers[name] for name, _, _ in self.layers},
+            layers={name: layers[name] for name in sizes},
             losses=mean_losses(losses),
-            sizes={name: prod(shape) for name, shape, _ in self.layers},
+            sizes=sizes,
             skipped=int(self.counters["skipped"]),
             rung_changes=rung_changes,
             residual_norm=norm_of(float(tf.norm(r)) for r in residuals if r is not None),
@@ -699,6 +801,15 @@ class Engine:
     def state_of(self, bucket: int) -> State:
         """A bucket's state as it is now."""
         return with_leaves(self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]])
+
+    @property
+    def replicated(self) -> list[tuple[str, tf.Variable]]:
+        """The variables of states that are equal on all ranks that have them, by name."""
+        held = []
+        for bucket, (layout, template) in enumerate(zip(self.layouts, self.templates)):
+            state = with_leaves(template, list(self.variables[bucket]))
+            held += verify.replicated(bucket, self.compressors[bucket], layout, state)
+        return held
 
     @property
     def everything(self) -> list[tf.Variable]:

@@ -19,8 +19,12 @@ def join() -> tf.Tensor:
         The rank that joined last.
 
     Raises:
-        RuntimeError: a compressor is in use whose payloads cannot be left out.
+        RuntimeError: a compressor is in use whose payloads cannot be left out, or
+            `hierarchical=True`.
     """
-    failures.refuse_join(engine.compressor for engine in living)
+    failures.refuse_join(
+        (engine.compressor for engine in living),
+        hierarchical=any(engine.place is not None for engine in living),
+    )
     with explained("hvd.join()"):
         return horovod.join()

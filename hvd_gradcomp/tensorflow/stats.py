@@ -27,8 +27,8 @@ def compression_stats(source: Any) -> CompressionStats:
 def describe(source: Any) -> str:
     """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
 
-    Bytes are a rank's, of the layer's share of a payload. For compressors whose rule decides how
-    much is sent, 4 bytes for each element that will be.
+    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload. For
+    compressors whose rule decides how much is sent, 4 bytes for each element that will be.
 
     Args:
         source: as in `compression_stats`; an optimizer has to be built.
@@ -38,7 +38,7 @@ def describe(source: Any) -> str:
     """
     engine = engine_of(source)
     table = description.describe(
-        engine.compressor, engine.layers, len(engine.layouts), engine.process_set.size()
+        engine.compressor, engine.layers, len(engine.layouts), engine.seat[1]
     )
     print(table)
     return table

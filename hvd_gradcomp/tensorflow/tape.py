@@ -43,6 +43,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     process_set: Any = horovod.global_process_set,
     scale_local_gradients: bool = True,
     *,
+    hierarchical: bool = False,
     moments: Sequence[Any] | None = None,
     nonfinite: str | None = None,
     loss_scale: Any = None,
@@ -67,6 +68,10 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         num_groups, groups: refused.
         process_set: the ranks that take part.
         scale_local_gradients: as in Horovod.
+        hierarchical: reduce inside each host as dense tensors, and exchange compressed between
+            hosts; to the compressor a host is one rank, with the samples of all its own. All hosts
+            have the same number of ranks. Needs `hvd.init(process_sets="dynamic")` where that is
+            more than one.
         moments: for compressors that use second moments: the sum over samples (or micro-batches)
             of the squares of what each contributes, one tensor for each source. Without it the
             step is the sample. `hvd.microbatch_gradients` computes gradients and moments.
@@ -79,11 +84,14 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             `optimizer.dynamic_scale`. What is kept from step to step is without it.
 
     Raises:
-        ValueError: Horovod is not initialised; groups or Adasum are asked for.
+        ValueError: Horovod is not initialised; groups or Adasum are asked for; hosts or Horovod are
+            not as `hierarchical` needs them.
         TypeError: `compression` is no compressor.
         MismatchError: at the first `gradient`, on all ranks, if they differ in what they train.
     """
-    compressor = check("DistributedGradientTape", op, groups, num_groups, compression)
+    compressor = check(
+        "DistributedGradientTape", op, groups, num_groups, compression, process_set, hierarchical
+    )
     if moments is None and getattr(compressor, "moments", "step") in ("sample", "microbatch"):
         raise ValueError(
             f"{compressor!r} needs moments= here: a tape sees neither samples nor micro-batches. "
@@ -121,6 +129,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             predivide=gradient_predivide_factor,
             process_set=process_set,
             sparse_as_dense=sparse_as_dense,
+            hierarchical=hierarchical,
             nonfinite=policy,
         )
         tape._gradcomp, tape._gradcomp_sources = engine, sources
@@ -290,6 +299,7 @@ def reduce_gradients(
     op: Any = horovod.Average,
     process_set: Any = horovod.global_process_set,
     sparse_as_dense: bool = False,
+    hierarchical: bool = False,
     nonfinite: str | None = None,
     loss_scale: Any = None,
 ) -> list[Any]:
@@ -297,7 +307,7 @@ def reduce_gradients(
 
     Arguments and errors as there. State is kept for each list of sources.
     """
-    compressor = check("reduce_gradients", op, None, 0, compression)
+    compressor = check("reduce_gradients", op, None, 0, compression, process_set, hierarchical)
     if moments is None:
         _say_once(compressor)
     engine = engine_for(
@@ -307,6 +317,7 @@ def reduce_gradients(
         predivide=1.0,
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
+        hierarchical=hierarchical,
         nonfinite=_policy(nonfinite, loss_scale),
     )
     return list(gradients) if engine is None else engine.reduce(gradients, moments, loss_scale)
@@ -329,6 +340,7 @@ def tape_state(
     gradient_predivide_factor: float = 1.0,
     process_set: Any = horovod.global_process_set,
     sparse_as_dense: bool = False,
+    hierarchical: bool = False,
     nonfinite: str | None = None,
     loss_scale: Any = None,
 ) -> TapeState:
@@ -339,16 +351,17 @@ def tape_state(
 
     Args:
         sources: what tapes are asked about, in that order.
-        compression, op, gradient_predivide_factor, process_set, sparse_as_dense, nonfinite,
-            loss_scale: as for the tapes; of `loss_scale` only whether there is one.
+        compression, op, gradient_predivide_factor, process_set, sparse_as_dense, hierarchical,
+            nonfinite, loss_scale: as for the tapes; of `loss_scale` only whether there is one.
     """
     engine = engine_for(
         sources,
-        check("tape_state", op, None, 0, compression),
+        check("tape_state", op, None, 0, compression, process_set, hierarchical),
         op=op,
         predivide=gradient_predivide_factor,
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
+        hierarchical=hierarchical,
         nonfinite=_policy(nonfinite, loss_scale),
     )
     if engine is not None:

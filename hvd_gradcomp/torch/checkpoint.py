@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import horovod.torch as horovod
@@ -19,57 +18,58 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
     checkpoint.check_mode(mode)
     engine.settled()
-    keep = _own if mode == "sharded" else _summed
+    counters = torch.tensor(engine.counters)
+    if mode == "consolidated":
+        counters = _summed(f"{engine.name}.counters", counters, engine.process_set)
     return {
         "format": checkpoint.FORMAT,
         "mode": mode,
         "compressor": repr(engine.compressor),
         "rank": engine.process_set.rank(),
         "size": engine.process_set.size(),
+        "hosts": engine.place and engine.place.hosts,
         "steps": engine.steps,
         "order": list(engine.order),
         "ordered": engine.ordered,
-        "counters": keep(engine, f"{engine.name}.counters", torch.tensor(engine.counters)).tolist(),
+        "counters": counters.tolist(),
         "buckets": [
             {
                 "digest": bucket.layout.digest,
                 "names": bucket.layout.names,
-                "state": {
-                    path: _own(engine, "", x)
-                    if is_replicated(bucket.compressor, path)
-                    else _kept(engine, bucket, path, x, keep)
-                    for path, x in leaves(bucket.state)
-                },
+                "state": _state(engine, bucket, mode),
             }
             for bucket in engine.buckets
         ],
     }
 
 
-def _own(engine: Engine, name: str, x: torch.Tensor) -> torch.Tensor:
-    del engine, name
-    return x.detach().clone()
+def _state(engine: Engine, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]:
+    """A bucket's tensors by path: this rank's, or what is kept of all ranks'."""
+    state, one = {}, bucket.compressor
+    for path, x in leaves(bucket.state):
+        if mode == "sharded" or is_replicated(one, path):
+            state[path] = x.detach().clone()
+            continue
+        owner = one.owner(path, engine.steps)
+        if owner not in (None, engine.seat[0]):
+            x = torch.zeros_like(x)
+        state[path] = _summed(f"{bucket.name}.{path}", x, engine.among(None))
+    if mode == "consolidated" and engine.place is not None and engine.place.slots > 1:
+        everybody = gather_objects(state, f"{bucket.name}.consolidated", engine.groups.inside)
+        state = everybody[bucket.leader]
+    return state
 
 
-def _summed(engine: Engine, name: str, x: torch.Tensor) -> torch.Tensor:
+def _summed(name: str, x: torch.Tensor, process_set: Any) -> torch.Tensor:
     """The sum over ranks, in double precision on the way."""
     wide = x.double() if x.is_floating_point() else x.clone()
     total = horovod.allreduce(
         wide.reshape(-1),
         name=f"{name}.consolidated",
         op=horovod.Sum,
-        process_set=engine.process_set,
+        process_set=process_set,
     )
     return total.view(x.shape).to(x.dtype)
-
-
-def _kept(
-    engine: Engine, bucket: Bucket, path: str, x: torch.Tensor, keep: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    owner = bucket.compressor.owner(path, engine.steps)
-    if owner is not None and keep is _summed and engine.process_set.rank() != owner:
-        x = torch.zeros_like(x)
-    return keep(engine, f"{bucket.name}.{path}", x)
 
 
 def load(engine: Engine, saved: dict[str, Any]) -> None:
@@ -87,9 +87,11 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
     layouts = [bucket.layout for bucket in engine.buckets]
     checkpoint.check_exchange(saved, engine.compressor, layouts)
     rank, size = engine.process_set.rank(), engine.process_set.size()
-    sharded = saved["mode"] == "sharded"
-    if sharded and saved["size"] != size:
-        raise CheckpointError(checkpoint.other_size(saved["size"], size))
+    sharded, hosts = saved["mode"] == "sharded", saved.get("hosts")
+    if sharded:
+        checkpoint.check_hosts(hosts, engine.place and engine.place.hosts)
+        if saved["size"] != size:
+            raise CheckpointError(checkpoint.other_size(saved["size"], size))
     if sharded and saved["rank"] != rank:
         LOGGER.warning(
             "the optimizer's state was saved by rank %d: what it had kept back is not taken on "
@@ -101,17 +103,21 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
         shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
         sent, received, skipped = saved["counters"]
         engine.counters = [sent // shares, received // shares, skipped // shares]
+    size, size_then = engine.seat[1], hosts or saved["size"]
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
         values, one = [], bucket.compressor
         fresh = dict(leaves(one.start(bucket.ops, bucket.layout, size))) if one.begins_anew else {}
-        how = saved["steps"], saved["mode"], saved["rank"], rank
+        # An owner is a rank among those that exchange: with hosts, another's state has none.
+        saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
+        how = saved["steps"], saved["mode"], saver, rank
         for path, current in leaves(bucket.state):
-            stored = entry["state"][path].to(current.device)
-            source = checkpoint.source_of(one, path, *how)
+            stored, source = entry["state"].get(path), Source.HERE
+            if stored is not None:  # there is none where the rank that saved it does not lead
+                stored, source = stored.to(current.device), checkpoint.source_of(one, path, *how)
             if source is Source.SAVED:
                 values.append(stored.clone())
             elif source is Source.SHARE:
-                values.append(_share(stored, size, saved["size"]))
+                values.append(_share(stored, size, size_then))
             else:
                 values.append(fresh[path] if source is Source.START else current)
         before, bucket.state = bucket.state, with_leaves(bucket.state, values)

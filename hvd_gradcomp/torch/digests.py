@@ -9,7 +9,7 @@ import torch
 
 from hvd_gradcomp import verify
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.engine import Engine, gather_objects
 
 
 def check(engine: Engine) -> None:
@@ -29,9 +29,15 @@ def check(engine: Engine) -> None:
         torch.cuda.synchronize(device)  # part of the state may still be on its way to the host
     mine = torch.stack([_digest(x).to(device) for _, x in held])
     process_set = engine.process_set
-    digests = horovod.allgather(mine[None].cpu(), f"{engine.name}.verify", process_set)
+    names, title = [name for name, _ in held], f"{engine.name}.verify"
+    if engine.place is None:
+        digests = horovod.allgather(mine[None].cpu(), title, process_set).tolist()
+    else:  # a rank has the state of those buckets that it leads
+        everybody = gather_objects(dict(zip(names, mine.tolist())), title, process_set)
+        names = list(dict.fromkeys(name for one in everybody for name in one))
+        digests = [[one.get(name) for name in names] for one in everybody]
     ranks = process_set.ranks or range(process_set.size())
-    verify.compare([name for name, _ in held], digests.tolist(), ranks, engine.steps)
+    verify.compare(names, digests, ranks, engine.steps)
 
 
 def _digest(x: torch.Tensor) -> torch.Tensor:

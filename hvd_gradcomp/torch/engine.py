@@ -21,9 +21,11 @@ import horovod.torch as horovod
 import torch
 from horovod import __version__ as horovod_version
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 
-from hvd_gradcomp import assignment, failures, handshake, timeline
+from hvd_gradcomp import assignment, failures, handshake, hierarchy, timeline
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State, leaves
+from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.collectives import (
     Allgather,
     Allreduce,
@@ -31,6 +33,7 @@ from hvd_gradcomp.collectives import (
     Broadcast,
     Collective,
     Gather,
+    Inside,
     Switch,
 )
 from hvd_gradcomp.layout import Layout
@@ -83,6 +86,7 @@ class Bucket:
         handle: of the collective it waits for.
         since: exchanges of the engine before its first.
         held: layers that are frozen, and what the state holds of them is `waiting`, by its path.
+        leader: the place in its host of the rank that compresses; see `hierarchy`.
     """
 
     name: str
@@ -106,6 +110,7 @@ class Bucket:
     since: int = 0
     held: set[int] = field(default_factory=set)
     waiting: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    leader: int = 0
 
     def __post_init__(self) -> None:
         self.views = self.cut(self.flat)
@@ -149,6 +154,7 @@ class Engine:
         nonfinite: what becomes of a step with a gradient that is not finite; see
             `DistributedOptimizer`.
         scaler: of the loss; None looks for one.
+        place: of this rank among hosts, where only their sums are compressed; see `hierarchy`.
         settings: what else must be equal on all ranks, for the handshake.
     """
 
@@ -166,13 +172,15 @@ class Engine:
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
         scaler: Any = None,
+        place: hierarchy.Place | None = None,
         settings: str = "",
     ) -> None:
         self.compressor = compressor
         self.nonfinite, self.scaling = nonfinite, LossScaling(scaler)
         self._policy = nonfinite or "raise"
         self.prescale, self.postscale = prescale, postscale
-        self.process_set = process_set
+        self.process_set, self.place = process_set, place
+        self._groups: hierarchy.Groups | None = None  # made when all are known to want them
         self.passes = passes
         self.batch_size = batch_size
         self.settings = settings
@@ -187,7 +195,7 @@ class Engine:
         self._agreed = False
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
         self.layers = [_layer(*named) for named in named_parameters]
-        assigned = assignment.assign(compressor, self.layers, process_set.size())
+        assigned = assignment.assign(compressor, self.layers, self.seat[1])
         self.moments = self._moment_source(
             [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
         )
@@ -203,6 +211,31 @@ class Engine:
         self._places = {
             p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
         }
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """(rank, size) as compressors see them: of hosts, where only those exchange."""
+        if self.place is not None:
+            return self.place.host, self.place.hosts
+        return self.process_set.rank(), self.process_set.size()
+
+    def leads(self, bucket: Bucket) -> bool:
+        """Whether this rank compresses a bucket, and keeps its state."""
+        return self.place is None or self.place.slot == bucket.leader
+
+    @property
+    def groups(self) -> hierarchy.Groups:
+        """The process sets of this rank among hosts; all ranks ask together the first time."""
+        assert self.place is not None
+        if self._groups is None:
+            self._groups = hierarchy.groups_of(mpi_ops, self.place, self._gather_objects)
+        return self._groups
+
+    def among(self, request: Collective | None) -> Any:
+        """The process set that a collective is for; of None, those that exchange compressed."""
+        if self.place is None:
+            return self.process_set
+        return self.groups.inside if isinstance(request, Inside) else self.groups.across
 
     @property
     def parameters(self) -> Set[torch.nn.Parameter]:
@@ -224,7 +257,7 @@ class Engine:
                 raise ValueError(f"{name} has dtype {p.dtype}; only real floating point is reduced")
         devices = [p.device for _, p in named_parameters]
         verbs = {device: TorchOps(device) for device in devices}
-        ranks = self.process_set.size()
+        ranks = self.seat[1]
         target = self._bucket_bytes or BUCKET_BYTES
         self.used = [_layer(*named) for named in named_parameters]
         there = {name for bucket in placed for name in bucket.layout.names}
@@ -237,9 +270,15 @@ class Engine:
             if compressor.uses_moments and self.moments in ("sample", "microbatch"):
                 moment = ops.zeros((layout.size,))
             flat = ops.zeros((layout.size,), layout.dtype)
+            # Layers that change buckets, as their order becomes known, do not change leaders.
+            turns = 1 if self.place is None or self.compressor.needs_order else self.place.slots
+            if self.place is not None and self.place.slot != index % turns:
+                compressor = NoneCompressor()  # what has no state
             state = compressor.start(ops, layout, ranks)
             name = timeline.bucket(self.name, index, layout)
-            yield Bucket(name, layout, compressor, ops, parameters, flat, moment, state)
+            bucket = Bucket(name, layout, compressor, ops, parameters, flat, moment, state)
+            bucket.leader = index % turns
+            yield bucket
 
     def _moment_source(
         self,
@@ -359,7 +398,7 @@ class Engine:
         unused = [name for name, _ in self._named if name not in used]
         middle = len(order) // 2
         names = [*order[:middle], *unused, *order[middle:]]
-        ranks = self.process_set.size()
+        ranks = self.seat[1]
         layers = {layer[0]: layer for layer in self.layers}
         before = assignment.assign(self.compressor, self.used, ranks)
         after = assignment.assign(self.compressor, [layers[name] for name in names], ranks)
@@ -402,6 +441,8 @@ class Engine:
             horovod=horovod_version,
         )
         handshake.agree(self._gather_objects(mine), self.process_set.ranks)
+        if self.place is not None:
+            _ = self.groups  # all ranks are here together
         self._agreed = True
 
     def _gather_objects(self, item: Any) -> list[Any]:
@@ -490,8 +531,7 @@ class Engine:
             bucket.streams.clear()
         context = Context(
             bucket.layout,
-            self.process_set.rank(),
-            self.process_set.size(),
+            *self.seat,
             self.steps,
             self.prescale,
             self.postscale,
@@ -500,10 +540,14 @@ class Engine:
         if self._undoes:
             bucket.before = bucket.state
             bucket.ops.keep(x for _, x in leaves(bucket.state))
+        how = bucket.ops, context, bucket.flat, bucket.state
         with torch.no_grad():
-            program = bucket.compressor.aggregate(
-                bucket.ops, context, bucket.flat, bucket.state, **extra
-            )
+            if self.place is None:
+                program = bucket.compressor.aggregate(*how, **extra)
+            else:
+                program = hierarchy.aggregate(
+                    bucket.compressor, *how, place=self.place, leader=bucket.leader, **extra
+                )
             bucket.programs.append(program)
             try:
                 self._advance(bucket, None)
@@ -523,7 +567,9 @@ class Engine:
         if not running:
             return
         while running:
-            for bucket in running:
+            # What another leader sends comes last: it may be waiting for what this rank leads.
+            ours = [bucket for bucket in running if not hierarchy.is_result(bucket.request)]
+            for bucket in ours or running:
                 try:
                     with torch.no_grad():
                         self._advance(bucket, self._wait(bucket))
@@ -643,11 +689,14 @@ class Engine:
 
     def _submit(self, bucket: Bucket, request: Collective) -> Any:
         name = timeline.collective(bucket.name, request, bucket.round)
+        process_set, counts = self.among(request), not isinstance(request, Inside)
+        if isinstance(request, Inside):
+            request = request.request
         tensor = request.tensor.contiguous()  # type: ignore[union-attr]
-        if not isinstance(request, Broadcast) or request.root == self.process_set.rank():
+        if counts and (not isinstance(request, Broadcast) or request.root == process_set.rank()):
             self.counters[_SENT] += tensor.numel() * tensor.element_size()
         if isinstance(request, Allgather):
-            return horovod.allgather_async(tensor, name, self.process_set)
+            return horovod.allgather_async(tensor, name, process_set)
         if isinstance(request, Allreduce):
             return horovod.allreduce_async(
                 tensor,
@@ -655,25 +704,29 @@ class Engine:
                 op=horovod.Sum,
                 prescale_factor=request.prescale,
                 postscale_factor=request.postscale,
-                process_set=self.process_set,
+                process_set=process_set,
             )
         if isinstance(request, Alltoall):
             flat = tensor.reshape(-1)
-            return horovod.alltoall_async(flat, None, name, self.process_set)
+            return horovod.alltoall_async(flat, None, name, process_set)
         if isinstance(request, Gather):
-            splits = [0] * self.process_set.size()
+            splits = [0] * process_set.size()
             splits[request.root] = tensor.numel()
             there = torch.tensor(splits, dtype=torch.int32)
-            return horovod.alltoall_async(tensor, there, name, self.process_set)
+            return horovod.alltoall_async(tensor, there, name, process_set)
         if isinstance(request, Broadcast):
-            root = self.process_set.ranks[request.root] if self.process_set.ranks else request.root
-            return horovod.broadcast_async(tensor, root, name, self.process_set)
+            root = process_set.ranks[request.root] if process_set.ranks else request.root
+            return horovod.broadcast_async(tensor, root, name, process_set)
         raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
         with failures.named(HorovodInternalError, self._what(bucket)):
             reply = horovod.synchronize(bucket.handle)
         request, bucket.handle = bucket.request, None
+        assert request is not None
+        process_set, counts = self.among(request), not isinstance(request, Inside)
+        if isinstance(request, Inside):
+            request = request.request
         if isinstance(reply, tuple):  # alltoall also hands back how much came from whom
             reply = reply[0]
         if reply.is_cuda:
@@ -681,11 +734,11 @@ class Engine:
             here = torch.cuda.current_stream(reply.device)
             if here != torch.cuda.default_stream(reply.device):
                 here.wait_stream(torch.cuda.default_stream(reply.device))
-        if not isinstance(request, Broadcast) or request.root != self.process_set.rank():
+        if counts and (not isinstance(request, Broadcast) or request.root != process_set.rank()):
             self.counters[_RECEIVED] += reply.numel() * reply.element_size()
         if isinstance(request, Gather):
             return reply
-        world, sent = self.process_set.size(), request.tensor  # type: ignore[union-attr]
+        world, sent = process_set.size(), request.tensor  # type: ignore[union-attr]
         if isinstance(request, Allgather):
             if reply.numel() != world * sent.numel():
                 raise PayloadError(
@@ -715,7 +768,7 @@ class Engine:
         sizes: dict[str, int] = {}
         residuals = []
         elements = 0
-        for bucket in self.buckets:
+        for bucket in filter(self.leads, self.buckets):
             steps = self.steps - bucket.since
             elements += bucket.layout.elements * steps
             sizes.update(zip(bucket.layout.names, bucket.layout.sizes))
@@ -723,7 +776,7 @@ class Engine:
             residuals.append(working.residual(state))
             sent = bucket.compressor.elements_sent(bucket.layout, bucket.state, steps)
             layers.update(zip(bucket.layout.names, sent))
-        order = [name for name, _, _ in self.layers]
+        order = [name for name, _, _ in self.layers if name in layers]
         return CompressionStats(
             steps=self.steps,
             elements=elements,

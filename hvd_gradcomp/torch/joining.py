@@ -22,8 +22,12 @@ def join(device: int = -1) -> int:
         The rank that joined last.
 
     Raises:
-        RuntimeError: a compressor is in use whose payloads cannot be left out.
+        RuntimeError: a compressor is in use whose payloads cannot be left out, or
+            `hierarchical=True`.
     """
-    failures.refuse_join(engine.compressor for engine in living)
+    failures.refuse_join(
+        (engine.compressor for engine in living),
+        hierarchical=any(engine.place is not None for engine in living),
+    )
     with failures.named(HorovodInternalError, "hvd.join()"):
         return int(horovod.join(device))

@@ -13,9 +13,10 @@ from typing import Any
 
 import horovod.torch as horovod
 import torch
+from horovod.torch import mpi_ops
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp import description, validate
+from hvd_gradcomp import description, hierarchy, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch import checkpoint, digests, moments, momentum, parameters
@@ -47,6 +48,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     *,
     batch_size: int | None = None,
     bucket_bytes: int | None = None,
+    hierarchical: bool = False,
     nonfinite: str | None = None,
     scaler: Any = None,
     verify_every: int = 0,
@@ -72,6 +74,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         batch_size: samples that a rank sees for each step, over all passes. Sharpens
             `moments="microbatch"`; unknown batch sizes count as large.
         bucket_bytes: target size of a bucket; 25 MiB if None.
+        hierarchical: reduce inside each host as dense tensors, and exchange compressed between
+            hosts; to the compressor a host is one rank, with the samples of all its own. All hosts
+            have the same number of ranks. Needs `hvd.init(process_sets="dynamic")` where that is
+            more than one.
         nonfinite: what becomes of a step in which a gradient of any rank has a NaN or an infinity.
             All ranks do the same. "raise": a NonFiniteGradientError. "skip": `step()` changes
             nothing, neither here nor in what the compressor keeps, and the step is counted in
@@ -88,7 +94,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
 
     Raises:
         ValueError: Horovod is not initialised; `op` is neither Average nor Sum; groups are
-            asked for; names are missing or repeated; a parameter cannot be compressed.
+            asked for; names are missing or repeated; a parameter cannot be compressed; hosts or
+            Horovod are not as `hierarchical` needs them.
         TypeError: `compression` is no compressor.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         DivergedError: in `step`, on all ranks, with `verify_every`.
@@ -105,6 +112,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     validate.policy(nonfinite)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    place = None
+    if hierarchical:
+        place = hierarchy.place_of(mpi_ops, process_set, op == horovod.Average)
     compressor = as_compressor(compression, horovod.Compression)
     compressor, gives_up = momentum.settle(optimizer, compressor)
     if named_parameters is not None:
@@ -125,12 +135,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     settings = (
         f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
-        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, nonfinite={nonfinite}, "
+        f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, "
+        f"hierarchical={hierarchical}, nonfinite={nonfinite}, "
         f"verify_every={verify_every}"
     )
     if not process_set.included():
         return distributed
-    prescale, postscale = scales(op, factor, process_set.size())
+    ranks = process_set.size() if place is None else place.hosts
+    prescale, postscale = scales(op, factor, ranks)
     distributed._gradcomp = Engine(
         _reduced(distributed, named_parameters),
         compressor,
@@ -143,6 +155,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
         scaler=scaler,
+        place=place,
         settings=settings,
     )
     for name, method in _methods(cls).items():
@@ -200,15 +213,15 @@ def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
 def describe(optimizer: torch.optim.Optimizer) -> str:
     """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
 
-    Bytes are a rank's, of the layer's share of a payload. For compressors whose rule decides how
-    much is sent, 4 bytes for each element that will be.
+    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload. For
+    compressors whose rule decides how much is sent, 4 bytes for each element that will be.
 
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     engine = engine_of(optimizer)
     table = description.describe(
-        engine.compressor, engine.used, len(engine.buckets), engine.process_set.size()
+        engine.compressor, engine.used, len(engine.buckets), engine.seat[1]
     )
     print(table)
     return table

@@ -38,6 +38,7 @@ def launch(
     backend: str,
     folder: Path,
     *arguments: str,
+    hosts: str = "",
     deadline: float = 400.0,
     fails: bool = False,
 ) -> list[Any]:
@@ -52,6 +53,7 @@ def launch(
         backend: "gloo" or "mpi".
         folder: where results go; empty.
         arguments: for the worker.
+        hosts: as `-H` of horovodrun takes them; this machine if empty.
         deadline: seconds; what runs longer hangs, and fails.
         fails: the run has to end with an exit code that is not zero.
 
@@ -64,6 +66,7 @@ def launch(
         f"--{backend}",
         "-np",
         str(ranks),
+        *(["-H", hosts] if hosts else []),
         arguments=arguments,
         deadline=deadline,
         fails=fails,

@@ -37,6 +37,7 @@ LAYERS = [
     {"wire.py", "ladder.py", "reports.py", "timeline.py"},
     {"aggregator.py"},
     {"exchanges.py", "checkpoint.py", "verify.py"},
+    {"hierarchy.py"},
     {
         "codecs/__init__.py",
         "codecs/indices.py",

@@ -47,6 +47,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     scale_local_gradients: bool = True,
     *,
     batch_size: int | None = None,
+    hierarchical: bool = False,
     nonfinite: str | None = None,
     verify_every: int = 0,
 ) -> keras.optimizers.Optimizer:
@@ -74,6 +75,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         num_groups, groups: refused.
         process_set: the ranks that take part.
         batch_size: samples that a rank sees for each exchange; sharpens `moments="microbatch"`.
+        hierarchical: reduce inside each host as dense tensors, and exchange compressed between
+            hosts; to the compressor a host is one rank, with the samples of all its own. All hosts
+            have the same number of ranks. Needs `hvd.init(process_sets="dynamic")` where that is
+            more than one. Keras's own saving leaves out what the compressor keeps then;
+            `hvd.save_checkpoint` does not.
         nonfinite: what becomes of a step in which a gradient of any rank has a NaN or an infinity.
             All ranks do the same. "raise": an error. "skip": the update is left out, here and in
             what the compressor keeps, and the step is counted in `compression_stats(...).skipped`.
@@ -85,7 +91,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
-            accumulates gradients by itself; `moments` asks for what is not set up.
+            accumulates gradients by itself; `moments` asks for what is not set up; hosts or Horovod
+            are not as `hierarchical` needs them.
         TypeError: `compression` is no compressor, or `optimizer` no Keras 3 optimizer.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         DivergedError: in `apply`, on all ranks, with `verify_every`.
@@ -97,7 +104,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             f"expected a Keras 3 optimizer, got {type(optimizer).__name__}; for other optimizers "
             "use hvd.DistributedGradientTape"
         )
-    compressor = check("DistributedOptimizer", op, groups, num_groups, compression)
+    compressor = check(
+        "DistributedOptimizer", op, groups, num_groups, compression, process_set, hierarchical
+    )
     validate.policy(nonfinite)
     if backward_passes_per_step < 1:
         raise ValueError(
@@ -142,6 +151,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         predivide=gradient_predivide_factor,
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
+        hierarchical=hierarchical,
     )
     if optimizer.built:
         distributed.build(optimizer._trainable_variables)
@@ -269,9 +279,10 @@ class _Reducing:
     def load_own_variables(self, store: Any) -> None:
         """Takes what `save_own_variables` saved here, or in an optimizer that is not distributed.
 
-        What a compressor accumulated on another rank is not taken.
+        What a compressor accumulated on another rank is not taken; and with `hierarchical=True`
+        nothing that it keeps, since ranks keep different things.
         """
-        if len(store.keys()) == len(self._plain):
+        if len(store.keys()) == len(self._plain) or self._settings["hierarchical"]:
             for place, variable in enumerate(self._plain):
                 variable.assign(store[str(place)])
             return

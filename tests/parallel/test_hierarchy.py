@@ -1,0 +1,72 @@
+"""Dense inside hosts, compressed between them; a host is a name of this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import LOOPBACK, launch, says
+
+pytestmark = pytest.mark.parallel
+TWO_HOSTS = f"{LOOPBACK[0]}:2,{LOOPBACK[1]}:2"
+
+MESSAGES = {
+    "process set": "leave process_set= out",
+    "disagreeing": "hierarchical=True, nonfinite=None",
+    "diverged": "state ladder.rung of bucket 1",
+    "join": "hvd.join() cannot work with hierarchical=True",
+    "sharded elsewhere": "it was saved sharded with 2 hosts, here it is hierarchical=False",
+}
+
+
+def test_pytorch_on_two_hosts_of_two_ranks(tmp_path):
+    results = launch("torch_hierarchy", 4, "gloo", tmp_path, "whole", hosts=TWO_HOSTS)
+    for rank, result in enumerate(results):
+        for what in ("replicas", "micro-batches"):
+            assert result[what] == results[0][what], what
+        assert max(result["exact"]) < 1e-6
+        layers, states = result["stats"]
+        assert layers and set(layers).isdisjoint(results[1 - rank % 2]["stats"][0])
+        led = [place % 2 == rank % 2 for place in range(len(states))]
+        assert [state is not None for state in states] == led and any(led)
+        (whole, resumed), moved = result["resumed"]
+        assert whole == resumed and moved == results[0]["resumed"][1]
+        (said, *unchanged, skipped), end = result["nonfinite"]["skip"]
+        assert said == "nothing was raised" and all(unchanged) and skipped == 1
+        assert end == results[0]["nonfinite"]["skip"][1]
+        (said, same, _, skipped), end = result["nonfinite"]["raise"]
+        assert said.startswith("NonFiniteGradientError") and same and skipped == 0
+        assert end == results[0]["nonfinite"]["raise"][1]
+        assert result["rank 0's state"]
+        says(result["errors"], MESSAGES)
+
+
+def test_what_hosts_have_to_be(tmp_path):
+    """Hosts of two and of one rank; and Horovod without process sets."""
+    hosts = f"{LOOPBACK[0]}:2,{LOOPBACK[1]}:1"
+    for result in launch("torch_hierarchy", 3, "gloo", tmp_path, "unequal", hosts=hosts):
+        assert "the same number of ranks on all hosts" in result["refused"]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("refused", "hvd.init(process_sets='dynamic')"), ("one host", "nothing was raised")],
+)
+def test_one_host(what, says, tmp_path):
+    for result in launch("torch_hierarchy", 2, "mpi", tmp_path, what):
+        assert says in next(iter(result.values()))
+
+
+def test_tensorflow_on_two_hosts_of_two_ranks(tmp_path):
+    results = launch("tensorflow_hierarchy", 4, "gloo", tmp_path, hosts=TWO_HOSTS)
+    for rank, result in enumerate(results):
+        for what in ("replicas", "skip", "raise", "micro-batches", "broadcast"):
+            assert result[what] == results[0][what], what
+        assert result["exact"] < 1e-6
+        assert set(result["layers"]).isdisjoint(results[1 - rank % 2]["layers"])
+        led = [place % 2 == rank % 2 for place in range(len(result["states"]))]
+        assert result["states"] == led and any(led)
+        whole, resumed = result["sharded"]
+        assert whole == resumed
+        assert "has a NaN or an infinity" in result["raise"][0][0]
+        kinds = ("diverged", "join", "sharded elsewhere")
+        says(result["errors"], {kind: MESSAGES[kind] for kind in kinds})

@@ -1,0 +1,164 @@
+"""Two hosts of two ranks: dense inside, compressed between; tapes in graphs, and `fit`."""
+
+from __future__ import annotations
+
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_gradcomp.tensorflow.keras as hvd
+from hvd_gradcomp.tensorflow import DistributedGradientTape, engine
+from tests.methods import LEADER, WORDS
+from tests.parallel.workers.results import digest, errors_of, write
+
+SHAPES = ((12, 40), (40, 30), (30, 4))
+STROM, EGC = hvd.StromCompressor(0.01), hvd.EGCCompressor(K=8, momentum=0.9)
+LGC = hvd.LGCCompressor(alpha=0.1, full_steps=1, train_steps=3, ae_lr=0.1, momentum=0.9)
+
+
+def batches(steps, seed=0):
+    random = np.random.default_rng(10 * seed + hvd.rank())
+    return random.standard_normal((steps, 4, 12)).astype(np.float32)
+
+
+def start():
+    random = np.random.default_rng(1)
+    return [tf.Variable(random.standard_normal(s).astype(np.float32) * 0.3) for s in SHAPES]
+
+
+def taped(compressor, steps=5, *, spoilt=(), **options):
+    """Variables after some steps in a graph, and what was raised in those that are spoilt."""
+    options = {"hierarchical": True, **options}
+    variables, said = start(), []
+
+    @tf.function(autograph=False)
+    def step(x, factor):
+        with tf.GradientTape() as tape:
+            y = x
+            for variable in variables:
+                y = tf.tanh(y @ variable)
+            value = tf.reduce_mean(tf.square(y)) * factor
+        tape = DistributedGradientTape(tape, compression=compressor, **options)
+        gradients = tape.gradient(value, variables)
+        for variable, gradient in zip(variables, gradients):
+            variable.assign_sub(tf.where(tf.math.is_finite(gradient), 0.1 * gradient, 0.0))
+
+    for place, x in enumerate(batches(steps)):
+        factor = float("nan") if place in spoilt and hvd.rank() == 1 else 1.0
+        said.append(errors_of({"": lambda x=x, f=factor: step(tf.constant(x), tf.constant(f))})[""])
+        if place in spoilt:
+            said[-1] = said[-1].partition("; nothing was exchanged")[0][-40:]
+    assert all(s == "nothing was raised" for p, s in enumerate(said) if p not in spoilt), said
+    hvd.verify(variables)
+    return variables, [said[place] for place in spoilt]
+
+
+def replicas():
+    """Gathering, several rounds with a leader, and phases that learn; all ranks lead some."""
+    methods = [WORDS[0], LEADER[0], LGC]
+    return {repr(one): digest(v.numpy() for v in taped(one)[0]) for one in methods}
+
+
+def exact():
+    ends = [[v.numpy() for v in taped(None, hierarchical=inside)[0]] for inside in (True, False)]
+    return max(float(np.abs(x - y).max()) for x, y in zip(*ends))
+
+
+def fitted(compressor, **options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(n) for n in (40, 30, 4)]
+    model = keras.Sequential([keras.Input((12,)), *layers])
+    options = {"hierarchical": True, **options}
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05), compression=compressor, **options
+    )
+    model.compile(optimizer, "mse", jit_compile=False)
+    return model
+
+
+def fit(model, steps, seed=0, **options):
+    xs = np.concatenate(batches(steps, seed))
+    model.fit(xs, xs[:, :4], batch_size=4, shuffle=False, verbose=0, **options)
+    return digest(v.numpy() for v in model.trainable_variables)
+
+
+def residual(model):
+    """The sum over ranks of what is not sent yet."""
+    engine, pieces = model.optimizer._gradcomp, []
+    for bucket, (one, layout) in enumerate(zip(engine.compressors, engine.layouts)):
+        own = one.residual(engine.state_of(bucket))
+        pieces.append(tf.zeros((layout.size,)) if own is None else own)
+    return hvd.allreduce(tf.concat(pieces, 0), op=hvd.Sum, name="residual").numpy()
+
+
+def trained(folder):
+    """One training, and what becomes of it when it stops and resumes."""
+    model = fitted(EGC)
+    fit(model, 3)
+    engine = model.optimizer._gradcomp
+    found = hvd.compression_stats(model.optimizer)
+    assert 0 < found.bytes_sent < found.bytes_dense
+    hvd.save_checkpoint(f"{folder}/sharded", model=model)
+    hvd.save_checkpoint(f"{folder}/consolidated", mode="consolidated", model=model)
+    total = residual(model)
+    for inside in (True, False):
+        other = fitted(EGC, hierarchical=inside)
+        hvd.load_checkpoint(f"{folder}/consolidated", model=other)
+        assert total.any() and np.allclose(residual(other), total, atol=1e-6)
+    resumed = fitted(EGC)
+    hvd.load_checkpoint(f"{folder}/sharded", model=resumed)
+    ends = [fit(one, 3, seed=1) for one in (model, resumed)]
+
+    def elsewhere():
+        hvd.load_checkpoint(f"{folder}/sharded", model=fitted(EGC, hierarchical=False))
+
+    def diverged():
+        """A rung of a bucket that ranks 1 and 3 lead."""
+        if hvd.rank() == 3:
+            variables = resumed.optimizer._gradcomp.variables[1]
+            (rung,) = [v for v in variables if "rung" in v.name]
+            rung.assign_add(1)
+        hvd.verify(resumed.optimizer)
+
+    # Weights go from rank 0 to all, and what only some ranks have stays where it is.
+    model.layers[0].bias.assign_add(tf.fill((40,), float(hvd.rank())))
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    spread = fit(model, 2, callbacks=[callback])
+    return {
+        "layers": list(found.layers),
+        "states": [bool(some) for some in engine.variables],
+        "sharded": ends,
+        "broadcast": spread,
+        "errors": errors_of(
+            {"sharded elsewhere": elsewhere, "diverged": diverged, "join": hvd.join}
+        ),
+    }
+
+
+def micro_batches():
+    moments = hvd.VarianceCompressor(alpha=0.5, moments="microbatch")
+    return fit(fitted(moments, backward_passes_per_step=2, verify_every=2), 6)
+
+
+def main(folder: str) -> None:
+    hvd.init(process_sets="dynamic")
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    engine.BUCKET_BYTES = 2500
+    skipping, _ = taped(STROM, spoilt=(2,), nonfinite="skip")
+    raising, said = taped(STROM, spoilt=(2,))
+    result = {
+        "replicas": replicas(),
+        "exact": exact(),
+        "skip": digest(v.numpy() for v in skipping),
+        "raise": [said, digest(v.numpy() for v in raising)],
+        "micro-batches": micro_batches(),
+        **trained(folder),
+    }
+    write(folder, hvd.rank(), result)
+    hvd.allreduce(tf.constant(0.0), name="end")  # a rank that ends takes the others with it
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
