@@ -13,6 +13,7 @@ set -euo pipefail
 
 name=hvd-gradcomp-fresh-$$
 tidy() {
+    trap '' HUP INT TERM # a second Ctrl-C must not leave half of it
     $engine rm --force --volumes "$name" >/dev/null 2>&1 || true
     rm -rf "$scratch"
 }

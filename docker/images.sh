@@ -47,6 +47,7 @@ compose() {
 }
 
 tidy() {
+    trap '' HUP INT TERM # a second Ctrl-C must not leave half of it
     [ "${composed:-}" ] && compose down --volumes >"$scratch/down" 2>&1 || true
     rm -rf "$scratch"
 }
