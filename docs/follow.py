@@ -14,7 +14,7 @@ by accident (`tests/single/test_docs.py` holds it):
     :class: R              not run here; R is one of REASONS
 
 Output is compared loosely: each line has to appear, in order; numbers and spaces may differ.
-A page that begins with `follows: OTHER` in its front matter finds the other page's files there.
+A page with `follows: OTHER` in its front matter begins with the files that the other one ends with.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ REASONS = {
     "hosts": "needs several hosts; `make hosts` has them as network namespaces",
     "engine": "needs a container engine; `make images` has one",
     "gpu": "needs a GPU",
+    "coming": "the command is not built yet",
     "excerpt": "part of a program, which another block or example has whole",
 }
 LANGUAGES = {"console", "python", "diff", "text"}
@@ -143,7 +144,6 @@ def script(pages: Iterable[Path], setup: bool = False) -> tuple[str, list[Comman
     """What bash has to run for some pages, and the commands that it marks in its output."""
     parts, files = ["exec 2>&1"], {}
     done: list[Command] = []
-    seen: set[Path] = set()
 
     def write(block: Block) -> None:
         assert block.file is not None
@@ -159,11 +159,9 @@ def script(pages: Iterable[Path], setup: bool = False) -> tuple[str, list[Comman
 
     for page in pages:
         before = follows(page)
-        if before is not None and before not in seen:
-            for block in blocks(before):
-                if block.file and not block.reason:
-                    write(block)
-        seen.add(page)
+        for block in blocks(before) if before else []:
+            if block.file and not block.reason:
+                write(block)
         for block in blocks(page):
             if block.reason and not (setup and block.reason == "setup"):
                 continue
