@@ -86,7 +86,7 @@ docs: $(site) ## the site, in docs/_build/html; a warning is an error
 tutorial: ## follow the tutorial literally in a fresh container; as root, a quarter of an hour
 	@mkdir -p results
 	@docker/fresh.sh bash -c "$$($(PYTHON) -m docs.follow --setup --script $(pages))" \
-		| tee results/tutorial.log
+		</dev/null | tee results/tutorial.log
 	@$(PYTHON) -m docs.follow --setup --check results/tutorial.log $(pages)
 
 clean: ## remove the virtual environment, caches and build products

@@ -154,6 +154,8 @@ def script(pages: Iterable[Path], setup: bool = False) -> tuple[str, list[Comman
 
     def run(command: Command) -> None:
         parts.append(f"printf '\\036%d\\n' {len(done)}")
+        shown = f"$ {command.text}".replace("\n", "\n> ")
+        parts.append(f"printf '%s\\n' {shlex.quote(shown)}")
         parts.append(f"{{\n{command.text}\n}} </dev/null || exit")
         done.append(command)
 
@@ -195,6 +197,7 @@ def check(transcript: str, done: list[Command]) -> list[str]:
     for number, command in enumerate(done):
         said = outputs.get(number)
         if said is None:
+            problems.append(f"{command.place}: was never run: $ {command.text}")
             break
         if number + 1 not in outputs:
             problems.append(f"{command.place}: failed: $ {command.text}\n{said[-6000:]}")
@@ -227,11 +230,9 @@ def follow(
     transcript, killer = [], _after(deadline, job)
     for line in job.stdout:
         transcript.append(line.decode(errors="replace"))
-        if transcript[-1].startswith(MARK):
-            number = int(transcript[-1][1:])
-            line = b"" if number == len(done) else f"$ {done[number].text}\n".encode()
-        sys.stdout.buffer.write(line)
-        sys.stdout.flush()
+        if not transcript[-1].startswith(MARK):
+            sys.stdout.write(transcript[-1])
+            sys.stdout.flush()
     job.wait()
     killer.cancel()
     return check("".join(transcript), done)
