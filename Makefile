@@ -7,6 +7,7 @@
 #   VENV_OLDER=.venv-older    where its environment is made
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
 #   ARGS=...         passed on to pytest, the demo or the benchmark
+#   EPOCHS=20        of each run of the demo in `make images`
 PYTHON ?= python3
 VENV ?= .venv
 PYTHON_OLDER ?= $(PYTHON)
@@ -43,7 +44,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older demo bench bench-loopback soak docs tutorial clean
+.PHONY: help setup check test test-older demo bench bench-loopback soak images test-image \
+	clean-images docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -77,6 +79,16 @@ bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allredu
 
 soak: $(horovod) ## 20,000 steps on two ranks: memory, handles, equal replicas; half an hour and more
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.soak $(ARGS)
+
+images: ## the CPU image from a clean base, and the demo on it across two containers over ssh
+	@docker/images.sh build
+	@docker/images.sh demo $(EPOCHS)
+
+test-image: ## tests with ranks in the image of `make images`, on gloo
+	@docker/images.sh test $(ARGS)
+
+clean-images: ## remove images, containers and what they were made from
+	@docker/images.sh clean
 
 docs: $(site) ## the site, in docs/_build/html; a warning is an error
 	@$(run) -m sphinx -b html -W --keep-going -q $(ARGS) docs docs/_build/html

@@ -6,13 +6,15 @@
 #   docker/build-horovod.sh [PYTHON]          default: python3
 #
 # HVD_GRADCOMP_CACHE        where wheels are kept (default: ~/.cache/hvd_gradcomp)
-# HOROVOD_GPU_OPERATIONS    NCCL for a GPU build; passed on to Horovod's own build
+# HOROVOD_GPU_OPERATIONS    NCCL for a GPU build, which needs nvcc and NCCL's headers
+# HOROVOD_WITHOUT_TENSORFLOW    1 for PyTorch alone, as a GPU build has to be
 # MAKEFLAGS                 defaults to one job a core
 #
-# Why a script at all: the last release predates today's frameworks. Three changes to
+# Why a script at all: the last release predates today's frameworks. Four changes to
 # its build files are enough, and its Python and C++ sources stay as they are:
-#   1. C++17 at the top, and 2. for torch, whose headers ask for it;
-#   3. no XLA ops for TensorFlow, whose wheel no longer ships the headers.
+#   1. C++17 at the top, 2. for torch, whose headers ask for it, and 3. for CUDA, which
+#      asks for it from 13 on;
+#   4. no XLA ops for TensorFlow, whose wheel no longer ships the headers.
 set -euo pipefail
 
 readonly version=0.28.1
@@ -26,6 +28,19 @@ for tool in cmake make g++ mpicxx mpirun; do
         exit 2
     }
 done
+if [ "${HOROVOD_GPU_OPERATIONS:-}" ]; then
+    PATH=$PATH:${HOROVOD_CUDA_HOME:-/usr/local/cuda}/bin
+    command -v nvcc >/dev/null || {
+        echo "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS needs 'nvcc': install the CUDA" \
+             "toolkit of PyTorch's version, or name where it is: HOROVOD_CUDA_HOME=..." >&2
+        exit 2
+    }
+    [ "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || {
+        echo "Horovod $version has no GPU operations for today's TensorFlow;" \
+             "for PyTorch alone: HOROVOD_WITHOUT_TENSORFLOW=1" >&2
+        exit 2
+    }
+fi
 
 key=$("$python" - <<'PY'
 import importlib.metadata as metadata, os, platform, re, subprocess, sys
@@ -40,12 +55,16 @@ def installed(*names):
 
 mpi = re.search(r"\d[\d.]*", subprocess.check_output(["mpirun", "--version"], text=True)).group()
 libc = "-".join(platform.libc_ver())
+without = os.environ.get("HOROVOD_WITHOUT_TENSORFLOW")
+device = os.environ.get("HOROVOD_GPU_OPERATIONS", "").lower() or "cpu"
+if device != "cpu":
+    nvcc = subprocess.check_output(["nvcc", "--version"], text=True)
+    device += re.search(r"release ([\d.]+)", nvcc).group(1)
 print("-".join([
     f"py{platform.python_version()}",
     f"torch{installed('torch')}",
-    f"tf{installed('tensorflow-cpu', 'tensorflow')}",
-    f"mpi{mpi}", libc, platform.machine(),
-    os.environ.get("HOROVOD_GPU_OPERATIONS", "cpu").lower(),
+    "tf0" if without else f"tf{installed('tensorflow-cpu', 'tensorflow')}",
+    f"mpi{mpi}", libc, platform.machine(), device,
 ]))
 PY
 )
@@ -67,9 +86,12 @@ if ! compgen -G "$store/horovod-*.whl" >/dev/null; then
     source=$work/horovod-$version
     sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 17/' \
         "$source/CMakeLists.txt" "$source/horovod/torch/CMakeLists.txt"
+    sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' \
+        "$source/horovod/common/ops/cuda/CMakeLists.txt"
     sed -i '/xla_mpi_ops\.cc/d' "$source/horovod/tensorflow/CMakeLists.txt"
     log=$store/build.log
-    if ! HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+    [ "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || export HOROVOD_WITH_TENSORFLOW=1
+    if ! HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
          HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}" \
          "$python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$work/wheels" \
          "$source" >"$log" 2>&1; then

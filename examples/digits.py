@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="a rank")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--result", type=Path, help="where rank 0 writes its row as JSON")
+    parser.add_argument("--json", action="store_true", help="rank 0 prints its row as JSON")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     return options
@@ -75,10 +74,11 @@ def report(
         "steps": stats.steps,
         "seconds_per_step": seconds / stats.steps,
     }
+    if options.json:
+        print(json.dumps(row), flush=True)
+        return
     print(
         f"{row['framework']} {row['method']}: accuracy {row['accuracy']:.2f} %, one element in "
         f"{row['element_ratio']:.1f} sent, bytes / {row['ratio']:.1f}, "
         f"{1e3 * row['seconds_per_step']:.2f} ms a step"
     )
-    if options.result is not None:
-        options.result.write_text(json.dumps(row))

@@ -1,0 +1,35 @@
+# hvd_gradcomp for CPUs: Horovod with gloo and MPI, PyTorch, TensorFlow, Keras 3, and the examples.
+#
+#   docker build -f docker/cpu.Dockerfile -t hvd-gradcomp:cpu .
+#
+# BASE_IMAGE             a Debian 12 or Ubuntu 24.04
+# PIP_EXTRA_INDEX_URL    an index with PyTorch's CPU wheels; PyPI's has CUDA in it, and 4 GB more
+# HVD_GRADCOMP_CACHE     where the build finds and leaves Horovod's wheel
+ARG BASE_IMAGE=debian:bookworm-slim
+
+FROM ${BASE_IMAGE} AS build
+ARG PIP_EXTRA_INDEX_URL
+ARG HVD_GRADCOMP_CACHE=/var/cache/hvd_gradcomp
+WORKDIR /build
+COPY docker/install-system.sh docker/
+RUN docker/install-system.sh
+COPY docker/frameworks.txt docker/constraints.txt docker/build-horovod.sh docker/image.sh docker/
+RUN docker/image.sh frameworks
+RUN --mount=type=cache,target=/var/cache/hvd_gradcomp docker/image.sh horovod
+COPY setup.py pyproject.toml README.md LICENSE ./
+COPY hvd_gradcomp hvd_gradcomp
+RUN docker/image.sh package
+
+FROM ${BASE_IMAGE}
+COPY docker/image.sh docker/cluster.sh /opt/hvd_gradcomp/
+RUN /opt/hvd_gradcomp/image.sh system
+COPY --from=build /opt/venv /opt/venv
+COPY examples /home/horovod/examples
+ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin TF_CPP_MIN_LOG_LEVEL=3
+USER horovod
+WORKDIR /home/horovod
+EXPOSE 2222
+HEALTHCHECK --interval=5m --timeout=2m --start-period=30s \
+    CMD ["hvd-gradcomp", "doctor", "--no-self-test"]
+ENTRYPOINT ["tini", "--", "/opt/hvd_gradcomp/cluster.sh"]
+CMD ["worker"]

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The steps that the Dockerfiles share; each is a layer.
+#
+#   docker/image.sh frameworks | horovod | package      into /opt/venv, in the stage that builds
+#   docker/image.sh system                              what the last stage needs to run it
+set -euo pipefail
+
+python=/opt/venv/bin/python
+export PATH=/opt/venv/bin:$PATH PIP_CONSTRAINT=$PWD/docker/constraints.txt PIP_NO_CACHE_DIR=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PIP_ROOT_USER_ACTION=ignore
+
+case ${1:-} in
+    frameworks)
+        python3 -m venv /opt/venv
+        without='^#'
+        [ ! "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || without='^(#|tensorflow|keras)'
+        grep --extended-regexp --invert-match "$without" docker/frameworks.txt >/tmp/frameworks.txt
+        $python -m pip install -qq --requirement /tmp/frameworks.txt
+        ;;
+    horovod)
+        docker/build-horovod.sh $python
+        ;;
+    package)
+        $python -m pip install -qq --no-build-isolation ".[examples,tensorboard]"
+        ;;
+    system)
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get update -qq
+        apt-get install --yes --no-install-recommends -qq \
+            python3 openmpi-bin openssh-server openssh-client tini >/dev/null
+        rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
+        useradd --create-home --shell /bin/bash horovod
+        # Volumes take over owner and rights of the folder they are mounted on.
+        install -d -o horovod -g horovod -m 700 /home/horovod/.ssh /home/horovod/cluster-key
+        ;;
+    *)
+        sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
+        exit 2
+        ;;
+esac
