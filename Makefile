@@ -58,7 +58,7 @@ check: $(tools) ## lint, format, types and import rules; under a minute, no fram
 	@$(run) -m mypy
 	@$(run) -m pytest -q tests/single/test_imports.py
 
-test: $(horovod) ## all tests: in one process, then with several ranks
+test: $(site) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)
 	@$(run) -m pytest tests/parallel $(ARGS)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
+from click.testing import CliRunner
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
 
@@ -41,14 +41,10 @@ def generate(app):
     """What the code knows better than a text: figures, and the help of the command line."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    top = click.Context(cli.main, info_name="hvd-gradcomp", max_content_width=88)
-    texts = {"hvd-gradcomp": cli.main.get_help(top)}
-    for name in cli.COMMANDS:
-        command = cli.main.get_command(top, name)
-        inner = click.Context(command, top, name, max_content_width=88)
-        texts[name] = command.get_help(inner)
-    for name, text in texts.items():
-        (folder / f"{name}.txt").write_text(f"{text}\n")
+    for name in ("hvd-gradcomp", *cli.COMMANDS):
+        words = ["--help"] if name == "hvd-gradcomp" else [name, "--help"]
+        help_of = CliRunner().invoke(cli.main, words, prog_name="hvd-gradcomp", terminal_width=88)
+        (folder / f"{name}.txt").write_text(help_of.output)
     figures.draw(folder)
 
 

@@ -98,7 +98,9 @@ def test_names_of_the_package_exist():
             assert found, f"{page.name}: hvd{path}"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "python"], ids=lambda b: f"{b.page.name}:{b.line}"
+)
 def test_python_compiles(block):
     compile(block.text, block.place, "exec")
 
