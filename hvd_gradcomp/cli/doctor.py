@@ -1,11 +1,564 @@
-"""`hvd-gradcomp doctor`."""
+"""`hvd-gradcomp doctor`: each check is a function that yields findings, in the order of printing.
+
+What a check has to import it asks of a process of its own, see `inspection`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
+import importlib.util
+import ipaddress
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
 import click
+
+import hvd_gradcomp
+from hvd_gradcomp.cli.inspection import Facts, inspect, run
+from hvd_gradcomp.cli.usercode import faults, sources
+from hvd_gradcomp.ops import native
+
+_SUPPORTED = "0.28.1"
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
+_ROOT = Path(hvd_gradcomp.__file__).resolve().parents[1]
+_BUILD = "docker/build-horovod.sh"
+_LINES = 16  # of the output of a self-test that fails
+_GRACE = 15  # seconds that ranks of a self-test have to say where they hang
+_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, and what was found.
+
+    Attributes:
+        mark: "ok", "warn" (something may not work), "fail" (it does not work), or "skip".
+        what: what was looked at.
+        fact: what was found: a version, a path, an error.
+        remedy: of a warning or a failure: what to type, or to write where the comment says.
+    """
+
+    mark: str
+    what: str
+    fact: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class _Framework:
+    name: str
+    title: str
+    oldest: tuple[int, int]
+    requirement: str
+    built: str  # its name in Horovod's metadata.json
+
+
+_FRAMEWORKS = (
+    _Framework("torch", "PyTorch", (2, 0), "'torch>=2.0'", "pytorch"),
+    _Framework("tensorflow", "TensorFlow", (2, 13), "'tensorflow>=2.16' 'keras>=3'", "tensorflow"),
+)
 
 
 @click.command("doctor")
-def command() -> None:
-    """To come."""
-    raise click.ClickException("not built yet")
+@click.argument("paths", nargs=-1, type=click.Path(exists=True))
+@click.option(
+    "--framework",
+    "frameworks",
+    multiple=True,
+    type=click.Choice([f.name for f in _FRAMEWORKS]),
+    help="Look at this one alone, and fail where it is missing. Without it: at what is installed.",
+)
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    type=click.Choice(["gloo", "mpi"]),
+    help="Self-test over this one alone. Without it: over all that Horovod was built with.",
+)
+@click.option(
+    "--hosts",
+    metavar="HOST[:SLOTS],...",
+    default="",
+    help="Look at these too, as given to horovodrun -H: their names, and whether ssh gets there.",
+)
+@click.option("--ssh-port", type=click.IntRange(1, 65535), default=22, show_default=True)
+@click.option("--no-self-test", is_flag=True, help="Do not start two ranks.")
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=1),
+    default=120,
+    show_default=True,
+    help="For each import, and for each self-test. What takes longer hangs, and is ended.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of the findings.")
+def command(
+    paths: Sequence[str],
+    frameworks: Sequence[str],
+    backends: Sequence[str],
+    hosts: str,
+    ssh_port: int,
+    no_self_test: bool,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Does hvd_gradcomp run here? If not, what to do.
+
+    Looks at Python, the frameworks, Horovod's build, the commands that start ranks and this host's
+    name, and lets two ranks train a few compressed steps on this host, without a GPU. With PATHS,
+    Python files or folders, it also looks there for stock Horovod where that does not work; nothing
+    in them is run.
+
+    \b
+      hvd-gradcomp doctor                          all of it: a minute
+      hvd-gradcomp doctor --no-self-test           without starting ranks: seconds
+      hvd-gradcomp doctor train.py models/         and my training code
+      hvd-gradcomp doctor --hosts node1,node2      and the hosts that I want to train on
+
+    Each line is a finding: ok, warn (part of it may not work), fail (it does not work) or skip.
+    Below a warning or a failure is what to do about it. The exit code is 0 if nothing fails, 1 if
+    something does, 2 if the command line is wrong.
+    """  # noqa: D301 - \b keeps click from wrapping
+    findings = []
+    chosen = [f for f in _FRAMEWORKS if not frameworks or f.name in frameworks]
+    for finding in _findings(
+        chosen,
+        demanded=bool(frameworks),
+        backends=backends or ("gloo", "mpi"),
+        hosts=[host.partition(":")[0] for host in hosts.split(",") if host],
+        ssh_port=ssh_port,
+        paths=paths,
+        self_test=not no_self_test,
+        timeout=timeout,
+    ):
+        findings.append(finding)
+        if not as_json:
+            click.echo(_shown(finding))
+    fails, warnings = (sum(f.mark == mark for f in findings) for mark in ("fail", "warn"))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
+    else:
+        click.echo(f"\n{_count(fails, 'failure')}, {_count(warnings, 'warning')}")
+    sys.exit(1 if fails else 0)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _shown(finding: Finding) -> str:
+    mark = click.style(f"{finding.mark:4}", fg=_COLOURS[finding.mark], bold=finding.mark == "fail")
+    first, *rest = finding.fact.splitlines() or [""]
+    below = [*rest, *(click.style(line, bold=True) for line in finding.remedy.splitlines())]
+    return "\n".join(
+        [f"{mark}  {finding.what:22}  {first}", *(f"        {line}" for line in below)]
+    )
+
+
+def _findings(
+    frameworks: Sequence[_Framework],
+    *,
+    demanded: bool,
+    backends: Sequence[str],
+    hosts: Sequence[str],
+    ssh_port: int,
+    paths: Sequence[str],
+    self_test: bool,
+    timeout: float,
+) -> Iterator[Finding]:
+    yield from _python()
+    yield from _package()
+    with ThreadPoolExecutor() as pool:
+        subjects = ["horovod", *(f.name for f in frameworks)]
+        horovod, *answers = pool.map(lambda subject: inspect(subject, timeout), subjects)
+    facts = {f: answer for f, answer in zip(frameworks, answers)}
+    needed = demanded or not any(answers)
+    for framework in frameworks:
+        yield from _framework(framework, facts[framework], needed)
+    yield from _keras(facts)
+    yield from _horovod(horovod)
+    if "built" in horovod:
+        for framework in frameworks:
+            yield from _horovod_for(framework, facts, horovod)
+        yield from _backends(facts)
+        for framework in frameworks:
+            yield from _seam(framework, facts)
+    yield from _launchers(horovod, facts, several=bool(hosts))
+    yield from _hostname(several=bool(hosts), timeout=timeout)
+    yield from _hosts(hosts, ssh_port, timeout)
+    yield from _code(paths, facts)
+    if not self_test:
+        yield Finding("skip", "self-test", "left out by --no-self-test")
+        return
+    for backend in backends:
+        for framework in frameworks:
+            yield from _self_test(framework, facts[framework], backend, timeout)
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("ok", "Python", f"{version}, {sys.executable}")
+
+
+def _package() -> Iterator[Finding]:
+    place = Path(hvd_gradcomp.__file__).parent
+    yield Finding("ok", "hvd_gradcomp", f"{hvd_gradcomp.__version__}, {place}")
+    if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
+        fact = "left out by HVD_GRADCOMP_NATIVE=0: compression on a CPU is slower"
+        yield Finding("warn", "its C library", fact, "unset HVD_GRADCOMP_NATIVE")
+        return
+    try:
+        found = native.library() is not None
+        fact = "loaded" if found else "not built: compression on a CPU is slower"
+    except (OSError, AttributeError) as error:
+        found, fact = False, f"does not load, compression on a CPU fails: {error}"
+    install = f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir {{}}"
+    remedy = f"apt-get install build-essential python3-dev  # as root\n{_in_checkout(install)}"
+    mark = "ok" if found else "warn" if fact.startswith("not built") else "fail"
+    yield Finding(mark, "its C library", fact, "" if found else remedy)
+
+
+def _framework(framework: _Framework, facts: Facts, needed: bool) -> Iterator[Finding]:
+    install = f"{sys.executable} -m pip install {framework.requirement}"
+    if not facts:
+        fact = "not installed"
+        yield Finding(
+            "fail" if needed else "skip", framework.title, fact, install if needed else ""
+        )
+    elif "gpu" not in facts:
+        remedy = f"{install} --force-reinstall"
+        yield Finding("fail", framework.title, f"does not import: {_error(facts)}", remedy)
+    elif _release(facts["version"]) < framework.oldest:
+        oldest = ".".join(map(str, framework.oldest))
+        fact = f"{facts['version']} is too old, it takes {oldest} or newer"
+        yield Finding("fail", framework.title, fact, f"{install} --upgrade")
+    else:
+        gpu = ", with a GPU" if facts["gpu"] else ""
+        yield Finding("ok", framework.title, f"{facts['version']}, {facts['path']}{gpu}")
+
+
+def _keras(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
+    facts = _facts_of("tensorflow", answers)
+    if "gpu" not in facts:
+        return
+    install = f"{sys.executable} -m pip install --upgrade 'tensorflow>=2.16' 'keras>=3'"
+    if "keras" not in facts:
+        yield Finding("fail", "Keras", f"does not import: {_error(facts)}", install)
+    elif _release(facts["keras"] or "0") >= (3, 0):
+        yield Finding("ok", "Keras", facts["keras"])
+    else:
+        fact = f"{facts['keras'] or 'not installed'}: tapes work, model.fit needs Keras 3"
+        yield Finding("warn", "Keras", fact, install)
+
+
+def _horovod(horovod: Facts) -> Iterator[Finding]:
+    if not horovod:
+        yield Finding("fail", "Horovod", "not installed", _build())
+    elif "built" not in horovod:
+        said = _error(horovod)
+        yield Finding("fail", "Horovod", f"does not import: {said}", _cure(said))
+    elif horovod["version"] != _SUPPORTED:
+        fact = f"{horovod['version']} is not supported, {_SUPPORTED} is; {horovod['path']}"
+        yield Finding("fail", "Horovod", fact, _build())
+    else:
+        yield Finding("ok", "Horovod", f"{horovod['version']}, {horovod['path']}")
+
+
+def _horovod_for(
+    framework: _Framework, answers: dict[_Framework, Facts], horovod: Facts
+) -> Iterator[Finding]:
+    what, facts = f"Horovod for {framework.title}", answers[framework]
+    if not facts:
+        yield Finding("skip", what, f"{framework.title} is not installed")
+    if "gpu" not in facts:
+        return
+    built = horovod["built"].get(framework.built)
+    other = f"built for {framework.title} {built}, installed is {facts['version']}"
+    differs = built not in (None, facts["version"])
+    if "gloo" in facts:
+        fact = other if differs else f"built for {built or 'it'}"
+        yield Finding("warn" if differs else "ok", what, fact, _build() if differs else "")
+    elif "error" in facts and (framework.name != "tensorflow" or "keras" in facts):
+        said = _error(facts)
+        fact = f"{other}: {said}" if differs else said
+        yield Finding("fail", what, fact, _cure(said))
+
+
+def _backends(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
+    built = {f: facts for f, facts in answers.items() if "gloo" in facts}
+    if not built:
+        return
+    mpi = all(facts["mpi"] for facts in built.values()) and shutil.which("mpirun")
+    gpu = any(facts["gpu"] for facts in built.values())
+    for backend, title in (("gloo", "gloo"), ("mpi", "MPI"), ("nccl", "NCCL")):
+        titles = [f.title for f, facts in built.items() if facts[backend]]
+        lacking = " and ".join(f.title for f, facts in built.items() if not facts[backend])
+        fact = f"not built for {lacking}"
+        if not lacking:
+            yield Finding("ok", title, f"built for {' and '.join(titles)}")
+        elif backend == "gloo":
+            fact += ": start with horovodrun --mpi" if mpi else ", and without it ranks cannot meet"
+            yield Finding("warn" if mpi else "fail", title, fact, _build())
+        elif backend == "nccl" and gpu:
+            fact += ": gradients of a GPU go through this host's memory"
+            remedy = f"export HOROVOD_GPU_OPERATIONS=NCCL\n{_build()}"
+            yield Finding("warn", title, fact, remedy)
+        else:
+            why = "there is no GPU here" if backend == "nccl" else "gloo is enough"
+            yield Finding("skip", title, f"{fact}: {why}")
+
+
+def _seam(framework: _Framework, answers: dict[_Framework, Facts]) -> Iterator[Finding]:
+    what, facts = f"exchange of {framework.title}", answers[framework]
+    if "seam" in facts:
+        yield Finding("ok", what, f"{facts['seam']} can take its place")
+    elif "gloo" in facts:
+        said = _error(facts)
+        yield Finding("fail", what, said, _cure(said))
+
+
+def _launchers(
+    horovod: Facts, answers: dict[_Framework, Facts], *, several: bool
+) -> Iterator[Finding]:
+    if horovod:
+        yield from _horovodrun()
+    mpirun = shutil.which("mpirun")
+    refuses = os.geteuid() == 0 and not all(os.environ.get(name) for name in _AS_ROOT)
+    if not any(facts.get("mpi") for facts in answers.values()):
+        yield Finding("skip", "mpirun", f"{mpirun or 'not on the PATH'}: no Horovod with MPI")
+    elif mpirun is None:
+        remedy = "apt-get install openmpi-bin  # as root"
+        yield Finding("warn", "mpirun", "not on the PATH: horovodrun --mpi cannot start", remedy)
+    elif refuses:
+        remedy = f"export {' '.join(f'{name}=1' for name in _AS_ROOT)}"
+        yield Finding("warn", "mpirun", f"{mpirun} refuses to be run by root", remedy)
+    else:
+        yield Finding("ok", "mpirun", mpirun)
+    ssh = shutil.which("ssh")
+    if ssh:
+        yield Finding("ok", "ssh", ssh)
+    else:
+        remedy = "apt-get install openssh-client  # as root"
+        fact = "not on the PATH: several hosts need it"
+        yield Finding("fail" if several else "warn", "ssh", fact, remedy)
+
+
+def _horovodrun() -> Iterator[Finding]:
+    folders = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user")]
+    found = shutil.which("horovodrun")
+    if found and str(Path(found).parent) in folders:
+        yield Finding("ok", "horovodrun", found)
+        return
+    fact = f"{found} is not that of {sys.executable}" if found else "not on the PATH"
+    own = next((f for f in folders if Path(f, "horovodrun").exists()), folders[0])
+    yield Finding("warn", "horovodrun", fact, f'export PATH="{own}:$PATH"')
+
+
+def _hostname(*, several: bool, timeout: float) -> Iterator[Finding]:
+    name = socket.gethostname()
+    found = inspect("addresses", timeout, name).get(name, [])
+    if _reachable(found):
+        yield Finding("ok", "hostname", f"{name} is {found[0]}")
+        return
+    place = f"resolves to {found[0]}" if found else "does not resolve"
+    fact = f"{name} {place}: other hosts cannot reach this one"
+    yield Finding("fail" if several else "warn", "hostname", fact, _line(name, _own_address()))
+
+
+def _hosts(hosts: Sequence[str], port: int, timeout: float) -> Iterator[Finding]:
+    names = inspect("addresses", timeout, *hosts) if hosts else {}
+    for host in hosts:
+        found = names.get(host, [])
+        if not _reachable(found):
+            place = f"resolves to {found[0]} here" if found else "does not resolve here"
+            yield Finding("fail", f"host {host}", place, _line(host, "ADDRESS"))
+        elif _is_here(found[0]):
+            yield Finding("ok", f"host {host}", f"{found[0]}, this one")
+        else:
+            yield _remote(host, found[0], port, timeout)
+
+
+def _remote(host: str, address: str, port: int, timeout: float) -> Finding:
+    """What a host that others reach at an address says of itself."""
+    options = ["BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR"]
+    options += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]  # nothing is remembered
+    ask = 'n=$(hostname); echo "@ $n $(getent ahosts $n | sed "s/ .*//;q")"'
+    ssh = ["ssh", "-p", str(port), *(f"-o{option}" for option in options), host]
+    code, said = run([*ssh, ask], timeout) if shutil.which("ssh") else (255, "there is no ssh")
+    answer = re.search(r"^@ (\S+) ?(\S*)$", said, re.MULTILINE)
+    if code != 0 or answer is None:
+        fact = f"ssh does not get there without a password: {_short(said.strip())}"
+        remedy = f"ssh -v -p {port} {host}  # says why; sshd has to run there, on this port"
+        if "Permission denied" in said:
+            remedy = f"ssh-keygen -t ed25519  # unless you have a key\nssh-copy-id -p {port} {host}"
+        return Finding("fail", f"host {host}", fact, remedy)
+    name, own = answer.groups()
+    if not _reachable([own] if own else []):
+        fact = f"its own name {name} {'resolves to ' + own if own else 'does not resolve'} there"
+        return Finding("fail", f"host {host}", fact, _line(name, address, f"of {host}"))
+    return Finding("ok", f"host {host}", f"{address}, ssh gets there; there {name} is {own}")
+
+
+def _code(paths: Sequence[str], answers: dict[_Framework, Facts]) -> Iterator[Finding]:
+    keras3 = _release(_installed("keras")) >= (3, 0)
+    if not paths:
+        if keras3 and "gloo" in _facts_of("tensorflow", answers):
+            fact = (
+                "with Keras 3 the optimizer of stock horovod.tensorflow.keras reduces nothing, and "
+                "raises no error"
+            )
+            remedy = "hvd-gradcomp doctor train.py  # says whether your code has it"
+            yield Finding("warn", "your code", fact, remedy)
+        return
+    files = sources(paths)
+    clean = 0
+    for file in files:
+        try:
+            found = sorted(faults(file, keras3=keras3), key=lambda fault: fault.line)
+        except (SyntaxError, ValueError, OSError) as error:
+            remedy = f"{sys.executable} -m py_compile {file}"
+            yield Finding("warn", "your code", f"{file} cannot be read: {error}", remedy)
+            continue
+        clean += not found
+        for fault in found:
+            place = f"{fault.path}:{fault.line}: {fault.what}"
+            yield Finding("fail", "your code", place, fault.remedy)
+    if clean:
+        yield Finding("ok", "your code", f"nothing to object to in {_count(clean, 'file')}")
+    if not files:
+        yield Finding("skip", "your code", f"no Python files in {', '.join(paths)}")
+
+
+def _self_test(
+    framework: _Framework, facts: Facts, backend: str, timeout: float
+) -> Iterator[Finding]:
+    what = f"{framework.title} over {backend}"
+    if not facts:
+        return
+    if "seam" not in facts or not facts[backend]:
+        lacking = "does not run here" if "seam" not in facts else f"has no {backend}"
+        yield Finding("skip", what, f"no self-test: Horovod for {framework.title} {lacking}")
+        return
+    if backend == "mpi" and not shutil.which("mpirun"):
+        yield Finding("skip", what, "no self-test: there is no mpirun")
+        return
+    program = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", framework.name]
+    launch = ["-m", "horovod.runner.launch", f"--{backend}", "-np", "2", *program]
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = "-1"  # two ranks on one GPU are an error to NCCL
+    # Two ranks where there is one core, and in a container, where the user often is root.
+    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    environment.update({name: "1" for name in _AS_ROOT} if os.geteuid() == 0 else {})
+    began = time.time()
+    until = str(began + timeout)  # when a rank that hangs says where, and ends
+    code, said = run([sys.executable, *launch, until], timeout + _GRACE, environment)
+    if code == 0 and "2 equal replicas" in said:
+        fact = f"self-test: two ranks trained, replicas are equal ({time.time() - began:.0f} s)"
+        yield Finding("ok", what, fact)
+        return
+    hangs = code is None or "Timeout (" in said  # which a rank says for itself
+    how = f"hangs: not done after {timeout:g} s" if hangs else f"fails with {code}"
+    lines = said.strip().splitlines()
+    of_ranks = [line for line in lines if re.match(r"\[[\d,]+\]<", line)]  # not the launcher's
+    last = "\n".join(f"| {line}" for line in (of_ranks or lines)[-_LINES:])
+    remedy = f"{' '.join(['horovodrun', *launch[2:]])}  # shows all of it"
+    yield Finding("fail", what, f"self-test {how}; the end of what it printed:\n{last}", remedy)
+
+
+def _build() -> str:
+    """How to get a Horovod that fits."""
+    build = _in_checkout(f"{{}}/{_BUILD} {sys.executable}")
+    missing = [f.requirement for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
+    if missing:  # the script builds for both
+        return f"{sys.executable} -m pip install {' '.join(missing)}\n{build}"
+    return build
+
+
+def _in_checkout(command: str) -> str:
+    """A command in which {} is the checkout: that which this runs from, or one to be fetched."""
+    if (_ROOT / _BUILD).exists():
+        return command.format(_ROOT)
+    return f"# in a checkout of hvd_gradcomp {hvd_gradcomp.__version__}:\n{command.format('.')}"
+
+
+def _cure(said: str) -> str:
+    """What helps against an error of an import of Horovod."""
+    module = re.search(r"No module named '(\w+)", said)
+    if module and module[1] not in ("horovod", "hvd_gradcomp"):
+        package = {"yaml": "pyyaml"}.get(module[1], module[1])
+        return f"{sys.executable} -m pip install {package}"
+    if "libmpi" in said:
+        return "apt-get install openmpi-bin  # as root"
+    return _build()
+
+
+def _line(name: str, address: str, where: str = "") -> str:
+    where = f" {where}" if where else ""
+    return (
+        f"# in /etc/hosts{where}, instead of any line that gives {name} another address:\n"
+        f"{address} {name}"
+    )
+
+
+def _reachable(addresses: Sequence[str]) -> bool:
+    """Whether the address that is taken, the first one, can be one that others reach."""
+    return bool(addresses) and not ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback
+
+
+def _is_here(address: str) -> bool:
+    """Whether it is an address of this host: no other can be bound to."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _own_address() -> str:
+    """The address that packets to other hosts leave from; "ADDRESS" where there is no way out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; an address kept for documentation
+            own: str = probe.getsockname()[0]
+        except OSError:
+            return "ADDRESS"
+    return own
+
+
+def _facts_of(name: str, answers: dict[_Framework, Facts]) -> Facts:
+    return next((facts for f, facts in answers.items() if f.name == name), {})
+
+
+def _installed(name: str) -> str:
+    """The version of a package, without importing it; "0" if it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = [*re.findall(r"\d+", version), "0", "0"][:2]
+    return int(major), int(minor)
+
+
+def _error(facts: Facts) -> str:
+    return _short(str(facts.get("error", "it ended without an answer")))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 500 else f"{text[:500]} ..."

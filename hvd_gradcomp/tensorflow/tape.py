@@ -100,8 +100,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    if not hasattr(tape, "_allreduce_grads"):
-        raise RuntimeError("this Horovod's tape is built otherwise; install horovod==0.28.1")
+    check_seam(tape)
 
     paths: dict[int, str] = {}  # what Keras calls a variable
 
@@ -132,6 +131,16 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     tape._allreduce_grads = exchange
     tape.gradient = gradient
     return tape
+
+
+def check_seam(tape: tf.GradientTape) -> None:
+    """Requires that a tape which Horovod made can be taken part in, as 0.28.1's can.
+
+    Raises:
+        RuntimeError: its exchange is no attribute that could be replaced.
+    """
+    if not hasattr(tape, "_allreduce_grads"):
+        raise RuntimeError("this Horovod's tape is built otherwise; install horovod==0.28.1")
 
 
 def engine_for(

@@ -119,7 +119,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         process_set=process_set,
     )
     cls, title = type(distributed), TITLES.take()
-    _check_seam(cls)
+    check_seam(cls)
     average = op == horovod.Average
     factor = gradient_predivide_factor
     settings = (
@@ -167,6 +167,25 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
 def scales(op: Any, predivide: float, ranks: int) -> tuple[float, float]:
     """(prescale, postscale) of a `Context`."""
     return (1.0 / predivide, predivide / ranks) if op == horovod.Average else (1.0, 1.0)
+
+
+def check_seam(cls: type) -> None:
+    """Requires that Horovod's optimizer can be taken part in, as 0.28.1's can.
+
+    Args:
+        cls: one that Horovod made for an optimizer, or `_DistributedOptimizer`, their pattern.
+
+    Raises:
+        RuntimeError: a method is missing, or `synchronize()` takes no callable for a handle.
+    """
+    missing = [name for name in _SEAM if name not in vars(cls)]
+    if not missing and "callable" not in vars(cls)["synchronize"].__code__.co_names:
+        missing = ["callable handles in synchronize"]
+    if missing or cls.__module__ != _stock.__name__:
+        raise RuntimeError(
+            f"this Horovod's optimizer is built otherwise than 0.28.1's (no {missing}): "
+            "hvd_gradcomp cannot take part in it. Install horovod==0.28.1"
+        )
 
 
 def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
@@ -255,15 +274,6 @@ def engine_of(optimizer: Any) -> Engine:
             "that hvd_gradcomp.torch.DistributedOptimizer returned, on a rank of its process set"
         )
     return engine
-
-
-def _check_seam(cls: type) -> None:
-    missing = [name for name in _SEAM if name not in vars(cls)]
-    if missing or cls.__module__ != _stock.__name__:
-        raise RuntimeError(
-            f"this Horovod's optimizer is built otherwise than 0.28.1's (no {missing}): "
-            "hvd_gradcomp cannot take part in it. Install horovod==0.28.1"
-        )
 
 
 def _reduced(

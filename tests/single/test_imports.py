@@ -64,6 +64,7 @@ LAYERS = [
     {"assignment.py"},
     {"description.py"},
     {"__init__.py", "handshake.py", "probe.py", "testing.py"},
+    {"cli/inspection.py", "cli/selftest.py", "cli/usercode.py"},
     {"cli/doctor.py", "cli/bench.py", "cli/advise.py", "cli/compare.py"},
     {"cli/__init__.py"},
     {"__main__.py"},

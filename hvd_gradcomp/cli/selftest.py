@@ -1,0 +1,78 @@
+"""A few compressed steps on each rank, for `doctor`: one framework, and nothing but this package.
+
+horovodrun --gloo -np 2 python -m hvd_gradcomp.cli.selftest torch
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import sys
+import time
+from typing import Any
+
+_STEPS = 4
+
+
+def _torch() -> int:
+    import torch
+
+    hvd: Any = importlib.import_module("hvd_gradcomp.torch")
+
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(hvd.rank())  # so that ranks differ in all that is not exchanged
+    model = torch.nn.Linear(256, 16)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression=hvd.StromCompressor(tau=0.01),
+    )
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 256)).square().mean().backward()
+        optimizer.step()
+    hvd.verify(optimizer)
+    ranks: int = hvd.size()
+    return ranks
+
+
+def _tensorflow() -> int:
+    import tensorflow as tf
+
+    hvd: Any = importlib.import_module("hvd_gradcomp.tensorflow")
+
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.random.set_seed(hvd.rank())
+    weight = tf.Variable(tf.random.normal((256, 16)))
+    hvd.broadcast_variables([weight], root_rank=0)
+    for _ in range(_STEPS):
+        with tf.GradientTape() as plain:
+            loss = tf.reduce_mean(tf.square(tf.random.normal((8, 256)) @ weight))
+        tape = hvd.DistributedGradientTape(plain, compression=hvd.StromCompressor(tau=0.01))
+        weight.assign_sub(0.1 * tape.gradient(loss, [weight])[0])
+    hvd.verify([weight])
+    ranks: int = hvd.size()
+    return ranks
+
+
+def main(framework: str, until: str = "inf") -> None:
+    """Trains, compares replicas and prints how many there were.
+
+    Args:
+        framework: "torch" or "tensorflow".
+        until: when to print where it is and to end, in seconds since the epoch.
+    """
+    left = float(until) - time.time()
+    if left < float("inf"):
+        faulthandler.dump_traceback_later(max(1.0, left), exit=True)
+    ranks = {"torch": _torch, "tensorflow": _tensorflow}[framework]()
+    if ranks < 2:
+        sys.exit(f"the launcher started {ranks} rank: nothing was exchanged")
+    print(f"{ranks} equal replicas after {_STEPS} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

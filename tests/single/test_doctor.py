@@ -1,0 +1,316 @@
+"""`hvd-gradcomp doctor` finds faults that are really there: in environments made for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+from hvd_gradcomp.cli import doctor, inspection, usercode
+from tests.conftest import STANDS_IN
+from tests.processes import alive
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(sysconfig.get_path("purelib"))
+BUILD = f"{ROOT}/docker/build-horovod.sh"
+
+real = pytest.mark.skipif(STANDS_IN, reason="needs Horovod")
+
+
+def diagnose(*options, python=sys.executable, path=(), under=(), code=1):
+    """What the doctor finds there, by what was looked at; it has to end with this code."""
+    command = [*under, str(python), "-m", "hvd_gradcomp", "doctor", "--no-self-test", "--json"]
+    done = subprocess.run(
+        [*command, *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    findings = [doctor.Finding(**finding) for finding in json.loads(done.stdout)]
+    assert all(bool(f.remedy) == (f.mark in ("warn", "fail")) for f in findings), findings
+    assert (code == 1) == any(f.mark == "fail" for f in findings)
+    return {finding.what: finding for finding in findings}
+
+
+def environment(folder, *packages, but=()):
+    """A virtual environment with packages of this one: those named, or all but some."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    for entry in SITE.iterdir():
+        name = entry.name.partition("-")[0]
+        if (name in packages if packages else name not in but) and not (site / entry.name).exists():
+            (site / entry.name).symlink_to(entry)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    return environment(tmp_path_factory.mktemp("bare") / "env", "click", "tabulate")
+
+
+def horovod(folder):
+    """This Horovod once more, its sources as files that may be changed."""
+
+    def copy(source, target):
+        return (os.symlink if source.endswith(".so") else shutil.copy)(source, target)
+
+    shutil.copytree(
+        SITE / "horovod",
+        folder / "horovod",
+        copy_function=copy,
+        ignore=shutil.ignore_patterns("__pycache__", "spark", "ray", "mxnet", "data"),
+    )
+    return folder / "horovod"
+
+
+@real
+def test_no_horovod(tmp_path):
+    python = environment(tmp_path / "env", but=("horovod",))
+    found = diagnose("--framework", "torch", python=python)
+    assert found["PyTorch"].mark == "ok"
+    assert found["Horovod"].mark == "fail"
+    assert found["Horovod"].fact == "not installed"
+    assert found["Horovod"].remedy == f"{BUILD} {python}"
+
+
+@real
+def test_horovod_without_torch(tmp_path):
+    (extension,) = (horovod(tmp_path) / "torch").glob("mpi_lib_v2*.so")
+    extension.unlink()
+    found = diagnose("--framework", "torch", path=[tmp_path])
+    assert found["Horovod"].mark == "ok"
+    assert found["Horovod for PyTorch"].mark == "fail"
+    assert "has not been built" in found["Horovod for PyTorch"].fact
+    assert found["Horovod for PyTorch"].remedy == f"{BUILD} {sys.executable}"
+
+
+@real
+def test_without_gloo_and_another_version(tmp_path):
+    """The compiled library is asked, so the answer is changed where it is asked."""
+    package = horovod(tmp_path)
+    asks = "bool(self.MPI_LIB_CTYPES.horovod_gloo_built())"
+    replace(package / "common" / "basics.py", asks, "False")
+    replace(package / "__init__.py", "0.28.1", "0.27.0")
+    found = diagnose("--framework", "torch", path=[tmp_path])
+    assert found["gloo"].mark == "warn"
+    assert found["gloo"].fact == "not built for PyTorch: start with horovodrun --mpi"
+    assert found["gloo"].remedy == f"{BUILD} {sys.executable}"
+    assert found["MPI"].mark == "ok"
+    assert found["Horovod"].mark == "fail"
+    assert "0.27.0 is not supported, 0.28.1 is" in found["Horovod"].fact
+    assert found["Horovod"].remedy == f"{BUILD} {sys.executable}"
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.skipif(STANDS_IN, reason="needs Keras 3")
+def test_keras_3_with_the_stock_optimizer(tmp_path):
+    python = environment(tmp_path / "env", "click", "tabulate", "keras")
+    train = tmp_path / "train.py"
+    train.write_text("import horovod.tensorflow.keras as hvd\nhvd.init()\n")
+    assert diagnose(str(train), python=python)["your code"].mark == "ok"
+    train.write_text(train.read_text() + "optimizer = hvd.DistributedOptimizer(sgd)\n")
+    found = diagnose(str(tmp_path), python=python)["your code"]
+    assert found.mark == "fail"
+    assert f"{train}:3: horovod.tensorflow.keras.DistributedOptimizer" in found.fact
+    assert found.remedy == "import hvd_gradcomp.tensorflow.keras as hvd"
+
+
+HOSTNAME = """
+hostname host9
+printf '%s host9\\n127.0.0.1 localhost\\n' "$1" > "$2"
+mount --bind "$2" /etc/hosts
+shift 2
+exec "$@"
+"""
+
+
+def test_hostname_that_resolves_to_loopback(bare, tmp_path):
+    unshare = ["unshare", "-um" if os.geteuid() == 0 else "-Urum"]
+    works = [*unshare, "mount", "--bind", "/etc/hosts", "/etc/hosts"]
+    if not shutil.which("unshare") or subprocess.run(works, capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    under = [*unshare, "sh", "-ec", HOSTNAME, "sh"]
+    found = diagnose(python=bare, under=[*under, "127.0.0.1", str(tmp_path / "hosts")])
+    assert found["hostname"].mark == "warn"
+    assert found["hostname"].fact.startswith("host9 resolves to 127.0.0.1")
+    comment, line = found["hostname"].remedy.splitlines()
+    assert comment.startswith("# in /etc/hosts")
+    address, name = line.split()
+    assert not address.startswith("127.")
+    assert name == "host9"
+    found = diagnose(python=bare, under=[*under, "10.9.8.7", str(tmp_path / "hosts")])
+    assert found["hostname"] == doctor.Finding("ok", "hostname", "host9 is 10.9.8.7")
+
+
+def test_hostname_where_no_namespace_can_be_made(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    (found,) = doctor._hostname(several=False, timeout=60)
+    assert (found.mark, found.remedy.splitlines()[-1].split()[-1]) == ("warn", "localhost")
+    (found,) = doctor._hostname(several=True, timeout=60)
+    assert found.mark == "fail"
+
+
+def test_hosts_that_others_cannot_reach(bare):
+    found = diagnose("--hosts", "localhost:2,nowhere.invalid", python=bare)
+    assert found["host localhost"].fact.startswith("resolves to ")
+    assert found["host localhost"].mark == found["host nowhere.invalid"].mark == "fail"
+    assert found["host nowhere.invalid"].fact == "does not resolve here"
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="needs ssh")
+def test_a_host_without_sshd():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    found = doctor._remote("127.0.0.1", "127.0.0.1", port, 20)
+    assert found.mark == "fail"
+    assert f"ssh -v -p {port} 127.0.0.1" in found.remedy
+
+
+def test_nothing_installed(bare):
+    found = diagnose(python=bare)
+    for what in ("PyTorch", "TensorFlow", "Horovod"):
+        assert (found[what].mark, found[what].fact) == ("fail", "not installed")
+    assert "pip install 'torch>=2.0'" in found["PyTorch"].remedy
+
+
+STANDS_FOR = {
+    "torch": "from types import SimpleNamespace\n__version__ = '2.5.0'\n"
+    "cuda = SimpleNamespace(is_available=lambda: True)\n",
+    "horovod": "__version__ = '0.28.1'\n",
+}
+BACKENDS = "def init(): pass\ngloo_built = lambda: {}\nmpi_built = nccl_built = lambda: False\n"
+
+
+@pytest.mark.parametrize(
+    ("build", "what", "says", "cures"),
+    [
+        ("import os; os.abort()", "Horovod for PyTorch", "died of SIGABRT", BUILD),
+        ("import time; time.sleep(600)", "Horovod for PyTorch", "no answer in 3 s", BUILD),
+        (
+            "raise ImportError('undefined symbol: _ZN5torch')",
+            "Horovod for PyTorch",
+            "built for PyTorch 2.4.0, installed is 2.5.0: ImportError: undefined symbol",
+            BUILD,
+        ),
+        ("import yaml", "Horovod for PyTorch", "No module named 'yaml'", "pip install pyyaml"),
+        (
+            "raise ImportError('libmpi.so.40: cannot open shared object file')",
+            "Horovod for PyTorch",
+            "libmpi.so.40",
+            "apt-get install openmpi-bin",
+        ),
+        (BACKENDS.format(False), "gloo", "ranks cannot meet", BUILD),
+        (BACKENDS.format(True), "NCCL", "gradients of a GPU", "HOROVOD_GPU_OPERATIONS=NCCL"),
+    ],
+    ids=["aborts", "hangs", "other torch", "no yaml", "no libmpi", "no gloo", "no nccl"],
+)
+def test_broken_builds(build, what, says, cures, bare, tmp_path):
+    for name, text in {**STANDS_FOR, "horovod/torch": build}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    (tmp_path / "horovod" / "metadata.json").write_text('{"pytorch": "2.4.0"}')
+    began = time.monotonic()
+    found = diagnose("--timeout", "3", python=bare, path=[tmp_path])
+    assert time.monotonic() - began < 60
+    assert says in found[what].fact
+    assert cures in found[what].remedy
+
+
+def test_a_rank_that_hangs_says_where(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", "torch", str(time.time())]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert f"{tmp_path}/torch.py" in done.stderr
+
+
+def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
+    started = tmp_path / "pid"
+    code, said = inspection.run(["sh", "-c", f"sleep 600 & echo $! | tee {started}; wait"], 1)
+    assert code is None
+    assert said.strip() == started.read_text().strip()
+    time.sleep(0.2)
+    assert not alive(int(said))
+
+
+def test_wrong_usage():
+    command = [sys.executable, "-m", "hvd_gradcomp", "doctor", "--framework", "mxnet"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2
+
+
+CODE = {
+    "import horovod.keras as h\nh.DistributedOptimizer(o)": "horovod.keras",
+    "import horovod.tensorflow.keras\nhorovod.tensorflow.keras.DistributedOptimizer(o)": (
+        "horovod.tensorflow.keras"
+    ),
+    "from horovod.tensorflow import keras as h\nf(h.DistributedOptimizer)": (
+        "horovod.tensorflow.keras"
+    ),
+    "from horovod.tensorflow.keras import *\nDistributedOptimizer(o)": "horovod.tensorflow.keras",
+    "import horovod.tensorflow as h\nh.DistributedOptimizer(o)": "horovod.tensorflow",
+    "import horovod.torch as h\nh.DistributedOptimizer(o)": None,
+    "import hvd_gradcomp.tensorflow.keras as h\nh.DistributedOptimizer(o)": None,
+    "import horovod.torch as h, hvd_gradcomp as g\nh.allreduce(x, g.StromCompressor(1))": (
+        "StromCompressor"
+    ),
+    "import horovod.torch as h\nfrom hvd_gradcomp import DGCCompressor as D\nc = D()\n"
+    "h.DistributedOptimizer(o, compression=c)": "DGCCompressor",
+    "import horovod.torch as h\nfrom hvd_gradcomp import FP16Compressor as D\n"
+    "h.DistributedOptimizer(o, compression=D())": None,
+}
+
+
+@pytest.mark.parametrize(("code", "names"), CODE.items(), ids=map(str, range(len(CODE))))
+def test_finds_in_code_what_stock_horovod_does_wrongly(code, names, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(code)
+    found = list(usercode.faults(path, keras3=True))
+    assert len(found) == (names is not None)
+    for fault in found:
+        assert fault.line == code.count("\n") + 1
+        assert names in fault.what
+        assert fault.remedy.startswith("import hvd_gradcomp.t")
+    if names and "keras" in names:
+        assert list(usercode.faults(path, keras3=False)) == []
+
+
+def test_own_examples_are_sound_and_what_is_not_python_is_named(tmp_path, bare):
+    for path in usercode.sources([str(ROOT / "examples")]):
+        assert list(usercode.faults(path, keras3=True)) == []
+    (tmp_path / "old.py").write_text("print 'no'\n")
+    found = diagnose(str(tmp_path), python=bare)
+    assert found["your code"].mark == "warn"
+    assert "old.py" in found["your code"].fact
+
+
+@real
+def test_the_seam_of_another_horovod_is_refused():
+    pytest.importorskip("torch")
+    from horovod.torch.optimizer import _DistributedOptimizer as Stock
+
+    from hvd_gradcomp.torch.optimizer import check_seam
+
+    check_seam(Stock)
+    body = dict(vars(Stock), synchronize=lambda self: None)
+    with pytest.raises(RuntimeError, match="callable handles in synchronize"):
+        check_seam(type("Other", (), body))
