@@ -28,6 +28,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from threading import Timer
 from typing import NamedTuple
 
 REASONS = {
@@ -35,7 +36,6 @@ REASONS = {
     "target": "a target of the Makefile with tests of its own, or one that runs tests",
     "hosts": "needs several hosts; `make hosts` has them as network namespaces",
     "engine": "needs a container engine; `make images` has one",
-    "gpu": "needs a GPU",
     "coming": "the command is not built yet",
     "excerpt": "part of a program, which another block or example has whole",
 }
@@ -238,10 +238,8 @@ def follow(
     return check("".join(transcript), done)
 
 
-def _after(seconds: float, job: subprocess.Popen[bytes]):
+def _after(seconds: float, job: subprocess.Popen[bytes]) -> Timer:
     """A timer that ends what hangs, and all that it has started."""
-    from threading import Timer
-
     timer = Timer(seconds, lambda: os.killpg(job.pid, signal.SIGKILL))
     timer.daemon = True
     timer.start()

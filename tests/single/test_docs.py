@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from docs import follow
+from tests.conftest import STANDS_IN
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -55,7 +56,7 @@ def test_each_block_says_what_it_is_for(page):
 
 def test_reasons_are_few_and_used():
     used = {block.reason for block in BLOCKS} - {None}
-    assert used | {"gpu", "coming"} >= {*follow.REASONS} >= used
+    assert used == {*follow.REASONS}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.rst")), ids=title)
@@ -84,6 +85,7 @@ def public():
     return hvd_gradcomp.torch, tensorflow, tensorflow.keras
 
 
+@pytest.mark.skipif(STANDS_IN, reason="Horovod is not installed")
 def test_names_of_the_package_exist():
     """What excerpts and sentences call `hvd.something`."""
     modules = public()
@@ -122,6 +124,7 @@ def help_of(*command):
     return done.stdout
 
 
+@pytest.mark.skipif(STANDS_IN, reason="Horovod is not installed")
 @pytest.mark.parametrize("program", ["horovodrun", "hvd-gradcomp"])
 def test_options_of_what_is_not_run_exist(program):
     helps = {}
