@@ -25,10 +25,13 @@ path := $(abspath $(VENV))/bin:$$PATH
 tools := $(VENV)/.stamp-tools
 frameworks := $(VENV)/.stamp-frameworks
 horovod := $(VENV)/.stamp-horovod
+site := $(VENV)/.stamp-docs
 endif
 
 # `horovodrun` and what it starts come from the same environment.
 run = PATH="$(path)" $(python)
+pages = $(addprefix docs/tutorial/,first-run.md hosts.md choosing.md mixed-precision.md \
+	checkpoints.md) docs/extending.md
 pip = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --progress-bar off \
 	--constraint docker/constraints.txt
 
@@ -42,7 +45,7 @@ export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup check test test-older demo bench bench-loopback hosts hosts-possible soak \
-	images test-image clean-images clean
+	images test-image clean-images docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -55,7 +58,7 @@ check: $(tools) ## lint, format, types and import rules; under a minute, no fram
 	@$(run) -m mypy
 	@$(run) -m pytest -q tests/single/test_imports.py
 
-test: $(horovod) ## all tests: in one process, then with several ranks
+test: $(site) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)
 	@$(run) -m pytest tests/parallel $(ARGS)
 
@@ -97,8 +100,19 @@ test-image: ## tests with ranks in the image of `make images`, on gloo
 clean-images: ## remove images, containers and what they were made from
 	@docker/images.sh clean
 
+docs: $(site) ## the site, in docs/_build/html; a warning is an error
+	@$(run) -m sphinx -b html -W --keep-going -q $(ARGS) docs docs/_build/html
+	@echo "docs: docs/_build/html/index.html"
+
+# What the pages say is run by bash alone: a bare container has no Python to read them with.
+tutorial: ## follow the tutorial literally in a fresh container; as root, a quarter of an hour
+	@mkdir -p results
+	@docker/fresh.sh bash -c "$$($(PYTHON) -m docs.follow --setup --script $(pages))" \
+		</dev/null | tee results/tutorial.log
+	@$(PYTHON) -m docs.follow --setup --check results/tutorial.log $(pages)
+
 clean: ## remove the virtual environment, caches and build products
-	rm -rf $(VENV) $(VENV_OLDER) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_OLDER) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache docs/_build docs/generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stage that fails leaves no stamp and is repeated; --clear takes away half an environment.
@@ -125,6 +139,11 @@ $(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh
 	@echo "horovod: from the cache, or built (about 8 minutes on two cores)"
 	@PATH="$(path)" PIP_CONSTRAINT=docker/constraints.txt docker/build-horovod.sh $(VENV)/bin/python
 	@$(pip) --no-build-isolation --no-deps --editable .  # once more: now there is a compiler
+	@touch $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-horovod setup.py docker/constraints.txt
+	@echo "docs: Sphinx and what it needs (half a minute)"
+	@$(pip) --no-build-isolation --editable ".[docs,examples]"
 	@touch $@
 
 $(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py hvd_gradcomp/ops/native.c

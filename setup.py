@@ -30,6 +30,7 @@ extras = {
         "types-tabulate",
     ],
     "examples": ["matplotlib", "rich", "scikit-learn"],
+    "docs": ["furo", "myst-parser", "sphinx"],  # and what examples need, for the figures
     "tensorboard": ["tensorboardX"],
 }
 

@@ -68,6 +68,7 @@ case $what in
         ;;
     test)
         $engine run --rm --volume "$root/tests:/home/horovod/tests:ro" \
+            --volume "$root/docs:/home/horovod/docs:ro" \
             --volume "$root/pyproject.toml:/home/horovod/pyproject.toml:ro" \
             --volume "$root/docker/constraints.txt:/mnt/constraints.txt:ro" "${mounts[@]}" \
             --env PYTHONDONTWRITEBYTECODE=1 hvd-gradcomp:cpu sh -c '

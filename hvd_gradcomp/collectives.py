@@ -13,7 +13,7 @@ Tensor = Any
 
 
 class Allgather(NamedTuple):
-    """Everybody's tensor. Shapes are equal on all ranks. Reply: [world, *shape]."""
+    """Everybody's tensor. Shapes are equal on all ranks. Reply: `[world, *shape]`."""
 
     tensor: Tensor
 

@@ -14,12 +14,14 @@ from hvd_gradcomp.tensorflow.stats import engine_of
 class StatsWriter(reports.StatsWriter):
     """Writes `compression_stats` every so many steps, and a line each epoch, in a custom loop.
 
-    stats = StatsWriter(optimizer, every=100, writers=[JSONLines("stats.jsonl")])
-    for epoch in range(epochs):
-        for x, y in batches:
-            train_step(x, y)
-            stats.step()
-        stats.epoch(epoch)
+    ::
+
+        stats = StatsWriter(optimizer, every=100, writers=[JSONLines("stats.jsonl")])
+        for epoch in range(epochs):
+            for x, y in batches:
+                train_step(x, y)
+                stats.step()
+            stats.epoch(epoch)
 
     Each record is of the steps since the last one. The norm of a gradient is measured in the step
     that ends a span. A `tf.function` that was traced before this is made cannot, and leaves it out.

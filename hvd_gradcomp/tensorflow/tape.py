@@ -344,15 +344,16 @@ def tape_state(
     nonfinite: str | None = None,
     loss_scale: Any = None,
 ) -> TapeState:
-    """What `DistributedGradientTape`s with these arguments keep for these sources, to be saved.
+    """What every `DistributedGradientTape` with these arguments keeps for these sources, to save.
 
     For `tf.train.Checkpoint(model=model, exchange=hvd.tape_state(...))`, one file for each rank,
     and for `hvd.save_checkpoint`. Make it before the first tape, and from the same arguments.
 
     Args:
         sources: what tapes are asked about, in that order.
-        compression, op, gradient_predivide_factor, process_set, sparse_as_dense, hierarchical,
-            nonfinite, loss_scale: as for the tapes; of `loss_scale` only whether there is one.
+        compression, op, gradient_predivide_factor: as for the tapes.
+        process_set, sparse_as_dense, hierarchical, nonfinite: as for the tapes.
+        loss_scale: as for the tapes; only whether there is one counts.
     """
     engine = engine_for(
         sources,

@@ -28,17 +28,17 @@ __all__ = ["ElasticSampler", "Lost", "TorchState", "run"]
 class TorchState(Membership, _StockState):
     """What an elastic run commits, restores and hands to ranks that join.
 
-    Horovod's `TorchState` with `hvd.DistributedOptimizer`s of this package among its objects: their
-    compressors' state is committed and restored with the rest, exactly. At `sync` survivors keep
-    what belongs to them (residuals, momenta) and a rank that joins begins with none. What a rank
-    that died had kept back is lost: logged with its norm, and in `lost`.
+    Horovod's `TorchState` with any `hvd.DistributedOptimizer` of this package among its objects:
+    the compressor's state is committed and restored with the rest, exactly. At `sync` survivors
+    keep what belongs to them (residuals, momenta) and a rank that joins begins with none. What a
+    rank that died had kept back is lost: logged with its norm, and in `lost`.
 
     Memory: two commits, each a copy of all objects; see `Membership`.
 
     Args:
         model, optimizer: optional.
-        kwargs: further models, optimizers, `ElasticSampler`s and plain Python objects; all become
-            attributes.
+        kwargs: further models, optimizers, samplers (`ElasticSampler`) and plain Python objects;
+            all become attributes.
 
     Raises:
         ValueError: an optimizer exchanges over a process set, which does not outlive a reset.

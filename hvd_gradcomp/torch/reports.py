@@ -14,13 +14,15 @@ from hvd_gradcomp.torch.optimizer import engine_of
 class StatsWriter(reports.StatsWriter):
     """Writes an optimizer's `compression_stats` every so many steps, and a line each epoch.
 
-    stats = StatsWriter(optimizer, every=100, writers=[JSONLines("stats.jsonl")])
-    for epoch in range(epochs):
-        for x, y in batches:
-            ...
-            optimizer.step()
-            stats.step()
-        stats.epoch(epoch)
+    ::
+
+        stats = StatsWriter(optimizer, every=100, writers=[JSONLines("stats.jsonl")])
+        for epoch in range(epochs):
+            for x, y in batches:
+                ...
+                optimizer.step()
+                stats.step()
+            stats.epoch(epoch)
 
     Each record is of the steps since the last one. Make it after a checkpoint is loaded.
 

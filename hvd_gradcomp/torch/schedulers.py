@@ -20,6 +20,8 @@ class EGCScheduler(LRScheduler):
     `lr = max(lr / (1 + t * epoch), min_lr)` in every parameter group. The details, and where the
     paper's text and its Algorithm 2 differ, are those of `hvd_gradcomp.schedule.EGCCorrection`.
 
+    ::
+
         scheduler = hvd.EGCScheduler(optimizer, patience=3, t=0.1, min_lr=1e-4)
         for epoch in range(epochs):
             train(...)

@@ -1,0 +1,67 @@
+"""The site: `make docs`. Built and read without a network; a warning is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
+
+import hvd_gradcomp
+from docs import figures
+from hvd_gradcomp import cli
+
+project = "hvd_gradcomp"
+author = "the hvd_gradcomp authors"
+copyright = author
+version = release = hvd_gradcomp.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "generated"]
+nitpicky = False  # types of other projects cannot be looked up without a network
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+
+default_role = "literal"  # docstrings write `code` as Markdown does
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # Args say it in words
+autodoc_default_options = {"show-inheritance": False}
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = f"hvd_gradcomp {version}"
+html_copy_source = False
+html_show_sphinx = False
+pygments_style = "tango"
+
+
+def generate(app):
+    """What the code knows better than a text: figures, and the help of the command line."""
+    folder = Path(app.srcdir) / "generated"
+    folder.mkdir(exist_ok=True)
+    for name in ("hvd-gradcomp", *cli.COMMANDS):
+        words = ["--help"] if name == "hvd-gradcomp" else [name, "--help"]
+        help_of = CliRunner().invoke(cli.main, words, prog_name="hvd-gradcomp", terminal_width=88)
+        (folder / f"{name}.txt").write_text(help_of.output)
+    figures.draw(folder)
+
+
+def inline_math(writer, node):
+    writer.body.append(tex2mathml(node.astext(), as_block=False))
+    raise SkipNode
+
+
+def block_math(writer, node):
+    writer.body.append(tex2mathml(node.astext(), as_block=True))
+    raise SkipNode
+
+
+def setup(app):
+    # MathML, which browsers draw by themselves: MathJax would be a script from elsewhere.
+    app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
+    app.connect("builder-inited", generate)
+
+
+html_math_renderer = "mathml"

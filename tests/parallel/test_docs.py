@@ -1,0 +1,57 @@
+"""Does what the pages say, page by page, and builds the site without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import follow
+
+pytestmark = pytest.mark.parallel
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    page
+    for page in (ROOT / "docs").rglob("*.md")
+    if not {"_build", "generated"} & {*page.parts} and follow.script([page])[1]
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_following(page, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if shutil.which("hvd-gradcomp") is None:  # the package is on the path, but not installed
+        script = tmp_path / "bin" / "hvd-gradcomp"
+        script.parent.mkdir()
+        script.write_text('#!/bin/sh\nexec python -m hvd_gradcomp "$@"\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    problems = follow.follow([page], tmp_path, deadline=300)
+    assert not problems, "\n\n".join(problems)
+
+
+def test_site(tmp_path):
+    """No warning, no network while it is built where that can be had, no asset from elsewhere."""
+    pytest.importorskip("sphinx")
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
+    alone = ["unshare", "--net", "--map-root-user"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode == 0:
+        build = [*alone, *build]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"([^\"]+)\"", page.read_text()
+        )
+        away = [url for url in loaded if re.match(r"(?:https?:)?//", url)]
+        assert not away, f"{page.name}: {away}"
+    for style in tmp_path.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", style.read_text()), style.name

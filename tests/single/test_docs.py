@@ -1,0 +1,212 @@
+"""The site's pages, without running what they say; `tests/parallel/test_docs.py` does that."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import follow
+from tests.conftest import STANDS_IN
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_build", "generated"} & {*page.parts})
+BLOCKS = [block for page in PAGES for block in follow.blocks(page)]
+DIRECTIVES = {"toctree", "figure", "literalinclude"}
+AUTOMATIC = {"autoclass", "autoexception", "autofunction", "automodule"}
+not_run = pytest.mark.parametrize(
+    "block",
+    [b for b in BLOCKS if b.language == "console" and b.reason],
+    ids=lambda b: f"{b.page.name}:{b.line}",
+)
+
+
+def title(page):
+    return str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_each_block_says_what_it_is_for(page):
+    """So that no command is left out because a fence is spelled another way."""
+    text = page.read_text()
+    fences = re.findall(r"^( *)(`{3,}|~{3,}|:{3,})(.+)$", text, re.MULTILINE)
+    for indent, _, kind in fences:
+        name = kind.strip().removeprefix("{code-block}").strip()
+        directive = re.match(r"\{(\w+)\}", kind)
+        if directive and directive[1] != "code-block":
+            assert directive[1] in DIRECTIVES, kind
+        else:
+            assert name in follow.LANGUAGES, kind
+            assert not indent or name == "text", f"an indented block is not run: {kind}"
+    for block in follow.blocks(page):
+        assert block.reason is None or block.reason in follow.REASONS, block.place
+        assert {*block.options} <= {"class", "caption"}, block.place
+        if block.language == "console":
+            assert follow.commands(block), block.place
+        if block.language == "diff":
+            assert block.file or block.reason == "excerpt", block.place
+
+
+def test_reasons_are_few_and_used():
+    used = {block.reason for block in BLOCKS} - {None}
+    assert used == {*follow.REASONS}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.rst")), ids=title)
+def test_reference_has_no_commands(page):
+    directives = set(re.findall(r"^\.\. ([\w-]+)::", page.read_text(), re.MULTILINE))
+    assert directives <= {"toctree", "currentmodule", *AUTOMATIC}
+    assert "$ " not in page.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_changes_apply(page, tmp_path):
+    """Each diff fits the file that it changes, and what comes out is Python."""
+    text, _ = follow.script([page])
+    for name, source in re.findall(
+        r"^cat > (.+) <<'END OF FILE'\n(.*?)END OF FILE$", text, re.S | re.M
+    ):
+        compile(source, f"{page.name}: {name}", "exec")
+
+
+def public():
+    import hvd_gradcomp.tensorflow
+    import hvd_gradcomp.tensorflow.keras
+    import hvd_gradcomp.torch
+
+    tensorflow = hvd_gradcomp.tensorflow
+    return hvd_gradcomp.torch, tensorflow, tensorflow.keras
+
+
+@pytest.mark.skipif(STANDS_IN, reason="Horovod is not installed")
+def test_names_of_the_package_exist():
+    """What excerpts and sentences call `hvd.something`."""
+    modules = public()
+    for page in PAGES:
+        for path in set(re.findall(r"\bhvd((?:\.[A-Za-z_]\w*)+)", page.read_text())):
+            if path == ".join" or path.startswith(".something"):
+                continue
+            first, *rest = path[1:].split(".")
+            found = [getattr(m, first) for m in modules if hasattr(m, first)]
+            for name in rest:
+                found = [getattr(x, name) for x in found if hasattr(x, name)]
+            assert found, f"{page.name}: hvd{path}"
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "python"], ids=lambda b: f"{b.page.name}:{b.line}"
+)
+def test_python_compiles(block):
+    compile(block.text, block.place, "exec")
+
+
+@not_run
+def test_what_is_not_run_is_bash(block):
+    for command in follow.commands(block):
+        subprocess.run(["bash", "-n", "-c", command.text], check=True)
+
+
+def help_of(*command):
+    if command[0] == "hvd-gradcomp":  # which is this where the package is not installed
+        command = (sys.executable, "-m", "hvd_gradcomp", *command[1:])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [*command, "--help"], capture_output=True, text=True, env={**os.environ, "PATH": path}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.skipif(STANDS_IN, reason="Horovod is not installed")
+@pytest.mark.parametrize("program", ["horovodrun", "hvd-gradcomp"])
+def test_options_of_what_is_not_run_exist(program):
+    helps = {}
+    for block in BLOCKS:
+        if block.language != "console" or not block.reason:
+            continue
+        for command in follow.commands(block):
+            for words in _calls(command.text, program):
+                key = words[:2] if program == "hvd-gradcomp" else words[:1]
+                if tuple(key) not in helps:
+                    helps[tuple(key)] = help_of(*key)
+                text = helps[tuple(key)]
+                if "To come." in text:
+                    continue
+                if program == "hvd-gradcomp":
+                    assert block.reason != "coming", f"{command.place}: it is built, so run it"
+                for option in (w.partition("=")[0] for w in words if w.startswith("-")):
+                    assert re.search(rf"(?<![\w-]){option}\b", text), command.place
+
+
+def _calls(text, program):
+    """The words of each call of a program, those of what it starts left out."""
+    words = shlex.split(text.replace("\\\n", " "))
+    if program in words:
+        own = words[words.index(program) :]
+        if program == "horovodrun":
+            starts = [i for i, word in enumerate(own) if word in ("python", "hvd-gradcomp")]
+            own = own[: starts[0]]
+        yield own
+
+
+def test_targets_exist():
+    """`make TARGET`, wherever a page says it."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        said = re.findall(r"(?:`|\$ )make ([a-z][a-z ]*[a-z])", page.read_text())
+        missing = {target for words in said for target in words.split()} - targets
+        assert missing <= COMING, f"{page.name}: {missing}"
+
+
+COMING = {"hosts"}
+
+
+def literals():
+    """All that the package may print: its string constants, `{}` for what is filled in."""
+    for path in (ROOT / "hvd_gradcomp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                values = [getattr(v, "value", None) for v in node.values]
+                yield "".join(v if isinstance(v, str) else "{}" for v in values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_are_those_of_the_package():
+    """The headings of the page, as far as they quote us."""
+    ours = (DOCS / "troubleshooting.md").read_text().partition("## From Horovod")[0]
+    headings = re.findall(r"^### `(.+)`$", ours, re.MULTILINE)
+    assert len(headings) > 20
+    known = list(literals())
+    for heading in headings:
+        for piece in heading.split("..."):
+            assert any(piece.strip(" .") in text for text in known), heading
+
+
+def test_a_page_that_is_wrong_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ cd /\n$ echo $PWD 1\n/ 22\n$ echo here\nthere\n$ echo on\n```\n")
+    (problem,) = follow.follow([page], tmp_path)
+    assert "has not printed" in problem and "there" in problem
+    page.write_text("```console\n$ echo 1\n$ false\n$ echo never\n```\n")
+    (problem,) = follow.follow([page], tmp_path)
+    assert "page.md:3: failed: $ false" in problem
+    page.write_text("```console\n$ sleep 60\n```\n")
+    (problem,) = follow.follow([page], tmp_path, deadline=0.5)
+    assert "failed: $ sleep 60" in problem
+    page.write_text("```{code-block} diff\n:caption: a\n\n-b\n+c\n```\n")
+    with pytest.raises((SyntaxError, KeyError)):
+        follow.follow([page], tmp_path)
+
+
+def test_numbers_may_differ_and_words_may_not(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ echo 'a 1.5 b'; echo c\na  22 b\n...\nc\n```\n")
+    assert follow.follow([page], tmp_path) == []
