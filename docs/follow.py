@@ -36,7 +36,6 @@ REASONS = {
     "target": "a target of the Makefile with tests of its own, or one that runs tests",
     "hosts": "needs several hosts; `make hosts` has them as network namespaces",
     "engine": "needs a container engine; `make images` has one",
-    "coming": "the command is not built yet",
     "excerpt": "part of a program, which another block or example has whole",
 }
 LANGUAGES = {"console", "python", "diff", "text"}
