@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall, Broadcast, Switch
+from hvd_gradcomp.collectives import (
+    SUMMED_BYTES,
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -19,10 +26,14 @@ class EveryCollective(Compressor):
         return ()
 
     def aggregate(self, ops, context, gradient, state, **extra):
+        ranks = ops.reshape(ops.cast(ops.arange(context.size), "float32"), (-1, 1))
         gathered = yield Allgather(gradient)  # [world, n]
-        total = ops.sum(
-            gathered * ops.reshape(ops.cast(ops.arange(context.size), "float32"), (-1, 1)), 0
-        )
+        total = ops.sum(gathered * ranks, 0)
+        # So large that two ranks add it up over gloo.
+        copies = SUMMED_BYTES // (4 * context.layout.size) + 1
+        payload = ops.to_bytes(ops.concat([gradient] * copies), "float32")
+        gathered = ops.from_bytes((yield Allgather(payload)), "float32")
+        total = total + ops.sum(gathered[:, -context.layout.size :] * ranks, 0)
         total = total + (yield Allreduce(gradient, 0.5, 2.0))
         rows = ops.reshape(gradient, (context.size, -1))
         total = total + ops.reshape((yield Alltoall(rows)), (context.layout.size,))

@@ -35,6 +35,7 @@ from hvd_gradcomp.collectives import (
     Gather,
     Inside,
     Switch,
+    goes_as_sum,
 )
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.names import Names
@@ -695,6 +696,11 @@ class Engine:
         tensor = request.tensor.contiguous()  # type: ignore[union-attr]
         if counts and (not isinstance(request, Broadcast) or request.root == process_set.rank()):
             self.counters[_SENT] += tensor.numel() * tensor.element_size()
+        if self._sums(request, process_set):
+            words = tensor.view(torch.int32)
+            return horovod.allreduce_async(
+                words, name=name, op=horovod.Sum, process_set=process_set
+            )
         if isinstance(request, Allgather):
             return horovod.allgather_async(tensor, name, process_set)
         if isinstance(request, Allreduce):
@@ -719,6 +725,13 @@ class Engine:
             return horovod.broadcast_async(tensor, root, name, process_set)
         raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
 
+    def _sums(self, request: Collective, process_set: Any) -> bool:
+        if not isinstance(request, Allgather):
+            return False
+        dtype = str(request.tensor.dtype).removeprefix("torch.")
+        size, ranks = request.tensor.numel(), process_set.size()
+        return goes_as_sum(size, dtype, ranks, horovod.gloo_enabled())
+
     def _wait(self, bucket: Bucket) -> torch.Tensor:
         with failures.named(HorovodInternalError, self._what(bucket)):
             reply = horovod.synchronize(bucket.handle)
@@ -734,6 +747,12 @@ class Engine:
             here = torch.cuda.current_stream(reply.device)
             if here != torch.cuda.default_stream(reply.device):
                 here.wait_stream(torch.cuda.default_stream(reply.device))
+        if self._sums(request, process_set):
+            both = reply.new_empty((2, *reply.shape))
+            own = request.tensor.view(torch.int32)  # type: ignore[union-attr]
+            both[process_set.rank()] = own
+            torch.sub(reply, own, out=both[1 - process_set.rank()])
+            reply = both.view(torch.uint8)
         if counts and (not isinstance(request, Broadcast) or request.root != process_set.rank()):
             self.counters[_RECEIVED] += reply.numel() * reply.element_size()
         if isinstance(request, Gather):

@@ -26,7 +26,7 @@ def expected(size: int, steps: int) -> list[list[list[float]]]:
         for rank in range(size):
             weighted = sum(r * flat for r, flat in enumerate(flats))
             phase = sum(flats) if step % 2 == 0 else 3 * size * flats[0]
-            plain = weighted + sum(flats) + rows[:, rank].reshape(-1) + flats[-1] + phase
+            plain = 2 * weighted + sum(flats) + rows[:, rank].reshape(-1) + flats[-1] + phase
             assert torch.equal(totals[rank], plain)
             found[rank].append(totals[rank].tolist())
     return found
@@ -38,7 +38,7 @@ def test_lockstep():
 
 @pytest.mark.parallel
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-@pytest.mark.parametrize(("ranks", "backend"), [(3, "gloo"), (2, "mpi")], ids=str)
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (3, "gloo"), (2, "mpi")], ids=str)
 def test_over_horovod(framework, ranks, backend, tmp_path):
     found = launch("collectives", ranks, backend, tmp_path, framework, str(N))
     assert found == expected(ranks, 4)
