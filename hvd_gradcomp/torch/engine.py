@@ -120,11 +120,12 @@ class Bucket:
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A bucket's vector as its layers."""
-        layout = self.layout
-        return [
-            flat[offset : offset + size].view(shape)
-            for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes)
-        ]
+        return [self.layer(flat, slot) for slot in range(len(self.layout.names))]
+
+    def layer(self, flat: torch.Tensor, slot: int) -> torch.Tensor:
+        """One of them."""
+        start, layout = self.layout.offsets[slot], self.layout
+        return flat[start : start + layout.sizes[slot]].view(layout.shapes[slot])
 
     def abandon(self) -> None:
         """Ends its programs where they are; the next gradients begin anew."""
@@ -637,7 +638,7 @@ class Engine:
         self.finish()
         if bucket.result is None:
             raise RuntimeError("take() without an exchange; this is a bug in hvd_gradcomp")
-        gradient = bucket.cut(bucket.result)[slot]
+        gradient = bucket.layer(bucket.result, slot)
         return self.scaling.scale(gradient).to(parameter.dtype)
 
     def clear(self) -> None:
