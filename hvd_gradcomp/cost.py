@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+# As `collectives` has them; "allreduce16" of halves, which CPUs add up slowly.
+KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast")
 FUSION_BYTES = 128 << 20  # Horovod's default
 
 Curve = tuple[tuple[float, float], ...]  # (bytes that a rank receives, seconds), ascending
@@ -34,6 +36,7 @@ def volume(kind: str, size: float, ranks: int) -> float:
     others = ranks - 1
     shares = {
         "allreduce": 2 * others / ranks,
+        "allreduce16": 2 * others / ranks,
         "allgather": others,
         "alltoall": others / ranks,
         "broadcast": min(others, 1),
@@ -46,7 +49,7 @@ def hops(kind: str, ranks: int) -> int:
     """Messages one after the other: around a ring, or down a tree."""
     if kind == "broadcast":
         return math.ceil(math.log2(ranks)) if ranks > 1 else 0
-    return (2 if kind == "allreduce" else 1) * (ranks - 1)
+    return (2 if kind.startswith("allreduce") else 1) * (ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,7 @@ class Link:
     @classmethod
     def of(cls, bits_per_second: float, ranks: int = 2, latency: float = 50e-6) -> Link:
         """One that nobody has measured: its rate, and Horovod's millisecond to start."""
-        kinds = ("allreduce", "allgather", "alltoall", "broadcast")
-        nothing = cls(ranks, {kind: ((0.0, 1e-3), (1e9, 1e-3)) for kind in kinds}, latency)
+        nothing = cls(ranks, {kind: ((0.0, 1e-3), (1e9, 1e-3)) for kind in KINDS}, latency)
         return nothing.with_bandwidth(bits_per_second)
 
     def seconds(self, kind: str, size: float, ranks: int | None = None) -> float:
@@ -127,42 +129,48 @@ class Bucket(NamedTuple):
 
 
 def step_seconds(
-    buckets: Sequence[Bucket], link: Link, ranks: int | None = None, backward: float = 0.0
+    ranks: Sequence[Sequence[Bucket]], link: Link, size: int | None = None, backward: float = 0.0
 ) -> float:
-    """From the beginning of backward to the last decoded bucket.
+    """From the beginning of backward to the last decoded bucket of the slowest rank.
+
+    A collective begins when all ranks have asked for it, and the one before is done.
+
+    Args:
+        ranks: the buckets of each rank, in the same order.
+        link: that it goes over.
+        size: over how many ranks; as many as have measured the link if None.
+        backward: seconds of the backward pass.
 
     >>> link = Link(2, {"allgather": ((0.0, 1.0), (10.0, 2.0))})
-    >>> step_seconds([Bucket(0.0, (1.0, 0.5), (("allgather", 10.0),))] * 2, link)
+    >>> step_seconds([[Bucket(0.0, (1.0, 0.5), (("allgather", 10.0),))] * 2], link)
     5.5
     """
-    now = since = free = 0.0
+    now, free = [0.0] * len(ranks), 0.0
+    rows = sorted(zip(*ranks), key=lambda row: row[0].ready)
+    since = 0.0
     waiting = []
-    for bucket in sorted(buckets, key=lambda bucket: bucket.ready):
-        now += bucket.ready - since + bucket.work[0]
-        since = bucket.ready
-        free = _sent(bucket, 0, now, free, link, ranks)
-        waiting.append((bucket, 0, free if bucket.asks else now))
-    now += max(backward - since, 0.0)
+    for row in rows:
+        ready = row[0].ready
+        now = [time + ready - since + bucket.work[0] for time, bucket in zip(now, row)]
+        since = ready
+        if row[0].asks:
+            free = max(free, *now) + _travels(row, 0, link, size)
+            waiting.append((row, 0, free))
+    now = [time + max(backward - since, 0.0) for time in now]
     while waiting:
         further = []
-        for bucket, done, there in waiting:
-            if not bucket.asks:
-                continue
-            now = max(now, there) + bucket.work[done + 1]
-            if done + 1 < len(bucket.asks):
-                free = _sent(bucket, done + 1, now, free, link, ranks)
-                further.append((bucket, done + 1, free))
+        for row, done, there in waiting:
+            now = [max(time, there) + b.work[done + 1] for time, b in zip(now, row)]
+            if done + 1 < len(row[0].asks):
+                free = max(free, *now) + _travels(row, done + 1, link, size)
+                further.append((row, done + 1, free))
         waiting = further
-    return now
+    return max(now)
 
 
-def _sent(
-    bucket: Bucket, place: int, now: float, free: float, link: Link, ranks: int | None
-) -> float:
-    """When the link is free again after a bucket's collective."""
-    if place >= len(bucket.asks):
-        return free
-    return max(now, free) + link.seconds(*bucket.asks[place], ranks)
+def _travels(row: Sequence[Bucket], place: int, link: Link, ranks: int | None) -> float:
+    kind, size = row[0].asks[place]
+    return link.seconds(kind, size, ranks)
 
 
 def dense_seconds(
@@ -188,7 +196,7 @@ def dense_seconds(
     return max(free, backward)
 
 
-Rounds = Sequence[Sequence[Bucket]]  # the buckets of each round that was measured
+Rounds = Sequence[Sequence[Bucket]]  # buckets, by rounds that one rank measured, or by ranks
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,7 @@ class Way:
     costs: Mapping[int, Sequence[Rounds]]
 
     def seconds(self, link: Link, ranks: int, backward: float | None = None) -> float:
-        """The median round, of which the slowest rank counts.
+        """The median round.
 
         Args:
             link: that it goes over.
@@ -214,9 +222,9 @@ class Way:
                 alone, with all gradients there.
         """
         rounds = zip(*(self.costs[ranks] if ranks in self.costs else self._among(ranks)))
-        return statistics.median(
-            max(_one(buckets, link, ranks, backward) for buckets in several) for several in rounds
-        )
+        if backward is not None:
+            return statistics.median(step_seconds(r, link, ranks, backward) for r in rounds)
+        return statistics.median(step_seconds(_at_once(r), link, ranks) for r in rounds)
 
     def _among(self, ranks: int) -> list[Rounds]:
         few, many = sorted(self.costs)[-2:]
@@ -242,10 +250,9 @@ class Dense:
         return dense_seconds(self.layers, link, ranks, backward)
 
 
-def _one(buckets: Sequence[Bucket], link: Link, ranks: int, backward: float | None) -> float:
-    if backward is None:
-        return step_seconds([bucket._replace(ready=0.0) for bucket in buckets], link, ranks)
-    return step_seconds(buckets, link, ranks, backward)
+def _at_once(ranks: Rounds) -> Rounds:
+    """With all gradients there."""
+    return [[bucket._replace(ready=0.0) for bucket in buckets] for buckets in ranks]
 
 
 def _between(few: Bucket, many: Bucket, work: float, size: float) -> Bucket:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,9 +21,9 @@ from hvd_gradcomp import learned
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
-from hvd_gradcomp.collectives import Allgather, Collective, Gather
+from hvd_gradcomp.collectives import Allgather, Allreduce, Collective, Gather, goes_as_sum
+from hvd_gradcomp.cost import KINDS, Link, volume
 from hvd_gradcomp.cost import Bucket as Cost
-from hvd_gradcomp.cost import Link, volume
 from hvd_gradcomp.models import Model, shapes
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
@@ -342,7 +342,9 @@ class _AloneEngine(Engine):
             raise ValueError(f"what {self.compressor!r} takes cannot be measured by one rank alone")
         tensor = request.tensor  # type: ignore[union-attr]
         size = float(tensor.numel() * tensor.element_size())
-        self.asks[bucket.name].append((type(request).__name__.lower(), size))
+        half = isinstance(request, Allreduce) and tensor.dtype in (torch.float16, torch.bfloat16)
+        kind = "allreduce16" if half else type(request).__name__.lower()
+        self.asks[bucket.name].append((kind, size))
         return request
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
@@ -424,27 +426,39 @@ def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) 
         latency: see `Link`.
     """
     ranks = horovod.size()
-    kinds: dict[str, Callable[[torch.Tensor, str], Any]] = {
-        "allreduce": lambda x, name: horovod.allreduce(x, name=name, op=horovod.Sum),
-        "allgather": lambda x, name: horovod.allgather(x, name=name),
-        "alltoall": lambda x, name: horovod.alltoall(x, name=name),
-        "broadcast": lambda x, name: horovod.broadcast(x, 0, name=name),
-    }
     curves = {}
-    for kind, collective in kinds.items():
+    for kind in KINDS:
         points = []
         for size in sizes:
-            count = max(size // 4 // ranks, 1) * ranks
+            count = max(size // 4 // ranks, 1) * ranks * 4
             if kind == "allgather":  # as much as arrives by the others
-                count = max(count // max(ranks - 1, 1), 1)
-            tensor, took = torch.ones(count), []
+                count = max(count // 4 // max(ranks - 1, 1), 1) * 4
+            payload, took = torch.ones(count, dtype=torch.uint8), []
             for turn in range(rounds + 1):  # the first one is negotiated
                 horovod.barrier()
                 start = time.perf_counter()
-                collective(tensor, f"link.{kind}.{size}")
+                _collective(kind, payload, f"link.{kind}.{size}")
                 seconds = slowest(time.perf_counter() - start)
                 if turn:
                     took.append(seconds)
-            points.append((volume(kind, 4.0 * count, ranks), statistics.median(took)))
+            points.append((volume(kind, count, ranks), statistics.median(took)))
         curves[kind] = tuple(sorted(points))
     return Link(ranks, curves, latency)
+
+
+def _collective(kind: str, payload: torch.Tensor, name: str) -> None:
+    """One of `KINDS`, as an engine performs it."""
+    ranks = horovod.size()
+    summed = goes_as_sum(payload.numel(), "uint8", ranks, horovod.gloo_enabled())
+    if kind == "allreduce16":
+        horovod.allreduce(payload.view(torch.float16), name=name, op=horovod.Sum)
+    elif kind == "allreduce":
+        horovod.allreduce(payload.view(torch.float32), name=name, op=horovod.Sum)
+    elif kind == "allgather" and summed:
+        horovod.allreduce(payload.view(torch.int32), name=name, op=horovod.Sum)
+    elif kind == "allgather":
+        horovod.allgather(payload, name=name)
+    elif kind == "alltoall":
+        horovod.alltoall(payload, name=name)
+    else:
+        horovod.broadcast(payload, 0, name=name)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_gradcomp.cost import (
+    KINDS,
     Bucket,
     Dense,
     Link,
@@ -19,7 +20,6 @@ from hvd_gradcomp.cost import (
     volume,
 )
 
-KINDS = ("allreduce", "allgather", "alltoall", "broadcast")
 seconds = st.floats(0, 10)
 ranks = st.integers(2, 1024)
 
@@ -50,7 +50,7 @@ def test_a_step_is_no_shorter_than_its_parts_and_no_longer_than_their_sum(drawn,
     link = ideal()
     work = backward + sum(e + d for _, e, _, d in drawn)
     travel = sum(link.seconds("alltoall", size) for _, _, size, _ in drawn)
-    took = step_seconds(buckets, link, 2, backward)
+    took = step_seconds([buckets], link, 2, backward)
     assert max(work, travel) - 1e-6 <= took <= work + travel + 1e-6
 
 
@@ -65,10 +65,18 @@ def test_dense_layers_fuse_while_the_link_is_busy(layers, rest):
     assert took <= max(backward, max(ready for ready, _ in layers) + travel) + 1e-6
 
 
+def test_a_collective_waits_for_the_last_rank():
+    def rank(*work: float) -> list[Bucket]:
+        return [Bucket(0.0, (w, 0.0), (("broadcast", 8.0),)) for w in work]
+
+    assert step_seconds([rank(1, 2), rank(2, 1)], ideal()) == 2 + 8 + 8
+    assert step_seconds([rank(1, 20), rank(2, 1)], ideal()) == 21 + 8
+
+
 def test_a_second_round_waits_for_the_first():
     link = ideal()
     one = Bucket(0.0, (1.0, 2.0, 4.0), (("broadcast", 8.0), ("alltoall", 16.0)))
-    assert step_seconds([one], link) == 1 + 8 + 2 + 8 + 4
+    assert step_seconds([[one]], link) == 1 + 8 + 2 + 8 + 4
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 4))
@@ -95,7 +103,7 @@ def test_work_grows_on_a_line_and_shards_shrink(p):
 
     link = ideal()
     way = Way("two shots", {n: [[[cost(n)]]] for n in (2, 4, 16)})
-    assert way.seconds(link, p) == pytest.approx(step_seconds([cost(p)], link, p))
+    assert way.seconds(link, p) == pytest.approx(step_seconds([[cost(p)]], link, p))
 
 
 def test_the_slowest_rank_of_the_median_round_counts():
