@@ -7,8 +7,8 @@
 Hosts are network namespaces with an sshd each behind a link that is shaped in both directions; how,
 and why nothing of them is left behind, says `benchmarks.rig`. For each number of hosts and each
 rate, horovodrun on the first host starts a rank on each: the digits with the variance criterion,
-once over gloo and once over MPI; then `hvd-gradcomp bench` and `hvd-gradcomp advise`, over gloo.
-What follows `--` is run there instead, whatever it is.
+over gloo, over MPI, and with two ranks a host that compress between hosts only; then `hvd-gradcomp
+bench` and `hvd-gradcomp advise`, over gloo. What follows `--` is run there instead, whatever it is.
 
 The table of exchanges has, for each number of hosts and rate, the median in ms, its spread (least
 and most) and how many times faster than dense Horovod in the same run that is. Below stand the bars
@@ -43,6 +43,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 TRAINING = ["python", "-m", "examples.pytorch.digits", "--json", "--method", "variance"]
+HIERARCHICAL = "gloo, 2 ranks a host, hierarchical"
 BENCH = ["python", "-m", "hvd_gradcomp", "bench"]
 ADVISE = ["python", "-m", "hvd_gradcomp", "advise"]
 ERROR = 0.2  # of predicted exchanges, the median over ways and rates
@@ -59,9 +60,12 @@ BARS = {  # on two hosts: times faster than dense
 Result = dict[str, Any]
 
 
-def train(hosts: Hosts, backend: str, options: argparse.Namespace) -> Result:
-    command = [*TRAINING, "--epochs", str(options.epochs)]
-    output = hosts.horovodrun(command, backend=backend, timeout=options.timeout)
+def train(hosts: Hosts, how: str, options: argparse.Namespace) -> Result:
+    command, ranks = [*TRAINING, "--epochs", str(options.epochs)], 1
+    if how == HIERARCHICAL:
+        command, ranks = [*command, "--hierarchical"], 2
+    backend, timeout = how.partition(",")[0], options.timeout
+    output = hosts.horovodrun(command, backend=backend, ranks_per_host=ranks, timeout=timeout)
     row = next(line for line in output.splitlines() if '"accuracy"' in line)
     return dict(json.loads(row[row.index("{") :]))
 
@@ -88,10 +92,10 @@ def training_table(runs: list[Result]) -> Table:
     for head in ("hosts, rate", "backend", "accuracy, %", "one element in", "bytes /", "ms a step"):
         table.add_column(head, justify="left" if head in ("hosts, rate", "backend") else "right")
     for run in runs:
-        for backend, row in run["training"].items():
+        for how, row in run["training"].items():
             ratios = [f"{row[name]:.1f}" for name in ("element_ratio", "ratio")]
             step = f"{1e3 * row['seconds_per_step']:.1f}"
-            table.add_row(title(run), backend, f"{row['accuracy']:.1f}", *ratios, step)
+            table.add_row(title(run), how, f"{row['accuracy']:.1f}", *ratios, step)
     return table
 
 
@@ -214,9 +218,10 @@ def measure(options: argparse.Namespace, console: Console) -> bool:
                 hosts.set_rate(rate)
                 run: Result = {"hosts": count, "rate": rate, "training": {}, "exchange": []}
                 runs.append(run)
-                for backend in options.backends if "training" in options.parts else ():
-                    console.print(f"{title(run)}: training over {backend}")
-                    run["training"][backend] = train(hosts, backend, options)
+                ways = [*options.backends, HIERARCHICAL]
+                for how in ways if "training" in options.parts else ():
+                    console.print(f"{title(run)}: training over {how}")
+                    run["training"][how] = train(hosts, how, options)
                     path.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
                 if "exchange" in options.parts:
                     console.print(f"{title(run)}: exchanges over gloo")

@@ -56,7 +56,7 @@ class Shard(keras.utils.PyDataset):
 
 def main() -> None:
     options = digits.arguments(__doc__.splitlines()[0])
-    hvd.init()
+    hvd.init(process_sets=digits.process_sets(options))
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.utils.set_random_seed(options.seed)
@@ -66,7 +66,9 @@ def main() -> None:
     if compressor.uses_moments:
         hvd.track_moments(model)
     optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.Adam(options.learning_rate), compression=compressor
+        keras.optimizers.Adam(options.learning_rate),
+        compression=compressor,
+        hierarchical=options.hierarchical,
     )
     model.compile(
         optimizer,

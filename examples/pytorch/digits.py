@@ -46,13 +46,14 @@ def prepared(options: Any) -> tuple[list[torch.Tensor], nn.Module, Any]:
         torch.optim.Adam(model.parameters(), lr=options.learning_rate),
         model.named_parameters(),
         compression=compressor,
+        hierarchical=options.hierarchical,
     )
     return [train_x, train_y, test_x, test_y], model, optimizer
 
 
 def main() -> None:
     options = digits.arguments(__doc__.splitlines()[0])
-    hvd.init()
+    hvd.init(process_sets=digits.process_sets(options))
     (train_x, train_y, test_x, test_y), model, optimizer = prepared(options)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -17,7 +17,7 @@ from examples.keras.digits import network
 
 def main() -> None:
     options = digits.arguments(__doc__.splitlines()[0])
-    hvd.init()
+    hvd.init(process_sets=digits.process_sets(options))
     tf.config.threading.set_intra_op_parallelism_threads(1)
     keras.utils.set_random_seed(options.seed)
     train_x, train_y, test_x, test_y = digits.load()
@@ -34,7 +34,9 @@ def main() -> None:
         _, gradients, moments = hvd.microbatch_gradients(
             lambda x, y: cross_entropy(y, model(x, training=True)), variables, [images, labels], 4
         )
-        reduced = hvd.reduce_gradients(gradients, variables, compressor, moments=moments)
+        reduced = hvd.reduce_gradients(
+            gradients, variables, compressor, moments=moments, hierarchical=options.hierarchical
+        )
         optimizer.apply(reduced, model.trainable_variables)
 
     start = time.perf_counter()
