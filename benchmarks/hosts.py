@@ -134,7 +134,7 @@ def prediction(runs: list[Result]) -> tuple[list[str], bool]:
     for count in sorted({run["hosts"] for run in runs}):
         errors = []
         for run in (run for run in runs if run["hosts"] == count):
-            rows = run["advice"]["rows"]
+            rows = [row for row in run["advice"]["rows"] if row["element_ratio"]]
             errors += [abs(row["error"]) for row in rows]
             picked = min(rows, key=lambda row: row["predicted_ms"])
             fastest = min(rows, key=lambda row: row["measured_ms"])

@@ -12,7 +12,6 @@ ever in /run/netns, /etc or ~/.ssh of the machine.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -247,23 +246,6 @@ class Hosts:
             shape[4] = "eth0"
             self._sh(self._inside("ip", "netns", "exec", name, *shape))
         self.rate = rate
-
-    def measure(self, seconds: int = 2) -> float:
-        """What iperf3 gets from host1 to host2, in bits a second."""
-        server = subprocess.Popen(
-            self._on("host2", "iperf3", "--server", "--one-off"),
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            wait = "until ss -ltnH 'sport = 5201' | grep -q .; do sleep 0.02; done"
-            self._sh(self._on("host2", "timeout", "10", "sh", "-c", wait))
-            client = ["iperf3", "--client", "host2", "--time", str(seconds), "--json"]
-            report = json.loads(self._sh(self._on("host1", *client)))
-        finally:
-            self._sweep()
-            server.wait()
-        return float(report["end"]["sum_received"]["bits_per_second"])
 
     def horovodrun(
         self,

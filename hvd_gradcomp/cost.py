@@ -7,8 +7,9 @@ latency, the work of encoding and decoding, and that communication and backward 
 - a `Link` has the time of each collective as it was measured at several sizes, so latency and all
   that Horovod adds are in it. Other numbers of ranks have the paper's volumes, and more hops;
 - a `Bucket` has the measured times of its work before, between and after its collectives;
-- `step_seconds` lets them run: one thread that differentiates, encodes and decodes, and one link
-  that performs one collective after the other, meanwhile.
+- `step_seconds` lets them run: one thread a rank that differentiates, encodes and decodes, and one
+  link that performs one collective after the other, meanwhile. That Horovod sends what waits
+  together is counted for dense gradients only (`dense_seconds`); buckets are few.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ Curve = tuple[tuple[float, float], ...]  # (bytes that a rank receives, seconds)
 
 
 def volume(kind: str, size: float, ranks: int) -> float:
-    """Bytes that pass a rank's link in one direction, for a tensor of so many bytes on each rank.
+    """Bytes that pass the busiest rank's link, one way, for a tensor of so many bytes on each rank.
+
+    Rings, and for a broadcast gloo's tree, in which the root sends the whole more than once.
 
     >>> [volume(kind, 8.0, 4) for kind in ("allreduce", "allgather", "alltoall", "broadcast")]
-    [12.0, 24.0, 6.0, 8.0]
+    [12.0, 24.0, 6.0, 16.0]
     """
     others = ranks - 1
     shares = {
@@ -39,16 +42,17 @@ def volume(kind: str, size: float, ranks: int) -> float:
         "allreduce16": 2 * others / ranks,
         "allgather": others,
         "alltoall": others / ranks,
-        "broadcast": min(others, 1),
-        "gather": others,
+        "broadcast": math.ceil(math.log2(ranks)),
     }
     return size * shares[kind]
 
 
 def hops(kind: str, ranks: int) -> int:
-    """Messages one after the other: around a ring, or down a tree."""
+    """Messages one after the other: around a ring, down a tree, or in an alltoall straight."""
+    if kind == "alltoall":
+        return min(ranks - 1, 1)
     if kind == "broadcast":
-        return math.ceil(math.log2(ranks)) if ranks > 1 else 0
+        return math.ceil(math.log2(ranks))
     return (2 if kind.startswith("allreduce") else 1) * (ranks - 1)
 
 
@@ -70,25 +74,33 @@ class Link:
     @classmethod
     def of(cls, bits_per_second: float, ranks: int = 2, latency: float = 50e-6) -> Link:
         """One that nobody has measured: its rate, and Horovod's millisecond to start."""
-        nothing = cls(ranks, {kind: ((0.0, 1e-3), (1e9, 1e-3)) for kind in KINDS}, latency)
-        return nothing.with_bandwidth(bits_per_second)
+        line = ((0.0, 1e-3), (1e9, 1e-3 + 8e9 / bits_per_second))
+        return cls(ranks, dict.fromkeys(KINDS, line), latency)
 
     def seconds(self, kind: str, size: float, ranks: int | None = None) -> float:
         """How long a collective takes, for a tensor of so many bytes on each rank."""
         ranks = self.ranks if ranks is None else ranks
         if ranks == 1:
             return 0.0
-        curve = self.curves["alltoall" if kind == "gather" else kind]
+        curve = self.curves[kind]
         further = max(hops(kind, ranks) - hops(kind, self.ranks), 0) * self.latency
         return _read(curve, volume(kind, size, ranks)) + further
 
     def with_bandwidth(self, bits_per_second: float) -> Link:
-        """The same link with another bandwidth: starting takes as long, a byte takes its time."""
+        """The same link with another bandwidth.
+
+        Starting a collective takes as long as before, and adding up halves as much longer than
+        adding up floats. For the rest a byte takes its share of the time that it took.
+        """
+        before, after = 8 / self.bandwidth, 8 / bits_per_second
         curves = {}
         for kind, curve in self.curves.items():
-            start = _start(curve)
-            last = max(curve[-1][0], 1.0)
-            curves[kind] = ((0.0, start), (last, start + 8 * last / bits_per_second))
+            start, last = _start(curve), max(curve[-1][0], 1.0)
+            byte = (curve[-1][1] - start) / last
+            byte = (
+                max(byte - before, 0.0) + after if kind == "allreduce16" else byte * after / before
+            )
+            curves[kind] = ((0.0, start), (last, start + last * byte))
         return replace(self, curves=curves)
 
     @property
@@ -169,8 +181,8 @@ def step_seconds(
 
 
 def _travels(row: Sequence[Bucket], place: int, link: Link, ranks: int | None) -> float:
-    kind, size = row[0].asks[place]
-    return link.seconds(kind, size, ranks)
+    kind, _ = row[0].asks[place]
+    return link.seconds(kind, max(bucket.asks[place][1] for bucket in row), ranks)
 
 
 def dense_seconds(

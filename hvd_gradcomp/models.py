@@ -17,6 +17,10 @@ from hvd_gradcomp import validate
 Loss = Callable[[], torch.Tensor]
 
 
+class ModelError(ValueError):
+    """A model cannot be measured; the message says why."""
+
+
 class Model(NamedTuple):
     """What is measured.
 
@@ -44,7 +48,7 @@ def load(name: str, shapes_only: bool = False, batch_size: int = 4) -> Model:
         batch_size: samples of the built-in ones' loss.
 
     Raises:
-        ValueError: there is no such model, or the factory returns something else.
+        ModelError: there is no such model, or the factory returns something else.
     """
     if name in BUILT_IN:
         network, batch = BUILT_IN[name]
@@ -57,10 +61,13 @@ def load(name: str, shapes_only: bool = False, batch_size: int = 4) -> Model:
     made = _factory(name)()
     module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (loss is None or callable(loss)):
-        raise ValueError(
+        raise ModelError(
             f"{name} has to return a torch.nn.Module, or (module, loss) with a function loss() "
             f"that returns the loss of the next batch; it returned {made!r}"
         )
+    elsewhere = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
+    if elsewhere:
+        raise ModelError(f"{name} is on {', '.join(sorted(elsewhere))}; what is measured is a CPU")
     return Model(name, module, loss, real=loss is not None)
 
 
@@ -76,8 +83,11 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 def _factory(name: str) -> Any:
     if ":" not in name:
-        raise ValueError(f"no model {name!r}; there are {', '.join(BUILT_IN)}, and module:factory")
-    return validate.attribute(name, "factory")
+        raise ModelError(f"no model {name!r}; there are {', '.join(BUILT_IN)}, and module:factory")
+    try:
+        return validate.attribute(name, "factory")
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 def _loss(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

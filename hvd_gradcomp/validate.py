@@ -113,10 +113,11 @@ def attribute(name: str, what: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there; what it imports is not
         raise ValueError(f"{name}: no module {module!r} from {os.getcwd()}") from error
-    except AttributeError as error:
-        raise ValueError(f"{name}: module {module!r} has no {attribute!r}") from error
+    if not hasattr(found, attribute):
+        raise ValueError(f"{name}: module {module!r} has no {attribute!r}")
+    return getattr(found, attribute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ Ways = Sequence[Union[Way, Dense]]  # the dense one first
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among others
-WORTH = 0.9  # of the dense step's time; a smaller gain is not worth another method
+WORTH = 0.9  # of the dense step's time: what takes more is not worth another method
 
 
 @click.command("advise")
@@ -83,9 +84,10 @@ def command(
         horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp advise --model train:factory
         hvd-gradcomp advise --model train:factory --bandwidth 1000
 
-    It measures the backward pass, each compressor's own work without any link, and the link by
-    collectives of several sizes. From these it predicts what an exchange and a step take: the cost
-    model of Tsuzuku et al. 2018, section 5, with work, latency and overlap. Beside the prediction
+    It measures forward and backward, each compressor's own work without any link, and the link by
+    collectives of several sizes, all on CPUs. From these it predicts what an exchange takes, and a
+    step but for the optimizer's update: the cost model of Tsuzuku et al. 2018, section 5, with
+    work, latency and overlap. Beside the prediction
     stands what an exchange really took. "pays below" is the bandwidth at which a step takes as long
     as without compression. The second table is how many times faster a step is on other numbers of
     hosts with one rank each. Of a model of your own with a loss, probes say what is in its
@@ -95,11 +97,12 @@ def command(
     """
     options.check_png(png_path)
     horovod = options.started()
-    from hvd_gradcomp.models import load
+    from hvd_gradcomp.models import ModelError, load
     from hvd_gradcomp.torch.measure import (
         CompressedExchange,
         DenseExchange,
         Gradients,
+        UnmeasurableError,
         backward,
         link,
         measure,
@@ -111,13 +114,15 @@ def command(
             "one rank alone has no link to measure: start it with horovodrun, or give --bandwidth"
         )
     say = click.echo if horovod.rank() == 0 else (lambda *_, **__: None)
+    if horovod.local_size() > 1 and horovod.cross_size() > 1:
+        say("several ranks on a host: what is called hosts below are ranks", err=True)
     measures = measures and ranks > 1 and bandwidth is None
     try:
         model = load(model_name, batch_size=batch_size)
         passes = [backward(model)[1] for _ in range(3 if model.loss else 0)]
         probed = _probed(model) if model.real else {}
         gradients = Gradients(model, real=8 if model.real else 0)
-    except ValueError as error:
+    except ModelError as error:
         raise click.UsageError(str(error)) from error
     say(f"{model_name}: {gradients.elements:,} elements, {ranks} ranks; measuring", err=True)
     if bandwidth is None:
@@ -133,7 +138,7 @@ def command(
         say(f"  {brief(compressor)}", err=True)
         try:
             way, ratio = _way(compressor, gradients, found.ranks, rounds, pass_)
-        except ValueError as error:  # on all ranks alike
+        except UnmeasurableError as error:
             say(f"    left out: {error}", err=True)
             continue
         ways.append(way)
@@ -145,11 +150,12 @@ def command(
     if horovod.rank() == 0:
         advice = {
             **about(horovod, model_name),
+            "forward_ms": 1e3 * pass_.forward,
             "backward_ms": 1e3 * pass_.seconds,
             "bandwidth": found.bandwidth,
             "link": {"ranks": found.ranks, "latency": found.latency, "curves": found.curves},
             "probes": probed,
-            **_advice(ways, ratios, found, pass_.seconds, measured),
+            **_advice(ways, ratios, found, pass_, measured),
         }
         click.echo(_text(advice))
         options.write_json(json_path, advice)
@@ -163,7 +169,7 @@ def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
     from hvd_gradcomp.torch.measure import Backward
 
     if not everywhere[0]:
-        return Backward(0.0, (0.0,) * layers)
+        return Backward(0.0, 0.0, (0.0,) * layers)
     middle = [sorted(passes, key=lambda p: p.seconds)[len(passes) // 2] for passes in everywhere]
     return max(middle, key=lambda p: p.seconds)
 
@@ -186,8 +192,8 @@ def _way(
     return Way(brief(compressor), by_ranks), costs[ranks].element_ratio
 
 
-def _probed(model: Model, steps: int = 8) -> dict[str, float]:
-    """What probes find in so many steps' gradients: means over elements."""
+def _probed(model: Model, steps: int = 8) -> dict[str, float | None]:
+    """What probes find in so many steps' gradients: means over elements; None if unknown."""
     from hvd_gradcomp.torch.probing import Probe
 
     probe = Probe(model.module.named_parameters(), every=1)
@@ -198,24 +204,28 @@ def _probed(model: Model, steps: int = 8) -> dict[str, float]:
     model.module.zero_grad(set_to_none=True)
     last = [reading for reading in probe.readings if reading.step == probe.readings[-1].step]
     weights = [reading.size for reading in last]
-    fields = {
+    fields: dict[str, list[Any]] = {
         "entropy": [reading.entropy for reading in last],
-        "mutual_information": [reading.mutual_information or 0.0 for reading in last],
+        "mutual_information": [reading.mutual_information for reading in last],
         "density_variance": [reading.density_variance for reading in last],
         "density_egc": [reading.density_egc for reading in last],
         "density_dgc": [reading.density_dgc for reading in last],
     }
     return {
-        name: sum(w * x for w, x in zip(weights, found)) / sum(weights)
+        name: None if None in found else sum(w * x for w, x in zip(weights, found)) / sum(weights)
         for name, found in fields.items()
     }
 
 
 def _advice(
-    ways: Ways, ratios: Sequence[float], link: Link, backward: float, measured: Sequence[float]
+    ways: Ways, ratios: Sequence[float], link: Link, pass_: Backward, measured: Sequence[float]
 ) -> dict[str, Any]:
     """Predictions, the verdict, and other numbers of hosts."""
     ranks, dense = link.ranks, ways[0]
+
+    def step(way: Way | Dense, ranks: int) -> float:
+        return pass_.forward + way.seconds(link, ranks, pass_.seconds)
+
     rows: list[dict[str, Any]] = []
     for place, way in enumerate(ways):
         exchange = way.seconds(link, ranks)
@@ -226,12 +236,9 @@ def _advice(
                 "predicted_ms": 1e3 * exchange,
                 "measured_ms": 1e3 * measured[place] if measured else None,
                 "error": exchange / measured[place] - 1 if measured else None,
-                "step_ms": 1e3 * way.seconds(link, ranks, backward),
-                "pays_below": None if place == 0 else _pays_below(way, dense, link, backward),
-                "hosts": {
-                    hosts: dense.seconds(link, hosts, backward) / way.seconds(link, hosts, backward)
-                    for hosts in HOSTS
-                },
+                "step_ms": 1e3 * step(way, ranks),
+                "pays_below": None if place == 0 else _pays_below(way, dense, link, pass_.seconds),
+                "hosts": {hosts: step(dense, hosts) / step(way, hosts) for hosts in HOSTS},
             }
         )
     fastest = _fastest(rows)
@@ -262,17 +269,18 @@ def _text(advice: dict[str, Any]) -> str:
     rows, measured = advice["rows"], advice["median_error"] is not None
     dense = rows[0]["step_ms"]
     parts = [
-        f"link: {_rate(advice['bandwidth'])} at {advice['link']['ranks']} ranks; backward: "
-        f"{advice['backward_ms']:.0f} ms"
+        f"link: {_rate(advice['bandwidth'])} at {advice['link']['ranks']} ranks; forward: "
+        f"{advice['forward_ms']:.0f} ms, backward: {advice['backward_ms']:.0f} ms"
         + ("" if advice["backward_ms"] else " (no loss: a step is an exchange)")
     ]
     if advice["probes"]:
         found = advice["probes"]
         parts.append(
-            "gradients, by probes: {entropy:.1f} bits an element, of which two ranks share "
-            "{mutual_information:.1f}; would send: Variance {density_variance:.2%}, EGC "
-            "{density_egc:.2%}, DGC {density_dgc:.2%}".format(**found)
+            "gradients, by probes: {entropy:.1f} bits an element; would send: Variance "
+            "{density_variance:.2%}, EGC {density_egc:.2%}, DGC {density_dgc:.2%}".format(**found)
         )
+        if found["mutual_information"] is not None:
+            parts[-1] += "; two ranks share {mutual_information:.1f} bits".format(**found)
     head = ["way", "element ratio", "exchange, predicted ms"]
     head += ["measured ms", "error"] if measured else []
     head += ["step, predicted ms", "times faster", "pays below"]
@@ -310,16 +318,16 @@ def _verdict(advice: dict[str, Any]) -> str:
     best = _fastest(advice["rows"])
     if advice["use"] is None:
         return (
-            "Use none: on this link no compressor makes a step more than a tenth faster than the "
-            f"dense allreduce's {dense['step_ms']:.0f} ms (the fastest is {best['way']})."
+            f"Use none: a step takes {dense['step_ms']:.0f} ms without compression, and no "
+            f"compressor saves a tenth of that (the fastest: {best['way']}, "
+            f"{best['step_ms']:.0f} ms)."
         )
-    pays = (
-        "It pays on any link."
-        if math.isinf(best["pays_below"])
-        else f"It pays on links slower than {_rate(best['pays_below'])}."
-    )
+    pays = f"It pays on links slower than {_rate(best['pays_below'])}."
+    if math.isinf(best["pays_below"]):
+        pays = "It pays on any link."
+    written = re.sub(r"\b([A-Z]\w*)\(", r"\1Compressor(", best["way"])  # as in Python
     return (
-        f"Use {best['way']}: a step takes {best['step_ms']:.0f} ms instead of "
+        f"Use {written}: a step takes {best['step_ms']:.0f} ms instead of "
         f"{dense['step_ms']:.0f} ms. {pays} "
         "Whether accuracy holds: hvd-gradcomp compare."
     )

@@ -53,17 +53,24 @@ def command(
     gradients are handed over, "collective" waiting for what travels, "decode" the rest; "times
     faster" compares medians with stock Horovod's dense allreduce, of which half the rounds are run
     at the beginning and half at the end. Gradients are noise of variance 1, but those of your own
-    model with a loss. Methods that learn have learned nothing useful, which costs the same.
+    model with a loss, and all is on CPUs. Methods that learn have learned nothing useful, which
+    costs the same.
     """
     options.check_png(png_path)
     horovod = options.started()
-    from hvd_gradcomp.models import load
-    from hvd_gradcomp.torch.measure import CompressedExchange, DenseExchange, Gradients, measure
+    from hvd_gradcomp.models import ModelError, load
+    from hvd_gradcomp.torch.measure import (
+        CompressedExchange,
+        DenseExchange,
+        Gradients,
+        UnmeasurableError,
+        measure,
+    )
 
     try:
         model = load(model_name, shapes_only=True)
         gradients = Gradients(model, real=8 if model.real else 0)
-    except ValueError as error:
+    except ModelError as error:
         raise click.UsageError(str(error)) from error
     say = click.echo if horovod.rank() == 0 else (lambda *_, **__: None)
     say(
@@ -76,7 +83,11 @@ def command(
     for compressor in options.chosen(texts, gradients.scale):
         say(f"  {brief(compressor)}", err=True)
         before = settle_rounds(compressor) if settle is None else settle
-        way = CompressedExchange(compressor, gradients.layers)
+        try:
+            way = CompressedExchange(compressor, gradients.layers)
+        except UnmeasurableError as error:
+            say(f"    left out: {error}", err=True)
+            continue
         rows[brief(compressor)] = measure(way, gradients, rounds, before)
     if rounds > 1:
         dense.times += measure(DenseExchange(), gradients, rounds // 2).times

@@ -71,13 +71,8 @@ def command(
     horovod: Any = None
     for compressor in [NoneCompressor(), *options.chosen(texts)]:
         run = train(compressor)
-        try:
-            source = next(run, None)
-        except ValueError as error:  # on all ranks alike: it does not go with the optimizer, say
-            if not rows:
-                raise
-            if horovod.rank() == 0:
-                click.echo(f"  {brief(compressor)}: left out: {error}", err=True)
+        source = _begun(run, compressor, horovod)
+        if source is None and rows:
             continue
         horovod = _frontend(source)
         row = _trained(run, source, horovod, compressor, steps)
@@ -92,6 +87,33 @@ def command(
         if png_path is not None:
             _draw(png_path, rows, f"{function}, {horovod.size()} ranks")
     horovod.shutdown()
+
+
+def _begun(run: Iterator[Any], compressor: Compressor, horovod: Any) -> Any:
+    """What it yields first; None where all ranks refuse the compressor (for its optimizer, say).
+
+    Raises:
+        ValueError: the first run, without compression, refuses.
+        click.ClickException: some ranks refuse and others do not.
+    """
+    source, refusal = None, None
+    try:
+        source = next(run, None)
+    except ValueError as error:
+        refusal = error
+    if horovod is None:
+        if refusal is not None:
+            raise refusal
+        return source
+    refused = horovod.allgather_object(refusal is not None)
+    if any(refused) and not all(refused):
+        ranks = ", ".join(str(rank) for rank, one in enumerate(refused) if one)
+        raise click.ClickException(
+            f"{brief(compressor)}: only ranks {ranks} refuse it: {refusal or 'see what they say'}"
+        )
+    if refusal is not None and horovod.rank() == 0:
+        click.echo(f"  {brief(compressor)}: left out: {refusal}", err=True)
+    return source
 
 
 def _trained(

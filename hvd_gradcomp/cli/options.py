@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def check_png(path: Path | None) -> None:
     """Before anything is measured, that it can be drawn.
 
     Raises:
-        click.ClickException: matplotlib is not installed.
+        click.ClickException: matplotlib is not installed, or cannot write such a file.
     """
     if path is None:
         return
@@ -145,6 +146,8 @@ def check_png(path: Path | None) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise click.ClickException("--png needs matplotlib: pip install matplotlib") from error
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise click.BadParameter(f"--png: {path} ends in none of .png, .svg, .pdf")
 
 
 def started() -> Any:
@@ -155,13 +158,15 @@ def started() -> Any:
     """
     try:
         import horovod.torch as horovod
+
+        initialise = horovod.init  # missing where it was built without PyTorch
     except Exception as error:
         raise click.ClickException(
             f"Horovod for PyTorch does not import: {error}. `hvd-gradcomp doctor` says what is "
             "missing and what to do"
         ) from error
     logging.getLogger("hvd_gradcomp").setLevel(logging.ERROR)
-    horovod.init()
+    initialise()
     return horovod
 
 
@@ -169,7 +174,17 @@ def write_json(path: Path | None, content: Any) -> None:
     """In a folder that is made where there is none; nowhere without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(_known(content), indent=1, allow_nan=False)
+        path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def _known(content: Any) -> Any:
+    """With null for what is infinite or no number, which JSON does not have."""
+    if isinstance(content, dict):
+        return {key: _known(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_known(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -24,7 +24,7 @@ from hvd_gradcomp.algorithms.lgc import LGCCompressor
 from hvd_gradcomp.collectives import Allgather, Allreduce, Collective, Gather, goes_as_sum
 from hvd_gradcomp.cost import KINDS, Link, volume
 from hvd_gradcomp.cost import Bucket as Cost
-from hvd_gradcomp.models import Model, shapes
+from hvd_gradcomp.models import Model, ModelError, shapes
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
 
@@ -52,13 +52,13 @@ class Gradients:
         scale: the root mean square over layers' elements.
 
     Raises:
-        ValueError: nothing in the model requires a gradient, or see `backward`.
+        ModelError: nothing in the model requires a gradient, or see `backward`.
     """
 
     def __init__(self, model: Model, real: int = 0) -> None:
         self.layers: Layers = shapes(model.module)
         if not self.layers:
-            raise ValueError(f"{model.name} has no parameter that requires a gradient")
+            raise ModelError(f"{model.name} has no parameter that requires a gradient")
         self.tensors = [torch.empty(shape) for _, shape in self.layers]
         self.elements = sum(tensor.numel() for tensor in self.tensors)
         self._steps = [backward(model)[0] for _ in range(real)]
@@ -84,9 +84,14 @@ class Gradients:
         return self.tensors
 
 
-class Backward(NamedTuple):
-    """A backward pass: its seconds, and after how many each layer's gradient was there."""
+class UnmeasurableError(ValueError):
+    """A compressor cannot be measured with these layers, by no rank; the message says why."""
 
+
+class Backward(NamedTuple):
+    """Seconds of a batch: forward, backward, and until each layer's gradient was there in it."""
+
+    forward: float
     seconds: float
     ready: tuple[float, ...]
 
@@ -95,16 +100,17 @@ def backward(model: Model) -> tuple[list[torch.Tensor], Backward]:
     """The gradients of one batch, in the model's order, and how backward went.
 
     Raises:
-        ValueError: the model has no loss, or a parameter gets no gradient from it.
+        ModelError: the model has no loss, or a parameter gets no gradient from it.
     """
     if model.loss is None:
-        raise ValueError(f"{model.name} has no loss: let its factory return (module, loss)")
+        raise ModelError(f"{model.name} has no loss: let its factory return (module, loss)")
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
     times: dict[torch.Tensor, float] = {}
     hooks = [
         p.register_hook(lambda _, p=p: times.__setitem__(p, time.perf_counter())) for _, p in named
     ]
     model.module.zero_grad(set_to_none=True)
+    begin = time.perf_counter()
     loss = model.loss()
     start = time.perf_counter()
     loss.backward()
@@ -113,10 +119,11 @@ def backward(model: Model) -> tuple[list[torch.Tensor], Backward]:
         hook.remove()
     unused = [name for name, p in named if p.grad is None]
     if unused:
-        raise ValueError(f"{model.name}: no gradient for {', '.join(unused[:8])}")
+        raise ModelError(f"{model.name}: no gradient for {', '.join(unused[:8])}")
     gradients = [p.grad.detach().clone() for _, p in named]
     model.module.zero_grad(set_to_none=True)
-    return gradients, Backward(seconds, tuple(times[p] - start for _, p in named))
+    ready = tuple(times[p] - start for _, p in named)
+    return gradients, Backward(start - begin, seconds, ready)
 
 
 # -- whole exchanges -------------------------------------------------------------------------
@@ -251,17 +258,24 @@ def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_
     """The exchange of a compressor; a method that learns has learned, if nothing useful.
 
     A momentum that it would take over from the optimizer is 0.9: there is no optimizer here.
+
+    Raises:
+        UnmeasurableError: on all ranks, if the compressor does not take these layers.
     """
     if compressor.correction is not None and compressor.correction[0] is None:
         compressor = compressor.corrected(0.9, False)
-    engine = kind(
-        [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers],
-        compressor,
-        name=TITLES.take(),
-        prescale=1.0,
-        postscale=1.0 / process_set.size(),
-        process_set=process_set,
-    )
+    named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
+    try:
+        engine = kind(
+            named,
+            compressor,
+            name=TITLES.take(),
+            prescale=1.0,
+            postscale=1.0 / process_set.size(),
+            process_set=process_set,
+        )
+    except ValueError as error:
+        raise UnmeasurableError(str(error)) from error
     if isinstance(compressor, (GradiVeQCompressor, LGCCompressor)):
         engine.steps = learned.STEP  # what counts is the compressed phase
         for bucket in engine.buckets:
@@ -339,7 +353,10 @@ class _AloneEngine(Engine):
 
     def _submit(self, bucket: Bucket, request: Collective) -> Any:
         if isinstance(request, Gather):
-            raise ValueError(f"what {self.compressor!r} takes cannot be measured by one rank alone")
+            raise UnmeasurableError(
+                f"{type(self.compressor).__name__}: its ranks have different parts to play, so "
+                "what it takes cannot be measured by one rank alone"
+            )
         tensor = request.tensor  # type: ignore[union-attr]
         size = float(tensor.numel() * tensor.element_size())
         half = isinstance(request, Allreduce) and tensor.dtype in (torch.float16, torch.bfloat16)
@@ -386,7 +403,8 @@ def alone(
         ready: see `Backward`; all at once if None.
 
     Raises:
-        ValueError: the ranks have different parts to play (a parameter server).
+        UnmeasurableError: it does not take these layers, or its ranks have different parts to
+            play (a parameter server).
     """
     engine = engine_of(compressor, gradients.layers, _AloneEngine, _Imagined(ranks))
     parameters = [p for _, p in engine._named]
@@ -433,7 +451,7 @@ def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) 
             count = max(size // 4 // ranks, 1) * ranks * 4
             if kind == "allgather":  # as much as arrives by the others
                 count = max(count // 4 // max(ranks - 1, 1), 1) * 4
-            payload, took = torch.ones(count, dtype=torch.uint8), []
+            payload, took = torch.full((count,), 0x3C, dtype=torch.uint8), []
             for turn in range(rounds + 1):  # the first one is negotiated
                 horovod.barrier()
                 start = time.perf_counter()

@@ -67,7 +67,7 @@ def test_advise(tmp_path: Path):
     assert len(said["rows"]) == 1 + len(METHODS)
     for row in said["rows"]:
         assert row["predicted_ms"] > 0
-        assert row["step_ms"] >= row["predicted_ms"] * 0.99 or said["backward_ms"] > 0
+        assert row["step_ms"] >= said["forward_ms"] + said["backward_ms"]
         assert math.isclose(row["error"], row["predicted_ms"] / row["measured_ms"] - 1)
         assert set(row["hosts"]) == {str(2**k) for k in range(1, 11)}
     assert said["rows"][0]["hosts"] == {str(2**k): 1.0 for k in range(1, 11)}
@@ -86,7 +86,7 @@ def test_advise_for_a_link_that_is_not_here(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "left out" in done.stderr  # the parameter server
     said = json.loads(figures.read_text())
-    assert said["use"] == "DGC()"  # 37,000 elements take a second at 1 Mb/s
+    assert "Use DGCCompressor()" in done.stdout  # 37,000 elements take a second at 1 Mb/s
     assert said["rows"][1]["hosts"]["2"] > 2
 
 

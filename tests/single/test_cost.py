@@ -24,10 +24,9 @@ seconds = st.floats(0, 10)
 ranks = st.integers(2, 1024)
 
 
-def ideal(bits_per_second: float = 8.0, among: int = 2) -> Link:
+def ideal() -> Link:
     """A byte a second, and nothing to start."""
-    nothing = Link(among, {kind: ((0.0, 0.0), (1.0, 0.0)) for kind in KINDS}, latency=0.0)
-    return nothing.with_bandwidth(bits_per_second)
+    return Link(2, dict.fromkeys(KINDS, ((0.0, 0.0), (1.0, 1.0))), latency=0.0)
 
 
 @given(ranks, st.floats(1, 1e4))
@@ -126,3 +125,13 @@ def test_break_even_may_be_nowhere():
 @given(st.floats(1e6, 1e11))
 def test_bandwidth_is_that_of_a_large_allreduce(bandwidth):
     assert Link.of(bandwidth).bandwidth == pytest.approx(bandwidth, rel=1e-6)
+
+
+def test_another_bandwidth_leaves_what_is_no_bandwidth():
+    """What adding up halves takes more, and what starting takes."""
+    curves = dict.fromkeys(KINDS, ((0.0, 1.0), (10.0, 11.0)))
+    halves = ((0.0, 1.0), (10.0, 31.0))  # two seconds a byte of work
+    faster = Link(2, {**curves, "allreduce16": halves}).with_bandwidth(80.0)
+    assert faster.seconds("allreduce", 10.0) == pytest.approx(1 + 1)
+    assert faster.seconds("allgather", 10.0) == pytest.approx(1 + 1)
+    assert faster.seconds("allreduce16", 10.0) == pytest.approx(1 + 1 + 20)
