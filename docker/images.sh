@@ -10,6 +10,19 @@
 # PIP_EXTRA_INDEX_URL    for Docker: an index with PyTorch's CPU wheels. Podman takes along all of
 #                        this machine's pip configuration.
 set -euo pipefail
+usage() {
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+}
+case ${1:-} in
+    build | demo | test | gpu) ;;
+    clean)
+        if [ ! -d "${HVD_GRADCOMP_CONTAINERS:-$HOME/.cache/hvd_gradcomp-containers}" ]; then
+            docker info >/dev/null 2>&1 || exit 0 # no engine was ever used
+        fi
+        ;;
+    *) usage ;;
+esac
 # shellcheck source=docker/engine.sh
 . "$(dirname "$0")/engine.sh"
 cd "$root"
@@ -52,8 +65,8 @@ tidy() {
     rm -rf "$scratch"
 }
 
-what=${1:-}
-[ $# -eq 0 ] || shift
+what=$1
+shift
 case $what in
     build)
         build cpu.Dockerfile hvd-gradcomp:cpu
@@ -86,11 +99,7 @@ case $what in
             docker image rm --force hvd-gradcomp:cpu hvd-gradcomp:gpu-steps
         else
             podman system reset --force
-            rm -rf "$containers" /var/tmp/buildah-cache
+            rm -rf "$containers"
         fi
-        ;;
-    *)
-        sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
-        exit 2
         ;;
 esac
