@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+HOROVODRUN = (sys.executable, "-m", "tests.parallel.horovodrun")
 LOOPBACK = ("localhost", "127.0.0.1", "127.1", "127.0.1")  # four hosts to Horovod, one machine
 
 
@@ -120,8 +121,7 @@ def run(
 ) -> str:
     """Runs a worker under `horovodrun` with these options; the end of what was printed."""
     program = [sys.executable, "-m", f"tests.parallel.workers.{worker}", str(folder), *arguments]
-    launcher = str(Path(sys.executable).with_name("horovodrun"))
-    command = [launcher, *options, *program]
+    command = [*HOROVODRUN, *options, *program]
     log = folder / "output"
     with log.open("w") as stream:
         job = subprocess.Popen(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvd_gradcomp.cost import KINDS
-from tests.parallel.launch import ROOT, environment
+from tests.parallel.launch import HOROVODRUN, ROOT, environment
 
 pytestmark = pytest.mark.parallel
 
@@ -22,7 +22,7 @@ METHODS = ("qsgd", "DGCCompressor(density=0.01)", "ScaleComCompressor()")
 
 def command(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*(("horovodrun", "--gloo", "-np", "2") if ranks == 2 else ()), *PROGRAM, *arguments],
+        [*((*HOROVODRUN, "--gloo", "-np", "2") if ranks == 2 else ()), *PROGRAM, *arguments],
         cwd=ROOT,
         env=environment(),
         capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs import follow
+from tests.parallel.launch import HOROVODRUN
 
 pytestmark = pytest.mark.parallel
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,13 +24,14 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_following(page, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if shutil.which("hvd-gradcomp") is None:  # the package is on the path, but not installed
-        script = tmp_path / "bin" / "hvd-gradcomp"
-        script.parent.mkdir()
-        script.write_text('#!/bin/sh\nexec python -m hvd_gradcomp "$@"\n')
+    # As they are installed beside this Python, but for what `tests.parallel.horovodrun` leaves out.
+    for name, module in (("horovodrun", HOROVODRUN[-1]), ("hvd-gradcomp", "hvd_gradcomp")):
+        script = tmp_path / "bin" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
         script.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    folders = (script.parent, Path(sys.executable).parent, os.environ["PATH"])
+    monkeypatch.setenv("PATH", os.pathsep.join(map(str, folders)))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     problems = follow.follow([page], tmp_path, deadline=300)
     assert not problems, "\n\n".join(problems)

@@ -6,17 +6,17 @@ import json
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.parallel.launch import HOROVODRUN
 
 pytestmark = pytest.mark.parallel
 
 
 def run(*command: str) -> str:
-    launcher = str(Path(sys.executable).with_name("horovodrun"))
-    full = [launcher, "--gloo", "-np", "2", sys.executable, "-m", *command]
+    full = [*HOROVODRUN, "--gloo", "-np", "2", sys.executable, "-m", *command]
     done = subprocess.run(full, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout

@@ -102,7 +102,10 @@ with Hosts(2) as hosts:
         text=True,
     )
     assert job.stdout.readline() == "began\n"
-    assert any(command.startswith("sleep") for command in traces(str(tmp_path)))
+    deadline = time.monotonic() + 10  # the nap comes after the word, and on another host
+    while not any(command.startswith("sleep") for command in traces(str(tmp_path))):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     job.send_signal(getattr(signal, how))
     job.communicate(timeout=30)
 

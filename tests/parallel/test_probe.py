@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from hvd_gradcomp import probe
 from hvd_gradcomp.ops.torch import TorchOps
-from tests.parallel.launch import launch
+from tests.parallel.launch import HOROVODRUN, launch
 
 pytestmark = pytest.mark.parallel
 
@@ -97,8 +96,7 @@ def test_tensorflow(tmp_path):
 
 def test_example(tmp_path):
     pytest.importorskip("matplotlib")
-    launcher = str(Path(sys.executable).with_name("horovodrun"))
-    command = [launcher, "--gloo", "-np", "2", sys.executable, "-m", "examples.probing"]
+    command = [*HOROVODRUN, "--gloo", "-np", "2", sys.executable, "-m", "examples.probing"]
     command += ["--epochs", "1", "--every", "1", "--png", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
