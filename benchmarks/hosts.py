@@ -63,7 +63,7 @@ Result = dict[str, Any]
 def train(hosts: Hosts, how: str, options: argparse.Namespace) -> Result:
     command, ranks = [*TRAINING, "--epochs", str(options.epochs)], 1
     if how == HIERARCHICAL:
-        command, ranks = [*command, "--hierarchical"], 2
+        command, ranks = [*command, "--two-level"], 2
     backend, timeout = how.partition(",")[0], options.timeout
     output = hosts.horovodrun(command, backend=backend, ranks_per_host=ranks, timeout=timeout)
     row = next(line for line in output.splitlines() if '"accuracy"' in line)

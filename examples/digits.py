@@ -38,7 +38,9 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="a rank")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--hierarchical", action="store_true", help="compress between hosts only")
+    parser.add_argument(  # horovodrun would take "--hierarchical" for an abbreviation of its own
+        "--two-level", dest="hierarchical", action="store_true", help="compress between hosts only"
+    )
     parser.add_argument("--json", action="store_true", help="rank 0 prints its row as JSON")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
