@@ -29,6 +29,7 @@ import signal
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,31 +101,33 @@ def training_table(runs: list[Result]) -> Table:
 
 
 def exchange_table(runs: list[Result]) -> Table:
-    table = Table(title="ms an exchange (spread), times faster than dense", box=box.MARKDOWN)
-    table.add_column("way")
-    cells: dict[str, list[str]] = {}
-    for place, run in enumerate(runs):
-        table.add_column(title(run), justify="right")
-        for row in run["exchange"]:
-            spread = f"{row['min']:.1f}-{row['max']:.1f}"
-            cell = f"{row['ms']:.1f} ({spread}), {row['times_faster']:.1f}"
-            cells.setdefault(row["way"], [""] * len(runs))[place] = cell
-    for way, row in cells.items():
-        table.add_row(way, *row)
-    return table
+    def cell(row: Result) -> str:
+        spread = f"{row['min']:.1f}-{row['max']:.1f}"
+        return f"{row['ms']:.1f} ({spread}), {row['times_faster']:.1f}"
+
+    columns = [(title(run), run["exchange"]) for run in runs]
+    return by_way("ms an exchange (spread), times faster than dense", columns, cell)
 
 
 def advice_table(runs: list[Result]) -> Table:
-    table = Table(title="ms an exchange, predicted / measured", box=box.MARKDOWN)
+    def cell(row: Result) -> str:
+        return f"{row['predicted_ms']:.0f} / {row['measured_ms']:.0f} ({row['error']:+.0%})"
+
+    columns = [(title(run), run["advice"]["rows"]) for run in runs]
+    return by_way("ms an exchange, predicted / measured", columns, cell)
+
+
+def by_way(
+    heading: str, columns: list[tuple[str, list[Result]]], cell: Callable[[Result], str]
+) -> Table:
+    """A line for each way, a column for each run."""
+    table = Table(title=heading, box=box.MARKDOWN)
     table.add_column("way")
-    cells: dict[str, list[str]] = {}
-    for place, run in enumerate(runs):
-        table.add_column(title(run), justify="right")
-        for row in run["advice"]["rows"]:
-            cell = f"{row['predicted_ms']:.0f} / {row['measured_ms']:.0f} ({row['error']:+.0%})"
-            cells.setdefault(row["way"], [""] * len(runs))[place] = cell
-    for way, row in cells.items():
-        table.add_row(way, *row)
+    for head, _ in columns:
+        table.add_column(head, justify="right")
+    found = [{row["way"]: cell(row) for row in rows} for _, rows in columns]
+    for way in dict.fromkeys(way for cells in found for way in cells):
+        table.add_row(way, *(cells.get(way, "") for cells in found))
     return table
 
 

@@ -87,11 +87,10 @@ def command(
     It measures forward and backward, each compressor's own work without any link, and the link by
     collectives of several sizes, all on CPUs. From these it predicts what an exchange takes, and a
     step but for the optimizer's update: the cost model of Tsuzuku et al. 2018, section 5, with
-    work, latency and overlap. Beside the prediction
-    stands what an exchange really took. "pays below" is the bandwidth at which a step takes as long
-    as without compression. The second table is how many times faster a step is on other numbers of
-    hosts with one rank each. Of a model of your own with a loss, probes say what is in its
-    gradients.
+    work, latency and overlap. Beside the prediction stands what an exchange really took. "pays
+    below" is the bandwidth at which a step takes as long as without compression. The second table
+    is how many times faster a step is on other numbers of hosts with one rank each. Of a model of
+    your own with a loss, probes say what is in its gradients.
 
     It says nothing about accuracy: `hvd-gradcomp compare` trains with each.
     """
@@ -347,19 +346,13 @@ def _rate(bits_per_second: float) -> str:
 
 def _draw(path: Path, advice: dict[str, Any]) -> None:
     """Times faster by hosts, a line for each way."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for row in advice["rows"][1:]:
-        axes.plot(HOSTS, [row["hosts"][hosts] for hosts in HOSTS], marker=".", label=row["way"])
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="hosts", ylabel="times faster than dense, a step")
-    axes.set_xticks(HOSTS, [str(hosts) for hosts in HOSTS])
-    axes.set_title(f"{advice['model']} at {_rate(advice['bandwidth'])}, predicted")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with options.drawing(path, 9, 5) as axes:
+        for row in advice["rows"][1:]:
+            axes.plot(HOSTS, [row["hosts"][hosts] for hosts in HOSTS], marker=".", label=row["way"])
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(
+            xscale="log", yscale="log", xlabel="hosts", ylabel="times faster than dense, a step"
+        )
+        axes.set_xticks(HOSTS, [str(hosts) for hosts in HOSTS])
+        axes.set_title(f"{advice['model']} at {_rate(advice['bandwidth'])}, predicted")
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -153,23 +153,19 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
 
 def _draw(path: Path, figures: Sequence[dict[str, Any]], title: str) -> None:
     """Bars: encode, collective, decode."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 0.4 * len(figures) + 1.2), layout="constrained")
-    names, left = [f["way"] for f in figures], [0.0] * len(figures)
-    for part, colour in (("encode", "#4477aa"), ("collective", "#ccbb44"), ("decode", "#aa3377")):
-        widths = [f[part] for f in figures]
-        axes.barh(names, widths, left=left, label=part, color=colour)
-        left = [a + b for a, b in zip(left, widths)]
-    for place, f in enumerate(figures):
-        axes.text(left[place], place, f" {f['times_faster']:.1f}x", va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set(xlabel="ms an exchange, median", title=title)
-    axes.legend(loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with options.drawing(path, 9, 0.4 * len(figures) + 1.2) as axes:
+        names, left = [f["way"] for f in figures], [0.0] * len(figures)
+        for part, colour in (
+            ("encode", "#4477aa"),
+            ("collective", "#ccbb44"),
+            ("decode", "#aa3377"),
+        ):
+            widths = [f[part] for f in figures]
+            axes.barh(names, widths, left=left, label=part, color=colour)
+            left = [a + b for a, b in zip(left, widths)]
+        for place, f in enumerate(figures):
+            axes.text(left[place], place, f" {f['times_faster']:.1f}x", va="center", fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set(xlabel="ms an exchange, median", title=title)
+        axes.legend(loc="lower right")

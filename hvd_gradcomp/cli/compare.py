@@ -136,15 +136,14 @@ def _trained(
     except TypeError as error:
         raise click.ClickException(f"{brief(compressor)}: {error}") from error
     run.close()  # type: ignore[attr-defined]
-    last = losses[-max(round(LAST * steps), 1) :]
-    mine = (statistics.fmean(losses[:1]), statistics.fmean(last), seconds, losses)
-    everywhere = horovod.allgather_object(mine)
-    slowest = [max(several) for several in zip(*(one[2] for one in everywhere))]
+    everywhere = horovod.allgather_object((losses, seconds))
+    losses = [statistics.fmean(step) for step in zip(*(losses for losses, _ in everywhere))]
+    slowest = [max(step) for step in zip(*(seconds for _, seconds in everywhere))]
     return {
         "way": brief(compressor),
-        "first_loss": statistics.fmean(one[0] for one in everywhere),
-        "loss": statistics.fmean(one[1] for one in everywhere),
-        "losses": [statistics.fmean(several) for several in zip(*(one[3] for one in everywhere))],
+        "first_loss": losses[0],
+        "loss": statistics.fmean(losses[-max(round(LAST * steps), 1) :]),
+        "losses": losses,
         "ms": 1e3 * statistics.median(slowest[1:]),  # the first one sets up
         "element_ratio": found.element_ratio,
         "ratio": found.ratio,
@@ -186,16 +185,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _draw(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     """The loss by steps."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for row in rows:
-        axes.plot(row["losses"], label=row["way"], linewidth=1)
-    axes.set(xlabel="step", ylabel="loss, mean over ranks", title=title)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with options.drawing(path, 9, 5) as axes:
+        for row in rows:
+            axes.plot(row["losses"], label=row["way"], linewidth=1)
+        axes.set(xlabel="step", ylabel="loss, mean over ranks", title=title)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,21 @@ def check_png(path: Path | None) -> None:
         raise click.ClickException("--png needs matplotlib: pip install matplotlib") from error
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise click.BadParameter(f"--png: {path} ends in none of .png, .svg, .pdf")
+
+
+@contextmanager
+def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
+    """Axes of so many inches, written to the file at the end."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    yield axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def started() -> Any:

@@ -1,8 +1,8 @@
 """Measures exchanges of a model's gradients: whole ones between ranks, and a rank's own work.
 
 An `Exchange` is a whole one, as optimizers do it but for the update. `alone` is the same without
-the others: what they would send is this rank's own payload, so that encode and decode
-are measured apart from any link, for any number of ranks.
+the others: what they would send is this rank's own payload, so that encode and decode are measured
+apart from any link, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ class TimedEngine(Engine):
 class Exchange(ABC):
     """A way to exchange, between all ranks of the job."""
 
-    stats: CompressionStats | None = None  # totals, where they are counted
+    def stats(self) -> CompressionStats | None:
+        """Totals, where they are counted."""
+        return None
 
     @abstractmethod
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
@@ -202,8 +204,7 @@ class CompressedExchange(Exchange):
         self._engine = engine_of(compressor, layers, TimedEngine, ranks)
         self._parameters = [p for _, p in self._engine._named]
 
-    @property
-    def stats(self) -> CompressionStats:  # type: ignore[override]
+    def stats(self) -> CompressionStats:
         return self._engine.stats()
 
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
@@ -245,9 +246,9 @@ def measure(way: Exchange, gradients: Gradients, rounds: int, settle: int = 0) -
     """So many rounds of a way, after others that are not counted; all ranks call it."""
     for _ in range(settle):
         way.run(gradients.draw())
-    before, row = way.stats, Row(bytes_sent=4.0 * gradients.elements)
+    before, row = way.stats(), Row(bytes_sent=4.0 * gradients.elements)
     row.times = [way.run(gradients.draw()) for _ in range(rounds)]
-    after = way.stats
+    after = way.stats()
     if after is not None and before is not None:
         span = after - before
         row.bytes_sent, row.element_ratio = span.bytes_sent / rounds, span.element_ratio

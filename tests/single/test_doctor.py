@@ -144,7 +144,7 @@ def test_hostname_that_resolves_to_loopback(bare, tmp_path):
     unshare = ["unshare", "-um" if os.geteuid() == 0 else "-Urum"]
     works = [*unshare, "mount", "--bind", "/etc/hosts", "/etc/hosts"]
     if not shutil.which("unshare") or subprocess.run(works, capture_output=True).returncode:
-        pytest.skip("no namespaces here")
+        pytest.skip("the kernel, or the container, allows no namespace of one's own")
     under = [*unshare, "sh", "-ec", HOSTNAME, "sh"]
     found = diagnose(python=bare, under=[*under, "127.0.0.1", str(tmp_path / "hosts")])
     assert found["hostname"].mark == "warn"
