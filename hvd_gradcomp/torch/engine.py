@@ -42,7 +42,7 @@ from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
-from hvd_gradcomp.torch import moments, parameters
+from hvd_gradcomp.torch import lending, moments, parameters
 from hvd_gradcomp.torch.scaling import LossScaling
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -84,7 +84,7 @@ class Bucket:
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
         programs: the running program, and the branches that it switched to, innermost last.
-        handle: of the collective it waits for.
+        loan: to the collective it waits for.
         since: exchanges of the engine before its first.
         held: layers that are frozen, and what the state holds of them is `waiting`, by its path.
         leader: the place in its host of the rank that compresses; see `hierarchy`.
@@ -104,7 +104,7 @@ class Bucket:
     absent: set[int] = field(init=False)
     programs: list[Program] = field(default_factory=list)
     request: Collective | None = None
-    handle: Any = None
+    loan: Any = None
     round: int = 0
     result: torch.Tensor | None = None
     streams: set[Any] = field(default_factory=set)
@@ -130,7 +130,7 @@ class Bucket:
     def abandon(self) -> None:
         """Ends its programs where they are; the next gradients begin anew."""
         self.programs.clear()
-        self.handle, self.round = None, 0
+        self.round = 0  # the loan lives on, Horovod's thread may not be done with it
 
     def joined(self, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
         """The inverse of `cut`, from vectors by name."""
@@ -680,7 +680,7 @@ class Engine:
                 reply = None
                 continue
             with failures.named(HorovodInternalError, self._what(bucket)):
-                bucket.request, bucket.handle = request, self._submit(bucket, request)
+                bucket.request, bucket.loan = request, self._submit(bucket, request)
             bucket.round += 1
             return
         bucket.result, bucket.state = reply
@@ -698,32 +698,21 @@ class Engine:
         if counts and (not isinstance(request, Broadcast) or request.root == process_set.rank()):
             self.counters[_SENT] += tensor.numel() * tensor.element_size()
         if self._sums(request, process_set):
-            words = tensor.view(torch.int32)
-            return horovod.allreduce_async(
-                words, name=name, op=horovod.Sum, process_set=process_set
-            )
+            return lending.allreduce(tensor.view(torch.int32), name, process_set)
         if isinstance(request, Allgather):
-            return horovod.allgather_async(tensor, name, process_set)
+            return lending.allgather(tensor, name, process_set)
         if isinstance(request, Allreduce):
-            return horovod.allreduce_async(
-                tensor,
-                name=name,
-                op=horovod.Sum,
-                prescale_factor=request.prescale,
-                postscale_factor=request.postscale,
-                process_set=process_set,
-            )
+            scales = request.prescale, request.postscale
+            return lending.allreduce(tensor, name, process_set, *scales)
         if isinstance(request, Alltoall):
-            flat = tensor.reshape(-1)
-            return horovod.alltoall_async(flat, None, name, process_set)
+            return lending.alltoall(tensor.view(-1), [], name, process_set)
         if isinstance(request, Gather):
             splits = [0] * process_set.size()
             splits[request.root] = tensor.numel()
-            there = torch.tensor(splits, dtype=torch.int32)
-            return horovod.alltoall_async(tensor, there, name, process_set)
+            return lending.alltoall(tensor, splits, name, process_set)
         if isinstance(request, Broadcast):
             root = process_set.ranks[request.root] if process_set.ranks else request.root
-            return horovod.broadcast_async(tensor, root, name, process_set)
+            return lending.broadcast(tensor, root, name, process_set)
         raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
 
     def _sums(self, request: Collective, process_set: Any) -> bool:
@@ -735,8 +724,8 @@ class Engine:
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
         with failures.named(HorovodInternalError, self._what(bucket)):
-            reply = horovod.synchronize(bucket.handle)
-        request, bucket.handle = bucket.request, None
+            reply = bucket.loan.wait()
+        request, bucket.loan = bucket.request, None
         assert request is not None
         process_set, counts = self.among(request), not isinstance(request, Inside)
         if isinstance(request, Inside):

@@ -366,7 +366,7 @@ class _AloneEngine(Engine):
         return request
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
-        request, bucket.handle = bucket.handle, None
+        request, bucket.loan = bucket.loan, None
         if isinstance(request, Allgather):
             return request.tensor.expand(self.process_set.size(), *request.tensor.shape).clone()
         tensor: torch.Tensor = request.tensor.clone()

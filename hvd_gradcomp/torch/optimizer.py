@@ -19,7 +19,7 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp import description, hierarchy, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import checkpoint, digests, moments, momentum, parameters
+from hvd_gradcomp.torch import checkpoint, digests, lending, moments, momentum, parameters
 from hvd_gradcomp.torch.engine import TITLES, Engine
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
@@ -194,6 +194,7 @@ def check_seam(cls: type) -> None:
     missing = [name for name in _SEAM if name not in vars(cls)]
     if not missing and "callable" not in vars(cls)["synchronize"].__code__.co_names:
         missing = ["callable handles in synchronize"]
+    missing += [name for name in lending.SEAM if not hasattr(mpi_ops, name)]
     if missing or cls.__module__ != _stock.__name__:
         raise RuntimeError(
             f"this Horovod's optimizer is built otherwise than 0.28.1's (no {missing}): "
@@ -310,7 +311,8 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse and not self.sparse_as_dense:
             engine.give_sparse(p, p.grad)
-            handle, _ = self._sparse_allreduce_grad_async(p, self._parameter_names[p])
+            average, name = self.op == horovod.Average, self._parameter_names[p]
+            handle = lending.sparse_allreduce(p.grad, name, self.process_set, average)
             return _sparse_result(handle, engine), None
         engine.give(p, p.grad.to_dense() if p.grad.is_sparse else p.grad)
         return lambda: engine.take(p), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -30,6 +31,24 @@ def killed(optimizer):
         return submit(bucket, request)
 
     engine._submit = dies
+
+
+def late(optimizer):
+    """Enqueues its second payload once the other rank has ended, and keeps the GIL until then.
+
+    Horovod's thread lets go of the first payload meanwhile, and must not need the GIL for it.
+    """
+    engine = optimizer._gradcomp
+    submit, count = engine._submit, [0]
+
+    def enqueues(bucket, request):
+        count[0] += 1
+        if count[0] == 2:
+            sys.setswitchinterval(1000)  # seconds until Python takes the GIL from this thread
+            ctypes.PyDLL(None).usleep(1_000_000)
+        return submit(bucket, request)
+
+    engine._submit = enqueues
 
 
 def damaged(optimizer):
@@ -76,11 +95,14 @@ def train(fault):
             elif fault == "raises":
                 middle = Fails.apply(middle)
             elif fault == "ends early":
+                time.sleep(0.5)  # the other has enqueued its first payload by now
                 return
             elif fault == "joins":
                 hvd.join()
             elif fault == "received":
                 damaged(optimizer)
+        if hvd.rank() != FAULTY and step == STEP and fault == "ends early":
+            late(optimizer)
         optimizer.zero_grad()
         model[3](model[2](middle)).square().sum().backward()
         optimizer.step()

@@ -1,0 +1,94 @@
+"""Horovod's collectives, for tensors that its own thread may let go of at any moment.
+
+Where all but one reference to a tensor have ended, PyTorch takes the GIL. When another rank has
+stopped, Horovod's thread ends its references under a lock, and an enqueue waits for that lock with
+the GIL: both would wait forever. So a loan refers once more to each tensor, by a view of it. A view
+refers to its tensor only if that is no view itself, hence the `detach`; and it is taken before the
+enqueue, since Horovod's thread is what gives a result its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from horovod.torch import mpi_ops
+
+SEAM = ("_allgather_async", "_allreduce_async", "_alltoall_async", "_broadcast_async")
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Tensors that are with Horovod, until `wait` has returned.
+
+    After an error they may still be: then it has to live on.
+
+    Attributes:
+        handle: Horovod's.
+        references: one more to each tensor.
+    """
+
+    handle: int
+    references: list[torch.Tensor]
+
+    def wait(self) -> Any:
+        """What `horovod.torch.synchronize` returns, and raises."""
+        result = horovod.synchronize(self.handle)
+        self.references.clear()
+        return result
+
+
+def _lend(enqueue: Callable[..., int], *arguments: Any) -> Loan:
+    lent = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    references = [x.view(x.shape) for x in lent if isinstance(x, torch.Tensor)]
+    return Loan(enqueue(*lent), references)
+
+
+def allgather(tensor: torch.Tensor, name: str, process_set: Any) -> Loan:
+    """As `horovod.torch.allgather_async`; the tensor is contiguous, as for all of these."""
+    return _lend(mpi_ops._allgather_async, tensor, tensor.new_empty(0), name, process_set)
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    name: str,
+    process_set: Any,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Loan:
+    """As `horovod.torch.allreduce_async` with `op=Sum`."""
+    scales = prescale, postscale
+    result = torch.empty_like(tensor)
+    return _lend(mpi_ops._allreduce_async, tensor, result, name, horovod.Sum, *scales, process_set)
+
+
+def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: Any) -> Loan:
+    """As `horovod.torch.alltoall_async`; equal splits if there are none."""
+    parts = torch.tensor(splits, dtype=torch.int32)
+    received = torch.empty(process_set.size(), dtype=torch.int32)
+    result = tensor.new_empty(0)
+    return _lend(mpi_ops._alltoall_async, tensor, parts, result, received, name, process_set)
+
+
+def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> Loan:
+    """As `horovod.torch.broadcast_async`."""
+    result = torch.empty_like(tensor)
+    return _lend(mpi_ops._broadcast_async, tensor, result, root, name, process_set)
+
+
+def sparse_allreduce(
+    tensor: torch.Tensor, name: str, process_set: Any, average: bool
+) -> Callable[[], torch.Tensor]:
+    """As `horovod.torch.sparse_allreduce_async`."""
+    indices = allgather(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather(tensor._values().contiguous(), f"{name}.values", process_set)
+
+    def wait() -> torch.Tensor:
+        gathered, places = values.wait(), indices.wait().t()
+        scaled = gathered / process_set.size() if average else gathered
+        return torch.sparse_coo_tensor(places, scaled, tensor.size(), check_invariants=False)
+
+    return wait
