@@ -89,7 +89,7 @@ if ! compgen -G "$store/horovod-*.whl" >/dev/null; then
     log=$store/build.log
     [ "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || export HOROVOD_WITH_TENSORFLOW=1
     if ! HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
-         HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}" \
+         HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 MAKEFLAGS="${MAKEFLAGS:--j$(env -u OMP_NUM_THREADS nproc)}" \
          "$python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$work/wheels" \
          "$source" >"$log" 2>&1; then
         grep -nE 'error:|Error|FAILED' "$log" | head -n 20 >&2 || true
