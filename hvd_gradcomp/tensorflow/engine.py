@@ -16,6 +16,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -74,8 +75,12 @@ _rank_local: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDi
 
 
 def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
-    """A variable that belongs to nobody's checkpoint."""
-    return tf.Variable(value, trainable=False, name=name)
+    """A variable that belongs to nobody's checkpoint.
+
+    Made where nothing is traced: a `tf.function` that has made a variable is traced a second time.
+    """
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(tf.Variable, value, trainable=False, name=name).result()
 
 
 def check(
