@@ -9,6 +9,7 @@ enqueue, since Horovod's thread is what gives a result its shape.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
+_PAUSE = 50e-6  # seconds; Horovod itself starts what it is given once in a millisecond
 SEAM = ("_allgather_async", "_allreduce_async", "_alltoall_async", "_broadcast_async")
 
 
@@ -36,6 +38,9 @@ class Loan:
 
     def wait(self) -> Any:
         """What `horovod.torch.synchronize` returns, and raises."""
+        # Horovod would spin, on a core that its own thread or another rank may need.
+        while not horovod.poll(self.handle):
+            time.sleep(_PAUSE)
         result = horovod.synchronize(self.handle)
         self.references.clear()
         return result
