@@ -73,10 +73,11 @@ def test_comparisons(arguments):
 @pytest.mark.parametrize("framework", ["pytorch", "keras"])
 def test_methods_that_learn(framework, tmp_path):
     short = ("--full-steps", "4", "--train-steps", "8", "--sample-steps", "8", "--epochs", "2")
-    methods = "none,gradiveq,lgc-ring,lgc-server"
+    methods = "none,gradiveq,lgc-ring"  # TensorFlow takes long to trace the parameter server
+    methods += ",lgc-server" if framework == "pytorch" else ""
     files = ("--png", str(tmp_path / "curves.png"), "--json", str(tmp_path / "curves.json"))
     out = run(f"examples.{framework}.learned", "--methods", methods, *short, *files)
-    assert "lgc-server" in out and "byte ratio by rank" in out
+    assert "lgc-ring" in out and "byte ratio by rank" in out
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     rows = json.loads((tmp_path / "curves.json").read_text())
     assert [row["method"] for row in rows] == methods.split(",")

@@ -88,7 +88,8 @@ def test_trains_over_ssh_and_ends_with_what_fails(tmp_path, mark):
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_ends_with_its_process(how, tmp_path, mark):
     program = f"""
-import os
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 from benchmarks.rig import Hosts
 with Hosts(2) as hosts:
     command = ["ssh", "host2", "echo began; {NAP} & wait"]

@@ -8,7 +8,7 @@ from tests.methods import learned_by
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.parallel
-STEPS = 300
+STEPS = 200
 
 
 def fusion(ranks):

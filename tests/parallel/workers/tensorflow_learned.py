@@ -102,7 +102,7 @@ def main(folder: str, kind: str, steps: str, fusion: str) -> None:
     methods = learned_by(kind, hvd.size())
     result = {repr(c): train(c, kind, int(steps)) for c in methods}
     if kind == "graph" and hvd.size() == 2:
-        again = methods[-1]
+        again = methods[0]
         twice = train(again, kind, int(steps))["digests"][-1]
         result["again"] = [twice, result[repr(again)]["digests"][-1]]
     write(folder, hvd.rank(), result)

@@ -149,7 +149,7 @@ def main(folder: str, steps: int, fusion: str) -> None:
     result |= {repr(c): train(c, steps) for c in methods}
     if hvd.size() == 2:  # one stop in each phase, and the other run is not stopped at all
         again = methods[-1]
-        stopped = train(again, steps, stops=(30, 90, 200))
+        stopped = train(again, steps, stops=(30, 90, 140))
         result["again"] = [stopped["digests"][-1], result[repr(again)]["digests"][-1]]
     write(folder, hvd.rank(), result)
     hvd.shutdown()
