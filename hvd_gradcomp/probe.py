@@ -410,6 +410,14 @@ class Probe:
             plans.append(_Plan(name, size, stride, count, shape if sizes else (), sizes))
         return plans
 
+    def require_pair(self, size: int) -> None:
+        """Raises ValueError unless so many ranks have those that `pair` names, or are one."""
+        if size > 1 and max(self.pair) >= size:
+            raise ValueError(
+                f"{type(self).__name__}: pair must be two different ranks in [0, {size - 1}], got "
+                f"{self.pair!r}"
+            )
+
     # -- what is taken -----------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
@@ -460,11 +468,7 @@ class Probe:
         Raises:
             ValueError: there is no such rank as `pair` names, or `taken` has another length.
         """
-        if size > 1 and max(self.pair) >= size:
-            raise ValueError(
-                f"{type(self).__name__}: pair must be two different ranks in [0, {size - 1}], got "
-                f"{self.pair!r}"
-            )
+        self.require_pair(size)
         expected = sum(self.taken)
         for given in (taken, moments):
             if given is not None and tuple(given.shape) != (expected,):

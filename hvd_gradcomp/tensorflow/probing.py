@@ -54,6 +54,8 @@ class Probe(probe.Probe):
             raise ValueError("call hvd.init() before Probe(...)")
         layers = list(zip(_layer_names(variables), (tuple(v.shape) for v in variables)))
         super().__init__(layers, every, **{"filters_last": True, **options})
+        if takes_part(process_set):
+            self.require_pair(process_set.size())
         self.process_set = process_set
         self._name = next(_names)
         with tf.init_scope():

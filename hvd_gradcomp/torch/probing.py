@@ -61,6 +61,8 @@ class Probe(probe.Probe):
             raise ValueError("call hvd.init() before Probe(...)")
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         super().__init__([(name, tuple(p.shape)) for name, p in trained], every, **options)
+        if _takes_part(process_set):
+            self.require_pair(process_set.size())
         self.process_set = process_set
         self.steps = 0
         self._name = next(_names)

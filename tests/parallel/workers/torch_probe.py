@@ -133,8 +133,8 @@ def main(folder: str) -> None:
         "alone": subset_of(alone),
         "errors": errors_of(
             {
-                "pair": lambda: train(with_stock, 1, pair=(0, 5)),
-                "every": lambda: train(with_stock, -1),
+                "pair": lambda: Probe(network().named_parameters(), pair=(0, 5)),
+                "every": lambda: Probe(network().named_parameters(), -1),
             }
         ),
     }
