@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 _STOPPED = (
     "another rank has stopped, or raised an error, or had no more batches; look at what the other "
@@ -45,20 +47,20 @@ def named(kind: type[Exception], what: str) -> Iterator[None]:
         raise kind(explained(what, str(error))) from error
 
 
-def refuse_join(compressors: Iterable[Any], hierarchical: bool = False) -> None:
+def refuse_join(engines: WeakSet[Any]) -> None:
     """Raises where `hvd.join()` cannot work.
 
     Args:
-        compressors: of the exchanges of this rank.
-        hierarchical: whether one of them goes through the ranks of each host first.
+        engines: of this rank.
     """
-    if hierarchical:
+    gc.collect()  # what nobody refers to would be refused on some ranks, while the others wait
+    if any(engine.place is not None for engine in engines):
         raise RuntimeError(
             "hvd.join() cannot work with hierarchical=True: Horovod stands in for a rank that has "
             "joined among all ranks, but not in process sets. Give all ranks the same number of "
             "batches"
         )
-    listed = ", ".join(sorted({repr(c) for c in compressors if not c.adds_up}))
+    listed = ", ".join(sorted({repr(e.compressor) for e in engines if not e.compressor.adds_up}))
     if listed:
         raise RuntimeError(
             f"hvd.join() cannot work with {listed}: a rank that has joined has no payload to give. "

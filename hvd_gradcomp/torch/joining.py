@@ -25,9 +25,6 @@ def join(device: int = -1) -> int:
         RuntimeError: a compressor is in use whose payloads cannot be left out, or
             `hierarchical=True`.
     """
-    failures.refuse_join(
-        (engine.compressor for engine in living),
-        hierarchical=any(engine.place is not None for engine in living),
-    )
+    failures.refuse_join(living)
     with failures.named(HorovodInternalError, "hvd.join()"):
         return int(horovod.join(device))

@@ -90,7 +90,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         verify_every: after the update of every so many steps, `verify` the optimizer; 0 for never.
 
     Returns:
-        An instance of the optimizer's class, as Horovod makes it.
+        An instance of the optimizer's class, as Horovod makes it. Backward exchanges for the one
+        that was made last of those that train a parameter.
 
     Raises:
         ValueError: Horovod is not initialised; `op` is neither Average nor Sum; groups are
@@ -143,21 +144,25 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         return distributed
     ranks = process_set.size() if place is None else place.hosts
     prescale, postscale = scales(op, factor, ranks)
-    distributed._gradcomp = Engine(
-        _reduced(distributed, named_parameters),
-        compressor,
-        name=title,
-        prescale=prescale,
-        postscale=postscale,
-        process_set=process_set,
-        passes=backward_passes_per_step,
-        batch_size=batch_size,
-        bucket_bytes=bucket_bytes,
-        nonfinite=nonfinite,
-        scaler=scaler,
-        place=place,
-        settings=settings,
-    )
+    try:
+        distributed._gradcomp = Engine(
+            _reduced(distributed, named_parameters),
+            compressor,
+            name=title,
+            prescale=prescale,
+            postscale=postscale,
+            process_set=process_set,
+            passes=backward_passes_per_step,
+            batch_size=batch_size,
+            bucket_bytes=bucket_bytes,
+            nonfinite=nonfinite,
+            scaler=scaler,
+            place=place,
+            settings=settings,
+        )
+    except Exception:  # an error keeps what it is about, with Horovod's hooks
+        parameters.disarm(distributed, distributed._requires_update)
+        raise
     for name, method in _methods(cls).items():
         setattr(cls, name, method)
     distributed._takeover, distributed._in_step = None, False
@@ -174,6 +179,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             )
     if not distributed._requires_update:  # Horovod skips its hooks where there is one rank
         distributed._register_hooks()
+    parameters.take_over(distributed, distributed._gradcomp.parameters)
     return distributed
 
 

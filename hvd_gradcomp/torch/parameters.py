@@ -1,14 +1,18 @@
-"""Parameters that join an optimizer while it trains, and those that are frozen for a while.
+"""Parameters that join an optimizer, as it is made or while it trains, and those that are frozen.
 
 A parameter joins by `optimizer.add_param_group`, or by `requires_grad_(True)` where it did not
 train when the optimizer was made. It gets a bucket beside those that are there, which keep their
 layers and state. A frozen one, `requires_grad_(False)`, is left out of the exchange; what the
 compressor has accumulated for it waits. All ranks do the same before the same step.
+
+A parameter's hooks belong to the optimizer that it joined last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import math
+import weakref
+from collections.abc import Collection, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +21,27 @@ from hvd_gradcomp.aggregator import leaves
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.engine import Bucket
+
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have hooks
+
+
+def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:
+    """Leaves parameters to this optimizer, and no hooks of earlier ones.
+
+    Those would begin exchanges of their own for as long as they are not collected, which is longer
+    on one rank than on another.
+    """
+    for earlier in _optimizers:
+        if earlier is not optimizer:
+            disarm(earlier, new)
+    _optimizers.add(optimizer)
+
+
+def disarm(optimizer: Any, parameters: Collection[torch.nn.Parameter]) -> None:
+    """Lets Horovod's hooks do nothing; they cannot be removed. A `step` would still reduce."""
+    for p in parameters:
+        if p in optimizer._allreduce_delay:
+            optimizer._allreduce_delay[p] = math.inf  # passes to wait for before they reduce
 
 
 def name(optimizer: Any, group: dict[str, Any]) -> None:
@@ -53,6 +78,7 @@ def join(optimizer: Any) -> None:
     if not new:
         return
     engine.add([(optimizer._parameter_names[p], p) for p in new])
+    take_over(optimizer, new)
     hooked = vars(optimizer).setdefault("_joined", set())  # a parameter that joins again has one
     for p in new:  # as Horovod does when the optimizer is made
         if p in hooked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -211,6 +212,28 @@ def two_optimizers():
     return nn.ModuleList(models)
 
 
+def made_again():
+    """As in a notebook: one rank has not collected yet what the others have."""
+    model = linear(10, 10, 3)
+    kept = distributed(model, compression=hvd.DGCCompressor(density=0.2))
+    optimizers = [distributed(model[1], compression=hvd.QSGDCompressor())]
+    kept = kept if hvd.rank() == 0 else None
+    try:
+        failed = distributed(model, compression=hvd.VarianceCompressor(moments="sample"))
+    except ValueError as error:
+        failed = error if hvd.rank() == 1 else None
+    gc.collect()
+    optimizers.append(distributed(model))
+    for x in batches(6, 4, 10):
+        optimizers[-1].zero_grad()
+        model(x).square().mean().backward()
+        optimizers[-1].step()
+    del kept, failed
+    assert hvd.compression_stats(optimizers[0]).steps == 0
+    assert hvd.compression_stats(optimizers[-1]).steps == 6
+    return model
+
+
 def watched(folder):
     """Records are of their spans, on one rank or on all; reading them changes nothing."""
     lines = []
@@ -290,6 +313,7 @@ def main(folder: str, ranks: str) -> None:
         "checkpoint": checkpoint,
         "rank 0's state": rank_zeros_state,
         "two optimizers": two_optimizers,
+        "made again": made_again,
         "watched": lambda: watched(folder),
     }
     result = {}
