@@ -103,19 +103,23 @@ CLASSES = sorted(
 def methods_by(kind: str, ranks: int) -> list[Compressor]:
     """What goes through a TensorFlow frontend; by `fit` on two ranks all methods.
 
-    On four, where two cores trace four graphs, one method of each collective, and of phases.
+    On four, where two cores trace four graphs, one method of each collective, and of phases, goes
+    through one of the frontends.
     """
     if kind == "fit" and ranks == 2:
         return ONE_OF_EACH
     if ranks == 4:
-        return [LINEAR[0], WORDS[0], LEADER[0], QUANTIZED[2], PHASED[0]]
+        return [WORDS[0], QUANTIZED[2]] if kind == "fit" else [LINEAR[0], LEADER[0], PHASED[0]]
     return ONE_OF_EACH_EXCHANGE if kind in ("fit", "graph") else ONE_OF_EACH[:4]
 
 
 def learned_by(kind: str, ranks: int) -> list[Compressor]:
-    """Settings of the methods that learn; each frontend goes through each of them."""
-    if ranks == 2 and kind == "torch":
-        return LEARNED
-    if kind == "fit":  # the parameter server takes longest to trace
-        return LEARNED[:4:2]
-    return LEARNED[1::2] if kind == "graph" else LEARNED[::2]
+    """Settings of the methods that learn; each framework goes through each method.
+
+    The parameter server takes longest to trace, and a basis knows of no ranks.
+    """
+    if kind == "torch":
+        return LEARNED if ranks == 2 else LEARNED[::2]
+    if kind == "graph":
+        return LEARNED[1::4]
+    return LEARNED[:4:2] if ranks == 2 else LEARNED[2:3]
