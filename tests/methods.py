@@ -103,14 +103,13 @@ CLASSES = sorted(
 def methods_by(kind: str, ranks: int) -> list[Compressor]:
     """What goes through a TensorFlow frontend; by `fit` on two ranks all methods.
 
-    On four, where two cores trace four graphs, one method of each collective, and of phases, goes
-    through one of the frontends.
+    The others share one method of each collective, on gloo and on MPI.
     """
     if kind == "fit" and ranks == 2:
         return ONE_OF_EACH
     if ranks == 4:
         return [WORDS[0], QUANTIZED[2]] if kind == "fit" else [LINEAR[0], LEADER[0], PHASED[0]]
-    return ONE_OF_EACH_EXCHANGE if kind in ("fit", "graph") else ONE_OF_EACH[:4]
+    return [LINEAR[0], LARGEST[3], LEADER[0]] if kind == "graph" else ONE_OF_EACH[:4]
 
 
 def learned_by(kind: str, ranks: int) -> list[Compressor]:
