@@ -72,15 +72,13 @@ def test_comparisons(arguments):
 
 @pytest.mark.parametrize("framework", ["pytorch", "keras"])
 def test_methods_that_learn(framework, tmp_path):
-    epochs = "2" if framework == "pytorch" else "1"
-    short = ("--full-steps", "4", "--train-steps", "8", "--sample-steps", "8", "--epochs", epochs)
-    methods = "none,lgc-ring"  # TensorFlow takes long to trace the others
-    methods += ",gradiveq,lgc-server" if framework == "pytorch" else ""
+    short = ("--full-steps", "4", "--train-steps", "8", "--sample-steps", "8", "--epochs", "2")
+    methods = "none,gradiveq,lgc-ring"  # TensorFlow takes long to trace the parameter server
+    methods += ",lgc-server" if framework == "pytorch" else ""
     files = ("--png", str(tmp_path / "curves.png"), "--json", str(tmp_path / "curves.json"))
     out = run(f"examples.{framework}.learned", "--methods", methods, *short, *files)
     assert "lgc-ring" in out and "byte ratio by rank" in out
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     rows = json.loads((tmp_path / "curves.json").read_text())
     assert [row["method"] for row in rows] == methods.split(",")
-    losses = [curve for row in rows for curve in row["curves"][-1]]
-    assert "autoencoder" in losses and ("basis" in losses) == (framework == "pytorch")
+    assert "autoencoder" in rows[2]["curves"][-1] and "basis" in rows[1]["curves"][-1]
