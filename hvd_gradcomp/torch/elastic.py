@@ -218,7 +218,7 @@ class CompressedOptimizer(StateHandler):
 
     def _plain(self) -> dict[str, Any]:
         """The state of the optimizer that was wrapped."""
-        return super(type(self.value), self.value).state_dict()
+        return self.value.plain_state_dict()
 
 
 def _cloned(state: State) -> State:

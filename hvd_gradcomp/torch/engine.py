@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import pickle
 import weakref
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 from hvd_gradcomp.torch import lending, moments, parameters
+from hvd_gradcomp.torch.rounds import OutOfStepError
 from hvd_gradcomp.torch.scaling import LossScaling
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -244,6 +245,16 @@ class Engine:
         """All that have a place in a bucket."""
         return self._places.keys()
 
+    @property
+    def ordered_parameters(self) -> list[torch.nn.Parameter]:
+        """All of them, in an order that is the same on all ranks."""
+        return [p for _, p in self._named]
+
+    def count(self, sent: torch.Tensor) -> None:
+        """Counts a tensor that was added up beside the buckets."""
+        self.counters[_SENT] += sent.numel() * sent.element_size()
+        self.counters[_RECEIVED] += sent.numel() * sent.element_size()
+
     def _plan(
         self,
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
@@ -431,8 +442,10 @@ class Engine:
         for place, bucket in enumerate(self.buckets):
             bucket.name = timeline.bucket(name, place, bucket.layout)
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
+        if self._agreed:
+            return
         layouts = [bucket.layout for bucket in self.buckets]
         mine = handshake.describe(
             self.layers,
@@ -447,6 +460,29 @@ class Engine:
             _ = self.groups  # all ranks are here together
         self._agreed = True
 
+    def tell(self, data: bytes, what: str) -> Generator[None, None, list[bytes]]:
+        """All ranks' bytes, of the same number on each; yields while it waits for them.
+
+        Raises:
+            OutOfStepError: the numbers differ.
+        """
+        size = self.process_set.size()
+        if size == 1:
+            return [data]
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        with failures.named(HorovodInternalError, f"the end of the exchange in step {self.steps}"):
+            loan = lending.allgather(mine, f"{self.name}.{what}", self.process_set)
+            while not loan.ready():
+                yield
+            reply = loan.wait().numpy().tobytes()
+        if len(reply) != size * len(data):
+            raise OutOfStepError(
+                f"the ranks exchange other numbers of layers: {len(reply)} bytes came from {size} "
+                f"ranks, this one sent {len(data)}. Let parameters join on all ranks between the "
+                "same two steps"
+            )
+        return [reply[i : i + len(data)] for i in range(0, len(reply), len(data))]
+
     def _gather_objects(self, item: Any) -> list[Any]:
         with failures.named(HorovodInternalError, "the exchange of what the ranks train"):
             return gather_objects(item, f"{self.name}.handshake", self.process_set)
@@ -456,8 +492,7 @@ class Engine:
     def begin(self) -> Set[torch.nn.Parameter]:
         """Begins a step, with its first gradient or without any; what is frozen in it."""
         if self._frozen is None:
-            if not self._agreed:
-                self._agree()
+            self.agree()
             if self._arrived is not None and self.steps > 0:
                 self.reorder(self._gather_objects(self.order)[0])
             scaled = self.scaling.begin_step()
@@ -478,8 +513,7 @@ class Engine:
         """
         if parameter in self.begin():
             return  # frozen between forward and backward
-        if not self._agreed:  # some have joined since the step began
-            self._agree()
+        self.agree()  # once more if some have joined since the step began
         if self._arrived is not None:
             self._arrived.append(self._name_of[parameter])
         bucket, slot = self._places[parameter]
@@ -564,20 +598,25 @@ class Engine:
             PayloadError: and the like, from a program. All other programs are ended first, so
                 that no rank waits for one of this rank's.
         """
+        lending.complete([self.finishing()])
+
+    def finishing(self) -> Iterator[None]:
+        """Does what `finish` does; yields where every program waits for other ranks."""
         errors: list[Exception] = []
         running = [bucket for bucket in self.buckets if bucket.programs]
         if not running:
             return
         while running:
-            # What another leader sends comes last: it may be waiting for what this rank leads.
-            ours = [bucket for bucket in running if not hierarchy.is_result(bucket.request)]
-            for bucket in ours or running:
+            ready = [bucket for bucket in running if bucket.loan.ready()]
+            for bucket in ready:
                 try:
                     with torch.no_grad():
                         self._advance(bucket, self._wait(bucket))
                 except Exception as error:
                     errors.append(error)
                     bucket.abandon()
+            if not ready:
+                yield
             running = [bucket for bucket in running if bucket.programs]
         if self._undoes:
             for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
@@ -640,6 +679,10 @@ class Engine:
             raise RuntimeError("take() without an exchange; this is a bug in hvd_gradcomp")
         gradient = bucket.layer(bucket.result, slot)
         return self.scaling.scale(gradient).to(parameter.dtype)
+
+    def forget_passes(self) -> None:
+        """Forgets what passes have contributed to gradients that nobody wants any more."""
+        self._counted.clear()
 
     def clear(self) -> None:
         """Ends a step, once all results were taken: lets go of them, and of what was frozen."""

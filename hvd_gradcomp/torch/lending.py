@@ -10,7 +10,7 @@ enqueue, since Horovod's thread is what gives a result its shape.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,42 @@ class Loan:
     handle: int
     references: list[torch.Tensor]
 
+    def ready(self) -> bool:
+        """Whether `wait` would not wait."""
+        return bool(horovod.poll(self.handle))
+
     def wait(self) -> Any:
         """What `horovod.torch.synchronize` returns, and raises."""
         # Horovod would spin, on a core that its own thread or another rank may need.
-        while not horovod.poll(self.handle):
+        while not self.ready():
             time.sleep(_PAUSE)
         result = horovod.synchronize(self.handle)
         self.references.clear()
         return result
+
+
+def complete(waiting: Iterable[Iterator[None]]) -> None:
+    """Runs iterators to their ends, side by side; each yields where it waits for other ranks.
+
+    One that waits does not keep another from giving other ranks what they wait for.
+
+    Raises:
+        Exception: the first that one of them has raised, once all others have ended.
+    """
+    running, errors = list(waiting), []
+    while running:
+        for one in list(running):
+            try:
+                next(one)
+            except StopIteration:
+                running.remove(one)
+            except Exception as error:
+                running.remove(one)
+                errors.append(error)
+        if running:
+            time.sleep(_PAUSE)
+    if errors:
+        raise errors[0]
 
 
 def _lend(enqueue: Callable[..., int], *arguments: Any) -> Loan:

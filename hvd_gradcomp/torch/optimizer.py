@@ -1,14 +1,13 @@
 """`DistributedOptimizer`: Horovod's own, with the exchange replaced.
 
-Horovod's optimizer asks `self._allreduce_grad_async(p)` for a handle when the gradient of `p` is
-ready, and a handle may be a callable that returns the reduced tensor. That is the whole seam: the
-class that Horovod makes for each optimizer gets that method from here, and everything else (hooks,
-counting of backward passes, `synchronize`, `skip_synchronize`) stays Horovod's.
+The class of a distributed optimizer takes from Horovod's how it is set up, and `synchronize`, which
+hands out what a callable in the place of a handle returns; that is the whole seam. When gradients
+are exchanged is decided in `exchanging`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as horovod
@@ -19,19 +18,11 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp import description, hierarchy, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import checkpoint, digests, lending, moments, momentum, parameters
+from hvd_gradcomp.torch import digests, lending, momentum
 from hvd_gradcomp.torch.engine import TITLES, Engine
+from hvd_gradcomp.torch.exchanging import class_of
 
-_SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
-
-
-class _LeftOutError(Exception):
-    """Leaves an optimizer's step from within its closure."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.loss = loss
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
@@ -120,66 +111,67 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     compressor, gives_up = momentum.settle(optimizer, compressor)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
-    distributed = horovod.DistributedOptimizer(
-        optimizer,
-        named_parameters=named_parameters,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-    )
-    cls, title = type(distributed), TITLES.take()
-    check_seam(cls)
-    average = op == horovod.Average
+    validate.count("backward_passes_per_step", backward_passes_per_step, low=1)
     factor = gradient_predivide_factor
+    if factor != 1.0 and op != horovod.Average:
+        raise ValueError("gradient_predivide_factor splits an average: it needs op=hvd.Average")
+    title = TITLES.take()
+    if not process_set.included():
+        return horovod.DistributedOptimizer(
+            optimizer,
+            named_parameters,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            process_set=process_set,
+        )
+    check_seam(_stock._DistributedOptimizer)
+    distributed: Any = class_of(optimizer)(
+        optimizer.param_groups,
+        named_parameters,
+        horovod.Compression.none,  # ours comes after it
+        backward_passes_per_step,
+        op,
+        factor,
+        None,
+        sparse_as_dense,
+        process_set,
+    )
     settings = (
-        f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
+        f"op={'Average' if op == horovod.Average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
         f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, "
         f"hierarchical={hierarchical}, nonfinite={nonfinite}, "
         f"verify_every={verify_every}"
     )
-    if not process_set.included():
-        return distributed
     ranks = process_set.size() if place is None else place.hosts
     prescale, postscale = scales(op, factor, ranks)
-    try:
-        distributed._gradcomp = Engine(
-            _reduced(distributed, named_parameters),
-            compressor,
-            name=title,
-            prescale=prescale,
-            postscale=postscale,
-            process_set=process_set,
-            passes=backward_passes_per_step,
-            batch_size=batch_size,
-            bucket_bytes=bucket_bytes,
-            nonfinite=nonfinite,
-            scaler=scaler,
-            place=place,
-            settings=settings,
-        )
-    except Exception:  # an error keeps what it is about, with Horovod's hooks
-        parameters.disarm(distributed, distributed._requires_update)
-        raise
-    for name, method in _methods(cls).items():
-        setattr(cls, name, method)
-    distributed._takeover, distributed._in_step = None, False
-    distributed._verify_every = verify_every
+    engine = Engine(
+        _reduced(distributed, named_parameters),
+        compressor,
+        name=title,
+        prescale=prescale,
+        postscale=postscale,
+        process_set=process_set,
+        passes=backward_passes_per_step,
+        batch_size=batch_size,
+        bucket_bytes=bucket_bytes,
+        nonfinite=nonfinite,
+        scaler=scaler,
+        place=place,
+        settings=settings,
+    )
+    takeover = None
     if gives_up:
         own = momentum.momentum_of(distributed)
         assert own is not None
-        distributed._takeover = momentum.Takeover(distributed, *own)
+        takeover = momentum.Takeover(distributed, *own)
         if process_set.rank() == 0:
             momentum.LOGGER.info(
                 "momentum=%g, nesterov=%s are taken over from %s by the compressor",
                 *own,
-                cls.__name__,
+                type(optimizer).__name__,
             )
-    if not distributed._requires_update:  # Horovod skips its hooks where there is one rank
-        distributed._register_hooks()
-    parameters.take_over(distributed, distributed._gradcomp.parameters)
+    distributed._exchange_by(engine, takeover, verify_every)
     return distributed
 
 
@@ -306,151 +298,3 @@ def _reduced(
     if not named_parameters:  # Horovod sorts the names it makes up as text; ours go by place
         order = [p for group in distributed.param_groups for p in group["params"]]
     return [(names[p], p) for p in order if p in trained and p.requires_grad]
-
-
-def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
-    """What replaces Horovod's methods in the class that it made for this one optimizer."""
-
-    def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Callable[[], Any], None]:
-        engine: Engine = self._gradcomp
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        if p.grad.is_sparse and not self.sparse_as_dense:
-            engine.give_sparse(p, p.grad)
-            average, name = self.op == horovod.Average, self._parameter_names[p]
-            handle = lending.sparse_allreduce(p.grad, name, self.process_set, average)
-            return _sparse_result(handle, engine), None
-        engine.give(p, p.grad.to_dense() if p.grad.is_sparse else p.grad)
-        return lambda: engine.take(p), None
-
-    def _sparse_result(handle: Callable[[], Any], engine: Engine) -> Callable[[], Any]:
-        def wait() -> torch.Tensor:
-            engine.finish()
-            return handle()
-
-        return wait
-
-    def synchronize(self: Any) -> None:
-        self._gradcomp.order_is_known()
-        try:
-            parameters.join(self)
-            parameters.leave_out(self, self._gradcomp.begin())
-            stock_synchronize(self)
-        except Exception:
-            self._handles.clear()
-            for p in self._allreduce_delay:  # the next backward begins a step
-                self._allreduce_delay[p] = self.backward_passes_per_step
-            raise
-        finally:
-            self._gradcomp.clear()
-        if self._in_step and not self._gradcomp.undone:  # called by the user, the step does it
-            _decay(self)
-
-    def _decay(self: Any) -> None:
-        if self._takeover is not None:
-            self._takeover.decay()
-
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        if self._takeover is not None:
-            self._takeover.check()
-        self._gradcomp.scaling.check_stepped(self)
-        self._in_step = True
-        try:
-            loss = _step(self, closure)
-        finally:
-            self._in_step = False
-        if self._verify_every and self._gradcomp.steps % self._verify_every == 0:
-            digests.check(self._gradcomp)
-        return loss
-
-    def _step(self: Any, closure: Callable[[], Any] | None) -> Any:
-        engine: Engine = self._gradcomp
-        if closure is None or not self._should_synchronize:
-            # If synchronize() was called, Horovod would exchange once more; here that would add
-            # what was exchanged to the residual a second time.
-            if self._should_synchronize and (self._handles or not self._synchronized):
-                self.synchronize()
-            elif not engine.leaves_out:
-                _decay(self)
-            self._synchronized = False
-            return None if engine.leaves_out else super(cls, self).step(closure)
-
-        def reduced_closure() -> Any:
-            # Horovod reduces before the closure computes the gradients; they are reduced here.
-            with torch.enable_grad():
-                loss = closure()
-            self.synchronize()
-            self._synchronized = False
-            if engine.leaves_out:
-                raise _LeftOutError(loss)
-            return loss
-
-        self._synchronized = False
-        try:
-            return super(cls, self).step(reduced_closure)
-        except _LeftOutError as left_out:
-            return left_out.loss
-
-    def _supports_scaling(self: Any) -> bool:
-        """`GradScaler.step` asks for this before it looks at gradients: here they get reduced."""
-        if self._handles and self._should_synchronize:
-            self._gradcomp.scaling.check_reduced(self)
-            self.synchronize()
-        return bool(vars(self).get(_SUPPORTS_SCALING, False))
-
-    def _set_supports_scaling(self: Any, value: bool) -> None:
-        vars(self)[_SUPPORTS_SCALING] = value
-
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        if self._handles:
-            raise AssertionError(
-                "zero_grad() was called after backward() and before step() or synchronize(); "
-                "it would clear gradients that are being exchanged. Where backward() has raised an "
-                "error the other ranks wait for this one: call step() to go on with the gradients "
-                "that there are, or end the process"
-            )
-        for parameter in self._parameter_names:
-            moments.discard(parameter)
-        super(cls, self).zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        if self._handles:
-            raise RuntimeError(
-                "add_param_group() was called after backward() and before step(): parameters join "
-                "between steps, on all ranks between the same two"
-            )
-        super(cls, self).add_param_group(param_group)
-        try:
-            parameters.name(self, self.param_groups[-1])
-            parameters.join(self)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        if self._takeover is not None:
-            self._takeover.take()
-
-    def state_dict(self: Any, mode: str = "sharded") -> dict[str, Any]:
-        """With what the compressor keeps: this rank's, or that of all ranks, which all call it.
-
-        See `hvd.save_checkpoint` for the two modes.
-        """
-        plain = super(cls, self).state_dict()
-        if self._takeover is not None:
-            plain = self._takeover.restored(plain)
-        return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
-
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        parameters.join(self)  # unfrozen since the optimizer was made, as in the run that saved
-        plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
-        if "gradcomp" in state_dict:
-            checkpoint.load(self._gradcomp, state_dict["gradcomp"])
-        stock_load(self, plain)
-        if self._takeover is not None:
-            self._takeover.take()
-
-    stock_synchronize, stock_load = cls.synchronize, cls.load_state_dict
-    replaced = (_allreduce_grad_async, synchronize, step, zero_grad, add_param_group)
-    methods: dict[str, Any] = {
-        method.__name__: method for method in (*replaced, state_dict, load_state_dict)
-    }
-    return {**methods, _SUPPORTS_SCALING: property(_supports_scaling, _set_supports_scaling)}

@@ -10,7 +10,6 @@ A parameter's hooks belong to the optimizer that it joined last.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection, Set
 from typing import TYPE_CHECKING, Any
@@ -38,10 +37,10 @@ def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:
 
 
 def disarm(optimizer: Any, parameters: Collection[torch.nn.Parameter]) -> None:
-    """Lets Horovod's hooks do nothing; they cannot be removed. A `step` would still reduce."""
+    """Takes an optimizer's hooks off. A `step` of it would still reduce."""
     for p in parameters:
-        if p in optimizer._allreduce_delay:
-            optimizer._allreduce_delay[p] = math.inf  # passes to wait for before they reduce
+        if p in optimizer._watched:
+            optimizer._watched.pop(p).remove()
 
 
 def name(optimizer: Any, group: dict[str, Any]) -> None:
@@ -79,14 +78,7 @@ def join(optimizer: Any) -> None:
         return
     engine.add([(optimizer._parameter_names[p], p) for p in new])
     take_over(optimizer, new)
-    hooked = vars(optimizer).setdefault("_joined", set())  # a parameter that joins again has one
-    for p in new:  # as Horovod does when the optimizer is made
-        if p in hooked:
-            continue
-        hooked.add(p)
-        accumulator = p.expand_as(p).grad_fn.next_functions[0][0]
-        accumulator.register_hook(optimizer._make_hook(p))
-        optimizer._grad_accs.append(accumulator)
+    optimizer._watch(new)
 
 
 def leave_out(optimizer: Any, frozen: Set[torch.nn.Parameter]) -> None:

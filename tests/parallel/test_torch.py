@@ -103,3 +103,30 @@ def test_parameters_join_freeze_and_thaw(tmp_path):
     results = launch("torch_training", 2, "gloo", tmp_path)
     assert results[0] == results[1]
     says(results[0]["errors"], TRAINING_MESSAGES)
+
+
+BACKWARD_MESSAGES = {
+    "too early": "GradientChangedError: the gradient of trunk.weight was changed on rank 1 before",
+    "in time": "nothing was raised",
+    "replaced": "GradientChangedError: the gradient of left.bias was changed on rank 0 before",
+    "on some ranks": "they have called step() without backward()",
+    "once too often": "more than backward_passes_per_step times",
+    "out of step": "OutOfStepError: the ranks are in different steps: rank 0 in step 0, rank 1 in",
+    "higher": "backward(create_graph=True) cannot be exchanged",
+}
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (3, "mpi")], ids=str)
+def test_gradients_are_reduced_when_backward_returns(ranks, backend, tmp_path):
+    results = launch("torch_backward", ranks, backend, tmp_path)
+    for result in results:
+        for name, (difference, reduced) in result["cases"].items():
+            assert difference < 1e-6, (name, difference)
+            assert reduced or name in ("too few passes", "nothing on one rank", "by hand"), name
+        for name, (norm, _) in result["clipped"].items():
+            assert 0 < norm < 1.01, (name, norm)
+        assert max(result["scaler"]) < 1e-6 and result["gan"] < 1e-6
+        assert result["dropped"][0] == result["dropped"][1]
+        for same in ("clipped", "sparse"):
+            assert result[same] == results[0][same]
+        says(result["errors"], BACKWARD_MESSAGES)

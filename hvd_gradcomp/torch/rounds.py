@@ -1,0 +1,180 @@
+"""What the ranks tell each other before an exchange ends, and what follows from it.
+
+An exchange ends with backward, so that what is done to gradients before the optimizer steps is done
+to reduced ones. No rank may wait there for a gradient that another rank will not have: it may lack
+a layer in this step, get it in a second backward, or have called `step` already. So ranks that are
+at the end of a backward, or in `step`, first tell each other what they have: five bytes a rank, and where
+a rank lacks something one more for each layer. All that follows comes from all ranks' words alone,
+so all ranks come to the same conclusion:
+
+- The exchange ends in the first round, with zeros for what a rank lacks. It waits for another round
+  only if a rank that is not in `step` lacks a layer that came to it too late in the last step.
+- A gradient that comes after the end is late: it is added up as it is, and awaited from then on.
+- As long as a rank may have late ones, `step` begins with a round.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# What a rank says of a layer, added up.
+HERE = 1  # its gradient has been taken
+SPARSE = 2  # and is sparse
+LATE = 4  # it came after the exchange had ended
+CHANGED = 8  # somebody has changed it since it was taken or reduced
+
+_LAST, _ENDED, _PLAIN = 1, 2, 4
+_HEAD = struct.Struct("<BI")
+
+
+class OutOfStepError(RuntimeError):
+    """The ranks are not at the same place of the same step."""
+
+
+class GradientChangedError(RuntimeError):
+    """A gradient was changed where that cannot be honoured on all ranks."""
+
+
+class Word(NamedTuple):
+    """What one rank tells.
+
+    Attributes:
+        step: exchanges before this one.
+        last: this rank is in `step` or `synchronize`: it has no more gradients to come.
+        ended: the exchange of this step has ended.
+        layers: a code for each layer.
+    """
+
+    step: int
+    last: bool
+    ended: bool
+    layers: bytes
+
+    @property
+    def plain(self) -> bool:
+        """Whether this rank has everything, and there is nothing more to say."""
+        return all(code & ~SPARSE == HERE for code in self.layers)
+
+    def head(self) -> bytes:
+        """What always travels."""
+        flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * self.plain
+        return _HEAD.pack(flags, self.step % 2**32)
+
+    def absent(self) -> list[int]:
+        """Layers whose gradient has not been taken."""
+        return [i for i, code in enumerate(self.layers) if not code & (HERE | LATE)]
+
+
+def read(heads: Sequence[bytes], layers: Sequence[bytes]) -> list[Word]:
+    """The words of all ranks.
+
+    Args:
+        heads: theirs.
+        layers: their codes; where all are plain, a code for each layer that says so.
+    """
+    words = []
+    for head, codes in zip(heads, layers):
+        flags, step = _HEAD.unpack(head)
+        words.append(Word(step, bool(flags & _LAST), bool(flags & _ENDED), codes))
+    return words
+
+
+def all_plain(heads: Sequence[bytes]) -> bool:
+    """Whether no rank has anything to say of its layers."""
+    return all(_HEAD.unpack(head)[0] & _PLAIN for head in heads)
+
+
+@dataclass
+class Rounds:
+    """One step's rounds, on every rank alike; and what was learned in the steps before.
+
+    Attributes:
+        ended: gradients are reduced.
+        closed: no rank can have a late gradient any more.
+        mixed: the exchange ended with some ranks at the end of backward and others in `step`.
+        ragged: it ended with zeros for a layer that a rank lacked.
+        awaited: (rank, layer) of what came late in an earlier step.
+    """
+
+    ended: bool = False
+    closed: bool = False
+    mixed: bool = False
+    ragged: bool = False
+    awaited: set[tuple[int, int]] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self.ended = self.closed = self.mixed = self.ragged = False
+
+    def hear(self, words: Sequence[Word], names: Sequence[str], ranks: Sequence[int]) -> list[int]:
+        """Takes one round's words in; the exchange ends where `ended` becomes true.
+
+        Args:
+            words: of all ranks.
+            names: of the layers.
+            ranks: what the ranks are called.
+
+        Returns:
+            The layers of which a rank has a late gradient.
+
+        Raises:
+            OutOfStepError: the ranks are in different steps, or not all have exchanged.
+            GradientChangedError: naming the layer and the rank.
+        """
+        self._check(words, names, ranks)
+        late = {(r, i) for r, w in enumerate(words) for i, c in enumerate(w.layers) if c & LATE}
+        if not self.ended:
+            lacking = {(r, i) for r, word in enumerate(words) for i in word.absent()}
+            last = [word.last for word in words]
+            if not any(last) and lacking & self.awaited:
+                return []
+            self.awaited -= lacking
+            self.ended, self.ragged = True, bool(lacking)
+            self.mixed = any(last) and not all(last)
+        self.awaited |= late
+        all_last = all(word.last for word in words)
+        self.closed = all_last or not (self.ragged or self.mixed)
+        return sorted({i for _, i in late})
+
+    def _check(self, words: Sequence[Word], names: Sequence[str], ranks: Sequence[int]) -> None:
+        steps = {word.step for word in words}
+        if len(steps) > 1:
+            listed = ", ".join(f"rank {r} in step {w.step}" for r, w in zip(ranks, words))
+            raise OutOfStepError(
+                f"the ranks are in different steps: {listed}. Load the same checkpoint on all "
+                "ranks, and call backward() and step() equally often on all of them"
+            )
+        if len({word.ended for word in words}) > 1:
+            behind = [str(r) for r, w in zip(ranks, words) if not w.ended]
+            raise OutOfStepError(
+                f"rank {', '.join(behind)} has begun another step, while other ranks still are to "
+                "call step(): call zero_grad() and step() equally often on all ranks"
+            )
+        changed = [
+            (rank, names[i])
+            for rank, word in zip(ranks, words)
+            for i, code in enumerate(word.layers)
+            if code & CHANGED
+        ]
+        if not changed:
+            return
+        rank, name = changed[0]
+        if not self.ended:
+            raise GradientChangedError(
+                f"the gradient of {name} was changed on rank {rank} before it was reduced, which "
+                "the other ranks cannot know. The exchange had not ended with backward(), since "
+                "fewer than backward_passes_per_step passes have come, or one that came late in "
+                "the last step has not. Call optimizer.synchronize() before gradients are "
+                "clipped, scaled or replaced"
+            )
+        late = any(code & LATE for word in words for code in word.layers)
+        if self.mixed or late:
+            raise GradientChangedError(
+                f"the gradient of {name} was changed on rank {rank} where other ranks could not "
+                "do the same: they have called step() without backward(), or a gradient came "
+                "later. Call optimizer.synchronize() on all ranks before gradients are clipped, "
+                "scaled or replaced"
+            )

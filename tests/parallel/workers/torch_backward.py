@@ -1,0 +1,435 @@
+"""What is done to `p.grad` between backward and step, held against plain PyTorch on the mean.
+
+Each rank knows all ranks' batches. So it also trains a copy of the model by itself: with the mean
+of what backward gives on every rank, treated in the same way, and a plain optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hvd_gradcomp.torch as hvd
+from tests.methods import EVERY
+from tests.parallel.workers.results import digest, errors_of, write
+
+STEPS = 4
+LR = 0.1
+
+
+class Towers(nn.Module):
+    """Layers that a loss may use or not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.trunk, self.left, self.right = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x, left=True, right=True):
+        h = self.trunk(x).tanh()
+        return left * self.left(h).square().sum() + right * self.right(h).square().sum()
+
+
+class Trained(NamedTuple):
+    """What a case does; each field takes the model first.
+
+    Attributes:
+        backward: (model, batch, rank, step): all backward passes of a step.
+        between: (model, step): what is done to gradients then.
+        options: of the distributed optimizer.
+    """
+
+    backward: Callable[..., None] = lambda model, x, rank, step: model(x).backward()
+    between: Callable[..., Any] = lambda model, step: None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 5, generator=generator)
+
+
+def clip(model, step=0):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def mean_gradient(model, case, step, passes=1):
+    """Sets the mean of all ranks' gradients."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for rank in range(hvd.size()):
+        model.zero_grad()
+        case.backward(model, batch(rank, step), rank, step)
+        for t, p in zip(total, model.parameters()):
+            t += 0 if p.grad is None else p.grad.to_dense()
+    for t, p in zip(total, model.parameters()):
+        p.grad = t / hvd.size()
+
+
+def train(case, compression=None, steps=STEPS):
+    """Largest difference to plain training, and whether gradients were reduced after backward."""
+    model, plain = Towers(), Towers()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR),
+        model.named_parameters(),
+        compression=compression,
+        **case.options,
+    )
+    reference = torch.optim.SGD(plain.parameters(), lr=LR)
+    difference, same = 0.0, True
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        case.backward(model, batch(hvd.rank(), step), hvd.rank(), step)
+        seen = [torch.zeros(1) if p.grad is None else p.grad for p in model.parameters()]
+        if case.backward is not none_on_one:  # the others would wait for it there
+            mine = digest(x.detach().to_dense().numpy() for x in seen)
+            same = same and len(set(hvd.allgather_object(mine))) == 1
+        case.between(model, step)
+        optimizer.step()
+        mean_gradient(plain, case, step)
+        case.between(plain, step)
+        reference.step()
+        pairs = zip(model.parameters(), plain.parameters())
+        difference = max(difference, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return difference, same
+
+
+def twice(model, x, rank, step, first=True):
+    """Two backward passes that share no layer."""
+    h = model.trunk(x).detach()
+    parts = [model.left(h).square().sum(), model.right(h).square().sum()]
+    for part in parts if first else reversed(parts):
+        part.backward()
+        users_collective(model, step)
+
+
+def microbatches(count):
+    def backward(model, x, rank, step):
+        for piece in x.chunk(4)[:count]:
+            model(piece).backward()
+
+    return backward
+
+
+def two_losses(model, x, rank, step):
+    """As in PyTorch's tutorials: the trunk gets two contributions, each head one."""
+    h = model.trunk(x).tanh()
+    model.left(h).square().sum().backward(retain_graph=True)
+    model.right(h).square().sum().backward()
+
+
+def checkpointed(reentrant):
+    def backward(model, x, rank, step):
+        x = x.clone().requires_grad_()
+        h = checkpoint(lambda x: model.trunk(x).tanh(), x, use_reentrant=reentrant)
+        heads = checkpoint(lambda h: model.left(h) + model.right(h), h, use_reentrant=reentrant)
+        heads.square().sum().backward()
+
+    return backward
+
+
+def by_hand(model, x, rank, step):
+    gradients = torch.autograd.grad(model(x), list(model.parameters()), allow_unused=True)
+    for p, gradient in zip(model.parameters(), gradients):
+        p.grad = gradient
+
+
+def surgery(model, step):
+    """Projects one layer's gradient on another's, and drops a third."""
+    left, right = model.left.weight.grad, model.right.weight.grad
+    model.left.weight.grad = left - (left * right).sum() / right.square().sum() * right
+    model.trunk.bias.grad = None
+
+
+def scaled(model, step):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.25)
+
+
+def unused_on_some(model, x, rank, step):
+    h = model.trunk(x).tanh()
+    loss = model.right(h).square().sum()
+    if (step + rank) % 2:
+        loss = loss + model.left(h).square().sum()
+    loss.backward()
+
+
+def none_on_one(model, x, rank, step):
+    if rank != step % hvd.size():
+        model(x).backward()
+
+
+def users_collective(model, step):
+    hvd.allreduce(torch.ones(3), name="between backward and step")
+
+
+CASES = {
+    "nothing": Trained(),
+    "clip by norm": Trained(between=clip),
+    "clip by value": Trained(
+        between=lambda model, step: nn.utils.clip_grad_value_(model.parameters(), 0.05)
+    ),
+    "scaled": Trained(between=scaled),
+    "surgery": Trained(between=surgery),
+    "small buckets": Trained(between=clip, options={"bucket_bytes": 64}),
+    "passes": Trained(microbatches(4), clip, {"backward_passes_per_step": 4}),
+    "too few passes": Trained(microbatches(2), options={"backward_passes_per_step": 4}),
+    "unused on some ranks": Trained(unused_on_some, clip),
+    "unused on some ranks, user's collective": Trained(unused_on_some, users_collective),
+    "nothing on one rank": Trained(none_on_one),
+    "several backwards": Trained(twice, clip),
+    "several backwards, other order": Trained(
+        lambda model, x, rank, step: twice(model, x, rank, step, (rank + step) % 2)
+    ),
+    "two losses": Trained(two_losses, clip, {"backward_passes_per_step": 2}),
+    "checkpointed": Trained(checkpointed(False), clip),
+    "checkpointed, reentrant": Trained(checkpointed(True), clip),
+    "by hand": Trained(by_hand),
+}
+
+
+def with_scaler(synchronizes):
+    """`unscale_`, then clipping, with a scale that changes; overflows left out."""
+    model, plain = Towers(), Towers()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters()
+    )
+    reference = torch.optim.SGD(plain.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(6):
+        overflows = step == 3 and hvd.rank() == 0
+        optimizer.zero_grad()
+        loss = model(batch(hvd.rank(), step))
+        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+        if synchronizes:
+            optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 3:
+            mean_gradient(plain, CASES["nothing"], step)
+            clip(plain)
+            reference.step()
+    pairs = zip(model.parameters(), plain.parameters())
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def gan():
+    """As PyTorch's own example: the generator's loss reaches the discriminator too."""
+    torch.manual_seed(1)
+    models = nn.ModuleDict({"g": nn.Linear(5, 4), "d": nn.Linear(4, 1)})
+    plain = copy.deepcopy(models)
+
+    def optimizers(models, wrap):
+        made = {}
+        for name, passes in (("g", 1), ("d", 2)):
+            sgd = torch.optim.SGD(models[name].parameters(), lr=LR)
+            made[name] = wrap(sgd, models[name], passes)
+        return made
+
+    def play(models, optimizers, reduce, x):
+        g, d = models["g"], models["d"]
+        d.zero_grad()
+        d(x[:, :4]).square().sum().backward()
+        d(g(x).detach()).sum().backward()
+        reduce(d)
+        clip(d)
+        optimizers["d"].step()
+        g.zero_grad()
+        d.zero_grad()
+        d(g(x)).square().sum().backward()
+        reduce(g)
+        clip(g)
+        optimizers["g"].step()
+        optimizers["d"].zero_grad()
+
+    ours = optimizers(
+        models,
+        lambda sgd, model, passes: hvd.DistributedOptimizer(
+            sgd, model.named_parameters(), backward_passes_per_step=passes
+        ),
+    )
+    theirs = optimizers(plain, lambda sgd, model, passes: sgd)
+
+    def mean(model):
+        for p in model.parameters():
+            p.grad.copy_(hvd.allreduce(p.grad, name="mean"))
+
+    for step in range(STEPS):
+        play(models, ours, lambda model: None, batch(hvd.rank(), step))
+        play(plain, theirs, mean, batch(hvd.rank(), step))
+    pairs = zip(models.parameters(), plain.parameters())
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def sparse_on_some():
+    """A table that only some ranks have looked up in."""
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"table": nn.Embedding(20, 3, sparse=True), "head": nn.Linear(3, 2)})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters()
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.ones(2, 3)
+        if (step + hvd.rank()) % 2:
+            x = model["table"](torch.tensor([step, hvd.rank()]))
+        model["head"](x).square().sum().backward()
+        optimizer.step()
+    return digest(p.detach().numpy() for p in model.parameters())
+
+
+def dropped():
+    """Reduced gradients that nobody wants: the next backward begins a step."""
+    ends = []
+    for wastes in (False, True):
+        model = Towers()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters()
+        )
+        for step in range(STEPS):
+            if wastes:
+                model(batch(hvd.rank(), 50)).backward()
+                (model if step % 2 else optimizer).zero_grad()
+            model(batch(hvd.rank(), step)).backward()
+            optimizer.step()
+            model.zero_grad()
+        ends.append(digest(p.detach().numpy() for p in model.parameters()))
+    return ends
+
+
+def clipped(compressor):
+    """The largest update in units of what clipping leaves of it; and where training ended."""
+    model = Towers()
+    tracker = hvd.track_moments(model) if compressor.uses_moments else None
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters(), compression=compressor
+    )
+    largest = 0.0
+    for step in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        unused_on_some(model, batch(hvd.rank(), step), hvd.rank(), step)
+        clip(model)
+        optimizer.step()
+        moved = torch.cat([(b - p).flatten() for b, p in zip(before, model.parameters())])
+        largest = max(largest, float(moved.detach().norm()) / (LR * 0.01))
+    if tracker is not None:
+        tracker.remove()
+    return largest, digest(p.detach().numpy() for p in model.parameters())
+
+
+def refused():
+    """What cannot be honoured is an error on all ranks, and the next step is sound."""
+    found = {}
+
+    def again(case, **options):
+        def run():
+            model = Towers()
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters(), **options
+            )
+            error = None
+            try:
+                case(model, optimizer)
+            except Exception as raised:
+                error = raised
+            optimizer.zero_grad()
+            for piece in batch(hvd.rank(), 9).chunk(options.get("backward_passes_per_step", 1)):
+                model(piece).backward()
+            optimizer.step()
+            hvd.verify(optimizer)
+            if error is not None:
+                raise error
+
+        return run
+
+    def too_early(model, optimizer):
+        microbatches(2)(model, batch(hvd.rank(), 0), hvd.rank(), 0)
+        if hvd.rank() == 1:
+            clip(model)
+        optimizer.step()
+
+    def in_time(model, optimizer):
+        microbatches(2)(model, batch(hvd.rank(), 0), hvd.rank(), 0)
+        optimizer.synchronize()
+        clip(model)
+        optimizer.step()
+
+    def replaced(model, optimizer):
+        microbatches(2)(model, batch(hvd.rank(), 0), hvd.rank(), 0)
+        model.left.bias.grad = torch.ones(3)
+        optimizer.step()
+
+    def on_some_ranks(model, optimizer):
+        if hvd.rank():
+            model(batch(hvd.rank(), 0)).backward()
+        clip(model)
+        optimizer.step()
+
+    def once_too_often(model, optimizer):
+        for _ in range(2):
+            model(batch(hvd.rank(), 0)).backward()
+
+    def behind(model, optimizer):
+        optimizer._gradcomp.steps += hvd.rank()
+        try:
+            model(batch(hvd.rank(), 0)).backward()
+            optimizer.step()
+        finally:
+            optimizer._gradcomp.steps = 0
+
+    def higher(model, optimizer):
+        model(batch(hvd.rank(), 0)).backward(create_graph=True)
+
+    found = errors_of(
+        {
+            "too early": again(too_early, backward_passes_per_step=4),
+            "in time": again(in_time, backward_passes_per_step=4),
+            "replaced": again(replaced, backward_passes_per_step=4),
+            "on some ranks": again(on_some_ranks),
+            "once too often": again(once_too_often),
+            "out of step": again(behind),
+        }
+    )
+    found |= errors_of({"higher": lambda: higher(*_made())})
+    return found
+
+
+def _made():
+    model = Towers()
+    return model, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR))
+
+
+def main(folder: str) -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    result = {"cases": {}, "clipped": {}}
+    for name, case in CASES.items():
+        print("case:", name, flush=True)  # the last one is what hangs, should one hang
+        result["cases"][name] = train(case)
+    for compressor in EVERY:
+        print("clipped:", compressor, flush=True)
+        result["clipped"][repr(compressor)] = clipped(compressor)
+    print("scaler", flush=True)
+    result["scaler"] = [with_scaler(synchronizes) for synchronizes in (False, True)]
+    result["gan"] = gan()
+    print("sparse", flush=True)
+    result["sparse"] = sparse_on_some()
+    result["dropped"] = dropped()
+    result["errors"] = refused()
+    write(folder, hvd.rank(), result)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
