@@ -1,0 +1,132 @@
+"""How ranks find out that an exchange may end: laws over ranks with gradients in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+rounds = pytest.importorskip("hvd_gradcomp.torch.rounds")
+LAYERS = 4
+NAMES = [f"layer{i}" for i in range(LAYERS)]
+
+
+@st.composite
+def steps_of_a_rank(draw):
+    """Which layers each backward of a step brings; a layer comes once or not at all."""
+    order = draw(st.permutations(range(LAYERS)))
+    brought = order[: draw(st.integers(0, LAYERS))]
+    cuts = sorted(draw(st.lists(st.integers(0, len(brought)), max_size=2)))
+    edges = [0, *cuts, len(brought)]
+    backwards = [set(brought[a:b]) for a, b in zip(edges, edges[1:])]
+    return [backward for backward in backwards if backward]
+
+
+def codes(rank):
+    return bytes(
+        rounds.LATE if i in rank["late"] else rounds.HERE * (i in rank["taken"] or rank["ended"])
+        for i in range(LAYERS)
+    )
+
+
+def run_step(scripts, states):
+    """One step on all ranks; what was taken and what came late, by rank."""
+    ranks = [
+        {"left": list(s), "taken": set(), "late": set(), "ended": False, "last": False}
+        for s in scripts
+    ]
+    lates = [set() for _ in scripts]
+    for state in states:
+        state.begin()
+    for _ in range(2 * LAYERS + 3):
+        for rank in ranks:  # each goes on to its next round: the end of a backward, or `step`
+            if not rank["left"]:
+                rank["last"] = True
+                continue
+            brought = rank["left"].pop(0)
+            rank["late" if rank["ended"] else "taken"] |= brought
+        words = [rounds.Word(7, r["last"], r["ended"], codes(r)) for r in ranks]
+        heads = [word.head() for word in words]
+        plain = rounds.all_plain(heads)
+        assert plain == all(word.layers == bytes([rounds.HERE]) * LAYERS for word in words)
+        assert rounds.read(heads, [word.layers for word in words]) == words
+        heard = [state.hear(words, NAMES, range(len(ranks))) for state in states]
+        assert all(one == heard[0] for one in heard) and all(s == states[0] for s in states)
+        assert set(heard[0]) == set().union(*(r["late"] for r in ranks))
+        for rank, late in zip(ranks, lates):
+            assert not late & rank["late"], "nothing is added twice"
+            late |= rank["late"]
+            rank["late"] = set()
+            rank["ended"] = states[0].ended
+        if states[0].closed:
+            break
+    assert states[0].closed, "nobody waits for ever"
+    for rank, late, script in zip(ranks, lates, scripts):
+        assert not rank["left"], "no gradient comes behind the last round"
+        assert rank["taken"] | late == set().union(set(), *script), "no gradient is lost"
+        assert not rank["taken"] & late
+    return lates
+
+
+@settings(deadline=None)
+@given(st.lists(steps_of_a_rank(), min_size=1, max_size=4), st.integers(1, 3))
+def test_all_ranks_agree_and_lose_nothing(scripts, steps):
+    states = [rounds.Rounds() for _ in scripts]
+    for _ in range(steps):
+        run_step(scripts, states)
+
+
+@settings(deadline=None)
+@given(steps_of_a_rank(), st.integers(1, 4))
+def test_what_came_late_on_all_ranks_is_awaited_from_then_on(script, size):
+    states = [rounds.Rounds() for _ in range(size)]
+    first = run_step([script] * size, states)
+    assert any(first) == (len(script) > 1)
+    assert not any(run_step([script] * size, states))
+
+
+def test_ranks_with_everything_need_one_round_of_five_bytes():
+    state = rounds.Rounds()
+    words = [rounds.Word(3, False, False, bytes([rounds.HERE]) * LAYERS)] * 2
+    assert rounds.all_plain([w.head() for w in words]) and len(words[0].head()) == 5
+    assert state.hear(words, NAMES, [0, 1]) == []
+    assert state.ended and state.closed
+
+
+def word(**changes):
+    layers = bytearray([rounds.HERE]) * LAYERS
+    for layer, code in changes.pop("codes", {}).items():
+        layers[layer] = code
+    return rounds.Word(3, False, False, bytes(layers))._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "text"),
+    [
+        (word(step=4), rounds.OutOfStepError, "rank 0 in step 3, rank 1 in step 4"),
+        (word(ended=True), rounds.OutOfStepError, "rank 0(, 2)? has begun another step"),
+        (
+            word(codes={2: rounds.HERE | rounds.CHANGED}),
+            rounds.GradientChangedError,
+            "the gradient of layer2 was changed on rank 1 before it was reduced",
+        ),
+    ],
+    ids=["step", "ended", "changed"],
+)
+def test_what_cannot_be_honoured_is_named(other, error, text):
+    for words in ([word(), other], [word(), other, word()]):
+        with pytest.raises(error, match=text):
+            rounds.Rounds().hear(words, NAMES, [0, 1, 2])
+
+
+def test_a_change_behind_the_end_counts_only_where_ranks_differ():
+    state = rounds.Rounds()
+    state.hear([word(), word(codes={0: 0})], NAMES, [0, 1])
+    changed = word(last=True, ended=True, codes={1: rounds.HERE | rounds.CHANGED})
+    assert state.hear([changed, changed], NAMES, [0, 1]) == [] and state.closed
+    mixed = rounds.Rounds()
+    mixed.hear([word(), word(last=True, codes={0: 0})], NAMES, [0, 1])
+    assert mixed.ended and not mixed.closed
+    with pytest.raises(rounds.GradientChangedError, match="called step"):
+        mixed.hear([changed, word(last=True, ended=True)], NAMES, [0, 1])
