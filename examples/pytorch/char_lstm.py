@@ -94,10 +94,8 @@ def main() -> None:
         optimizer.zero_grad()
         for piece in windows.chunk(options.passes):
             (loss_of(model, piece) / options.passes).backward()
-        optimizer.synchronize()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        optimizer.step()
     with torch.no_grad():
         held_out = test[: len(test) // 65 * 65][: 65 * 500].view(-1, 65)
         perplexity = math.exp(loss_of(model, held_out))

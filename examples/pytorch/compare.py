@@ -103,13 +103,9 @@ def run(task: Any, name: str, options: Any, seed: int) -> dict[str, Any]:
             optimizer.zero_grad()
             for loss in losses:
                 loss(model).backward()
-            if task.clip is None:
-                optimizer.step()
-                continue
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), task.clip)
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            if task.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+            optimizer.step()
     seconds = time.perf_counter() - start
     if tracker is not None:
         tracker.remove()

@@ -29,6 +29,7 @@ from hvd_gradcomp.torch.optimizer import (
 )
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reports import StatsWriter
+from hvd_gradcomp.torch.rounds import GradientChangedError, OutOfStepError
 from hvd_gradcomp.torch.schedulers import EGCScheduler
 from hvd_gradcomp.verify import DivergedError
 

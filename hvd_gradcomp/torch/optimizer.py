@@ -49,6 +49,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     A drop-in for `horovod.torch.DistributedOptimizer`. One rank alone compresses as well, so a
     compressor's effect on accuracy can be tried without a cluster.
 
+    The exchange ends with the last backward of a step: `p.grad` holds the reduced gradient then,
+    to be clipped, unscaled or replaced as without Horovod. A layer that a rank has no gradient for
+    counts as zero there. Where a step has several backwards, and they share no layers, the first
+    such step sends what comes after the first one uncompressed. `step` and `synchronize` end the
+    exchange where no backward has: with fewer passes than `backward_passes_per_step`, and on a rank
+    that has called none. Such a rank may not take part in collectives of your own between backward
+    and `step`: the others are waiting for it in backward.
+
     Args:
         optimizer: any `torch.optim.Optimizer`; its parameters are floating point.
         named_parameters: usually `model.named_parameters()`. Needed unless the order of
@@ -90,6 +98,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             Horovod are not as `hierarchical` needs them.
         TypeError: `compression` is no compressor.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
+        GradientChangedError: in `step` or `synchronize`, on all ranks, if a gradient was changed
+            before it was reduced, or on some ranks only.
+        OutOfStepError: in backward or `step`, on all ranks, if they are in different steps.
         DivergedError: in `step`, on all ranks, with `verify_every`.
     """
     validate.count("verify_every", verify_every)

@@ -3,7 +3,7 @@
 An exchange ends with backward, so that what is done to gradients before the optimizer steps is done
 to reduced ones. No rank may wait there for a gradient that another rank will not have: it may lack
 a layer in this step, get it in a second backward, or have called `step` already. So ranks that are
-at the end of a backward, or in `step`, first tell each other what they have, in five bytes, and one
+at the end of a backward, or in `step`, first tell each other what they have: five bytes, and one
 more for each layer where a rank lacks something. All that follows comes from all ranks' words
 alone, so all ranks come to the same conclusion:
 

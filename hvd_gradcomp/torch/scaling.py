@@ -71,18 +71,6 @@ class LossScaling:
         """The reduced gradient as the scaler expects it. In place."""
         return gradient if self._factor is None else gradient.mul_(self._factor)
 
-    def check_reduced(self, optimizer: Any) -> None:
-        """What has to hold of gradients that are not reduced, when a scaler steps the optimizer.
-
-        Raises:
-            RuntimeError: it has unscaled them.
-        """
-        if self._stage(optimizer) == "UNSCALED":
-            raise RuntimeError(
-                "scaler.unscale_(optimizer) saw gradients that were not reduced yet: call "
-                "optimizer.synchronize() before it"
-            )
-
     def check_stepped(self, optimizer: Any) -> None:
         """What has to hold when the optimizer steps.
 

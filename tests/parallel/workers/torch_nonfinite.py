@@ -130,17 +130,14 @@ def in_closure():
 
 
 def misused():
-    """Scalers that do not fit."""
+    """Scalers that fit, and that do not."""
 
-    def unscaled_too_early():
+    def unscaled():
         model = build()
         optimizer, scaler = wrapped(model, None), torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(model, torch.Generator())).backward()
         scaler.unscale_(optimizer)
-        try:
-            scaler.step(optimizer)
-        finally:
-            optimizer.synchronize()
+        scaler.step(optimizer)
 
     def of_another():
         model = build()
@@ -155,7 +152,7 @@ def misused():
     def no_policy():
         wrapped(build(), None, nonfinite="ignore")
 
-    cases = (unscaled_too_early, of_another, no_policy)
+    cases = (unscaled, of_another, no_policy)
     return errors_of({case.__name__: case for case in cases})
 
 
