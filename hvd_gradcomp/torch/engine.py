@@ -204,6 +204,8 @@ class Engine:
         )
         self._settle_on(list(self._plan(self._named)))
         self._counted: dict[torch.nn.Parameter, int] = {}
+        self._open = False  # a program of this step has started
+        self._errors: list[Exception] = []  # that programs of this step have ended with
         self._watch(self.buckets)
         living.add(self)
 
@@ -473,7 +475,8 @@ class Engine:
         with failures.named(HorovodInternalError, f"the end of the exchange in step {self.steps}"):
             loan = lending.allgather(mine, f"{self.name}.{what}", self.process_set)
             while not loan.ready():
-                yield
+                if not self.advance():
+                    yield
             reply = loan.wait().numpy().tobytes()
         if len(reply) != size * len(data):
             raise OutOfStepError(
@@ -560,6 +563,7 @@ class Engine:
         view.addcmul_(gradient, gradient, value=-share).clamp_(min=0.0)
 
     def _start(self, bucket: Bucket) -> None:
+        self._open = True
         if bucket.streams:
             here = torch.cuda.current_stream(bucket.flat.device)
             for stream in bucket.streams - {here}:
@@ -591,6 +595,18 @@ class Engine:
                 bucket.abandon()
                 raise
 
+    def advance(self) -> bool:
+        """Resumes the programs whose reply is there; whether there were any."""
+        ready = [bucket for bucket in self.buckets if bucket.programs and bucket.loan.ready()]
+        for bucket in ready:
+            try:
+                with torch.no_grad():
+                    self._advance(bucket, self._wait(bucket))
+            except Exception as error:
+                self._errors.append(error)
+                bucket.abandon()
+        return bool(ready)
+
     def finish(self) -> None:
         """Runs every started program to its end.
 
@@ -602,22 +618,12 @@ class Engine:
 
     def finishing(self) -> Iterator[None]:
         """Does what `finish` does; yields where every program waits for other ranks."""
-        errors: list[Exception] = []
-        running = [bucket for bucket in self.buckets if bucket.programs]
-        if not running:
-            return
-        while running:
-            ready = [bucket for bucket in running if bucket.loan.ready()]
-            for bucket in ready:
-                try:
-                    with torch.no_grad():
-                        self._advance(bucket, self._wait(bucket))
-                except Exception as error:
-                    errors.append(error)
-                    bucket.abandon()
-            if not ready:
+        while any(bucket.programs for bucket in self.buckets):
+            if not self.advance():
                 yield
-            running = [bucket for bucket in running if bucket.programs]
+        if not self._open:
+            return
+        self._open, errors, self._errors = False, self._errors, []
         if self._undoes:
             for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
                 try:
@@ -697,6 +703,7 @@ class Engine:
     def abandon(self) -> None:
         """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
         self._agreed, self._frozen = False, None
+        self._open, self._errors = False, []
         self._counted.clear()
         if self._arrived:
             self._arrived.clear()
