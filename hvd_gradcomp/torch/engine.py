@@ -43,7 +43,6 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 from hvd_gradcomp.torch import lending, moments, parameters
-from hvd_gradcomp.torch.rounds import OutOfStepError
 from hvd_gradcomp.torch.scaling import LossScaling
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -462,29 +461,22 @@ class Engine:
             _ = self.groups  # all ranks are here together
         self._agreed = True
 
-    def tell(self, data: bytes, what: str) -> Generator[None, None, list[bytes]]:
-        """All ranks' bytes, of the same number on each; yields while it waits for them.
+    def tell(self, numbers: Sequence[int], what: str) -> Generator[None, None, list[list[int]]]:
+        """All ranks' numbers, below 2**31 and equally many; yields while it waits for them.
 
-        Raises:
-            OutOfStepError: the numbers differ.
+        Added up, each rank's in a place of its own, since that is what works with `hvd.join()`.
         """
         size = self.process_set.size()
         if size == 1:
-            return [data]
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return [list(numbers)]
+        everybody = torch.zeros(size, len(numbers), dtype=torch.int32)
+        everybody[self.process_set.rank()] = torch.tensor(numbers, dtype=torch.int32)
         with failures.named(HorovodInternalError, f"the end of the exchange in step {self.steps}"):
-            loan = lending.allgather(mine, f"{self.name}.{what}", self.process_set)
+            loan = lending.allreduce(everybody, f"{self.name}.{what}", self.process_set)
             while not loan.ready():
                 if not self.advance():
                     yield
-            reply = loan.wait().numpy().tobytes()
-        if len(reply) != size * len(data):
-            raise OutOfStepError(
-                f"the ranks exchange other numbers of layers: {len(reply)} bytes came from {size} "
-                f"ranks, this one sent {len(data)}. Let parameters join on all ranks between the "
-                "same two steps"
-            )
-        return [reply[i : i + len(data)] for i in range(0, len(reply), len(data))]
+            return loan.wait().tolist()
 
     def _gather_objects(self, item: Any) -> list[Any]:
         with failures.named(HorovodInternalError, "the exchange of what the ranks train"):

@@ -189,13 +189,13 @@ class Exchanging:
         codes = self._codes()
         word = Word(engine.steps, last, self._rounds.ended, codes)
         heads = yield from engine.tell(word.head(), "end")
-        layers = [bytes([HERE]) * len(codes)] * len(heads)
+        layers = [[HERE] * len(codes)] * len(heads)
         if not all_plain(heads):
             layers = yield from engine.tell(codes, "end.layers")
         return read(heads, layers)
 
-    def _codes(self) -> bytes:
-        return bytes(self._code(p) for p in self._gradcomp.ordered_parameters)
+    def _codes(self) -> list[int]:
+        return [self._code(p) for p in self._gradcomp.ordered_parameters]
 
     def _code(self, p: torch.nn.Parameter) -> int:
         taken = p in self._handles and self._handles[p][0] is not None

@@ -3,7 +3,7 @@
 An exchange ends with backward, so that what is done to gradients before the optimizer steps is done
 to reduced ones. No rank may wait there for a gradient that another rank will not have: it may lack
 a layer in this step, get it in a second backward, or have called `step` already. So ranks that are
-at the end of a backward, or in `step`, first tell each other what they have: five bytes, and one
+at the end of a backward, or in `step`, first tell each other what they have: two numbers, and one
 more for each layer where a rank lacks something. All that follows comes from all ranks' words
 alone, so all ranks come to the same conclusion:
 
@@ -11,11 +11,11 @@ alone, so all ranks come to the same conclusion:
   only if a rank that is not in `step` lacks a layer that came to it too late in the last step.
 - A gradient that comes after the end is late: it is added up as it is, and awaited from then on.
 - As long as a rank may have late ones, `step` begins with a round.
+- A rank that has called `hvd.join()` says nothing, and lacks nothing: Horovod lets it add zeros.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,8 +26,7 @@ SPARSE = 2  # and is sparse
 LATE = 4  # it came after the exchange had ended
 CHANGED = 8  # somebody has changed it since it was taken or reduced
 
-_LAST, _ENDED, _PLAIN = 1, 2, 4
-_HEAD = struct.Struct("<BI")
+_LAST, _ENDED, _PLAIN, _SPEAKS = 1, 2, 4, 8
 
 
 class OutOfStepError(RuntimeError):
@@ -46,29 +45,31 @@ class Word(NamedTuple):
         last: this rank is in `step` or `synchronize`: it has no more gradients to come.
         ended: the exchange of this step has ended.
         layers: a code for each layer.
+        joined: nobody said this; the rank has joined.
     """
 
     step: int
     last: bool
     ended: bool
-    layers: bytes
+    layers: Sequence[int]
+    joined: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether this rank has everything, and there is nothing more to say."""
         return all(code & ~SPARSE == HERE for code in self.layers)
 
-    def head(self) -> bytes:
-        """What always travels."""
+    def head(self) -> list[int]:
+        """What always travels, two numbers below 2**31."""
         flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * self.plain
-        return _HEAD.pack(flags, self.step % 2**32)
+        return [_SPEAKS + flags, self.step % 2**31]
 
     def absent(self) -> list[int]:
         """Layers whose gradient has not been taken."""
         return [i for i, code in enumerate(self.layers) if not code & (HERE | LATE)]
 
 
-def read(heads: Sequence[bytes], layers: Sequence[bytes]) -> list[Word]:
+def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> list[Word]:
     """The words of all ranks.
 
     Args:
@@ -76,15 +77,17 @@ def read(heads: Sequence[bytes], layers: Sequence[bytes]) -> list[Word]:
         layers: their codes; where all are plain, a code for each layer that says so.
     """
     words = []
-    for head, codes in zip(heads, layers):
-        flags, step = _HEAD.unpack(head)
-        words.append(Word(step, bool(flags & _LAST), bool(flags & _ENDED), codes))
+    for (flags, step), codes in zip(heads, layers):
+        if flags & _SPEAKS:
+            words.append(Word(step, bool(flags & _LAST), bool(flags & _ENDED), tuple(codes)))
+        else:
+            words.append(Word(0, True, True, (HERE,) * len(codes), joined=True))
     return words
 
 
-def all_plain(heads: Sequence[bytes]) -> bool:
+def all_plain(heads: Sequence[Sequence[int]]) -> bool:
     """Whether no rank has anything to say of its layers."""
-    return all(_HEAD.unpack(head)[0] & _PLAIN for head in heads)
+    return all(flags & _PLAIN or not flags & _SPEAKS for flags, _ in heads)
 
 
 @dataclass
@@ -128,7 +131,7 @@ class Rounds:
         late = {(r, i) for r, w in enumerate(words) for i, c in enumerate(w.layers) if c & LATE}
         if not self.ended:
             lacking = {(r, i) for r, word in enumerate(words) for i in word.absent()}
-            last = [word.last for word in words]
+            last = [word.last for word in words if not word.joined]
             if not any(last) and lacking & self.awaited:
                 return []
             self.awaited -= lacking
@@ -140,15 +143,15 @@ class Rounds:
         return sorted({i for _, i in late})
 
     def _check(self, words: Sequence[Word], names: Sequence[str], ranks: Sequence[int]) -> None:
-        steps = {word.step for word in words}
-        if len(steps) > 1:
-            listed = ", ".join(f"rank {r} in step {w.step}" for r, w in zip(ranks, words))
+        speaking = [(rank, word) for rank, word in zip(ranks, words) if not word.joined]
+        if len({word.step for _, word in speaking}) > 1:
+            listed = ", ".join(f"rank {rank} in step {word.step}" for rank, word in speaking)
             raise OutOfStepError(
                 f"the ranks are in different steps: {listed}. Load the same checkpoint on all "
                 "ranks, and call backward() and step() equally often on all of them"
             )
-        if len({word.ended for word in words}) > 1:
-            behind = [str(r) for r, w in zip(ranks, words) if not w.ended]
+        if len({word.ended for _, word in speaking}) > 1:
+            behind = [str(rank) for rank, word in speaking if not word.ended]
             raise OutOfStepError(
                 f"rank {', '.join(behind)} has begun another step, while other ranks still are to "
                 "call step(): call zero_grad() and step() equally often on all ranks"

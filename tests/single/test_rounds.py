@@ -24,7 +24,7 @@ def steps_of_a_rank(draw):
 
 
 def codes(rank):
-    return bytes(
+    return tuple(
         rounds.LATE if i in rank["late"] else rounds.HERE * (i in rank["taken"] or rank["ended"])
         for i in range(LAYERS)
     )
@@ -49,7 +49,7 @@ def run_step(scripts, states):
         words = [rounds.Word(7, r["last"], r["ended"], codes(r)) for r in ranks]
         heads = [word.head() for word in words]
         plain = rounds.all_plain(heads)
-        assert plain == all(word.layers == bytes([rounds.HERE]) * LAYERS for word in words)
+        assert plain == all(word.layers == (rounds.HERE,) * LAYERS for word in words)
         assert rounds.read(heads, [word.layers for word in words]) == words
         heard = [state.hear(words, NAMES, range(len(ranks))) for state in states]
         assert all(one == heard[0] for one in heard) and all(s == states[0] for s in states)
@@ -86,19 +86,32 @@ def test_what_came_late_on_all_ranks_is_awaited_from_then_on(script, size):
     assert not any(run_step([script] * size, states))
 
 
-def test_ranks_with_everything_need_one_round_of_five_bytes():
+def test_ranks_with_everything_need_one_round_of_two_numbers():
     state = rounds.Rounds()
-    words = [rounds.Word(3, False, False, bytes([rounds.HERE]) * LAYERS)] * 2
-    assert rounds.all_plain([w.head() for w in words]) and len(words[0].head()) == 5
+    words = [rounds.Word(3, False, False, (rounds.HERE,) * LAYERS)] * 2
+    assert rounds.all_plain([w.head() for w in words]) and len(words[0].head()) == 2
     assert state.hear(words, NAMES, [0, 1]) == []
     assert state.ended and state.closed
 
 
+def test_a_rank_that_has_joined_lacks_nothing():
+    """Horovod lets it add zeros to what the others say."""
+    mine = word(codes={2: 0})
+    heads, layers = [mine.head(), [0, 0]], [mine.layers, [0] * LAYERS]
+    state = rounds.Rounds()
+    assert not rounds.all_plain(heads) and rounds.all_plain([word().head(), [0, 0]])
+    assert state.hear(rounds.read(heads, layers), NAMES, [0, 1]) == []
+    assert state.ended and state.ragged and not state.mixed and not state.closed
+    last = mine._replace(last=True, ended=True)
+    assert state.hear(rounds.read([last.head(), [0, 0]], layers), NAMES, [0, 1]) == []
+    assert state.closed
+
+
 def word(**changes):
-    layers = bytearray([rounds.HERE]) * LAYERS
+    layers = [rounds.HERE] * LAYERS
     for layer, code in changes.pop("codes", {}).items():
         layers[layer] = code
-    return rounds.Word(3, False, False, bytes(layers))._replace(**changes)
+    return rounds.Word(3, False, False, tuple(layers))._replace(**changes)
 
 
 @pytest.mark.parametrize(

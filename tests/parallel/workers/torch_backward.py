@@ -307,6 +307,30 @@ def dropped():
     return ends
 
 
+def joins():
+    """Ranks with less data than others, as Horovod has it: a rank that has joined adds zeros."""
+    model, plain = Towers(), Towers()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters()
+    )
+    reference = torch.optim.SGD(plain.parameters(), lr=LR)
+    steps = [3 + 2 * (rank == 0) for rank in range(hvd.size())]
+    for step in range(steps[hvd.rank()]):
+        optimizer.zero_grad()
+        model(batch(hvd.rank(), step)).backward()
+        clip(model)
+        optimizer.step()
+    hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    have = Trained(lambda model, x, rank, step: model(x).backward() if step < steps[rank] else None)
+    for step in range(max(steps)):
+        mean_gradient(plain, have, step)
+        clip(plain)
+        reference.step()
+    pairs = zip(model.parameters(), plain.parameters())
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
 def clipped(compressor):
     """The largest update in units of what clipping leaves of it; and where training ended."""
     model = Towers()
@@ -426,6 +450,7 @@ def main(folder: str) -> None:
     print("sparse", flush=True)
     result["sparse"] = sparse_on_some()
     result["dropped"] = dropped()
+    result["joined"] = joins()
     result["errors"] = refused()
     write(folder, hvd.rank(), result)
     hvd.shutdown()
