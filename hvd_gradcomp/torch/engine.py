@@ -471,12 +471,18 @@ class Engine:
             return [list(numbers)]
         everybody = torch.zeros(size, len(numbers), dtype=torch.int32)
         everybody[self.process_set.rank()] = torch.tensor(numbers, dtype=torch.int32)
-        with failures.named(HorovodInternalError, f"the end of the exchange in step {self.steps}"):
-            loan = lending.allreduce(everybody, f"{self.name}.{what}", self.process_set)
-            while not loan.ready():
-                if not self.advance():
-                    yield
-            return loan.wait().tolist()
+        try:
+            with failures.named(HorovodInternalError, f"the end of step {self.steps}'s exchange"):
+                loan = lending.allreduce(everybody, f"{self.name}.{what}", self.process_set)
+                while not loan.ready():
+                    if not self.advance():
+                        yield
+                return loan.wait().tolist()
+        except HorovodInternalError:
+            self.advance()
+            if self._errors:  # which name what was on its way
+                raise self._errors[0] from None
+            raise
 
     def _gather_objects(self, item: Any) -> list[Any]:
         with failures.named(HorovodInternalError, "the exchange of what the ranks train"):
