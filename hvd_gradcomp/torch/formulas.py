@@ -1,8 +1,8 @@
 """What each sample contributes to the gradient of a function's parameters, function by function.
 
-A rule takes a function's arguments and says in a `Form` how contributions follow from the input and
-the gradient of the output. Both come as [samples, k, ...]: what a sample has of the axis that counts
-samples, and then the other axes. Whatever has no rule is run once more for each sample; see
+A rule takes a function's arguments and says in a `Form` how contributions follow from the input
+and the gradient of the output. Both come as [samples, k, ...]: what a sample has of the axis that
+counts samples, and then the other axes. Whatever has no rule is run once more for each sample; see
 `Replay`.
 """
 

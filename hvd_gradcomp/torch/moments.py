@@ -5,10 +5,10 @@ For a parameter `p` and a batch of samples `z`,
     q = sum over z of c_z**2,    c_z = what sample z contributes to p.grad,
 
 the sum that Algorithm 1 of Tsuzuku et al. 2018 accumulates next to the gradient. With a loss that
-is a mean over the batch, `c_z = grad_z / B`, as there; the gradient that arrives in backward already
-carries the factor, so no batch size has to be known. Samples are counted by the first axis of the
-first tensor that the model is called with; other inputs with a first axis of that length have them
-there too, and all others belong to no sample.
+is a mean over the batch, `c_z = grad_z / B`, as there; the gradient that arrives in backward
+already carries the factor. Samples are counted by the first axis of the first tensor that the model
+is called with; other inputs with a first axis of that length have them there too, and all others
+belong to no sample.
 
 How. While the model, or a part of it by itself, runs forward, a `TorchFunctionMode` sees each of
 PyTorch's functions. `samples` follows where the samples are. Where a parameter, or something made
@@ -41,6 +41,7 @@ that runs forward costs some microseconds.
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_gradcomp.torch import samples
+from hvd_gradcomp.torch import compiling, samples
 from hvd_gradcomp.torch.formulas import (
     OPENED,
     RECURRENT,
@@ -69,13 +70,13 @@ from hvd_gradcomp.torch.formulas import (
 from hvd_gradcomp.torch.samples import (
     ELEMENTWISE,
     LOST,
-    Lost,
     Place,
     mapped,
     samples_first,
     tensors_in,
 )
 
+LOGGER = logging.getLogger("hvd_gradcomp")
 OTHERS = ("error", "step", "dense")
 ADVICE = (
     "Freeze these parameters, or use track_moments(model, others='step'), moments='microbatch' or "
@@ -85,6 +86,13 @@ _EXPANDS = frozenset({"expand", "broadcast_to", "repeat", "tile"})
 _WHERE_UNSEEN = (
     "What happens inside torch.compile or torch.func, in an autograd.Function of your own, or "
     "outside of the model's forward is not seen"
+)
+
+
+_EAGER = (
+    "a model whose moments are tracked runs eagerly while it trains, since what single samples "
+    "contribute cannot be seen in compiled code. Take moments='microbatch' or moments='step' "
+    "instead of track_moments to train it compiled"
 )
 
 
@@ -245,6 +253,11 @@ def _add_use(
         record.uses.append(Use(task, samples_, through))
 
 
+def _transforms() -> bool:
+    """Whether torch.func transforms what runs: its tensors are none of the model's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _task() -> int:
     """Which backward pass runs; PyTorch 2.0 does not say."""
     return int(getattr(torch._C, "_current_graph_task_id", lambda: 0)())
@@ -378,11 +391,11 @@ def _by_replay(replay: Replay, targets: dict[int, Source], samples_: int) -> Any
     def note(deltas: list[Tensor], kept: tuple[Tensor, ...]) -> None:
         wide = [_wide(d) for d in deltas]
         for place, source in targets.items():
-            _add_use(
-                source,
-                samples_,
-                lambda piece, place=place: replay.contribute(place, kept, wide, piece),
-            )
+
+            def contribute(piece: range, place: int = place) -> Tensor:
+                return replay.contribute(place, kept, wide, piece)
+
+            _add_use(source, samples_, contribute)
 
     return note
 
@@ -402,6 +415,7 @@ class _Observer(TorchFunctionMode):
         super().__init__()
         self.module, self.samples, self.depth = module, count, 1
         self.troubles: dict[str, str] = {}
+        self.paused: Any = None  # what torch.compile goes on with
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -410,7 +424,7 @@ class _Observer(TorchFunctionMode):
             with self:
                 return OPENED[func](*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
-        if not tensors:
+        if not tensors or _transforms():
             return func(*args, **kwargs)
         made, hanging = [], False
         for t in tensors:
@@ -441,7 +455,7 @@ class _Observer(TorchFunctionMode):
                     if not result.is_leaf:
                         self._cannot(made, func, "it changes in place what is made of parameters")
                 elif result.requires_grad and not result.is_leaf:
-                    result._gradcomp_made = Made(func, args, kwargs, index)  # type: ignore[attr-defined]
+                    result._gradcomp_made = Made(func, args, kwargs, index)
             return out
         if name in ELEMENTWISE:
             return self._elementwise(func, args, kwargs, made)
@@ -457,13 +471,13 @@ class _Observer(TorchFunctionMode):
 
     def _saw(self, tensors: Sequence[Tensor], way: str) -> None:
         for t in tensors:
-            for p in _behind(_source(t)):  # type: ignore[arg-type]
+            for p in _behind(_source(t)):
                 if p in _records:
                     _records[p].ways[way] = None
 
     def _cannot(self, tensors: Sequence[Tensor], func: Any, why: str) -> None:
         for t in tensors:
-            for p in _behind(_source(t)):  # type: ignore[arg-type]
+            for p in _behind(_source(t)):
                 record = _records.get(p)
                 if record is not None:
                     record.why_not = f"{func.__name__}: {why}"
@@ -476,7 +490,7 @@ class _Observer(TorchFunctionMode):
         shape = (1,) * (out.dim() - value.dim()) + tuple(value.shape)
         axes = [a for a, n in enumerate(out.shape) if shape[a] == 1 and n == self.samples]
         if not axes or (len(axes) > 1 and axes[0] > 0):
-            out._gradcomp_made = Made(func, args, kwargs, 0)  # type: ignore[attr-defined]
+            out._gradcomp_made = Made(func, args, kwargs, 0)
             return out
         place = Place(self.samples, axes[0])
         wide = (*shape[: place.axis], self.samples, *shape[place.axis + 1 :])
@@ -506,15 +520,15 @@ class _Observer(TorchFunctionMode):
         self, func: Any, args: Any, kwargs: Any, made: list[Tensor], shape: Sequence[int]
     ) -> Any:
         """Expands what has no samples, so that each of them has its own gradient."""
-        place: Place | Lost | None = None
+        place: Place | None = None
         for t in tensors_in((args, kwargs)):
-            there = samples.noted(t)
-            if isinstance(there, Place) and not any(t is m for m in made):
-                behind = len(shape) - t.dim() if there.samples > 1 else 0
-                place = there._replace(axis=there.axis + behind)
-                if there.samples == 1 or t.shape[there.axis] == shape[place.axis]:
-                    break
-                place = None
+            there: Any = samples.noted(t)  # None of what is made
+            if isinstance(there, Place) and there.samples == 1:
+                place = there
+            elif isinstance(there, Place) and place is None:
+                axis = there.axis + len(shape) - t.dim()
+                if t.shape[there.axis] == shape[axis]:
+                    place = there._replace(axis=axis)
         if place is None:
             self._cannot(made, func, "no axis counts its samples")
             return func(*args, **kwargs)
@@ -526,20 +540,17 @@ class _Observer(TorchFunctionMode):
     def _by_rule(self, func: Any, args: Any, kwargs: Any, form: Form) -> Any:
         targets = [t for t in form.targets.values() if _source(t) is not None]
         out = func(*args, **kwargs)
-        x, place = form.inputs, samples.noted(form.inputs)
-        if x.dim() == form.rank - 1:
-            place = there = Place(1, -1)
-        else:
+        x = form.inputs
+        place = there = Place(1, -1)  # one sample without an axis
+        if x.dim() != form.rank - 1:
             samples.follow(func, args, kwargs, out)
-            there = samples.noted(out)
+            place, there = samples.noted(x), samples.noted(out)
         if form.why_not or not isinstance(place, Place) or not isinstance(there, Place):
             self._cannot(targets, func, form.why_not or "no axis counts the samples of its input")
             return out
         self._saw(targets, func.__name__)
-        if list(form.targets) != ["bias"] and _source_of(form, "bias") is not None:
-            weights = [n for n in form.targets if n != "bias" and _source_of(form, n) is not None]
-            if not weights:  # a bias needs no values, and they may be overwritten
-                x = x.detach().new_zeros(()).expand_as(x)
+        if all(t is form.targets.get("bias") for t in targets):
+            x = x.detach().new_zeros(()).expand_as(x)  # not needed, and may be overwritten
         return self._noting(_by_rule(form, place, there), out, [x])
 
     def _noting(self, note: Any, out: Any, kept: Sequence[Tensor]) -> Any:
@@ -588,11 +599,11 @@ class _Observer(TorchFunctionMode):
             return len(tensors) - 1
 
         fill = _filling(args, kwargs, keep)
-        places = [None if any(t is m for m in made) else samples.noted(t) for t in tensors]
+        places: list[Any] = [samples.noted(t) for t in tensors]  # None of what is made
         out = func(*args, **kwargs)
         samples.follow(func, args, kwargs, out)
         results = [t for t in tensors_in(out) if t.requires_grad]
-        there = [samples.noted(t) for t in results]
+        there: list[Any] = [samples.noted(t) for t in results]
         counted = [p for p in (*places, *there) if p is not None]
         if (
             func.__name__.endswith("_")
@@ -602,14 +613,10 @@ class _Observer(TorchFunctionMode):
         ):
             self._cannot(made, func, "it has no rule, and no axis counts the samples")
             return out
-        replay = Replay(func, fill, places, there)  # type: ignore[arg-type]
+        replay = Replay(func, fill, places, there)
         targets = {i: _source(t) for i, t in enumerate(tensors) if any(t is m for m in made)}
         self._saw(made, func.__name__)
-        return self._noting(_by_replay(replay, targets, self.samples), out, tensors)  # type: ignore[arg-type]
-
-
-def _source_of(form: Form, name: str) -> Source | None:
-    return _source(form.targets[name]) if name in form.targets else None
+        return self._noting(_by_replay(replay, targets, self.samples), out, tensors)
 
 
 # -- tracking ----------------------------------------------------------------------------------
@@ -694,7 +701,11 @@ def track_moments(model: nn.Module, *, chunk: int = 16, others: str = "error") -
     parameters: dict[str, nn.Parameter] = {}
     unknown: dict[str, str] = {}  # modules, and why
     apart: dict[nn.Parameter, str] = {}
-    modules = [(n.replace("_orig_mod.", ""), m) for n, m in model.named_modules()]
+    modules = [
+        (name.replace("_orig_mod.", ""), module)
+        for name, module in model.named_modules()
+        if not hasattr(module, "_orig_mod")  # torch.compile's, around the one that counts
+    ]
     for name, module in modules:
         own = list(module.named_parameters(recurse=False))
         why_not = _no_way(module) if own else ""
@@ -780,11 +791,14 @@ def how(parameter: nn.Parameter) -> str:
     return f"per sample: {', '.join(record.ways)}" if record.ways else "not used yet"
 
 
-def take(parameter: nn.Parameter) -> Tensor | Step | None:
+def take(parameter: nn.Parameter, gradient: Tensor | None = None) -> Tensor | Step | None:
     """The moment since the last `take`, float32 in the parameter's shape, and forgets it.
 
     `STEP` where the step has to count as one sample. None if the parameter is not tracked or
     nothing contributed to it.
+
+    Args:
+        gradient: what the moment is for. Without it only backward's own is known of.
 
     Raises:
         RuntimeError: a gradient came, but none of it was seen in the model's forward.
@@ -794,6 +808,8 @@ def take(parameter: nn.Parameter) -> Tensor | Step | None:
         return None
     moment, bypassed = record.moment, record.bypassed
     record.moment, record.bypassed = None, False
+    if moment is None and gradient is not None:
+        bypassed |= bool(gradient.norm() > 0)  # set by hand
     if record.others == "step" and (record.why_not or (bypassed and moment is None)):
         return STEP
     if moment is not None:
@@ -817,17 +833,34 @@ def discard(parameter: nn.Parameter) -> None:
 # -- hooks -------------------------------------------------------------------------------------
 
 
+@compiling.outside(_EAGER)
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Begins to observe with the module that is called first."""
+    paused = compiling.pause()  # what torch.compile runs cannot be seen
+    try:
+        begun = _begin(module, args, kwargs)
+    except Exception:
+        compiling.resume(paused)
+        raise
+    if not begun:
+        compiling.resume(paused)
+        return
+    _running.observer.paused = paused
+    if paused and not _running.__dict__.setdefault("warned", False):
+        _running.warned = True
+        LOGGER.warning("torch.compile: %s", _EAGER)
+
+
+def _begin(module: nn.Module, args: Any, kwargs: Any) -> bool:
     observer: _Observer | None = getattr(_running, "observer", None)
     if observer is not None and observer.module is module:
         if _ALWAYS:
             observer.depth += 1  # it calls itself
-            return
+            return False
         _end(observer)  # an error has ended its forward
         observer = None
     if observer is not None or not torch.is_grad_enabled():
-        return
+        return False
     for parameter in list(_frozen):
         if parameter.requires_grad:
             _hook(parameter, _frozen.pop(parameter))
@@ -846,8 +879,10 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             samples.mark(t, LOST)
     _running.observer = _Observer(module, count)
     _running.observer.__enter__()
+    return True
 
 
+@compiling.outside(_EAGER)
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     observer: _Observer | None = getattr(_running, "observer", None)
     if observer is None or observer.module is not module:
@@ -856,6 +891,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if observer.depth:
         return
     _end(observer)
+    compiling.resume(observer.paused)
     if observer.troubles:
         listed = ", ".join(f"{name}: {why}" for name, why in observer.troubles.items())
         raise RuntimeError(f"no per-sample moments for {listed}. {ADVICE}")
