@@ -480,7 +480,7 @@ class _Observer(TorchFunctionMode):
             for p in _behind(_source(t)):
                 record = _records.get(p)
                 if record is not None:
-                    record.why_not = f"{func.__name__}: {why}"
+                    record.why_not = record.why_not or f"{func.__name__}: {why}"
                     if record.others != "step":
                         self.troubles[f"{record.name} ({record.owner})"] = record.why_not
 
@@ -522,7 +522,7 @@ class _Observer(TorchFunctionMode):
         """Expands what has no samples, so that each of them has its own gradient."""
         place: Place | None = None
         for t in tensors_in((args, kwargs)):
-            there: Any = samples.noted(t)  # None of what is made
+            there = samples.noted(t)  # None of what is made
             if isinstance(there, Place) and there.samples == 1:
                 place = there
             elif isinstance(there, Place) and place is None:
@@ -541,7 +541,8 @@ class _Observer(TorchFunctionMode):
         targets = [t for t in form.targets.values() if _source(t) is not None]
         out = func(*args, **kwargs)
         x = form.inputs
-        place = there = Place(1, -1)  # one sample without an axis
+        place: Any = Place(1, -1)  # one sample without an axis
+        there = place
         if x.dim() != form.rank - 1:
             samples.follow(func, args, kwargs, out)
             place, there = samples.noted(x), samples.noted(out)
