@@ -90,8 +90,8 @@ _WHERE_UNSEEN = (
 
 
 _EAGER = (
-    "a model whose moments are tracked runs eagerly while it trains, since what single samples "
-    "contribute cannot be seen in compiled code. Take moments='microbatch' or moments='step' "
+    "torch.compile: a model whose moments are tracked runs eagerly while it trains, since what "
+    "single samples contribute cannot be seen in compiled code. Take moments='microbatch' or moments='step' "
     "instead of track_moments to train it compiled"
 )
 
@@ -849,7 +849,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     _running.observer.paused = paused
     if paused and not _running.__dict__.setdefault("warned", False):
         _running.warned = True
-        LOGGER.warning("torch.compile: %s", _EAGER)
+        LOGGER.warning(_EAGER)
 
 
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> bool:

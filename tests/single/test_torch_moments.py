@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hvd_gradcomp.torch import moments
+from hvd_gradcomp.torch import formulas, moments
 from tests.single.older import compiles_whole
 
 
@@ -777,6 +779,16 @@ def test_compiled_whole_is_an_error_that_says_why():
         pytest.raises(torch._dynamo.exc.Unsupported, match="moments are tracked"),
     ):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(5, 7))
+
+
+def test_the_sites_table_is_of_what_there_is():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "moments.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", page, re.MULTILINE)
+    known = {f.__name__ for f in (*formulas.RULES, *formulas.OPENED)} | formulas.RECURRENT
+    said = {name for first, _, _ in rows for name in re.findall(r"`(\w+)`", first)}
+    assert said == known | {"expand", "repeat"}
+    for name in re.findall(r"`nn\.(\w+)", page):
+        assert hasattr(nn, name), name
 
 
 def test_tracking_twice_and_a_wrong_chunk():
