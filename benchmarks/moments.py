@@ -3,7 +3,7 @@
     python -m benchmarks.moments                  # a small GPT, ViT, ResNet and LSTM, one thread
     python -m benchmarks.moments --model gpt --batch-size 32
 
-Needs torch only. Each row is a process of its own: the median of steps, plain and tracked in turn,
+Each row is a process of its own: the median of steps, plain and tracked in turn,
 and how much more memory the process took at most than it had before its first step.
 """
 

@@ -41,10 +41,11 @@ that runs forward costs some microseconds.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, Union
@@ -70,6 +71,7 @@ from hvd_gradcomp.torch.formulas import (
 from hvd_gradcomp.torch.samples import (
     ELEMENTWISE,
     LOST,
+    Notes,
     Place,
     mapped,
     samples_first,
@@ -91,8 +93,8 @@ _WHERE_UNSEEN = (
 
 _EAGER = (
     "torch.compile: a model whose moments are tracked runs eagerly while it trains, since what "
-    "single samples contribute cannot be seen in compiled code. Take moments='microbatch' or moments='step' "
-    "instead of track_moments to train it compiled"
+    "single samples contribute cannot be seen in compiled code. Take moments='microbatch' or "
+    "moments='step' instead of track_moments to train it compiled"
 )
 
 
@@ -143,11 +145,14 @@ class Made:
         index: which of the function's results it is.
     """
 
+    _serials = itertools.count()
+
     def __init__(self, func: Any, args: Any, kwargs: Any, index: int) -> None:
-        self.func, self.index = func, index
+        self.func, self.index, self.serial = func, index, next(self._serials)
         self.parents: list[Source] = []
         self.values: list[Tensor] = []
         self.fill = _filling(args, kwargs, self._keep)
+        self.behind = tuple(dict.fromkeys(p for parent in self.parents for p in _behind(parent)))
 
     def _keep(self, tensor: Tensor) -> int:
         source = _source(tensor)
@@ -175,7 +180,7 @@ Source = Union[nn.Parameter, Made, Tensor]  # a plain tensor is a constant
 
 def _source(tensor: Tensor) -> Source | None:
     """What a tensor is made of; None of all but parameters that are tracked."""
-    made = getattr(tensor, "_gradcomp_made", None)
+    made = _made.of(tensor)
     if made is not None:
         return made
     if tensor.requires_grad and tensor.is_leaf and tensor in _records:
@@ -183,28 +188,35 @@ def _source(tensor: Tensor) -> Source | None:
     return None
 
 
-def _behind(source: Source) -> Iterator[nn.Parameter]:
+_made: Notes[Made] = Notes()
+
+
+def _behind(source: Source) -> Sequence[nn.Parameter]:
     """The parameters that something is made of."""
     if isinstance(source, Made):
-        for parent in source.parents:
-            yield from _behind(parent)
-    elif source.requires_grad:
-        yield source
+        return source.behind
+    return (source,) if source.requires_grad else ()
 
 
 def _back_to(parameter: nn.Parameter, source: Source, c: Tensor) -> Tensor | None:
-    if source is parameter:
-        return c
+    """Contributions to a parameter, from those to what is made of it; last made first."""
     if not isinstance(source, Made):
-        return None
+        return c if source is parameter else None
     total: Tensor | None = None
-    for place, parent in enumerate(source.parents):
-        if not any(p is parameter for p in _behind(parent)):
-            continue
-        part = source.back(place, c)
-        part = None if part is None else _back_to(parameter, parent, part)
-        if part is not None:
-            total = part if total is None else total + part
+    rest = {source: c}
+    while rest:
+        made = max(rest, key=lambda m: m.serial)
+        c = rest.pop(made)
+        for place, parent in enumerate(made.parents):
+            if not any(p is parameter for p in _behind(parent)):
+                continue
+            part = made.back(place, c)
+            if part is None:
+                continue
+            if isinstance(parent, Made):
+                rest[parent] = rest[parent] + part if parent in rest else part
+            else:
+                total = part if total is None else total + part
     return total
 
 
@@ -237,7 +249,7 @@ def _add_use(
     squares: Callable[[], Tensor | None] | None = None,
 ) -> None:
     task = _task()
-    for parameter in dict.fromkeys(_behind(source)):
+    for parameter in _behind(source):
         record = _records.get(parameter)
         if record is None:
             continue
@@ -393,7 +405,13 @@ def _by_replay(replay: Replay, targets: dict[int, Source], samples_: int) -> Any
         for place, source in targets.items():
 
             def contribute(piece: range, place: int = place) -> Tensor:
-                return replay.contribute(place, kept, wide, piece)
+                try:
+                    return replay.contribute(place, kept, wide, piece)
+                except (RuntimeError, ValueError, IndexError) as error:
+                    raise RuntimeError(
+                        f"no per-sample moments for what {replay.func.__name__} uses: it cannot be "
+                        f"run again for one sample. {ADVICE}"
+                    ) from error
 
             _add_use(source, samples_, contribute)
 
@@ -455,7 +473,7 @@ class _Observer(TorchFunctionMode):
                     if not result.is_leaf:
                         self._cannot(made, func, "it changes in place what is made of parameters")
                 elif result.requires_grad and not result.is_leaf:
-                    result._gradcomp_made = Made(func, args, kwargs, index)
+                    _made.put(result, Made(func, args, kwargs, index))
             return out
         if name in ELEMENTWISE:
             return self._elementwise(func, args, kwargs, made)
@@ -490,7 +508,7 @@ class _Observer(TorchFunctionMode):
         shape = (1,) * (out.dim() - value.dim()) + tuple(value.shape)
         axes = [a for a, n in enumerate(out.shape) if shape[a] == 1 and n == self.samples]
         if not axes or (len(axes) > 1 and axes[0] > 0):
-            out._gradcomp_made = Made(func, args, kwargs, 0)
+            _made.put(out, Made(func, args, kwargs, 0))
             return out
         place = Place(self.samples, axes[0])
         wide = (*shape[: place.axis], self.samples, *shape[place.axis + 1 :])

@@ -1,6 +1,6 @@
 """Where a tensor of a model's forward pass has its samples, and how functions move them.
 
-A `Place` is kept on the tensor itself, from the model's inputs on. Views say by their strides where
+A `Place` is noted of each tensor, from the model's inputs on. Views say by their strides where
 the samples went, reshapes by the order in memory; of other functions the few that move or remove
 axes are known. Where samples are mixed or their axis cannot be found, the place is `LOST`: what
 needs it then is an error, never a guess.
@@ -8,12 +8,16 @@ needs it then is an error, never a guess.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -29,7 +33,31 @@ class Lost(NamedTuple):
 
 
 LOST = Lost()
-_NAME = "_gradcomp_place"
+
+
+class Notes(Generic[T]):
+    """What is known of tensors, for as long as they live; nothing that would be saved with them."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+
+    def of(self, tensor: Tensor) -> T | None:
+        """What is noted of a tensor."""
+        found = self._notes.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def put(self, tensor: Tensor, note: T) -> None:
+        """Notes something."""
+        key = id(tensor)
+        self._notes[key] = weakref.ref(tensor, partial(self._forget, key)), note
+
+    def _forget(self, key: int, reference: Any) -> None:
+        found = self._notes.get(key)
+        if found is not None and found[0] is reference:
+            del self._notes[key]
+
+
+_places: Notes[Place | Lost] = Notes()
 
 
 def _names(text: str) -> frozenset[str]:
@@ -45,6 +73,7 @@ _VIEWS = _names(
     "split split_with_sizes tensor_split unbind expand __get__ __getitem__ __iter__"
 )
 _RESHAPES = _names("view reshape flatten unflatten view_as reshape_as ravel")
+_CHANGES = _names("transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ set_")
 _MIXES = _names("nonzero argwhere masked_select unique take")
 _TURNS = _names("roll flip")
 
@@ -75,13 +104,13 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def mark(tensor: Tensor, place: Place | Lost) -> None:
-    """Notes it on the tensor."""
-    setattr(tensor, _NAME, place)
+    """Takes note of a tensor's place."""
+    _places.put(tensor, place)
 
 
 def noted(tensor: Tensor) -> Place | Lost | None:
-    """What is noted on the tensor; None if nothing hangs on samples, as far as is known."""
-    return getattr(tensor, _NAME, None)
+    """What is known of a tensor's place; None if it does not hang on samples."""
+    return _places.of(tensor)
 
 
 def found(tensor: Tensor, samples: int) -> Place | Lost:
@@ -122,7 +151,10 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     if len(places) != len(results):
         places = [None] * len(results)
     for result, there in zip(results, places):
-        mark(result, there or _after(name, args, kwargs, first, place, result))
+        if name in _CHANGES:
+            mark(result, LOST)
+        elif noted(result) is None:
+            mark(result, there or _after(name, args, kwargs, first, place, result))
 
 
 def _seen(
@@ -168,8 +200,8 @@ def _after(
         axis = _turned(name, args, kwargs, tensor, place)
     elif name == "einsum":
         axis = _einsum(args, tensor, place)
-    elif out.dim() > tensor.dim() and name in ELEMENTWISE:
-        axis = place.axis + out.dim() - tensor.dim()
+    elif name in ELEMENTWISE:
+        axis = _aligned(args, kwargs, place.axis - tensor.dim(), out)
     elif out.dim() < tensor.dim():
         axis = _without(args, kwargs, tensor, place)
     if axis is None or axis >= out.dim() or out.shape[axis] != tensor.shape[place.axis]:
@@ -210,6 +242,15 @@ def _einsum(args: Sequence[Any], tensor: Tensor, place: Place) -> int | None:
     operands = list(tensors_in(args[1:]))
     letter = left.split(",")[next(i for i, t in enumerate(operands) if t is tensor)][place.axis]
     return right.index(letter) if letter in right else None
+
+
+def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any], axis: int, out: Tensor) -> int | None:
+    """The axis, counted from the end, unless another argument has its samples elsewhere."""
+    for tensor in tensors_in((args, kwargs)):
+        place = noted(tensor)
+        if isinstance(place, Place) and place.axis - tensor.dim() != axis:
+            return None
+    return out.dim() + axis
 
 
 def _turned(
