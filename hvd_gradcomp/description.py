@@ -14,9 +14,19 @@ from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.wrappers import After, MomentumAfter
 
 
-def describe(compressor: Compressor, layers: Sequence[Layer], buckets: int, ranks: int = 1) -> str:
-    """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it."""
-    rows: list[tuple[str, str, str, str, str]] = []
+def describe(
+    compressor: Compressor,
+    layers: Sequence[Layer],
+    buckets: int,
+    ranks: int = 1,
+    moments: Sequence[str] = (),
+) -> str:
+    """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it.
+
+    Args:
+        moments: how each layer's second moments are found, for a column more.
+    """
+    rows: list[tuple[str, ...]] = []
     dense = expected = 0.0
     for (name, shape, _), one in zip(layers, assign(compressor, layers, ranks)):
         size, share = 4 * prod(shape), one.layer_bytes(shape)
@@ -25,8 +35,12 @@ def describe(compressor: Compressor, layers: Sequence[Layer], buckets: int, rank
         rows.append((name, "x".join(map(str, shape)), brief(one), f"{size:,}", said))
     total = f"{len(layers)} layers, {buckets} buckets"
     rows.append(("total", total, "", f"{dense:,.0f}", f"{expected:,.0f}"))
-    head = ("layer", "shape", "compressor", "bytes dense", "bytes a step")
-    return tabulate(rows, head, colalign=("left", "left", "left", "right", "right"))
+    head: tuple[str, ...] = ("layer", "shape", "compressor", "bytes dense", "bytes a step")
+    align: tuple[str, ...] = ("left", "left", "left", "right", "right")
+    if moments:
+        rows = [(*row, said) for row, said in zip(rows, (*moments, ""))]
+        head, align = (*head, "moments"), (*align, "left")
+    return tabulate(rows, head, colalign=align)
 
 
 def brief(compressor: Compressor) -> str:

@@ -10,6 +10,7 @@ rank, and Horovod pairs by name.
 
 from __future__ import annotations
 
+import glob
 import logging
 import pickle
 import weakref
@@ -68,6 +69,19 @@ def gather_objects(item: Any, name: str, process_set: Any) -> list[Any]:
     lengths = horovod.allgather(length, f"{name}.sz", process_set=process_set)
     everything = horovod.allgather(data, f"{name}.t", process_set=process_set)
     return [pickle.loads(piece.numpy().tobytes()) for piece in everything.split(lengths.tolist())]
+
+
+def _leaving_dense(
+    compressor: Compressor, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]
+) -> Compressor:
+    """The same without the layers that `track_moments(..., others="dense")` has set apart."""
+    if not compressor.uses_moments or getattr(compressor, "moments", "") not in ("auto", "sample"):
+        return compressor
+    apart = [name for name, p in named_parameters if moments.is_sent_dense(p)]
+    if not apart:
+        return compressor
+    rules = [(assignment.Named(glob.escape(name)), NoneCompressor()) for name in apart]
+    return assignment.Partition((*rules, (assignment.Named("*"), compressor)))
 
 
 def _layer(name: str, parameter: torch.nn.Parameter) -> tuple[str, tuple[int, ...], str]:
@@ -177,7 +191,7 @@ class Engine:
         place: hierarchy.Place | None = None,
         settings: str = "",
     ) -> None:
-        self.compressor = compressor
+        self.compressor = compressor = _leaving_dense(compressor, named_parameters)
         self.nonfinite, self.scaling = nonfinite, LossScaling(scaler)
         self._policy = nonfinite or "raise"
         self.prescale, self.postscale = prescale, postscale
@@ -346,12 +360,18 @@ class Engine:
                 f"{self.compressor!r} plans the whole model at once: {names} cannot join. Build a "
                 "new DistributedOptimizer once all that will be trained requires gradients"
             )
-        untracked = [name for name, p in named_parameters if not moments.is_tracked(p)]
+        untracked = [
+            name
+            for name, p in named_parameters
+            if not moments.is_tracked(p) and not moments.is_sent_dense(p)
+        ]
         if self.moments == "sample" and untracked:
             raise ValueError(
                 "moments='sample' needs hvd.track_moments(model) before its parameters join; not "
                 f"tracked: {', '.join(untracked)}"
             )
+        if self.moments == "sample":
+            self.compressor = _leaving_dense(self.compressor, named_parameters)
         everything = [*self._named, *named_parameters]
         new = list(self._plan(everything, self.buckets))
         for bucket in new:
@@ -544,9 +564,11 @@ class Engine:
             return
         view = bucket.moment_views[slot]
         if self.moments == "sample":
-            moment = moments.take(parameter)
+            moment = moments.take(parameter, bucket.views[slot])
             if moment is None:
                 view.zero_()
+            elif isinstance(moment, moments.Step):
+                view.copy_(bucket.views[slot]).square_()
             else:
                 self.scaling.unscale(moment, view, power=2)
             return
@@ -849,6 +871,14 @@ class Engine:
             residual_norm=norm_of(_norm(r) for r in residuals if r is not None),
             gradient_norm=norm_of(_norm(p.grad) for p in self._places if p.grad is not None),
         )
+
+    @property
+    def moments_of_layers(self) -> list[str]:
+        """How the second moments of each layer in `used` are found, if they are per sample."""
+        if self.moments != "sample":
+            return []
+        known = dict(self._named)
+        return [moments.how(known[name]) for name, _, _ in self.used]
 
     def retrain(self) -> None:
         """Lets the compressors learn anew what they learn, from the next step on."""

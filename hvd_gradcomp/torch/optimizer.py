@@ -224,14 +224,19 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
 
     Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload. For
-    compressors whose rule decides how much is sent, 4 bytes for each element that will be.
+    compressors whose rule decides how much is sent, 4 bytes for each element that will be. With
+    per-sample moments the table says how each layer's are found, as far as it has been used.
 
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     engine = engine_of(optimizer)
     table = description.describe(
-        engine.compressor, engine.used, len(engine.buckets), engine.seat[1]
+        engine.compressor,
+        engine.used,
+        len(engine.buckets),
+        engine.seat[1],
+        engine.moments_of_layers,
     )
     print(table)
     return table

@@ -46,6 +46,12 @@ def test_what_users_do(ranks, backend, tmp_path):
     } <= names
 
 
+def test_moments_of_single_samples(tmp_path):
+    """Replicas are equal; what else has to hold is asserted on each rank."""
+    results = launch("torch_moments", 2, "gloo", tmp_path)
+    assert results[0] == results[1]
+
+
 MESSAGES = {
     "before init": "call hvd.init() before",
     "groups": "groups= and num_groups= bypass compression",

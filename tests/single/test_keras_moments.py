@@ -119,6 +119,36 @@ def test_unsupported_layers_are_all_named():
         moments.track_moments(model)
 
 
+def test_others_count_the_step_as_one_sample(monkeypatch):
+    """A layer without a rule, and one that is used twice; the others as ever."""
+    inputs = keras.Input((5, 4))
+    shared = layers.Dense(4, name="shared")
+    x = layers.LSTM(4, name="lstm")(shared(shared(inputs)))
+    model = keras.Model(inputs, layers.Dense(2, name="last")(x))
+    assert moments.track_moments(model, others="step") is model
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    given = {}
+
+    class Kept:
+        def __setattr__(self, name, value):
+            given[name] = value
+
+    monkeypatch.setattr(moments, "distributed_in", lambda optimizer: Kept())
+    apply = model.optimizer.apply_gradients
+    model.optimizer.apply_gradients = lambda pairs: (
+        given.update(pairs=list(pairs)),
+        apply(given["pairs"]),
+    )
+    data = draw(model), tf.ones((5, 2))
+    model.run_eagerly = True
+    model.train_step(data)
+    for q, (g, weight) in zip(given["_moments"], given["pairs"]):
+        as_step = np.allclose(q, tf.square(g), rtol=1e-5)
+        assert as_step == (not weight.path.startswith("last")), weight.path
+    with pytest.raises(ValueError, match="others must be one of error, step, got 'dense'"):
+        moments.track_moments(model, others="dense")
+
+
 def test_unbuilt_models_and_shared_layers():
     with pytest.raises(ValueError, match="build the model first"):
         moments.track_moments(keras.Sequential([layers.Dense(2)]))

@@ -17,6 +17,7 @@ The gradient of a weight regulariser belongs to no sample and is left out of `q`
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -38,6 +39,7 @@ class Use(NamedTuple):
 
 
 _CHUNK = 1 << 24  # elements of per-sample gradients and patches that exist at a time
+OTHERS = ("error", "step")
 _uses: list[Use] | None = None  # of the step being traced
 
 
@@ -170,7 +172,7 @@ def _supported(layer: Any) -> bool:
 # -- tracking --------------------------------------------------------------------------------------
 
 
-def track_moments(model: keras.Model) -> keras.Model:
+def track_moments(model: keras.Model, *, others: str = "error") -> keras.Model:
     """Gives a model a training step that computes per-sample second moments.
 
     Call it on the built model before `fit`; its optimizer is one of this package's
@@ -179,14 +181,23 @@ def track_moments(model: keras.Model) -> keras.Model:
     BatchNormalization (contribution per sample as the layer sees it). Cost: see the head of
     `hvd_gradcomp.tensorflow.keras.moments`.
 
+    Args:
+        model: its trainable weights are tracked.
+        others: what becomes of weights in other layers, and in those that are used twice in a step.
+            "error": an error that names all of them. "step": the step counts as one sample of
+            theirs, `q = g*g`.
+
     Returns:
         The model, for chaining.
 
     Raises:
-        TypeError: naming every layer that has trainable weights and no rule, or if the model has
-            a training step of its own.
-        ValueError: the model is not built; while tracing, a layer is used twice in one step.
+        TypeError: naming every layer that has trainable weights and no rule, with `others="error"`,
+            or if the model has a training step of its own.
+        ValueError: the model is not built; `others` is unknown; while tracing, a layer is used
+            twice in one step, with `others="error"`.
     """
+    if others not in OTHERS:
+        raise ValueError(f"others must be one of {', '.join(OTHERS)}, got {others!r}")
     if not model.built:
         raise ValueError("build the model first: call it on a batch, or give its input shape")
     if type(model).train_step is not keras.Model.train_step:
@@ -196,13 +207,15 @@ def track_moments(model: keras.Model) -> keras.Model:
         )
     owners = [x for x in _leaf_layers(model) if x.trainable_weights]
     unsupported = [f"{x.name} ({type(x).__name__})" for x in owners if not _supported(x)]
-    if unsupported:
+    if unsupported and others == "error":
         raise TypeError(
-            "no per-sample moments for: " + ", ".join(unsupported) + ". Replace these layers, "
-            "freeze them, or use moments='microbatch' or moments='step'"
+            "no per-sample moments for " + ", ".join(unsupported) + ". Replace these layers, "
+            "freeze them, or use track_moments(model, others='step'), moments='microbatch' or "
+            "moments='step'"
         )
+    model._gradcomp_others = others
     for layer in owners:
-        if not hasattr(layer, "_gradcomp_call"):
+        if _supported(layer) and not hasattr(layer, "_gradcomp_call"):
             _watch(layer)
     model.train_step = types.MethodType(_train_step, model)
     return model
@@ -262,24 +275,34 @@ def _train_step(model: Any, data: Any) -> Any:
     weights = model.trainable_weights
     sources = [w.value for w in weights], [use.output for use in uses]
     gradients, deltas = tape.gradient(loss, sources)
-    distributed_in(model.optimizer)._moments = moments_of(weights, uses, deltas)
+    found = moments_of(weights, uses, deltas, model._gradcomp_others)
+    if model._gradcomp_others == "step":
+        found = [q if g is None or q is not None else _squared(g) for q, g in zip(found, gradients)]
+    distributed_in(model.optimizer)._moments = found
     model.optimizer.apply_gradients(zip(gradients, weights))
     return model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
 
 
-def moments_of(weights: Sequence[Any], uses: Sequence[Use], deltas: Sequence[Any]) -> list[Any]:
+def _squared(gradient: Any) -> tf.Tensor:
+    return tf.square(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
+
+
+def moments_of(
+    weights: Sequence[Any], uses: Sequence[Use], deltas: Sequence[Any], others: str = "error"
+) -> list[Any]:
     """The moment of each weight from the layers' inputs and output gradients; None without one."""
     found: dict[int, tf.Tensor] = {}
-    seen: set[int] = set()
-    for use, delta in zip(uses, deltas):
-        if delta is None:
-            continue
-        if id(use.layer) in seen:
+    reached = [use for use, delta in zip(uses, deltas) if delta is not None]
+    calls = Counter(id(use.layer) for use in reached)
+    for use, delta in zip(reached, (delta for delta in deltas if delta is not None)):
+        if calls[id(use.layer)] > 1:
+            if others == "step":
+                continue
             raise ValueError(
                 f"{use.layer.name} is used more than once in a step, so its samples' "
-                "contributions would have to be added first; use moments='microbatch' or 'step'"
+                "contributions would have to be added first; use track_moments(model, "
+                "others='step'), moments='microbatch' or 'step'"
             )
-        seen.add(id(use.layer))
         x = use.x if use.x.dtype.is_integer else tf.cast(use.x, tf.float32)
         squares = RULES[type(use.layer)](use.layer, x, tf.cast(delta, tf.float32))
         for name, square in squares.items():

@@ -1,0 +1,280 @@
+"""Where a tensor of a model's forward pass has its samples, and how functions move them.
+
+A `Place` is noted of each tensor, from the model's inputs on. Views say by their strides where
+the samples went, reshapes by the order in memory; of other functions the few that move or remove
+axes are known. Where samples are mixed or their axis cannot be found, the place is `LOST`: what
+needs it then is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Entry `i` along `axis` belongs to sample `i // inner % samples`."""
+
+    samples: int
+    axis: int
+    inner: int = 1
+
+
+class Lost(NamedTuple):
+    """It hangs on samples, and no axis counts them."""
+
+
+LOST = Lost()
+
+
+class Notes(Generic[T]):
+    """What is known of tensors, for as long as they live; nothing that would be saved with them."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+
+    def of(self, tensor: Tensor) -> T | None:
+        """What is noted of a tensor."""
+        found = self._notes.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def put(self, tensor: Tensor, note: T) -> None:
+        """Notes something."""
+        key = id(tensor)
+        self._notes[key] = weakref.ref(tensor, partial(self._forget, key)), note
+
+    def _forget(self, key: int, reference: Any) -> None:
+        found = self._notes.get(key)
+        if found is not None and found[0] is reference:
+            del self._notes[key]
+
+
+_places: Notes[Place | Lost] = Notes()
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ELEMENTWISE = _names(
+    "add sub mul div true_divide subtract multiply divide rsub __rsub__ __rdiv__ pow __rpow__ "
+    "where maximum minimum addcmul addcdiv lerp add_ sub_ mul_ div_"
+)
+_VIEWS = _names(
+    "transpose permute swapaxes swapdims movedim moveaxis t unsqueeze squeeze select narrow chunk "
+    "split split_with_sizes tensor_split unbind expand __get__ __getitem__ __iter__"
+)
+_RESHAPES = _names("view reshape flatten unflatten view_as reshape_as ravel")
+_CHANGES = _names("transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ set_")
+_MIXES = _names("nonzero argwhere masked_select unique take")
+_TURNS = _names("roll flip")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def mapped(value: Any, change: Any) -> Any:
+    """Nested arguments with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, change) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, change) for item in value)
+    return value
+
+
+def mark(tensor: Tensor, place: Place | Lost) -> None:
+    """Takes note of a tensor's place."""
+    _places.put(tensor, place)
+
+
+def noted(tensor: Tensor) -> Place | Lost | None:
+    """What is known of a tensor's place; None if it does not hang on samples."""
+    return _places.of(tensor)
+
+
+def found(tensor: Tensor, samples: int) -> Place | Lost:
+    """The place in a tensor that came from where nobody looked, by its shape."""
+    if samples == 1 or (tensor.dim() and tensor.shape[0] == samples):
+        return Place(samples, 0)
+    axes = [axis for axis, extent in enumerate(tensor.shape) if extent == samples]
+    return Place(samples, axes[0]) if len(axes) == 1 else LOST
+
+
+def samples_first(tensor: Tensor, place: Place) -> Tensor:
+    """As [samples, what a sample has of the axis, all other axes in order]."""
+    moved = tensor.movedim(place.axis, 0)
+    split = moved.reshape(-1, place.samples, place.inner, *moved.shape[1:])
+    return split.movedim(1, 0).flatten(1, 2)
+
+
+def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    """Notes on a function's results where the samples of its arguments went."""
+    first: Tensor | None = None
+    for tensor in tensors_in((args, kwargs)):
+        if noted(tensor) is not None and (first is None or tensor.dim() > first.dim()):
+            first = tensor
+    if first is None:
+        return
+    name = func.__name__
+    if name.startswith("new_"):
+        return
+    if name == "_pad_packed_sequence":
+        mark(out[0], Place(int(args[1][0]), int(not args[2])))
+        return
+    place = noted(first)
+    if isinstance(place, Place) and name in _VIEWS and first is args[0]:
+        places: list[Place | Lost | None] = _seen(func, args, kwargs, first, place)
+    else:
+        places = [None]
+    results = list(tensors_in(out))
+    if len(places) != len(results):
+        places = [None] * len(results)
+    for result, there in zip(results, places):
+        if name in _CHANGES:
+            mark(result, LOST)
+        elif noted(result) is None:
+            mark(result, there or _after(name, args, kwargs, first, place, result))
+
+
+def _seen(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: Place
+) -> list[Place | Lost | None]:
+    """Lets the function view a tensor without memory, whose only stride is that of the samples."""
+    if place.samples == 1 or any(True for _ in tensors_in((args[1:], kwargs))):
+        return []
+    strides = [int(axis == place.axis) for axis in range(tensor.dim())]
+    probe = torch.empty_strided(tensor.shape, strides, device="meta")
+    return [_strided(view, place) for view in tensors_in(func(probe, *args[1:], **kwargs))]
+
+
+def _strided(view: Tensor, place: Place) -> Place | Lost:
+    if not view.is_meta:
+        return LOST
+    axes = [axis for axis, s in enumerate(view.stride()) if s and view.shape[axis] > 1]
+    if len(axes) != 1 or view.stride(axes[0]) != 1:
+        return LOST
+    turn = place.samples * place.inner  # from where on it begins anew
+    whole = view.shape[axes[0]] % turn == 0 and view.storage_offset() % turn == 0
+    return place._replace(axis=axes[0]) if whole else LOST
+
+
+def _after(
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensor: Tensor,
+    place: Place | Lost | None,
+    out: Tensor,
+) -> Place | Lost:
+    if not isinstance(place, Place) or name in _MIXES:
+        return LOST
+    if place.samples == 1:
+        return place._replace(axis=0)
+    if name in _RESHAPES:
+        return _reshaped(tensor, place, out)
+    if name in ("cat", "concat", "concatenate", "stack"):
+        return _joined(name, args, kwargs, place, out)
+    axis: int | None = place.axis
+    if name in _TURNS:
+        axis = _turned(name, args, kwargs, tensor, place)
+    elif name == "einsum":
+        axis = _einsum(args, tensor, place)
+    elif name in ELEMENTWISE:
+        axis = _aligned(args, kwargs, place.axis - tensor.dim(), out)
+    elif out.dim() < tensor.dim():
+        axis = _without(args, kwargs, tensor, place)
+    if axis is None or axis >= out.dim() or out.shape[axis] != tensor.shape[place.axis]:
+        return LOST
+    return place._replace(axis=axis)
+
+
+def _reshaped(tensor: Tensor, place: Place, out: Tensor) -> Place | Lost:
+    """The order in memory stays: so many elements from one sample to the next."""
+    if out.numel() != tensor.numel():
+        return LOST
+    step = place.inner * prod(tensor.shape[place.axis + 1 :])
+    for axis in range(out.dim()):
+        inner, rest = divmod(step, prod(out.shape[axis + 1 :]) or 1)
+        if inner and not rest and out.shape[axis] % (inner * place.samples) == 0:
+            return Place(place.samples, axis, inner)
+    return LOST
+
+
+def _joined(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place, out: Tensor
+) -> Place | Lost:
+    along = _dim(args, kwargs, default=0)
+    if not isinstance(along, int):
+        return LOST
+    along %= out.dim()
+    if name == "stack":
+        return place._replace(axis=place.axis + (along <= place.axis))
+    if along == place.axis and any(noted(t) != place for t in tensors_in(args[:1])):
+        return LOST
+    return place  # along the samples' axis: they begin anew with each tensor
+
+
+def _einsum(args: Sequence[Any], tensor: Tensor, place: Place) -> int | None:
+    left, arrow, right = str(args[0]).replace(" ", "").partition("->")
+    if not arrow or "." in left:
+        return None
+    operands = list(tensors_in(args[1:]))
+    letter = left.split(",")[next(i for i, t in enumerate(operands) if t is tensor)][place.axis]
+    return right.index(letter) if letter in right else None
+
+
+def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any], axis: int, out: Tensor) -> int | None:
+    """The axis, counted from the end, unless another argument has its samples elsewhere."""
+    for tensor in tensors_in((args, kwargs)):
+        place = noted(tensor)
+        if isinstance(place, Place) and place.axis - tensor.dim() != axis:
+            return None
+    return out.dim() + axis
+
+
+def _turned(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: Place
+) -> int | None:
+    """The axis, unless it is among those that `roll` or `flip` turn."""
+    dims = kwargs.get("dims", args[2:] if name == "roll" else args[1:])
+    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    turned = {d % tensor.dim() for d in dims}
+    return None if not turned or place.axis in turned else place.axis
+
+
+def _without(
+    args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: Place
+) -> int | None:
+    """The axis once those that are summed over, or taken out, are gone."""
+    dims = _dim(args, kwargs, default=None)
+    if isinstance(dims, int):
+        dims = (dims,)
+    if not isinstance(dims, (tuple, list)) or not all(isinstance(d, int) for d in dims):
+        return place.axis if place.axis == 0 else None
+    gone = {d % tensor.dim() for d in dims}
+    return None if place.axis in gone else place.axis - sum(d < place.axis for d in gone)
+
+
+def _dim(args: Sequence[Any], kwargs: Mapping[str, Any], default: Any) -> Any:
+    return kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else default))
