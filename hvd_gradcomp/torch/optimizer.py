@@ -129,6 +129,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
+    distributed.state.update(optimizer.state)  # what was loaded before; Horovod makes it anew
     cls, title = type(distributed), TITLES.take()
     check_seam(cls)
     average = op == horovod.Average
@@ -258,29 +259,6 @@ def verify(optimizer: torch.optim.Optimizer) -> None:
     digests.check(engine_of(optimizer))
 
 
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, **options: Any
-) -> None:
-    """Like Horovod's own; momentum that was taken over stays with the compressor.
-
-    Horovod makes missing state by a step with zero gradients, in which weight decay changes the
-    parameters; here they are put back. What a compressor has accumulated belongs to each rank and
-    is not broadcast.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    fresh = not optimizer.state_dict()["state"]
-    before = [p.detach().clone() for p in parameters] if fresh else []
-    horovod.broadcast_optimizer_state(optimizer, root_rank, **options)
-    with torch.no_grad():
-        for p, value in zip(parameters, before):
-            p.copy_(value)
-    takeover = getattr(optimizer, "_takeover", None)
-    if takeover is not None:
-        takeover.take()
-        if fresh:
-            takeover.forget_decay()
-
-
 def engine_of(optimizer: Any) -> Engine:
     """The engine behind an optimizer.
 
@@ -326,7 +304,7 @@ def _methods(cls: Any) -> dict[str, Callable[..., Any]]:
     def _sparse_result(handle: Callable[[], Any], engine: Engine) -> Callable[[], Any]:
         def wait() -> torch.Tensor:
             engine.finish()
-            return handle()
+            return engine.take_sparse(handle())
 
         return wait
 
