@@ -165,7 +165,7 @@ class CompressedOptimizer(StateHandler):
         name, number = from_root((engine.name, TITLES.draw()))
         engine.rename(name)
         TITLES.go_on_from(number)
-        hand_out(self.value, 0, warns=False)
+        hand_out(self.value, 0, elastic=True)
         engine.abandon()
 
     def forget(self) -> None:

@@ -53,13 +53,18 @@ def hand_out(
     optimizer: Any,
     root_rank: int,
     process_set: Any = horovod.global_process_set,
-    warns: bool = True,
+    elastic: bool = False,
 ) -> None:
-    """The same, and no gradients; `warns` of what begins empty."""
+    """The same, and no gradients.
+
+    Args:
+        optimizer, root_rank, process_set: as there.
+        elastic: after a reset. What was on its way then is abandoned, and who joins begins empty.
+    """
     engine: Engine | None = getattr(optimizer, "_gradcomp", None)
 
     def describe() -> Said:
-        if getattr(optimizer, "_handles", None):
+        if getattr(optimizer, "_handles", None) and not elastic:
             raise RuntimeError("gradients are on their way: call it before backward or after step")
         if engine is not None:
             parameters.join(optimizer)  # unfrozen since it was made, as in the run that saved
@@ -84,7 +89,7 @@ def hand_out(
     if optimizer._takeover is not None:
         optimizer._takeover.take()
     if here == root_rank:
-        _report(engine, root_rank, others if alone and warns else [], anew)
+        _report(engine, root_rank, others if alone and not elastic else [], anew)
 
 
 def _steps_of_peers(exchanges: dict[int, Said | None], root_rank: int) -> dict[int, int]:
