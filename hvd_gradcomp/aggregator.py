@@ -15,6 +15,7 @@ whose name is in `replicated` is equal on all ranks, any other belongs to its ra
 
 from __future__ import annotations
 
+import ast
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -71,6 +72,10 @@ class Compressor(ABC):
     runs: ClassVar[bool] = True
     adds_up: ClassVar[bool] = False
     uses_moments: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        """For messages: without what is as it is by default. `repr` has all of it."""
+        return brief(repr(self))
 
     @abstractmethod
     def init(self, ops: Ops, layout: Layout) -> State:
@@ -192,9 +197,9 @@ class Compressor(ABC):
         """Raises a ValueError that names the layers if a bucket is larger than can be addressed."""
         if layout.size > self.max_bucket:
             raise ValueError(
-                f"a bucket of {', '.join(layout.names)} has {layout.size} elements; {self!r} can "
-                f"address {self.max_bucket}. Ask for smaller buckets, split the layer, or use "
-                "another compressor"
+                f"a bucket of {', '.join(layout.names)} has {layout.size} elements, of which "
+                f"{self.max_bucket} can be addressed. Ask for smaller buckets, split the layer, or "
+                f"use another compressor than {self}"
             )
 
     def digest(self, layout: Layout) -> int:
@@ -209,14 +214,45 @@ class Compressor(ABC):
         framework = type(tensor).__module__.partition(".")[0]
         package = "tensorflow" if framework == "tensorflow" else "torch"
         raise TypeError(
-            f"{self!r} cannot work inside horovod.{package}, which adds payloads up as they are. "
-            f"Change the import to `import hvd_gradcomp.{package} as hvd` and keep the rest."
+            f"a compressor cannot work inside horovod.{package}, which adds payloads up as they "
+            f"are. Change the import to `import hvd_gradcomp.{package} as hvd` and keep the rest. "
+            f"Got {self}"
         )
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
         """Stock Horovod's way back; see `compress`."""
         del context
         return tensor
+
+
+class _Brief(ast.NodeTransformer):
+    """Drops the arguments of compressors that are as they are by default."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = getattr(node.func, "id", "")
+        of_class = next((cls for cls in _kinds(Compressor) if cls.__name__ == name), None)
+        known = getattr(of_class, "__dataclass_fields__", {})
+        defaults = {key: repr(field.default) for key, field in known.items()}
+        node.keywords = [
+            given
+            for given in node.keywords
+            if defaults.get(given.arg or "") != ast.unparse(given.value)
+        ]
+        return node
+
+
+def _kinds(cls: type) -> list[type]:
+    below: list[type] = cls.__subclasses__()
+    return [cls, *(kind for one in below for kind in _kinds(one))]
+
+
+def brief(text: str) -> str:
+    """The `repr` of a compressor, without what is as it is by default; other texts as they are."""
+    try:
+        return ast.unparse(_Brief().visit(ast.parse(text, mode="eval")))
+    except SyntaxError:
+        return text
 
 
 def _empty(state: State) -> bool:

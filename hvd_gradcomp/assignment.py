@@ -134,8 +134,8 @@ class Partition(Compressor):
         known = {c.correction for _, c in self.rules} - {None}
         if len(known) > 1:
             raise ValueError(
-                f"{self!r}: its compressors correct different momenta; an optimizer has one. Give "
-                "all of them the same momentum= and nesterov="
+                "the compressors of a partition correct different momenta, and an optimizer has "
+                f"one. Give all of them the same momentum= and nesterov=. Got {self}"
             )
         return known.pop() if known else None
 
@@ -250,8 +250,8 @@ def assign(compressor: Compressor, layers: Sequence[Layer], ranks: int = 1) -> l
     correction = compressor.correction or (0.0, False)
     if correction[0] is None:
         raise ValueError(
-            f"{compressor!r}: there is no optimizer here to take the momentum over from; give "
-            "momentum=0.9, or momentum=0 to go without"
+            "there is no optimizer here to take the momentum over from; give momentum=0.9, or "
+            f"momentum=0 to go without. Got {compressor}"
         )
     momentum, nesterov = correction[0], bool(correction[1])
     assigned = []

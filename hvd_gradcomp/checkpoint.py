@@ -26,7 +26,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from hvd_gradcomp.aggregator import Compressor, is_replicated
+from hvd_gradcomp.aggregator import Compressor, brief, is_replicated
 from hvd_gradcomp.layout import Layout
 
 FORMAT = 3
@@ -181,8 +181,8 @@ def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]
         )
     if saved["compressor"] != repr(compressor):
         raise CheckpointError(
-            f"it was made with {saved['compressor']}, here is {compressor!r}: use the same "
-            "compression= to resume"
+            "it is of another compressor. Use the same compression= to resume: it was made with "
+            f"{brief(saved['compressor'])}, here is {compressor}"
         )
     if [b["digest"] for b in saved["buckets"]] != [layout.digest for layout in layouts]:
         old = {name for b in saved["buckets"] for name in b["names"]}

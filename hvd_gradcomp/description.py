@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from math import prod
 
 from tabulate import tabulate
@@ -11,7 +10,7 @@ from tabulate import tabulate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.assignment import assign
 from hvd_gradcomp.layers import Layer
-from hvd_gradcomp.wrappers import After, MomentumAfter
+from hvd_gradcomp.wrappers import MomentumAfter
 
 
 def describe(
@@ -44,15 +43,7 @@ def describe(
 
 
 def brief(compressor: Compressor) -> str:
-    """Without what is as it is by default."""
+    """Without what is as it is by default, and short enough for a table."""
     if isinstance(compressor, MomentumAfter):
         return f"{brief(compressor.inner)}, then momentum={compressor.momentum}"
-    if isinstance(compressor, After):
-        first, then = brief(compressor.first), brief(compressor.then)
-        return f"after({compressor.steps}, {first}, {then})"
-    said = [
-        f"{field.name}={getattr(compressor, field.name)!r}"
-        for field in fields(compressor)  # type: ignore[arg-type]
-        if getattr(compressor, field.name) != field.default
-    ]
-    return f"{type(compressor).__name__.removesuffix('Compressor')}({', '.join(said)})"
+    return str(compressor).replace("Compressor(", "(")

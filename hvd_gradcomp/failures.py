@@ -60,11 +60,12 @@ def refuse_join(engines: WeakSet[Any]) -> None:
             "joined among all ranks, but not in process sets. Give all ranks the same number of "
             "batches"
         )
-    listed = ", ".join(sorted({repr(e.compressor) for e in engines if not e.compressor.adds_up}))
-    if listed:
+    refused = {e.compressor for e in engines if not e.compressor.adds_up}
+    if refused:
+        kinds = ", ".join(sorted({type(one).__name__ for one in refused}))
         raise RuntimeError(
-            f"hvd.join() cannot work with {listed}: a rank that has joined has no payload to give. "
+            f"hvd.join() cannot work with {kinds}: a rank that has joined has no payload to give. "
             "Give all ranks the same number of batches, as "
             "torch.utils.data.DistributedSampler and tf.data's shard with drop_remainder do, or "
-            "stop together"
+            f"stop together. In use: {', '.join(sorted(map(str, refused)))}"
         )

@@ -15,6 +15,7 @@ from hvd_gradcomp.layout import Layout
 
 Description = dict[str, str]
 
+STEP = "steps made"
 _SHOWN = 8
 _SOFTWARE = ("hvd_gradcomp", "wire format", "framework", "Horovod")
 
@@ -39,7 +40,7 @@ def describe(
     installed = (__version__, str(wire.VERSION), framework, horovod)
     description = dict(zip(_SOFTWARE, installed))
     description |= {f"parameter {name}": f"{tuple(s)} {dtype}" for name, s, dtype in layers}
-    description["compression"] = repr(compressor)
+    description["compression"] = str(compressor)
     description["settings"] = settings
     description["buckets"] = ", ".join(f"{b.digest:08x}" for b in buckets)
     return description
@@ -73,11 +74,18 @@ def agree(descriptions: Sequence[Description], ranks: Sequence[int] | None = Non
             lines.append(f"and {len(named) - _SHOWN} more on rank {rank}")
     if lines:
         same_software = all(d.get(k) == reference.get(k) for d in descriptions for k in _SOFTWARE)
-        advice = (
-            "Build the same model, with the same names, and pass the same compression= on all ranks"
-            if same_software
-            else "Install the same versions on all hosts"
-        )
+        if all({**other, STEP: ""} == {**reference, STEP: ""} for other in descriptions):
+            advice = (
+                "Load a checkpoint on all ranks, by hvd.load_checkpoint, or on one and call "
+                "hvd.broadcast_optimizer_state(optimizer, root_rank) on all"
+            )
+        elif same_software:
+            advice = (
+                "Build the same model, with the same names, and pass the same compression= on all "
+                "ranks"
+            )
+        else:
+            advice = "Install the same versions on all hosts"
         raise MismatchError(
             "the ranks do not train the same model in the same way:\n  "
             + "\n  ".join(lines)

@@ -18,7 +18,8 @@ class CompressionStats:
         steps: exchanges done; without those that were left out.
         skipped: exchanges that were left out, on all ranks, for a gradient that was not finite.
         elements: gradient elements that the steps had, without padding.
-        elements_sent: elements of them that this rank sent.
+        elements_sent: elements of them that this rank sent. Of a sparse gradient that is gathered
+            as it is, each value of its rows, as often as a row is there; indices are bytes only.
         bytes_dense: bytes of the same gradients as float32.
         bytes_sent: bytes that this rank handed to collectives; headers, padding and unused room
             included.

@@ -313,15 +313,16 @@ def take_over(
         return compressor, False
     if own is None:
         raise ValueError(
-            f"{compressor!r} corrects momentum, and {optimizer} has none that it could take over: "
-            "its own would be applied on top. Use SGD, or give the compressor momentum=0"
+            f"the compressor corrects momentum, and {optimizer} has none that it could take over: "
+            "its own would be applied on top. Use SGD, or give the compressor momentum=0. Got "
+            f"{compressor}"
         )
     if momentum is None:
         momentum = own[0]
     elif own[0] not in (0, momentum):
         raise ValueError(
-            f"{compressor!r} has another momentum than {optimizer}, {momentum} and {own[0]}: give "
-            "one of them only, or the same"
+            f"the compressor has another momentum than {optimizer}, {momentum} and {own[0]}: give "
+            f"one of them only, or the same. Got {compressor}"
         )
     if nesterov is None:
         nesterov = own[1]

@@ -8,7 +8,6 @@ encode   coefficients, whose sum over ranks is all that the ranks exchange
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,7 +26,6 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.wrappers import part
 
-LOGGER = logging.getLogger("hvd_gradcomp")
 _DEFAULT_LOSS = 0.01
 _DRAIN = 4.0  # times that the residual could be sent in a cycle
 SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
@@ -185,8 +183,9 @@ class GradiVeQCompressor(Compressor):
             one = getattr(self, name)
             if one.correction is not None or one.uses_moments:
                 raise TypeError(
-                    f"GradiVeQCompressor: {one!r} takes over momentum or uses second moments; "
-                    "give it to the layers by hvd_gradcomp.partition instead"
+                    "GradiVeQCompressor: sampling= and other= take nothing that corrects momentum "
+                    "or uses second moments; give it to the layers by hvd_gradcomp.partition "
+                    f"instead. Got {one}"
                 )
         object.__setattr__(self, "block", self.between.block)
         object.__setattr__(self, "max_bucket", self.between.max_bucket)
@@ -211,15 +210,6 @@ class GradiVeQCompressor(Compressor):
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         convolutions = [len(shape) > 2 for _, shape, _ in layers]
-        if not any(convolutions):
-            LOGGER.warning(
-                "GradiVeQCompressor: none of %d layers is a convolution (three or more axes); all "
-                "of them go to other=%r: %s%s",
-                len(layers),
-                self.others,
-                ", ".join(name for name, _, _ in layers[:8]),
-                ", ..." if len(layers) > 8 else "",
-            )
         others = iter(
             self.others.of_layers([x for x, mine in zip(layers, convolutions) if not mine], ranks)
         )
@@ -506,9 +496,10 @@ class GradiVeQCompressor(Compressor):
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         raise TypeError(
-            f"{self!r} has no basis yet. Inside stock Horovod nothing could be sampled: pass "
+            "the compressor has no basis yet: inside stock Horovod nothing could be sampled. Pass "
             "compression=compressor.fit(samples), with samples [count, *shape] of the gradients of "
-            "each convolution; or import hvd_gradcomp.torch (or .tensorflow) as hvd"
+            "each convolution; or import hvd_gradcomp.torch (or .tensorflow) as hvd. Got "
+            f"{self}"
         )
 
     def fit(self, samples: Sequence[Tensor], filters_last: bool | None = None) -> FittedGradiVeQ:

@@ -305,7 +305,7 @@ def _restore_exchange(
             tensors.append(start if source is Source.START else tf.constant(array))
         if any(tuple(x.shape) != tuple(v.shape) for x, v in zip(tensors, variables)):
             # A parameter server's decoder has a head for each rank.
-            LOGGER.warning("%r learns anew: %d ranks exchange now", one, size)
+            LOGGER.warning("%s learns anew: %d ranks exchange now", one, size)
             state = with_leaves(engine.templates[bucket], tensors)
             state = one.resized(engine.ops, state, saved["steps"], size)
             tensors = [x for _, x in leaves(state)]

@@ -159,7 +159,7 @@ class Elastic(Membership, Variables):
             if horovod.rank() == 0:
                 for one in anew:
                     LOGGER.warning(
-                        "%r learns anew: other ranks exchange now, %d of them", one, horovod.size()
+                        "%s learns anew: other ranks exchange now, %d of them", one, horovod.size()
                     )
         if hasattr(self._reducing, "own"):
             self._reducing.own()

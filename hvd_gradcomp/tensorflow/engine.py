@@ -36,6 +36,7 @@ from hvd_gradcomp import (
     validate,
     verify,
     wire,
+    worth,
 )
 from hvd_gradcomp.aggregator import (
     Compressor,
@@ -227,7 +228,7 @@ class Engine:
         self.undoes = nonfinite != "raise"
         self.name = name or TITLES.take()
         self.ops = TensorFlowOps()
-        self.agreed = False
+        self.agreed = self._judged = False
         self.finite: Any = None  # whether the gradients of the last exchange were, on all ranks
         for layer, _, dtype in self.layers:
             if dtype not in _FLOATS:
@@ -301,6 +302,7 @@ class Engine:
             ranks=ranks,
             filters_last=True,
         )
+        self._planned = planned
         self._moments = [compressor.uses_moments for compressor, _ in planned]
         # A rank that does not lead a bucket keeps what has no state.
         planned = [
@@ -410,6 +412,10 @@ class Engine:
         with tf.init_scope():
             every = self._gather_objects(mine)
         handshake.agree(every, self.process_set.ranks)
+        if self.process_set.rank() == 0 and not self._judged:
+            for line in worth.warnings(self.compressor, self._planned, self.seat[1]):
+                LOGGER.warning("%s", line)
+        self._judged = True
         if self.place is not None:
             _ = self.groups  # all ranks are here together
             with tf.init_scope():
@@ -717,7 +723,7 @@ class Engine:
             root = ranks[request.root] if ranks else request.root
             reply = mpi_ops.broadcast(tensor, root, **shared)
         else:
-            raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
+            raise TypeError(f"{request!r} is no collective; {self.compressor} has asked for it")
         if counts and source != here:
             self.counters["bytes_received"].assign_add(_bytes(reply))
         return reply
@@ -852,8 +858,9 @@ class Engine:
             for variable, (path, value) in zip(self.variables[bucket], leaves(after)):
                 if variable.shape != value.shape:
                     raise ValueError(
-                        f"{compressor!r} cannot go on with {ranks} ranks on TensorFlow: {path} has "
-                        "one part a rank. Use pattern='ring_allreduce', or PyTorch"
+                        f"a compressor cannot go on with {ranks} ranks on TensorFlow: {path} has "
+                        f"one part a rank. Use pattern='ring_allreduce', or PyTorch. It is "
+                        f"{compressor}"
                     )
                 variable.assign(value)
         self._eager = tf.function(self._reduce, autograph=False)

@@ -94,8 +94,8 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     )
     if moments is None and getattr(compressor, "moments", "step") in ("sample", "microbatch"):
         raise ValueError(
-            f"{compressor!r} needs moments= here: a tape sees neither samples nor micro-batches. "
-            "hvd.microbatch_gradients computes them"
+            "the compressor needs moments= here: a tape sees neither samples nor micro-batches. "
+            f"hvd.microbatch_gradients computes them. Got {compressor}"
         )
     policy = _policy(nonfinite, loss_scale)
     tape = horovod.DistributedGradientTape(
@@ -186,8 +186,9 @@ def _say_once(compressor: Compressor) -> None:
     automatic = getattr(compressor, "moments", "") == "auto"
     if automatic and compressor not in _said and horovod.rank() == 0:
         LOGGER.warning(
-            "%r takes each step as one sample (moments='step'): a tape sees no samples. "
-            "hvd.microbatch_gradients computes moments of micro-batches, to be passed as moments=",
+            "the compressor takes each step as one sample (moments='step'): a tape sees no "
+            "samples. hvd.microbatch_gradients computes moments of micro-batches, to be passed as "
+            "moments=. It is %s",
             compressor,
         )
         _said.add(compressor)

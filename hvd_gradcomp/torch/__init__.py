@@ -17,11 +17,11 @@ from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.torch.handout import broadcast_parameters
 from hvd_gradcomp.torch.joining import join
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments
 from hvd_gradcomp.torch.optimizer import (
     DistributedOptimizer,
-    broadcast_optimizer_state,
     compression_stats,
     describe,
     retrain,
@@ -29,6 +29,7 @@ from hvd_gradcomp.torch.optimizer import (
 )
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reports import StatsWriter
+from hvd_gradcomp.torch.resume import broadcast_optimizer_state
 from hvd_gradcomp.torch.rounds import GradientChangedError, OutOfStepError
 from hvd_gradcomp.torch.schedulers import EGCScheduler
 from hvd_gradcomp.verify import DivergedError

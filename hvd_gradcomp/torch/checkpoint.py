@@ -18,7 +18,11 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
     checkpoint.check_mode(mode)
     engine.settled()
-    counters = torch.tensor(engine.counters)
+    names = list(engine.gathered)
+    if mode == "consolidated":
+        names = [name for name, _, _ in engine.layers]  # of as many on all ranks
+    gathered = [engine.gathered.get(name, 0) for name in names]
+    counters = torch.tensor([*gathered, *engine.counters])
     if mode == "consolidated":
         counters = _summed(f"{engine.name}.counters", counters, engine.process_set)
     return {
@@ -31,7 +35,8 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
         "steps": engine.steps,
         "order": list(engine.order),
         "ordered": engine.ordered,
-        "counters": counters.tolist(),
+        "counters": counters[len(names) :].tolist(),
+        "gathered": dict(zip(names, counters.tolist())),
         "buckets": [
             {
                 "digest": bucket.layout.digest,
@@ -101,8 +106,11 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
         )
     else:
         shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
-        sent, received, skipped = saved["counters"]
-        engine.counters = [sent // shares, received // shares, skipped // shares]
+        gathered = saved.get("gathered", {})  # older states have none
+        engine.counted = (
+            [count // shares for count in saved["counters"]],
+            {name: count // shares for name, count in gathered.items()},
+        )
     size, size_then = engine.seat[1], hosts or saved["size"]
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
         values, one = [], bucket.compressor
@@ -123,7 +131,7 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
         before, bucket.state = bucket.state, with_leaves(bucket.state, values)
         if any(x.shape != y.shape for x, (_, y) in zip(values, leaves(before))):
             # A parameter server's decoder has a head for each rank.
-            LOGGER.warning("%r learns anew: %d ranks exchange now", one, size)
+            LOGGER.warning("%s learns anew: %d ranks exchange now", one, size)
             bucket.state = one.resized(bucket.ops, bucket.state, saved["steps"], size)
     engine.steps = saved["steps"]
     if not engine.ordered:

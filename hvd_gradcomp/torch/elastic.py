@@ -7,8 +7,6 @@ the compressor's replicated fields go that way; residuals and momenta stay with 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from typing import Any, NamedTuple
 
 import horovod.torch as horovod
@@ -20,7 +18,9 @@ from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.membership import LOGGER, Lost, Membership
 from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
+from hvd_gradcomp.torch.handout import from_root
 from hvd_gradcomp.torch.optimizer import scales
+from hvd_gradcomp.torch.resume import hand_out, plain_state
 
 __all__ = ["ElasticSampler", "Lost", "TorchState", "run"]
 
@@ -100,14 +100,14 @@ class Model(StateHandler):
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
-        self.value.load_state_dict(_from_root(self.value.state_dict()))
+        self.value.load_state_dict(from_root(self.value.state_dict()))
 
 
 class Snapshot(NamedTuple):
     """An engine's whole state on one rank."""
 
     steps: int
-    counters: list[int]
+    counted: tuple[list[int], dict[str, int]]
     order: list[str]
     arrived: list[str] | None
     used: Any
@@ -135,10 +135,10 @@ class CompressedOptimizer(StateHandler):
     def save(self) -> None:
         engine = self.engine
         engine.settled()
-        self._saved_plain = copy.deepcopy(self._plain())
+        self._saved_plain = copy.deepcopy(plain_state(self.value))
         self._saved = Snapshot(
             engine.steps,
-            list(engine.counters),
+            engine.counted,
             list(engine.order),
             None if engine._arrived is None else list(engine._arrived),
             engine.used,
@@ -150,7 +150,7 @@ class CompressedOptimizer(StateHandler):
     def restore(self) -> None:
         engine, saved = self.engine, self._saved
         engine.abandon()
-        engine.steps, engine.counters = saved.steps, list(saved.counters)
+        engine.steps, engine.counted = saved.steps, saved.counted
         engine.order = list(saved.order)
         engine._arrived = None if saved.arrived is None else list(saved.arrived)
         engine.used, engine.known = saved.used, saved.known
@@ -162,28 +162,10 @@ class CompressedOptimizer(StateHandler):
 
     def sync(self) -> None:
         engine = self.engine
-        theirs = _from_root(
-            {
-                "optimizer": self._plain(),
-                "name": engine.name,
-                "number": TITLES.draw(),
-                "steps": engine.steps,
-                "order": engine.order,
-            }
-        )
-        engine.rename(theirs["name"])
-        engine.steps = theirs["steps"]
-        TITLES.go_on_from(theirs["number"])
-        if theirs["order"] and engine._arrived is not None:
-            engine.reorder(theirs["order"])
-        replicated = _from_root([_replicated(bucket) for bucket in engine.buckets])
-        for bucket, fields in zip(engine.buckets, replicated):
-            values = [
-                fields[path].to(x.device) if path in fields else x
-                for path, x in leaves(bucket.state)
-            ]
-            bucket.state = with_leaves(bucket.state, values)
-        self.value.load_state_dict(theirs["optimizer"])
+        name, number = from_root((engine.name, TITLES.draw()))
+        engine.rename(name)
+        TITLES.go_on_from(number)
+        hand_out(self.value, 0, elastic=True)
         engine.abandon()
 
     def forget(self) -> None:
@@ -213,20 +195,12 @@ class CompressedOptimizer(StateHandler):
             bucket.state = resized
         if horovod.rank() == 0:
             for one in anew:
-                LOGGER.warning("%r learns anew: other ranks exchange now, %d of them", one, ranks)
+                LOGGER.warning("%s learns anew: other ranks exchange now, %d of them", one, ranks)
         engine.abandon()
-
-    def _plain(self) -> dict[str, Any]:
-        """The state of the optimizer that was wrapped."""
-        return self.value.plain_state_dict()
 
 
 def _cloned(state: State) -> State:
     return with_leaves(state, [x.detach().clone() for _, x in leaves(state)])
-
-
-def _replicated(bucket: Bucket) -> dict[str, torch.Tensor]:
-    return {path: x for path, x in leaves(bucket.state) if is_replicated(bucket.compressor, path)}
 
 
 def _squares(engine: Engine) -> float:
@@ -236,55 +210,3 @@ def _squares(engine: Engine) -> float:
         if residual is not None:
             total += float(residual.double().square().sum())
     return total
-
-
-# -- what rank 0 hands to all -------------------------------------------------------------------
-
-
-class _Outline(pickle.Pickler):
-    """Writes a nest of objects without its tensors, which travel by themselves."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return None
-        self.tensors.append(item.detach())
-        return len(self.tensors) - 1
-
-
-class _Filled(pickle.Unpickler):
-    """Reads such a nest back."""
-
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self.tensors = tensors
-
-    def persistent_load(self, place: Any) -> torch.Tensor:
-        return self.tensors[place]
-
-
-def _from_root(nest: Any) -> Any:
-    """Rank 0's nest of objects and tensors, on all ranks, whatever theirs was.
-
-    A rank that joins has an optimizer without state, so nothing can be matched with what it has.
-    """
-    file = io.BytesIO()
-    outline = _Outline(file)
-    outline.dump(nest)
-    mine = [(x.shape, x.dtype, x.device.type) for x in outline.tensors]
-    text, kinds = horovod.broadcast_object((file.getvalue(), mine), name="gradcomp.elastic")
-    root = horovod.rank() == 0
-    tensors = []
-    for place, (shape, dtype, device) in enumerate(kinds):
-        if root:
-            whole = outline.tensors[place].contiguous()
-        else:
-            whole = torch.empty(shape, dtype=dtype, device=device)
-        if whole.numel():
-            as_bytes = whole.reshape(-1).view(torch.uint8)  # no collective knows bfloat16
-            horovod.broadcast_(as_bytes, 0, name=f"gradcomp.elastic.{place}")
-        tensors.append(whole)
-    return _Filled(io.BytesIO(text), tensors).load()

@@ -24,7 +24,7 @@ from horovod import __version__ as horovod_version
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp import assignment, failures, handshake, hierarchy, timeline
+from hvd_gradcomp import assignment, failures, handshake, hierarchy, timeline, worth
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State, leaves
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.collectives import (
@@ -208,7 +208,8 @@ class Engine:
         self._named, self._bucket_bytes = list(named_parameters), bucket_bytes
         self._name_of = {p: name for name, p in named_parameters}
         self.counters = [0, 0, 0]  # bytes sent, bytes received, steps left out
-        self._agreed = False
+        self.gathered: dict[str, int] = {}  # values of sparse gradients, by the layer's name
+        self._agreed = self._judged = False
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
         self.layers = [_layer(*named) for named in named_parameters]
         assigned = assignment.assign(compressor, self.layers, self.seat[1])
@@ -324,9 +325,10 @@ class Engine:
                 return "microbatch"
             if self.process_set.rank() == 0:
                 LOGGER.warning(
-                    "%r takes each step as one sample (moments='step'): nothing better is set up. "
-                    "hvd.track_moments(model) before DistributedOptimizer gives per-sample "
-                    "moments, backward_passes_per_step > 1 those of micro-batches.",
+                    "the compressor takes each step as one sample (moments='step'): nothing better "
+                    "is set up. hvd.track_moments(model) before DistributedOptimizer gives "
+                    "per-sample moments, backward_passes_per_step > 1 those of micro-batches. It "
+                    "is %s",
                     self.compressor,
                 )
             return "step"
@@ -357,8 +359,9 @@ class Engine:
         names = ", ".join(name for name, _ in named_parameters)
         if self.compressor.needs_order:
             raise ValueError(
-                f"{self.compressor!r} plans the whole model at once: {names} cannot join. Build a "
-                "new DistributedOptimizer once all that will be trained requires gradients"
+                f"the compressor plans the whole model at once: {names} cannot join. Build a new "
+                "DistributedOptimizer once all that will be trained requires gradients. It is "
+                f"{self.compressor}"
             )
         untracked = [
             name
@@ -416,10 +419,25 @@ class Engine:
         named, names, layers = known
         self._named, self._name_of, self.layers = list(named), dict(names), list(layers)
 
+    @property
+    def counted(self) -> tuple[list[int], dict[str, int]]:
+        """What this rank has counted outside of its buckets; to be put back."""
+        return list(self.counters), dict(self.gathered)
+
+    @counted.setter
+    def counted(self, counted: tuple[list[int], dict[str, int]]) -> None:
+        counters, gathered = counted
+        self.counters, self.gathered = list(counters), dict(gathered)
+
     def order_is_known(self) -> None:
         """Gradients that come from now on are those of layers that were not used."""
         if self._arrived is not None and self.steps == 0:
             self.order, self._arrived = self._arrived[::-1], []
+
+    def unorder(self) -> None:
+        """Plans the buckets as the model lists its layers, until a step has used them anew."""
+        self._arrived, self.order = [], []
+        self._settle_on(list(self._plan(self._named)))
 
     def reorder(self, order: Sequence[str]) -> None:
         """Plans the buckets for layers that are used in this order, on all ranks alike.
@@ -463,19 +481,28 @@ class Engine:
         for place, bucket in enumerate(self.buckets):
             bucket.name = timeline.bucket(name, place, bucket.layout)
 
-    def agree(self) -> None:
-        """All ranks compare what they train; once, before anything travels."""
-        if self._agreed:
-            return
-        layouts = [bucket.layout for bucket in self.buckets]
-        mine = handshake.describe(
+    def description(self) -> handshake.Description:
+        """What has to be equal on all ranks."""
+        return handshake.describe(
             self.layers,
             self.compressor,
-            layouts,
+            [bucket.layout for bucket in self.buckets],
             self.settings,
             framework=f"torch {torch.__version__.partition('+')[0]}",
             horovod=horovod_version,
         )
+
+    def compare_again(self) -> None:
+        """Lets the ranks compare what they train once more, before the next step."""
+        self._agreed = False
+
+    def agree(self) -> None:
+        """All ranks compare what they train; once, before anything travels."""
+        if self._agreed:
+            return
+        mine = self.description()
+        if not self.compressor.adds_up:  # sums are the same in every step
+            mine = {**mine, handshake.STEP: str(self.steps)}
         handshake.agree(self._gather_objects(mine), self.process_set.ranks)
         if self.place is not None:
             _ = self.groups  # all ranks are here together
@@ -504,6 +531,17 @@ class Engine:
                 raise self._errors[0] from None
             raise
 
+    def _judge(self) -> None:
+        """Warns on one rank, once, of a compressor that does not pay on this model."""
+        if self._judged or self._arrived is not None:
+            return
+        self._judged = True
+        if self.process_set.rank() == 0:
+            target, ranks = self._bucket_bytes or BUCKET_BYTES, self.seat[1]
+            plan = assignment.plan(self.compressor, self.used, target, ranks=ranks)
+            for line in worth.warnings(self.compressor, plan, ranks):
+                LOGGER.warning("%s", line)
+
     def _gather_objects(self, item: Any) -> list[Any]:
         with failures.named(HorovodInternalError, "the exchange of what the ranks train"):
             return gather_objects(item, f"{self.name}.handshake", self.process_set)
@@ -516,6 +554,7 @@ class Engine:
             self.agree()
             if self._arrived is not None and self.steps > 0:
                 self.reorder(self._gather_objects(self.order)[0])
+            self._judge()
             scaled = self.scaling.begin_step()
             self._policy = self.nonfinite or ("skip" if scaled else "raise")
             self._frozen = {p for p in self.parameters if not p.requires_grad}
@@ -553,11 +592,17 @@ class Engine:
     def give_sparse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Takes note of a sparse gradient, which Horovod gathers by itself."""
         values, indices = gradient._values(), gradient._indices()
-        self.counters[_SENT] += values.numel() * values.element_size()
-        self.counters[_SENT] += indices.numel() * indices.element_size()
+        self.counters[_SENT] += _bytes(values) + _bytes(indices)
+        name = self._name_of[parameter]
+        self.gathered[name] = self.gathered.get(name, 0) + values.numel()
         # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
         nothing = (values.sum() * 0).to(parameter.dtype)
         self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
+
+    def take_sparse(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Takes note of what Horovod has gathered."""
+        self.counters[_RECEIVED] += _bytes(gathered._values()) + _bytes(gathered._indices())
+        return gathered
 
     def _give_moment(self, bucket: Bucket, slot: int, parameter: torch.nn.Parameter) -> None:
         if not bucket.moment_views:
@@ -766,7 +811,7 @@ class Engine:
             request = request.request
         tensor = request.tensor.contiguous()  # type: ignore[union-attr]
         if counts and (not isinstance(request, Broadcast) or request.root == process_set.rank()):
-            self.counters[_SENT] += tensor.numel() * tensor.element_size()
+            self.counters[_SENT] += _bytes(tensor)
         if self._sums(request, process_set):
             return lending.allreduce(tensor.view(torch.int32), name, process_set)
         if isinstance(request, Allgather):
@@ -783,7 +828,7 @@ class Engine:
         if isinstance(request, Broadcast):
             root = process_set.ranks[request.root] if process_set.ranks else request.root
             return lending.broadcast(tensor, root, name, process_set)
-        raise TypeError(f"{self.compressor!r} asked for {request!r}, which is no collective")
+        raise TypeError(f"{request!r} is no collective; {self.compressor} has asked for it")
 
     def _sums(self, request: Collective, process_set: Any) -> bool:
         if not isinstance(request, Allgather):
@@ -814,7 +859,7 @@ class Engine:
             torch.sub(reply, own, out=both[1 - process_set.rank()])
             reply = both.view(torch.uint8)
         if counts and (not isinstance(request, Broadcast) or request.root != process_set.rank()):
-            self.counters[_RECEIVED] += reply.numel() * reply.element_size()
+            self.counters[_RECEIVED] += _bytes(reply)
         if isinstance(request, Gather):
             return reply
         world, sent = process_set.size(), request.tensor  # type: ignore[union-attr]
@@ -855,6 +900,8 @@ class Engine:
             residuals.append(working.residual(state))
             sent = bucket.compressor.elements_sent(bucket.layout, bucket.state, steps)
             layers.update(zip(bucket.layout.names, sent))
+        for name, values in self.gathered.items():
+            layers[name] = layers.get(name, 0) + values
         order = [name for name, _, _ in self.layers if name in layers]
         return CompressionStats(
             steps=self.steps,
@@ -865,7 +912,7 @@ class Engine:
             bytes_received=self.counters[_RECEIVED],
             layers={name: layers[name] for name in order},
             losses=mean_losses(b.compressor.losses(b.state) for b in self.buckets),
-            sizes={name: sizes[name] for name in order},
+            sizes={name: sizes[name] for name in order if name in sizes},
             skipped=self.counters[_SKIPPED],
             rung_changes=sum(b.compressor.rung_changes(b.state) for b in self.buckets),
             residual_norm=norm_of(_norm(r) for r in residuals if r is not None),
@@ -886,6 +933,11 @@ class Engine:
             bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
 
 
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
 def _norm(x: torch.Tensor) -> float:
     values = x.detach().coalesce().values() if x.is_sparse else x.detach()
-    return float(torch.linalg.vector_norm(values, dtype=torch.float32))
+    dtype = torch.promote_types(values.dtype, torch.float32)  # halves overflow, doubles stay
+    return float(torch.linalg.vector_norm(values, dtype=dtype))

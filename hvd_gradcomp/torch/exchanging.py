@@ -134,7 +134,8 @@ class Exchanging:
         if p.grad.is_sparse and not self.sparse_as_dense:
             engine.give_sparse(p, p.grad)
             average, name = self.op == horovod.Average, self._parameter_names[p]
-            return lending.sparse_allreduce(p.grad, name, self.process_set, average), None
+            wait = lending.sparse_allreduce(p.grad, name, self.process_set, average)
+            return lambda: engine.take_sparse(wait()), None
         engine.give(p, p.grad.to_dense() if p.grad.is_sparse else p.grad)
         return lambda: engine.take(p), None
 
@@ -273,6 +274,11 @@ class Exchanging:
                     p.grad = reduced.to_sparse()
             self._versions[p] = _version(p)
 
+    @property
+    def exchanging(self) -> bool:
+        """Whether a step has begun: from its first gradient to the end of `step`."""
+        return bool(self._handles) or self._rounds.ended
+
     def _travelling(self) -> bool:
         """Whether gradients were taken that are not reduced yet."""
         return any(handle is not None for handle, _ in self._handles.values())
@@ -393,7 +399,7 @@ class Exchanging:
         if not hasattr(self, "_gradcomp"):  # PyTorch adds the first ones
             super().add_param_group(param_group)  # type: ignore[misc]
             return
-        if self._handles or self._rounds.ended:
+        if self.exchanging:
             raise RuntimeError(
                 "add_param_group() was called after backward() and before step(): parameters join "
                 "between steps, on all ranks between the same two"

@@ -147,6 +147,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         sparse_as_dense,
         process_set,
     )
+    distributed.state.update(optimizer.state)  # what was loaded before; Horovod makes it anew
     settings = (
         f"op={'Average' if op == horovod.Average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
@@ -264,29 +265,6 @@ def verify(optimizer: torch.optim.Optimizer) -> None:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     digests.check(engine_of(optimizer))
-
-
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, **options: Any
-) -> None:
-    """Like Horovod's own; momentum that was taken over stays with the compressor.
-
-    Horovod makes missing state by a step with zero gradients, in which weight decay changes the
-    parameters; here they are put back. What a compressor has accumulated belongs to each rank and
-    is not broadcast.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    fresh = not optimizer.state_dict()["state"]
-    before = [p.detach().clone() for p in parameters] if fresh else []
-    horovod.broadcast_optimizer_state(optimizer, root_rank, **options)
-    with torch.no_grad():
-        for p, value in zip(parameters, before):
-            p.copy_(value)
-    takeover = getattr(optimizer, "_takeover", None)
-    if takeover is not None:
-        takeover.take()
-        if fresh:
-            takeover.forget_decay()
 
 
 def engine_of(optimizer: Any) -> Engine:

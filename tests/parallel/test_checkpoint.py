@@ -34,7 +34,8 @@ MESSAGES = {
     "missing": "rank 0: rank-0-of-2 is missing",
     "older": "the compressor's state has format 2, this version reads 3",
     "foreign": "shared is damaged, or no checkpoint",
-    "another compressor": "here is StromCompressor(tau=1.0): use the same compression= to resume",
+    "another compressor": "Use the same compression= to resume: it was made with "
+    "DGCCompressor(density=0.1, momentum=0.0), here is StromCompressor(tau=1.0)",
     "another model": "size mismatch for 5.weight",
     "another object": "scheduler is not in it; there are model, optimizer, epoch",
     "mode": "mode must be one of 'sharded', 'consolidated', got 'whole'",
@@ -53,7 +54,8 @@ def test_tensorflow_resumes_to_the_bit(tmp_path):
 
 
 KERAS_MESSAGES = {
-    "another compressor": "here is StromCompressor(tau=1.0): use the same compression= to resume",
+    "another compressor": "Use the same compression= to resume: it was made with "
+    "StromCompressor(tau=0.01), here is StromCompressor(tau=1.0)",
     "another model": "was dense/kernel [216, 10] float32, here it is dense/kernel [216, 11]",
     "not distributed": "its optimizer was distributed, here it is not so",
     "another object": "optimizer is not in it; there are model",

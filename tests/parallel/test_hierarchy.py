@@ -37,6 +37,8 @@ def test_pytorch_on_two_hosts_of_two_ranks(tmp_path):
         assert said.startswith("NonFiniteGradientError") and same and skipped == 0
         assert end == results[0]["nonfinite"]["raise"][1]
         assert result["rank 0's state"]
+        whole, again, *_ = result["documented"]
+        assert whole == again and result["documented"] == results[0]["documented"]
         says(result["errors"], MESSAGES)
 
 

@@ -427,9 +427,9 @@ class _Reducing:
             source = "sample" if moments else "microbatch" if self._passes > 1 else "step"
             if source == "step" and self._settings["process_set"].rank() == 0:
                 LOGGER.warning(
-                    "%r takes each step as one sample (moments='step'): nothing better is set "
-                    "up. hvd.track_moments(model) gives per-sample moments, "
-                    "backward_passes_per_step > 1 those of micro-batches.",
+                    "the compressor takes each step as one sample (moments='step'): nothing better "
+                    "is set up. hvd.track_moments(model) gives per-sample moments, "
+                    "backward_passes_per_step > 1 those of micro-batches. It is %s",
                     self._compressor,
                 )
         self._moment_source = str(source)

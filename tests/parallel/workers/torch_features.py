@@ -75,6 +75,31 @@ def sparse_gradients(as_dense):
     return model
 
 
+def counted_rows():
+    """Of a sparse gradient the values of its rows are elements; their indices are bytes as well."""
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"table": nn.Embedding(50, 4, sparse=True), "head": nn.Linear(4, 2)})
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = distributed(model, plain, hvd.StromCompressor(tau=1e6))
+    tokens = torch.tensor([1, 1, 7, 40, 3])  # a row for each, not for each word
+    for _ in range(3):
+        optimizer.zero_grad()
+        model["head"](model["table"](tokens)).sum().backward()
+        optimizer.step()
+    stats = hvd.compression_stats(optimizer)
+    assert stats.layers["table.weight"] == stats.elements_sent == 3 * 5 * 4
+    assert stats.element_ratio == stats.elements / 60
+    assert stats.bytes_sent > 3 * (5 * 4 * 4 + 5 * 8)
+    assert stats.bytes_received == hvd.size() * stats.bytes_sent
+    again = distributed(model, plain, hvd.StromCompressor(tau=1e6))
+    again.load_state_dict(optimizer.state_dict())
+    assert hvd.compression_stats(again).layers == stats.layers
+    share = distributed(model, plain, hvd.StromCompressor(tau=1e6))
+    share.load_state_dict(optimizer.state_dict(mode="consolidated"))
+    assert hvd.compression_stats(share).layers == stats.layers
+    return model
+
+
 def reduced_precision(dtype):
     model = linear(10, 10, 3).to(dtype)
     optimizer = distributed(model)
@@ -83,6 +108,9 @@ def reduced_precision(dtype):
         model(x.to(dtype)).square().sum().backward()
         optimizer.step()
     assert all(p.dtype == dtype and p.grad.dtype == dtype for p in model.parameters())
+    reduced = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+    norm = hvd.compression_stats(optimizer).gradient_norm
+    assert math.isclose(norm, reduced.norm(), rel_tol=1e-5), (norm, reduced.norm())
     return model
 
 
@@ -295,6 +323,7 @@ def main(folder: str, ranks: str) -> None:
         "shared": shared_parameters,
         "sparse": lambda: sparse_gradients(False),
         "sparse as dense": lambda: sparse_gradients(True),
+        "counted rows": counted_rows,
         "float16": lambda: reduced_precision(torch.float16),
         "bfloat16": lambda: reduced_precision(torch.bfloat16),
         "float64": lambda: reduced_precision(torch.float64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import torch
@@ -166,6 +167,24 @@ def rank_zeros_state():
     return before == kept(optimizer)
 
 
+def documented():
+    """Weights without a stop, and after rank 0 alone has loaded and broadcast its state."""
+    ends = []
+    for compressor in (hvd.QSGDCompressor(), STROM):
+        model, optimizer = distributed(compressor)
+        xs = batches(6)
+        train(model, optimizer, xs[:3])
+        again, its = distributed(compressor)
+        if hvd.rank() == 0:
+            again.load_state_dict(model.state_dict())
+            its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        hvd.broadcast_parameters(again.state_dict(), 0)
+        hvd.broadcast_optimizer_state(its, 0)
+        for pair in ((model, optimizer), (again, its)):
+            ends.append(digest(x.numpy() for x in weights(train(*pair, xs[3:]))))
+    return ends
+
+
 def disagreeing():
     model, optimizer = distributed(STROM, hierarchical=hvd.rank() != 3)
     train(model, optimizer, batches(1))
@@ -220,6 +239,7 @@ def main(folder: str, what: str) -> None:
         "nonfinite": {policy: nonfinite(policy) for policy in ("skip", "raise")},
         "resumed": resumed(folder),
         "rank 0's state": rank_zeros_state(),
+        "documented": documented(),
         "errors": errors_of(errors),
     }
     write(folder, hvd.rank(), result)

@@ -1,0 +1,79 @@
+"""Errors say what is wrong, then what to do, then which compressor it is, and that briefly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvd_gradcomp import (
+    DGCCompressor,
+    EGCCompressor,
+    GradiVeQCompressor,
+    LGCCompressor,
+    NoneCompressor,
+    StromCompressor,
+    after,
+    partition,
+    role,
+)
+from hvd_gradcomp.aggregator import brief
+from hvd_gradcomp.assignment import assign
+from hvd_gradcomp.checkpoint import FORMAT, CheckpointError, check_exchange
+from hvd_gradcomp.handshake import MismatchError, agree, describe
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.wrappers import take_over
+from tests.methods import EVERY, LEARNED
+
+LGC = LGCCompressor(alpha=0.01, momentum=0.9)
+TWO = partition([(role("bias"), DGCCompressor(momentum=0.5)), ("*", EGCCompressor(momentum=0.9))])
+LAYOUT = Layout(("a",), ((4,),))
+
+
+def checked(compressor):
+    saved = {"format": FORMAT, "compressor": repr(DGCCompressor(density=0.1)), "buckets": []}
+    check_exchange(saved, compressor, [])
+
+
+CASES = {
+    "adam": (lambda c: take_over(c, "Adam", None), LGC),
+    "another": (lambda c: take_over(c, "SGD", (0.5, False)), LGC),
+    "momenta": (lambda c: c.correction, TWO),
+    "nothing to take": (lambda c: assign(c, [("w", (4, 4), "float32")]), DGCCompressor()),
+    "inside stock Horovod": (lambda c: c.compress(torch.ones(3)), StromCompressor(tau=1.0)),
+    "no basis": (lambda c: c.compress(torch.ones(3)), GradiVeQCompressor(ratio=4)),
+    "checkpoint": (checked, LGC),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_compressor_comes_last(name):
+    case, compressor = CASES[name]
+    with pytest.raises((ValueError, TypeError, CheckpointError)) as raised:
+        case(compressor)
+    message = str(raised.value)
+    assert message.endswith(str(compressor))
+    assert type(compressor).__name__ not in message.removesuffix(str(compressor))
+    assert "=None" not in message
+
+
+def test_a_difference_between_ranks_is_brief():
+    both = [
+        describe([], one, [LAYOUT], "", framework="", horovod="")
+        for one in (LGC, LGCCompressor(alpha=0.02, momentum=0.9))
+    ]
+    with pytest.raises(MismatchError, match=r"compression: LGCCompressor\(alpha=0.01, momentum="):
+        agree(both)
+
+
+@pytest.mark.parametrize("compressor", [*EVERY, *LEARNED, TWO], ids=str)
+def test_what_is_left_out_is_as_by_default(compressor):
+    names = {type(c).__name__: type(c) for c in (*EVERY, *LEARNED, NoneCompressor())}
+    names |= {"after": after, "partition": partition, "role": role}
+    again = eval(str(compressor).replace("loss_threshold=0.01, ", ""), names)
+    assert again == compressor
+    assert len(str(compressor)) <= len(repr(compressor))
+
+
+def test_other_texts_stay():
+    assert brief("no call (") == "no call ("
+    assert brief("Unknown(a=1)") == "Unknown(a=1)"
