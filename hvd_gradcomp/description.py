@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from tabulate import tabulate
@@ -40,6 +40,12 @@ def describe(
         rows = [(*row, said) for row, said in zip(rows, (*moments, ""))]
         head, align = (*head, "moments"), (*align, "left")
     return tabulate(rows, head, colalign=align)
+
+
+def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> str:
+    """A table: parameter, shape, the class of what holds it, how its moments are found."""
+    said = [(name, "x".join(map(str, shape)), *rest) for name, shape, *rest in rows]
+    return tabulate(said, ("parameter", "shape", "held by", "moments"), disable_numparse=True)
 
 
 def brief(compressor: Compressor) -> str:

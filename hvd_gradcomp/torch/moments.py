@@ -51,12 +51,12 @@ from functools import cache
 from typing import Any, NamedTuple, Union
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_gradcomp.description import tracked
 from hvd_gradcomp.torch import compiling, samples
 from hvd_gradcomp.torch.formulas import (
     OPENED,
@@ -673,11 +673,9 @@ class MomentTracker:
 
         How is known of what the model has used with a gradient so far.
         """
-        rows = [
-            (name, "x".join(map(str, p.shape)), self._owners[p], how(p))
-            for name, p in self._parameters.items()
-        ]
-        return tabulate(rows, ("parameter", "shape", "held by", "moments"))
+        return tracked(
+            (name, tuple(p.shape), self._owners[p], how(p)) for name, p in self._parameters.items()
+        )
 
     def __str__(self) -> str:
         return self.describe()

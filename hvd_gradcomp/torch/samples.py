@@ -196,7 +196,9 @@ def _after(
     if name in ("cat", "concat", "concatenate", "stack"):
         return _joined(name, args, kwargs, place, out)
     axis: int | None = place.axis
-    if name in _TURNS:
+    if name == "__getitem__":
+        axis = _indexed(args[1], place)
+    elif name in _TURNS:
         axis = _turned(name, args, kwargs, tensor, place)
     elif name == "einsum":
         axis = _einsum(args, tensor, place)
@@ -242,6 +244,17 @@ def _einsum(args: Sequence[Any], tensor: Tensor, place: Place) -> int | None:
     operands = list(tensors_in(args[1:]))
     letter = left.split(",")[next(i for i, t in enumerate(operands) if t is tensor)][place.axis]
     return right.index(letter) if letter in right else None
+
+
+def _indexed(index: Any, place: Place) -> int | None:
+    """The axis, where all samples are taken in order: by `:`, or by numbers of no sample's."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    if place.axis or not isinstance(first, (slice, Tensor)):
+        return None
+    if isinstance(first, slice):
+        return 0 if first == slice(None) else None
+    whole = first.dim() == 1 and not first.dtype.is_floating_point and first.dtype != torch.bool
+    return 0 if whole and noted(first) is None else None
 
 
 def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any], axis: int, out: Tensor) -> int | None:
