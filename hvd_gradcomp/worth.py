@@ -42,19 +42,21 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
     kinds = [(_at_work(one), layout) for one, layout in plan]
     elements = sum(layout.elements for _, layout in kinds)
     names = [name for _, layout in plan for name in layout.names]
+    if isinstance(compressor, GradiVeQCompressor) and compressor not in dict(kinds):
+        listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+        return [
+            f"GradiVeQ compresses nothing: none of {len(names)} layers is a convolution (three or "
+            f"more axes) that takes fewer bytes so, {4 * elements:,} dense: {listed}. Use another "
+            f"method; these all go to other={compressor.others}"
+        ]
     if _compresses(compressor) and not any(_compresses(one) for one, _ in plan):
         return [
             f"no layer is compressed: all {len(names)} are sent dense, {4 * elements:,} bytes a "
             "step, since none would take less, or none is of the kind that the method is for. Use "
-            "compression=None, or another method; hvd.describe(optimizer) lists the layers. It is "
+            "compression=None, or another method; hvd.describe lists the layers. It is "
             f"{compressor}"
         ]
     said = []
-    if isinstance(compressor, GradiVeQCompressor) and compressor not in dict(kinds):
-        said.append(
-            f"none of {len(names)} layers is a convolution (three or more axes): all of them go to "
-            f"other={compressor.others}. Use that alone"
-        )
     for one in dict.fromkeys(one for one, _ in kinds):
         layouts = [layout for other, layout in kinds if other == one]
         if isinstance(one, LGCCompressor):
