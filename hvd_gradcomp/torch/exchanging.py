@@ -327,7 +327,7 @@ class Exchanging:
 
     # PyTorch would wrap it once more, as it has wrapped that of the optimizer's class, and the
     # hooks of `register_step_pre_hook` would run twice.
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         engine = self._gradcomp
