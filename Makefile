@@ -26,6 +26,7 @@ tools := $(VENV)/.stamp-tools
 frameworks := $(VENV)/.stamp-frameworks
 horovod := $(VENV)/.stamp-horovod
 site := $(VENV)/.stamp-docs
+clients := $(VENV)/.stamp-clients
 endif
 
 # `horovodrun` and what it starts come from the same environment.
@@ -58,7 +59,7 @@ check: $(tools) ## lint, format, types and import rules; under a minute, no fram
 	@$(run) -m mypy
 	@$(run) -m pytest -q tests/single/test_imports.py
 
-test: $(site) ## all tests: in one process, then with several ranks
+test: $(site) $(clients) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)
 	@$(run) -m pytest tests/parallel $(ARGS)
 
@@ -144,6 +145,12 @@ $(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh
 $(VENV)/.stamp-docs: $(VENV)/.stamp-horovod setup.py docker/constraints.txt
 	@echo "docs: Sphinx and what it needs (half a minute)"
 	@$(pip) --no-build-isolation --editable ".[docs,examples]"
+	@touch $@
+
+# They name PyTorch as something to install, and another one than is here would be.
+$(VENV)/.stamp-clients: $(VENV)/.stamp-docs docker/clients.txt
+	@echo "clients: the Trainer, Accelerate, Lightning, timm and others (downloads 35 MB, takes 250 MB)"
+	@$(pip) --no-deps --requirement docker/clients.txt
 	@touch $@
 
 $(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py hvd_gradcomp/ops/native.c

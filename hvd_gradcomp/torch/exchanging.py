@@ -40,6 +40,9 @@ from hvd_gradcomp.torch.rounds import (
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _STOCK: Any = _stock._DistributedOptimizer
+# torch.compile leaves what is marked so as it is, and all that it calls. PyTorch marks its own
+# optimizers' methods with it; before 2.1 there is none.
+_interpreted: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 _Version = tuple[Any, int]  # of a gradient: the tensor, and how often it was written to
 
 # Optimizers with news, by the autograd engine's run in which their hooks have fired.
@@ -305,6 +308,7 @@ class Exchanging:
 
     # -- what a user calls -------------------------------------------------------------------
 
+    @_interpreted
     def synchronize(self) -> None:
         """Ends the exchange, where it has not ended with backward: `p.grad` is reduced then.
 
@@ -316,6 +320,7 @@ class Exchanging:
         self._begin()
         self._synchronized = True
 
+    @_interpreted
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies the reduced gradients; ends the exchange first if it has not ended."""
         if self._takeover is not None:
@@ -328,7 +333,7 @@ class Exchanging:
 
     # PyTorch would wrap it once more, as it has wrapped that of the optimizer's class, and the
     # hooks of `register_step_pre_hook` would run twice.
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         engine = self._gradcomp
@@ -379,6 +384,7 @@ class Exchanging:
     def _step_supports_amp_scaling(self, value: bool) -> None:
         vars(self)[_SUPPORTS_SCALING] = value
 
+    @_interpreted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, reduced ones and those of passes of an unfinished step."""
         if self._travelling():
@@ -450,6 +456,7 @@ def class_of(optimizer: torch.optim.Optimizer) -> type:
 
 
 def _hook(optimizer: weakref.ref[Any], p: torch.nn.Parameter) -> Callable[..., None]:
+    @_interpreted
     def hook(*_: Any) -> None:
         there = optimizer()
         if there is not None:
@@ -458,6 +465,7 @@ def _hook(optimizer: weakref.ref[Any], p: torch.nn.Parameter) -> Callable[..., N
     return hook
 
 
+@_interpreted
 def _backward_has_ended(run: int) -> None:
     having_news = [optimizer for optimizer in _backwards.pop(run) if optimizer._news]
     nested, function = _surroundings()

@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HOROVODRUN = (sys.executable, "-m", "tests.parallel.horovodrun")
+WORKERS = "tests.parallel.workers"
 LOOPBACK = ("localhost", "127.0.0.1", "127.1", "127.0.1")  # four hosts to Horovod, one machine
 
 
@@ -42,6 +43,7 @@ def launch(
     hosts: str = "",
     deadline: float = 400.0,
     fails: bool = False,
+    package: str = WORKERS,
 ) -> list[Any]:
     """Runs `python -m tests.parallel.workers.<worker> FOLDER ...` on some ranks.
 
@@ -57,6 +59,7 @@ def launch(
         hosts: as `-H` of horovodrun takes them; this machine if empty.
         deadline: seconds; what runs longer hangs, and fails.
         fails: the run has to end with an exit code that is not zero.
+        package: where the worker is.
 
     Returns:
         What the ranks wrote, in their order; None for one that wrote nothing.
@@ -75,6 +78,7 @@ def launch(
         deadline=deadline,
         fails=fails,
         variables=variables,
+        package=package,
     )
     paths = [folder / f"{rank}.json" for rank in range(ranks)]
     results = [json.loads(p.read_text()) if p.exists() else None for p in paths]
@@ -122,9 +126,10 @@ def run(
     deadline: float,
     fails: bool = False,
     variables: Mapping[str, str] = MappingProxyType({}),
+    package: str = WORKERS,
 ) -> str:
     """Runs a worker under `horovodrun` with these options; the end of what was printed."""
-    program = [sys.executable, "-m", f"tests.parallel.workers.{worker}", str(folder), *arguments]
+    program = [sys.executable, "-m", f"{package}.{worker}", str(folder), *arguments]
     command = [*HOROVODRUN, *options, *program]
     log = folder / "output"
     with log.open("w") as stream:

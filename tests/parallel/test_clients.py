@@ -1,0 +1,45 @@
+"""Libraries that train, as they are on PyPI: `p.grad` is to them what it is in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import launch, says
+
+pytestmark = pytest.mark.parallel
+
+CLIENTS = {  # what each needs, and what its ranks are started with
+    "trainer": ("transformers", "gloo"),
+    "accelerate": ("accelerate", "mpi"),
+    "lightning": ("lightning", "mpi"),
+    "timm": ("timm", "gloo"),
+    "skorch": ("skorch", "gloo"),
+    "compile": ("torch", "gloo"),
+}
+ROUNDED = {"float16": 1e-4, "bfloat16": 1e-3}  # halves of a batch are rounded otherwise
+NOT_CLIPPED = ("plain",)
+BOUND = 0.05 * 0.1  # of an update: the norm that gradients are clipped to, and the learning rate
+MESSAGES = {
+    "odd": "Call optimizer.synchronize() before gradients are clipped",
+    "told more": "fewer than backward_passes_per_step passes have come",
+    "not synchronized": "Call optimizer.synchronize() before gradients are clipped",
+    "not told": "Increase backward_passes_per_step",
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_updates_are_those_of_plain_pytorch(client, tmp_path):
+    package, backend = CLIENTS[client]
+    pytest.importorskip(package)
+    results = launch(f"with_{client}", 2, backend, tmp_path, package="tests.clients")
+    for result in results:
+        for name, case in result["cases"].items():
+            assert case["off"] < ROUNDED.get(name, 1e-6), f"{name} differs by {case['off']}"
+            clips = name not in NOT_CLIPPED
+            assert (case["effect"] > 0.01) == clips, f"{name}: clipping counts for nothing"
+        for name, method in result["methods"].items():
+            assert max(method["norms"]) < 1.0001 * BOUND, f"{name} is not clipped"
+            assert method["losses"][1] < method["losses"][0], name
+        says(result["errors"], {name: MESSAGES[name] for name in result["errors"]})
+        for kind in ("cases", "methods"):  # with digests of all parameters
+            assert result[kind] == results[0][kind]
