@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-
 
 class Names:
-    """Numbers the engines of a process. All ranks take one for each, in the process set or not."""
+    """Numbers the engines of a process. All ranks take one for each, in the process set or not.
+
+    Attributes:
+        number: the next one.
+    """
 
     def __init__(self, prefix: str) -> None:
-        self._prefix, self._numbers = prefix, itertools.count()
+        self._prefix, self.number = prefix, 0
 
     def draw(self) -> int:
         """The next number."""
-        return next(self._numbers)
+        self.number += 1
+        return self.number - 1
 
     def take(self) -> str:
         """The name of the next engine."""
@@ -21,4 +24,4 @@ class Names:
 
     def go_on_from(self, number: int) -> None:
         """Continues another rank's numbers, where this one began later."""
-        self._numbers = itertools.count(number)
+        self.number = number

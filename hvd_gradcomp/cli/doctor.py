@@ -27,12 +27,10 @@ import click
 import hvd_gradcomp
 from hvd_gradcomp.cli.inspection import Facts, inspect, run
 from hvd_gradcomp.cli.usercode import faults, sources
+from hvd_gradcomp.installation import HOROVOD, build, cure, in_checkout
 from hvd_gradcomp.ops import native
 
-_SUPPORTED = "0.28.1"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
-_ROOT = Path(hvd_gradcomp.__file__).resolve().parents[1]
-_BUILD = "docker/build-horovod.sh"
 _LINES = 16  # of the output of a self-test that fails
 _GRACE = 15  # seconds that ranks of a self-test have to say where they hang
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -224,7 +222,7 @@ def _package() -> Iterator[Finding]:
     except (OSError, AttributeError) as error:
         found, fact = False, f"does not load, compression on a CPU fails: {error}"
     install = f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir {{}}"
-    remedy = f"apt-get install build-essential python3-dev  # as root\n{_in_checkout(install)}"
+    remedy = f"apt-get install build-essential python3-dev  # as root\n{in_checkout(install)}"
     mark = "ok" if found else "warn" if fact.startswith("not built") else "fail"
     yield Finding(mark, "its C library", fact, "" if found else remedy)
 
@@ -268,8 +266,8 @@ def _horovod(horovod: Facts) -> Iterator[Finding]:
     elif "built" not in horovod:
         said = _error(horovod)
         yield Finding("fail", "Horovod", f"does not import: {said}", _cure(said))
-    elif horovod["version"] != _SUPPORTED:
-        fact = f"{horovod['version']} is not supported, {_SUPPORTED} is; {horovod['path']}"
+    elif horovod["version"] != HOROVOD:
+        fact = f"{horovod['version']} is not supported, {HOROVOD} is; {horovod['path']}"
         yield Finding("fail", "Horovod", fact, _build())
     else:
         yield Finding("ok", "Horovod", f"{horovod['version']}, {horovod['path']}")
@@ -479,29 +477,17 @@ def _self_test(
 
 def _build() -> str:
     """How to get a Horovod that fits."""
-    build = _in_checkout(f"{{}}/{_BUILD} {sys.executable}")
-    missing = [f.requirement for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
-    if missing:  # the script builds for both
-        return f"{sys.executable} -m pip install {' '.join(missing)}\n{build}"
-    return build
-
-
-def _in_checkout(command: str) -> str:
-    """A command in which {} is the checkout: that which this runs from, or one to be fetched."""
-    if (_ROOT / _BUILD).exists():
-        return command.format(_ROOT)
-    return f"# in a checkout of hvd_gradcomp {hvd_gradcomp.__version__}:\n{command.format('.')}"
+    return build(_missing())
 
 
 def _cure(said: str) -> str:
     """What helps against an error of an import of Horovod."""
-    module = re.search(r"No module named '(\w+)", said)
-    if module and module[1] not in ("horovod", "hvd_gradcomp"):
-        package = {"yaml": "pyyaml"}.get(module[1], module[1])
-        return f"{sys.executable} -m pip install {package}"
-    if "libmpi" in said:
-        return "apt-get install openmpi-bin  # as root"
-    return _build()
+    return cure(said, _missing())
+
+
+def _missing() -> list[str]:
+    """Frameworks that have to be there first: the script builds for both."""
+    return [f.requirement for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
 
 
 def _line(name: str, address: str, where: str = "") -> str:

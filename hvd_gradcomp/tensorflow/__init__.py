@@ -7,15 +7,23 @@
 +tape = hvd.DistributedGradientTape(tape, compression=hvd.VarianceCompressor(alpha=2))
 """
 
+from hvd_gradcomp.installation import require_horovod as _require_horovod
+
+_require_horovod("tensorflow")
+
 from horovod.tensorflow import *  # noqa: F403
 
-# Not `from ... import elastic`: that would find Horovod's module of this name, imported above.
-import hvd_gradcomp.tensorflow.elastic as elastic
+# Horovod's modules of these names, which `import ... as` and `from ... import` would find; and its
+# optimizer, which does not reduce under Keras 3.
+for _name in ("elastic", "keras", "DistributedOptimizer"):
+    globals().pop(_name, None)
+
 from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
+from hvd_gradcomp.tensorflow import elastic
+from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.joining import join
 from hvd_gradcomp.tensorflow.probing import Probe
@@ -23,13 +31,12 @@ from hvd_gradcomp.tensorflow.reports import StatsWriter
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain, verify
 from hvd_gradcomp.tensorflow.tape import (
     DistributedGradientTape,
+    PartialDistributedGradientTape,
     microbatch_gradients,
     reduce_gradients,
     tape_state,
 )
 from hvd_gradcomp.verify import DivergedError
-
-globals().pop("DistributedOptimizer", None)  # Horovod's, which does not reduce under Keras 3
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 

@@ -23,6 +23,7 @@ from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     Engine,
     distributed_in,
+    is_own,
     is_rank_local,
     optimizer_of,
     plain_variable,
@@ -75,6 +76,11 @@ def save_checkpoint(
         entry: dict[str, Any] = {"variables": [_described(v) for v in variables]}
         meta["objects"][name] = entry
         for place, variable in enumerate(variables):
+            if mode == "consolidated" and is_own(plain_variable(variable)):
+                raise CheckpointError(
+                    f"{_described(variable)[0]} of {name} is trained on each rank for itself: save "
+                    'with mode="sharded"'
+                )
             if not _is_own(variable):
                 shared[f"{name}/{place}"] = _array(variable)
             elif mode == "sharded":
@@ -181,7 +187,8 @@ def _variables(item: Any) -> list[Any] | None:
 
 def _is_own(variable: Any) -> bool:
     """Whether it belongs to its rank, as the random seed of a Keras layer does."""
-    return is_rank_local(plain_variable(variable)) or variable.name == "seed_generator_state"
+    plain = plain_variable(variable)
+    return is_rank_local(plain) or is_own(plain) or variable.name == "seed_generator_state"
 
 
 def _described(variable: Any) -> list[Any]:

@@ -16,16 +16,37 @@ from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
-from horovod.common.elastic import ObjectState
+from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
-from horovod.tensorflow.elastic import run as _stock_run
+from horovod.tensorflow import elastic as _stock
+from horovod.tensorflow.elastic import (
+    broadcast_object,
+    broadcast_object_fn,
+    init,
+    rank,
+    shutdown,
+)
 
 from hvd_gradcomp.membership import LOGGER, Lost, Membership
-from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
+from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import TITLES, Engine, distributed_in, plain_variable
 from hvd_gradcomp.tensorflow.tape import drop_engines, engine_for, engines_over
 
-__all__ = ["Lost", "TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = [
+    "HorovodInternalError",
+    "Lost",
+    "ObjectState",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "init",
+    "rank",
+    "run",
+    "run_fn",
+    "shutdown",
+]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +60,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         with _as_horovod_says():
             return func(*arguments, **options)
 
-    return _stock_run(translated)
+    return _stock.run(translated)
 
 
 @contextmanager
@@ -55,6 +76,9 @@ def _as_horovod_says() -> Iterator[None]:
 
 class Variables(ObjectState):
     """Variables, the engines that exchange their gradients, and plain Python objects.
+
+    What is below it is one of Horovod's states, for `isinstance`. Those do nothing here that is of
+    use under Keras 3, so all goes on to what is below them.
 
     Args:
         variables: in the same order on all ranks.
@@ -74,7 +98,7 @@ class Variables(ObjectState):
                     "reset. Make DistributedOptimizer without process_set="
                 )
         self._copy()
-        super().__init__(bcast_object=_broadcast_object, get_rank=horovod.rank, **kwargs)
+        ObjectState.__init__(self, bcast_object=_broadcast_object, get_rank=horovod.rank, **kwargs)
 
     def _engines(self) -> list[Engine]:
         """The optimizer's, and those of tapes that were asked about these variables."""
@@ -91,14 +115,14 @@ class Variables(ObjectState):
 
     def save(self) -> None:
         self._copy()
-        super().save()
+        ObjectState.save(self)
 
     def restore(self) -> None:
         known = {id(v) for v, _ in self._copies}
         drop_engines(e for e, _, _ in engines_over(self._variables) if id(e.steps) not in known)
         for variable, value in self._copies:
             variable.assign(value)
-        super().restore()
+        ObjectState.restore(self)
 
     def sync(self) -> None:
         taped = [
@@ -118,7 +142,7 @@ class Variables(ObjectState):
             engine.rename(title)
         TITLES.go_on_from(number)
         broadcast_variables(self._tracked(), 0)
-        super().sync()
+        ObjectState.sync(self)
 
 
 class Elastic(Membership, Variables):
@@ -150,8 +174,6 @@ class Elastic(Membership, Variables):
     def _forget(self) -> None:
         for engine in self._engines():
             engine.forget()
-        if hasattr(self._reducing, "forget"):
-            self._reducing.forget()
 
     def _resize(self) -> None:
         for engine in self._engines():
@@ -165,7 +187,7 @@ class Elastic(Membership, Variables):
             self._reducing.own()
 
 
-class TensorFlowState(Elastic):
+class TensorFlowState(Elastic, _stock.TensorFlowState):
     """What an elastic run over a list of variables commits, restores and hands to ranks that join.
 
     With the variables goes what the compressors of `DistributedGradientTape`s over them (or over
@@ -192,7 +214,7 @@ class TensorFlowState(Elastic):
         super().__init__(self.variables, **kwargs)
 
 
-class TensorFlowKerasState(Elastic):
+class TensorFlowKerasState(Elastic, _stock.TensorFlowKerasState):
     """The same of a Keras 3 model and its optimizer, for `fit` and for custom loops.
 
     Args:

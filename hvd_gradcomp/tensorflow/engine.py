@@ -73,6 +73,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 living: weakref.WeakSet[Engine] = weakref.WeakSet()
 TITLES = Names("gradcomp")
 _rank_local: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
+_own: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
 
 def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
@@ -116,6 +117,16 @@ def keep_local(variable: tf.Variable) -> tf.Variable:
     """Marks a variable as this rank's alone."""
     _rank_local[id(variable)] = variable
     return variable
+
+
+def is_own(variable: Any) -> bool:
+    """Whether it is a parameter that is trained on this rank alone: never to be saved for all."""
+    return _own.get(id(variable)) is variable
+
+
+def keep_own(variable: tf.Variable) -> None:
+    """Marks a parameter whose gradient is not exchanged."""
+    _own[id(variable)] = variable
 
 
 def plain_variable(source: Any) -> Any:
@@ -195,6 +206,7 @@ class Engine:
         steps: exchanges so far, equal on all ranks.
         counters: what `stats` reports, of this rank.
         owned: whether somebody saves the variables, which are then not made anew.
+        sums: of gradients, that an owner adds up for the next exchange on this rank.
         titles: with hosts, what each rank has of `replicated`, by name.
     """
 
@@ -248,9 +260,10 @@ class Engine:
                     "unbucketed": tf.zeros((len(self.layers),), tf.int64),
                 }.items()
             }
+        self.sums: list[tf.Variable] = []
         self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
-        self._plan(())
         self._eager = tf.function(self._reduce, autograph=False)
+        self._plan(())
         living.add(self)
 
     @property
@@ -329,7 +342,9 @@ class Engine:
 
     def rename(self, name: str) -> None:
         """Begins the names of what travels anew."""
-        self.name = name
+        if name != self.name:
+            self.name = name
+            self._eager = tf.function(self._reduce, autograph=False)
         self.names = [timeline.bucket(name, *pair) for pair in enumerate(self.layouts)]
 
     def leave_out(self, places: Collection[int]) -> None:
@@ -337,10 +352,26 @@ class Engine:
         if self.left_out != sorted(places):
             self._plan(places)
 
+    @property
+    def keeps_local(self) -> bool:
+        """Whether a compressor keeps what belongs to this rank alone."""
+        return any(is_rank_local(v) for some in self.variables for v in some)
+
+    def learned_by_one(self, steps: int) -> list[tuple[tf.Variable, int]]:
+        """Variables in which one rank's value counts for all after so many steps, and its rank."""
+        ranks = self.process_set.ranks or range(self.process_set.size())
+        return [
+            (variable, ranks[owner])
+            for one, template, variables in zip(self.compressors, self.templates, self.variables)
+            for (path, _), variable in zip(leaves(template), variables)
+            if is_rank_local(variable) and self.place is None
+            if (owner := one.owner(path, steps)) is not None
+        ]
+
     def forget(self) -> None:
         """Sets what belongs to this rank alone to what it was before the first step."""
-        for counter in self.counters.values():
-            counter.assign(tf.zeros_like(counter))
+        for zero in (*self.counters.values(), *self.sums):
+            zero.assign(tf.zeros_like(zero))
         for template, variables in zip(self.templates, self.variables):
             for variable, (_, value) in zip(variables, leaves(template)):
                 if is_rank_local(variable):
@@ -367,10 +398,10 @@ class Engine:
         """
         if loss_scale is not None:
             scale = tf.cast(loss_scale, tf.float32)
-            gradients = [_times(g, 1.0 / scale) for g in gradients]
+            gradients = [times(g, 1.0 / scale) for g in gradients]
             if moments is not None:
-                moments = [_times(m, 1.0 / (scale * scale)) for m in moments]
-            return [_times(g, scale) for g in self.reduce(gradients, moments)]
+                moments = [times(m, 1.0 / (scale * scale)) for m in moments]
+            return [times(g, scale) for g in self.reduce(gradients, moments)]
         if len(gradients) != len(self.layers):
             raise ValueError(f"{len(gradients)} gradients for {len(self.layers)} layers")
         if not self.agreed:
@@ -515,7 +546,7 @@ class Engine:
             self.counters["exchanges"].assign_add(one)
             self.counters["skipped"].assign_add(1 - one)
         if self.undoes:
-            reduced = [_times(g, tf.where(finite, 1.0, float("nan"))) for g in reduced]
+            reduced = [times(g, tf.where(finite, 1.0, float("nan"))) for g in reduced]
         if self._norm is not None:
             with tf.control_dependencies([total for total, _ in results]):
                 self._measure(reduced)
@@ -868,15 +899,28 @@ class Engine:
         return anew
 
 
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
+def times(gradient: Any, factor: tf.Tensor) -> Any:
     """A gradient, which may be sparse or None, times a scalar."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        values = _times(gradient.values, factor)
+        values = times(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     wide = gradient.dtype if gradient.dtype.size >= 4 else tf.float32
     return tf.cast(tf.cast(gradient, wide) * tf.cast(factor, wide), gradient.dtype)
+
+
+def poisoned(gradients: list[Any], others: Sequence[Any]) -> list[Any]:
+    """Gradients that are not finite where others are not, which are not exchanged themselves.
+
+    So all ranks hear of it, and leave the step out together.
+    """
+    zeros = [tf.cast(tf.reduce_sum(_values(g) * 0), tf.float32) for g in others if g is not None]
+    place = next((i for i, g in enumerate(gradients) if g is not None), None)
+    if not zeros or place is None:
+        return gradients
+    first = times(gradients[place], 1.0 + tf.add_n(zeros))
+    return [*gradients[:place], first, *gradients[place + 1 :]]
 
 
 def _values(gradient: Any) -> tf.Tensor:

@@ -111,14 +111,29 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     check_seam(tape)
 
     paths: dict[int, str] = {}  # what Keras calls a variable
+    moment_of: dict[int, Any] = {}
 
     def gradient(target: Any, sources: Sequence[Any], *options: Any, **named: Any) -> list[Any]:
         plain = [plain_variable(source) for source in sources]
         paths.update((id(p), s.path) for p, s in zip(plain, sources) if p is not s)
+        moment_of.update(zip(map(id, plain), moments or ()))
         return type(tape).gradient(tape, target, plain, *options, **named)
 
+    def parted(target: Any, sources: Sequence[Any], *options: Any, **named: Any) -> Any:
+        plain = {id(plain_variable(source)): source for source in sources}
+        kinds = type(tape).get_local_and_global_gradients(
+            tape, target, [plain_variable(source) for source in sources], *options, **named
+        )
+        return tuple([(plain[id(s)], g) for s, g in pairs] for pairs in kinds)
+
+    def register(source: Any) -> None:
+        type(tape).register_local_source(tape, plain_variable(source))
+
     def exchange(gradients: Any, sources: Any, use_generic_names: bool = False) -> list[Any]:
+        """Of what is not local, which Horovod's own takes out."""
         del use_generic_names  # everything is named by bucket
+        if not sources:
+            return []
         if moments is None:
             _say_once(compressor)
         engine = engine_for(
@@ -135,11 +150,88 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         tape._gradcomp, tape._gradcomp_sources = engine, sources
         if engine is None:
             return list(gradients)
-        return engine.reduce(gradients, moments, loss_scale)
+        of_sources = None if moments is None else [moment_of.get(id(s)) for s in sources]
+        return engine.reduce(gradients, of_sources, loss_scale)
 
     tape._allreduce_grads = exchange
-    tape.gradient = gradient
+    tape.gradient, tape.get_local_and_global_gradients = gradient, parted
+    tape.register_local_source = register
     return tape
+
+
+def PartialDistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = horovod.global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+    **options: Any,
+) -> tf.GradientTape:
+    """A `DistributedGradientTape` that leaves the gradients of some layers to their rank.
+
+    Args:
+        gradtape, device_dense, device_sparse, compression: as there.
+        sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set: as there.
+        local_layers: one layer of Keras, or several, built.
+        scale_local_gradients: divide their gradients by the number of ranks, by which those of
+            other layers are divided when they are averaged.
+        options: the other arguments of `DistributedGradientTape`.
+
+    Raises:
+        ValueError: as there; or `local_layers` is something else.
+    """
+    layers = layers_in(local_layers)
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+        **options,
+    )
+    for variable in variables_of(layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def layers_in(given: Any) -> list[Any]:
+    """The layers that `local_layers=` names.
+
+    Raises:
+        ValueError: there is something else in it.
+    """
+    layers = [] if given is None else [given] if hasattr(given, "trainable_weights") else [*given]
+    for layer in layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"local_layers= takes layers of Keras, got {layer!r}")
+    return layers
+
+
+def variables_of(layers: Sequence[Any]) -> list[Any]:
+    """What some layers train.
+
+    Raises:
+        ValueError: a layer trains nothing, or is not built.
+    """
+    for layer in layers:
+        if not layer.trainable_weights:
+            raise ValueError(
+                f"the local layer {layer.name} has no trainable weights: is it not built?"
+            )
+    return [variable for layer in layers for variable in layer.trainable_weights]
 
 
 def check_seam(tape: tf.GradientTape) -> None:

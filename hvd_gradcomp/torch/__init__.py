@@ -8,14 +8,21 @@
 +                                     compression=hvd.VarianceCompressor(alpha=2))
 """
 
+from hvd_gradcomp.installation import require_horovod as _require_horovod
+
+_require_horovod("torch")
+
 from horovod.torch import *  # noqa: F403
 
-# Not `from ... import elastic`: that would find Horovod's module of this name, imported above.
-import hvd_gradcomp.torch.elastic as elastic
+# Horovod's modules of these names, which `import ... as` and `from ... import` would find.
+for _name in ("elastic", "optimizer"):
+    globals().pop(_name, None)
+
 from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch import elastic
 from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.torch.handout import broadcast_parameters
 from hvd_gradcomp.torch.joining import join

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import horovod.torch as horovod
 import torch
-from horovod.torch.elastic import ElasticSampler, run
+from horovod.torch.elastic import ElasticSampler, init, run, run_fn, sampler, shutdown, state
 from horovod.torch.elastic import TorchState as _StockState
 from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
@@ -22,7 +22,17 @@ from hvd_gradcomp.torch.handout import from_root
 from hvd_gradcomp.torch.optimizer import scales
 from hvd_gradcomp.torch.resume import hand_out, plain_state
 
-__all__ = ["ElasticSampler", "Lost", "TorchState", "run"]
+__all__ = [
+    "ElasticSampler",
+    "Lost",
+    "TorchState",
+    "init",
+    "run",
+    "run_fn",
+    "sampler",
+    "shutdown",
+    "state",
+]
 
 
 class TorchState(Membership, _StockState):
@@ -155,8 +165,8 @@ class CompressedOptimizer(StateHandler):
         engine._arrived = None if saved.arrived is None else list(saved.arrived)
         engine.used, engine.known = saved.used, saved.known
         engine._settle_on(saved.buckets)
-        for bucket, state in zip(engine.buckets, saved.states):
-            bucket.state = _cloned(state)
+        for bucket, kept in zip(engine.buckets, saved.states):
+            bucket.state = _cloned(kept)
         # `load_state_dict` takes tensors as they are; those of the commit must not change.
         self.value.load_state_dict(copy.deepcopy(self._saved_plain))
 

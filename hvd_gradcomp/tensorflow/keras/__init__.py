@@ -16,20 +16,30 @@ if int(_keras.__version__.partition(".")[0]) < 3:
         "hvd_gradcomp.tensorflow.DistributedGradientTape takes any tf.Variable"
     )
 
+from hvd_gradcomp.installation import require_keras_backend as _require_keras_backend
+
+_require_keras_backend(_keras.backend.backend())
+
 from horovod.tensorflow.keras import *  # noqa: F403
 
-# Not `from ... import callbacks`: that would find Horovod's module of this name, imported above.
-import hvd_gradcomp.tensorflow.keras.callbacks as callbacks
-import hvd_gradcomp.tensorflow.keras.elastic as elastic
+# Horovod's modules of these names, which `import ... as` and `from ... import` would find.
+for _name in ("callbacks", "elastic"):
+    globals().pop(_name, None)
+
 from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.checkpoint import CheckpointError
 from hvd_gradcomp.handshake import MismatchError
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
+from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.joining import join
+from hvd_gradcomp.tensorflow.keras import callbacks, elastic
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
-from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer, load_model
+from hvd_gradcomp.tensorflow.keras.optimizer import (
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    load_model,
+)
 from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain, verify
 from hvd_gradcomp.verify import DivergedError

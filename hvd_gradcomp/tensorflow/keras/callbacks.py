@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as horovod
@@ -10,14 +11,16 @@ import tensorflow as tf
 
 from hvd_gradcomp import validate
 from hvd_gradcomp.schedule import EGCCorrection
-from hvd_gradcomp.tensorflow.broadcast import broadcast_variables
+from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     distributed_in,
+    living,
     optimizer_of,
     plain_variable,
     takes_part,
 )
+from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.reports import StatsWriter as StatsWriter
 from hvd_gradcomp.tensorflow.stats import verify
@@ -29,24 +32,48 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Needed once at the start of training, from scratch or from a checkpoint that only the root
     read. What a compressor has accumulated belongs to its rank and stays there.
 
+    A model that is not built yet is built as the first batch comes, by what shape this has. One
+    that cannot be, since its `train_step` makes something else of a batch than `model(x)`, is
+    broadcast after the first batch, as in Horovod.
+
     It also sets `model.jit_compile = False`, since Keras 3 compiles by itself where there is a GPU
     and Horovod's collectives are no XLA operations.
 
     Args:
         root_rank: whose variables count.
-        device: accepted for compatibility, unused.
+        device: where the broadcast is placed, as in Horovod.
+        local_variables: variables of TensorFlow or Keras, one or several, that stay as they are.
         process_set: the ranks that take part.
+
+    Raises:
+        ValueError: a local variable is no variable; in `fit`, on all ranks, the optimizer of one
+            of them does not exchange gradients.
+        MismatchError: in `fit`, on all ranks, if they have different variables.
     """
 
     def __init__(
         self,
         root_rank: int = 0,
         device: str = "",
+        local_variables: Any = None,
         process_set: Any = horovod.global_process_set,
     ) -> None:
         super().__init__()
-        del device
-        self.root_rank, self.process_set = root_rank, process_set
+        self.root_rank, self.device, self.process_set = root_rank, device, process_set
+        self._local: list[Any] = []
+        self._due = self._exchanges = False
+        several = isinstance(local_variables, (list, tuple, set, frozenset))
+        for variable in local_variables if several else (local_variables,):
+            if variable is not None:
+                self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves a variable as it is on each rank."""
+        if not isinstance(plain_variable(var), tf.Variable):
+            raise ValueError(
+                f"local_variables= takes variables of TensorFlow or Keras, got {var!r}"
+            )
+        self._local.append(var)
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -59,11 +86,45 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         del logs
         if not takes_part(self.process_set):
             return
-        optimizer = optimizer_of(self.model)
-        variables = [plain_variable(v) for v in (*self.model.variables, *optimizer.variables)]
+        all_built = _require_reducing(self.model, self.process_set)
+        self._due, self._exchanges = True, not refusal(self.model.optimizer)
+        if all_built:
+            self._broadcast()
+            return
+        train = self.model.train_function
+
+        def once(iterator: Any) -> Any:
+            self.model.train_function = train
+            if self.model.built or _built_by(self.model, iterator):
+                self._broadcast()
+            return train(iterator)
+
+        self.model.train_function = once
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        del batch, logs
+        self._broadcast()
+        if not self._exchanges and takes_part(self.process_set) and self.process_set.size() > 1:
+            self._exchanges = True
+            if not any(engine.agreed for engine in living):
+                LOGGER.warning(
+                    "the first batch of fit has exchanged nothing through hvd_gradcomp: with a "
+                    "train_step of its own, %s needs hvd.DistributedGradientTape there, or a "
+                    "hvd.DistributedOptimizer",
+                    type(self.model).__name__,
+                )
+
+    def _broadcast(self) -> None:
+        if not self._due:
+            return
+        self._due = False
+        local = {id(plain_variable(v)) for v in self._local}
+        variables = (*self.model.variables, *optimizer_of(self.model).variables)
+        plain = [plain_variable(v) for v in variables]
         # A random seed of Keras is no tf.Variable, and each rank has its own.
-        shared = [v for v in variables if isinstance(v, tf.Variable)]
-        broadcast_variables(shared, self.root_rank, self.process_set)
+        shared = [v for v in plain if isinstance(v, tf.Variable) and id(v) not in local]
+        with tf.device(self.device or None):
+            broadcast_variables(shared, self.root_rank, self.process_set)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -72,12 +133,22 @@ class MetricAverageCallback(keras.callbacks.Callback):
     Put it before callbacks that read metrics (learning rate on a plateau, early stopping).
 
     Args:
+        device: where the mean is placed, as in Horovod.
         process_set: the ranks that take part.
+
+    Raises:
+        ValueError: in `fit`, on all ranks, the optimizer of one of them does not exchange
+            gradients.
     """
 
-    def __init__(self, process_set: Any = horovod.global_process_set) -> None:
+    def __init__(self, device: str = "", process_set: Any = horovod.global_process_set) -> None:
         super().__init__()
-        self.process_set = process_set
+        self.device, self.process_set = device, process_set
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        if takes_part(self.process_set):
+            _require_reducing(self.model, self.process_set)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         del epoch
@@ -85,7 +156,183 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         for name in sorted(logs or {}):
             value = float(logs[name])  # type: ignore[index]
-            logs[name] = _mean(value, f"metric.{name}", self.process_set)  # type: ignore[index]
+            with tf.device(self.device or None):
+                logs[name] = _mean(value, f"metric.{name}", self.process_set)  # type: ignore[index]
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to `initial_lr * multiplier` from one epoch to another.
+
+    Horovod's own reaches for what Keras 3 no longer has.
+
+    *Momentum correction.* Keras's SGD and RMSprop keep the learning rate of a step in their
+    velocity, so this is multiplied with `new / old` wherever the rate changes: what Horovod's own
+    gets for one batch by another momentum. A momentum that a compressor has taken over is kept
+    without the rate, and needs none.
+
+    Args:
+        initial_lr: the learning rate at the start of training.
+        multiplier: `f(epoch)`, or a number: then it is raised to the power of the epochs since
+            `start_epoch`.
+        start_epoch: the first epoch that it applies to.
+        end_epoch: the first one that it no longer applies to; None for never.
+        staircase: change the rate at the beginning of an epoch; otherwise of each batch, and epochs
+            are fractions: `epoch + batch / steps_per_epoch`.
+        momentum_correction: see above.
+        steps_per_epoch: needed where `staircase` is false and Keras does not know it.
+
+    Raises:
+        ValueError: there is no initial_lr; in `fit`, steps_per_epoch is not known.
+        TypeError: in `fit`, the optimizer's learning rate is a schedule and cannot be set.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: Callable[[float], float] | float,
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError(f"{type(self).__name__} needs initial_lr=")
+        self.initial_lr, self.multiplier = initial_lr, multiplier
+        self.start_epoch, self.end_epoch, self.staircase = start_epoch, end_epoch, staircase
+        self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
+        self.current_epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    f"{type(self).__name__}: Keras does not know how many batches an epoch has; "
+                    "give steps_per_epoch="
+                )
+        # Keras refuses where the rate is a schedule; better now than in the middle of training.
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        del logs
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            self._set(epoch + batch / self.steps_per_epoch)  # type: ignore[operator]
+        elif batch == 0:
+            self._set(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        del epoch
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+    def _set(self, epoch: float) -> None:
+        factor = self.multiplier
+        factor = factor(epoch) if callable(factor) else factor ** (epoch - self.start_epoch)
+        optimizer = self.model.optimizer
+        old, new = float(optimizer.learning_rate), self.initial_lr * factor
+        optimizer.learning_rate = new
+        if not self.momentum_correction or old in (0.0, new):
+            return
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = getattr(inner, "inner_optimizer", inner)
+        for name in ("momentums", "_momentums"):
+            if getattr(inner, "momentum", 0):
+                for velocity in getattr(inner, name, ()):
+                    velocity.assign(velocity * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr`, batch by batch.
+
+    So do Goyal et al. (2017) at the start of a training with large batches.
+
+    Args:
+        initial_lr: the learning rate after the warm-up.
+        warmup_epochs: how long it takes.
+        momentum_correction, steps_per_epoch: as in `LearningRateScheduleCallback`.
+        verbose: 1 to have rank 0 say when the warm-up is over.
+
+    Raises:
+        ValueError, TypeError: as there.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            epoch += 1 / self.steps_per_epoch  # type: ignore[operator] # round at an epoch's end
+            size = horovod.size()
+            return (epoch * (size - 1) / warmup_epochs + 1) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and epoch + 1 == self.end_epoch and horovod.rank() == 0:
+            rate = float(self.model.optimizer.learning_rate)
+            print(f"\nEpoch {epoch + 1}: the warm-up of the learning rate has ended at {rate:g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras's `ModelCheckpoint` with `save_best_only=True`; for one rank, as `rank() == 0`.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: as in Keras.
+        filepath: as in Keras; Horovod's own has it set as an attribute, before `fit`.
+
+    Raises:
+        ValueError: in `fit`, there is no filepath.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        filepath: Any = None,
+    ) -> None:
+        nowhere = "best.weights.h5" if save_weights_only else "best.keras"  # Keras looks at it
+        super().__init__(
+            nowhere if filepath is None else filepath,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.filepath is None:
+            raise ValueError("BestModelCheckpoint has no filepath: give filepath=, or set it")
+        super().on_train_begin(logs)
 
 
 class VerifyCallback(keras.callbacks.Callback):
@@ -178,6 +425,48 @@ class EGCLearningRate(keras.callbacks.Callback):
         (new,) = self._rule.step(value, [old])
         if new != old:
             optimizer.learning_rate = new
+
+
+def _require_reducing(model: keras.Model, process_set: Any) -> bool:
+    """Refuses a model whose ranks would train each for itself.
+
+    Returns:
+        Whether it is built on all ranks: collectives of eager TensorFlow pair by their order, so
+        all ranks go the same way.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    if process_set.size() == 1:
+        return model.built
+    own_step = type(model).train_step is not keras.Model.train_step  # may exchange by itself
+    mine = ("" if own_step else refusal(model.optimizer), model.built)
+    everybody = horovod.allgather_object(mine, name="gradcomp.fit", process_set=process_set)
+    ranks = process_set.ranks or range(len(everybody))
+    found = [f"rank {rank}: {said}" for rank, (said, _) in zip(ranks, everybody) if said]
+    if found:
+        raise ValueError(
+            f"fit would train without an exchange of gradients: {'; '.join(found[:4])}. Compile "
+            "the model with hvd.DistributedOptimizer(optimizer, compression=...) on all ranks; "
+            "load it with hvd.load_model, after hvd.init()"
+        )
+    return all(built for _, built in everybody)
+
+
+def _built_by(model: keras.Model, iterator: Any) -> bool:
+    """Whether a model could be built by the shapes of the batches that an iterator gives."""
+
+    def symbol(spec: Any) -> Any:
+        return keras.KerasTensor(spec.shape, spec.dtype.name)
+
+    try:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
+        how = {"training": True} if model._call_has_training_arg else {}
+        model(keras.tree.map_structure(symbol, x), **how)
+    except Exception as error:  # of the user's, whose train_step may call it otherwise
+        LOGGER.info("%s is not built before the first batch: %s", type(model).__name__, error)
+        return False
+    return True
 
 
 def _mean(value: float, name: str, process_set: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from horovod.tensorflow.keras import elastic as _stock
 from horovod.tensorflow.keras.elastic import (
     CommitStateCallback,
     UpdateBatchStateCallback,
@@ -16,13 +17,14 @@ __all__ = [
     "CommitStateCallback",
     "KerasState",
     "Lost",
+    "TensorFlowKerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",
 ]
 
 
-class KerasState(TensorFlowKerasState):
+class KerasState(TensorFlowKerasState, _stock.KerasState):
     """What an elastic run of `model.fit` commits; see `TensorFlowKerasState`.
 
     Args:

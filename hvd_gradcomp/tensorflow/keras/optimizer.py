@@ -2,12 +2,22 @@
 
 Stock Horovod 0.28.1 overrides methods that Keras 3 no longer calls: it trains without an error and
 without reducing. Here the wrapped class overrides `apply`, through which every update goes.
+
+What is saved. The configuration of a distributed optimizer is that of the optimizer it was made
+from, and one entry more with what the wrapper was given. Keras finds it by a registered name and
+hands it to `_Saved`. Where this package is not imported that name says nothing, and Keras goes by
+module and class, which are the plain optimizer's; the entry is called as an argument that those
+take and ignore, so it loads there as ever.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import horovod.tensorflow as horovod
@@ -15,19 +25,29 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from hvd_gradcomp import validate
+from hvd_gradcomp import __version__, configuration, validate
 from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
 from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     TITLES,
     Engine,
     check,
+    distributed_in,
     keep_local,
+    keep_own,
+    plain_variable,
+    poisoned,
     takes_part,
+    times,
 )
-from hvd_gradcomp.tensorflow.tape import named_layers
+from hvd_gradcomp.tensorflow.tape import layers_in, named_layers, variables_of
 from hvd_gradcomp.wrappers import take_over
+
+_OPS = {"Average": horovod.Average, "Sum": horovod.Sum}
+_MARK = "hvd_gradcomp"
+_instead: dict[str, Any] = {}  # of what was saved, while `load_model` loads
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
@@ -62,9 +82,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
 
     Args:
         optimizer: a Keras 3 optimizer. It is not touched: the result is a new one with the same
-            configuration, and the same variables if it was built.
+            configuration, and the same variables if it was built. Of one that is distributed
+            already, what it was made from is taken, and with the same compressor its state.
         name: of the new optimizer; the old one's if None.
-        device_dense, device_sparse, scale_local_gradients: accepted for compatibility, unused.
+        device_dense, device_sparse: accepted for compatibility, unused.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
         sparse_as_dense: compress `IndexedSlices` as dense tensors.
         gradient_predivide_factor: splits the averaging before and after the sum.
@@ -74,6 +95,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         average_aggregated_gradients: divide that sum by `backward_passes_per_step`.
         num_groups, groups: refused.
         process_set: the ranks that take part.
+        scale_local_gradients: divide by the number of ranks what is not exchanged; see
+            `PartialDistributedOptimizer`.
         batch_size: samples that a rank sees for each exchange; sharpens `moments="microbatch"`.
         hierarchical: reduce inside each host as dense tensors, and exchange compressed between
             hosts; to the compressor a host is one rank, with the samples of all its own. All hosts
@@ -97,8 +120,22 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         DivergedError: in `apply`, on all ranks, with `verify_every`.
     """
+    given = {
+        "compression": compression,
+        "sparse_as_dense": sparse_as_dense,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "op": op,
+        "backward_passes_per_step": backward_passes_per_step,
+        "average_aggregated_gradients": average_aggregated_gradients,
+        "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients,
+        "batch_size": batch_size,
+        "hierarchical": hierarchical,
+        "nonfinite": nonfinite,
+        "verify_every": verify_every,
+    }
     validate.count("verify_every", verify_every)
-    del device_dense, device_sparse, scale_local_gradients
+    del device_dense, device_sparse
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"expected a Keras 3 optimizer, got {type(optimizer).__name__}; for other optimizers "
@@ -123,41 +160,99 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             "moments='microbatch' needs backward_passes_per_step of at least 2, got "
             f"{backward_passes_per_step}"
         )
-    base = type(optimizer)
-    cls: Any = type(base.__name__, (_Reducing, base), {"__module__": base.__module__})
-    config = optimizer.get_config()
+    config = _plain_config(optimizer)
     if name is not None:
         config["name"] = name
     inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
-    own = None
+    own, taken = None, {}
     if isinstance(inner, keras.optimizers.SGD):
-        own = (float(inner.momentum), bool(inner.nesterov))
+        held = config["inner_optimizer"]["config"] if inner is not optimizer else config
+        own = (float(held["momentum"]), bool(held["nesterov"]))
     compressor, gives_up = take_over(compressor, type(inner).__name__, own)
-    taken = {}
     if gives_up and own is not None:
         taken = {"momentum": own[0], "nesterov": own[1]}
         config = _with(config, {"momentum": 0.0, "nesterov": False})
         LOGGER.info("%s are taken over from %s by the compressor", taken, type(inner).__name__)
-    distributed = cls.from_config(config)
+    distributed = _made(_base_of(optimizer), config)
     distributed._configure(
         compressor,
+        _written(given, _base_of(optimizer)),
         taken=taken,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         batch_size=batch_size,
         nonfinite=nonfinite,
         verify_every=verify_every,
+        scale_local=scale_local_gradients,
         op=op,
         predivide=gradient_predivide_factor,
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
         hierarchical=hierarchical,
     )
+    if isinstance(optimizer, _Reducing):
+        distributed._find_local.extend(optimizer._find_local)
+        distributed._known_local = optimizer._known_local
     if optimizer.built:
         distributed.build(optimizer._trainable_variables)
         # The velocity of an optimizer that gave its momentum up stays behind.
-        for mine, theirs in zip(distributed._plain, optimizer.variables):
-            mine.assign(theirs)
+        held = {str(place): variable for place, variable in enumerate(optimizer.variables)}
+        plain = len(getattr(optimizer, "_plain", held))
+        distributed._take(held, plain, getattr(optimizer, "_compressor", None) == compressor)
+    return distributed
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = horovod.Average,
+    groups: Any = None,
+    process_set: Any = horovod.global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+    **options: Any,
+) -> keras.optimizers.Optimizer:
+    """A `DistributedOptimizer` that leaves the gradients of some layers to their rank.
+
+    A drop-in for `horovod.keras.PartialDistributedOptimizer`. `save_checkpoint(mode="sharded")`
+    keeps each rank's own; give `BroadcastGlobalVariablesCallback` the weights of these layers as
+    `local_variables=` if they are not to begin alike.
+
+    Args:
+        optimizer: as in `DistributedOptimizer`; not built yet.
+        name, device_dense, device_sparse, compression, sparse_as_dense: as there.
+        gradient_predivide_factor, op, groups, process_set: as there.
+        local_layers: one layer of Keras, or several. They may be built later, before the optimizer.
+        scale_local_gradients: divide their gradients by the number of ranks, by which those of
+            other layers are divided when they are averaged.
+        options: the other arguments of `DistributedOptimizer`.
+
+    Raises:
+        ValueError: as there; or `local_layers` is something else.
+    """
+    layers = layers_in(local_layers)
+    if layers and optimizer.built:
+        raise ValueError("PartialDistributedOptimizer needs an optimizer that is not built yet")
+    distributed = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        **options,
+    )
+    distributed._find_local.append(lambda: variables_of(layers))
     return distributed
 
 
@@ -165,12 +260,21 @@ class _Reducing:
     """What the class of a distributed optimizer has before its Keras class."""
 
     built: bool  # Keras's
-    _gradcomp: Engine | None
-    _moments: list[Any] | None
+    _base: type  # the Keras class
+    _gradcomp: Engine | None = None
+    _moments: list[Any] | None = None  # left here by `track_moments`, for the next `apply`
+    _known_local: frozenset[int] = frozenset()  # places of local variables, from a file
+    _refusal: str = ""  # why it cannot train here, where it was read from a file
+    _saved: tuple[int | None, bool] = (None, True)  # its own variables there; the same exchange?
+    _passes = 1
+    _reduced_outside = False  # by the loss scaler that is wrapped around this optimizer
+    _compressor: Compressor = NoneCompressor()
+    _settings: Any = MappingProxyType({"hierarchical": False})
 
     def _configure(
         self,
         compressor: Compressor,
+        written: dict[str, Any],
         *,
         taken: dict[str, Any],
         passes: int,
@@ -178,18 +282,43 @@ class _Reducing:
         batch_size: int | None,
         nonfinite: str | None,
         verify_every: int,
+        scale_local: bool,
         **settings: Any,
     ) -> None:
-        self._gradcomp = None
+        self._begin(written)
+        self._taken.update(taken)
         self._nonfinite = nonfinite
-        self._reduced_outside = False  # by the loss scaler that is wrapped around this optimizer
         self._moment_source = ""
-        self._taken = taken  # of its configuration, by the compressor
-        self._moments = None  # left here by `track_moments`, for the `apply` that follows
         self._compressor = compressor
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
         self._verify_every = verify_every
+        self._scale_local = scale_local
         self._settings = {**settings, "name": TITLES.take()}
+
+    def _begin(self, written: dict[str, Any], refusal: str = "") -> None:
+        """What there is to be said of one that cannot train, too."""
+        self._written = json.dumps(written)  # Keras would track a dict, and wrap it
+        self._refusal = refusal
+        self._taken: dict[str, Any] = {}  # of its configuration, by the compressor
+        self._find_local: list[Callable[[], list[Any]]] = []
+        self._when_built: list[Callable[[], None]] = []
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves the gradient of a variable to its rank, as in Horovod.
+
+        Raises:
+            ValueError: the optimizer is built.
+        """
+        if self.built:
+            raise ValueError("register local variables before the optimizer is built")
+        self._find_local.append(lambda: [var])
+
+    def when_built(self, ready: Callable[[], None]) -> None:
+        """Calls a function once the optimizer has its variables: now, or in the first step."""
+        if self.built:
+            ready()
+        else:
+            self._when_built.append(ready)
 
     @property
     def pass_of_step(self) -> Any:
@@ -197,28 +326,57 @@ class _Reducing:
         return self._pass % self._passes if self._passes > 1 else 0
 
     def get_config(self) -> dict[str, Any]:
-        """The optimizer's own configuration, with what the compressor has taken over."""
-        return _with(super().get_config(), self._taken)  # type: ignore[misc]
+        """The optimizer's own configuration, and what the wrapper was given."""
+        config = _with(super().get_config(), self._taken)  # type: ignore[misc]
+        written = json.loads(self._written)
+        if self.built and not self._refusal:
+            written |= {"plain": len(self._plain), "local": sorted(self._local)}
+        elif self._find_local:
+            written["local"] = None  # nobody knows yet
+        return {**config, _entry(config): written}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """One like that which `get_config` was asked of; without an entry of ours, a plain one's.
+
+        Where it cannot train, since Horovod is not initialised or a process set is missing, it
+        does all but that, and `apply` says why.
+        """
+        del custom_objects  # Keras has them in a scope
+        return _restored(config, cls._base)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, and those of the exchange after them."""
         outer = _scaler_around(self)
+        if not variables:  # of a model that is not built, or that Keras reads from HDF5
+            return
         if not self.built:
-            self._build(variables, scaled=outer is not None)
+            with tf.init_scope():  # a model that is not built yet builds this while it is traced
+                self._build(variables, scaled=outer is not None)
         if outer is not None and self._gradcomp is not None:
             self._reduce_before(outer)
+        ready, self._when_built = list(self._when_built), []
+        with tf.init_scope():
+            for each in ready:
+                each()
 
     def _build(self, variables: Sequence[Any], scaled: bool) -> None:
         super().build(variables)  # type: ignore[misc]
         self._plain = list(self.variables)  # type: ignore[attr-defined]
+        self._local: frozenset[int] = frozenset()
+        if self._refusal:
+            return
+        self._local = self._local_places(variables)
+        self._exchanged = [i for i in range(len(variables)) if i not in self._local]
         scaled = scaled or isinstance(self, LossScaleOptimizer)
         self._skips = (self._nonfinite or ("skip" if scaled else "raise")) == "skip"
         if not takes_part(self._settings["process_set"]):
             return
         rank = tf.constant(horovod.rank(), tf.int64)
         self._owner = keep_local(self._state_variable("gradcomp_rank", rank))
+        layers = named_layers(variables)
         self._gradcomp = Engine(
-            named_layers(variables),
+            [layers[i] for i in self._exchanged],
             self._compressor,
             make_variable=self._state_variable,
             nonfinite="skip" if self._skips else self._nonfinite or "raise",
@@ -233,6 +391,22 @@ class _Reducing:
                 [keep_local(self._state_variable(f"gradcomp_{name}", z)) for z in zeros]
                 for name in ("added", "squared")
             )
+            self._gradcomp.sums = [*self._added, *self._squared]
+
+    def _local_places(self, variables: Sequence[Any]) -> frozenset[int]:
+        """Which of the variables are this rank's alone."""
+        places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
+        found = {places.get(id(plain_variable(v))) for find in self._find_local for v in find()}
+        local = frozenset(place for place in found if place is not None)
+        local |= self._known_local
+        for place in local:
+            keep_own(plain_variable(variables[place]))
+        if local and len(local) == len(variables):
+            raise ValueError(
+                "all that is trained is local, so there is nothing to exchange: use the optimizer "
+                "as it is, without hvd.DistributedOptimizer"
+            )
+        return local
 
     def _reduce_before(self, outer: Any) -> None:
         """Has gradients reduced before a loss scaler looks whether this rank's are finite.
@@ -282,36 +456,60 @@ class _Reducing:
         What a compressor accumulated on another rank is not taken; and with `hierarchical=True`
         nothing that it keeps, since ranks keep different things.
         """
-        if len(store.keys()) == len(self._plain) or self._settings["hierarchical"]:
-            for place, variable in enumerate(self._plain):
-                variable.assign(store[str(place)])
-            return
-        super().load_own_variables(store)  # type: ignore[misc]
+        plain, same = self._saved
+        self._take(store, plain or len(self._plain), same)
+
+    def _take(self, store: Any, plain: int, same: bool) -> None:
+        """Goes on from another optimizer's variables.
+
+        Args:
+            store: they, by their place.
+            plain: how many of them are the optimizer's own.
+            same: whether those after them are of an exchange like this.
+        """
+
+        def fits(place: int, variable: Any) -> bool:
+            return tuple(store[str(place)].shape) == tuple(variable.shape)
+
+        held, count = list(self.variables), len(store.keys())  # type: ignore[attr-defined]
+        pairs = [pair for pair in enumerate(self._plain[:plain]) if fits(*pair)]
+        own = list(enumerate(held))[len(self._plain) :]
+        same = same and not self._settings["hierarchical"] and count == len(held)
+        if same and plain == len(self._plain) and all(fits(*pair) for pair in own):
+            pairs += own
+        elif own and count > plain:
+            LOGGER.warning(
+                "what was saved of the exchange is of another compressor or another number of "
+                "ranks, or hierarchical=True: it begins anew"
+            )
+        for place, variable in pairs:
+            variable.assign(store[str(place)])
         if self._gradcomp is None or int(self._owner) == horovod.rank():
             return
+        saver = int(self._owner)
+        if horovod.rank() == int(saver == 0):
+            LOGGER.warning(
+                "the optimizer's state was saved by rank %d: what it had kept back is its own, "
+                "other ranks begin with nothing. hvd.save_checkpoint saves what belongs to each",
+                saver,
+            )
         self.own()
         self._gradcomp.forget()
-        self.forget()
 
     def own(self) -> None:
         """What is kept here belongs to this process's rank, which may be another than before."""
         if self._gradcomp is not None:
             self._owner.assign(horovod.rank())
 
-    def forget(self) -> None:
-        """Drops what was added up for the next exchange."""
-        if self._gradcomp is not None and self._passes > 1:
-            for total in (*self._added, *self._squared):
-                total.assign(tf.zeros_like(total))
-
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchanges the gradients, then updates the variables with the result."""
         variables = self._those(trainable_variables)
+        if self._refusal:
+            raise ValueError(f"this optimizer cannot train: {self._refusal}")
         if not tf.executing_eagerly():
             _refuse_xla()
         if not self.built:
-            with tf.init_scope():
-                self.build(variables)
+            self.build(variables)
         if self._gradcomp is None or self._reduced_outside:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
@@ -327,7 +525,7 @@ class _Reducing:
             present = [g is not None for g in full]
             added = [a.value() if held else None for a, held in zip(self._added, present)]
             sums = self._pass_moments(moments is not None)
-            reduced = self._gradcomp.reduce(added, sums, scale)  # type: ignore[union-attr]
+            reduced = self._reduce(added, sums, scale)
             self._update([reduced[i] for i in self._order(variables)], variables)
             for total in (*self._added, *self._squared):
                 total.assign(tf.zeros_like(total))
@@ -337,8 +535,22 @@ class _Reducing:
 
     def _exchange(self, grads: Sequence[Any], variables: list[Any], scale: Any) -> list[Any]:
         full, moments = self._placed(grads, variables)
-        reduced = self._gradcomp.reduce(full, moments, scale)  # type: ignore[union-attr]
+        reduced = self._reduce(full, moments, scale)
         return [reduced[i] for i in self._order(variables)]
+
+    def _reduce(self, full: list[Any], moments: list[Any] | None, scale: Any) -> list[Any]:
+        """Exchanges what is not local, of the gradients of all variables."""
+        shared = [full[i] for i in self._exchanged]
+        if self._local:
+            shared = poisoned(shared, [full[i] for i in self._local])
+            moments = moments and [moments[i] for i in self._exchanged]
+        engine: Any = self._gradcomp
+        reduced = dict(zip(self._exchanged, engine.reduce(shared, moments, scale)))
+        ranks = engine.process_set.size() if self._scale_local else 1
+        return [
+            reduced[i] if i in reduced else times(gradient, tf.constant(1.0 / ranks))
+            for i, gradient in enumerate(full)
+        ]
 
     def _update(self, reduced: list[Any], variables: list[Any]) -> None:
         """Applies the result, unless the step is to be left out and no loss scaler does so."""
@@ -387,7 +599,7 @@ class _Reducing:
 
     @property
     def _gradcomp_sources(self) -> list[Any]:
-        return self._trainable_variables  # type: ignore[attr-defined]
+        return [self._trainable_variables[i] for i in self._exchanged]  # type: ignore[attr-defined]
 
     def _accumulate(self, gradients: list[Any], moments: list[Any] | None) -> None:
         share = 1.0 / self._passes if self._average_passes else 1.0
@@ -436,42 +648,215 @@ class _Reducing:
         return self._moment_source
 
 
+@keras.saving.register_keras_serializable("hvd_gradcomp", "DistributedOptimizer")
+class _Saved:
+    """What Keras finds under the name that all distributed optimizers are registered under."""
+
+    @staticmethod
+    def from_config(config: dict[str, Any], custom_objects: Any = None) -> Any:
+        del custom_objects
+        return _restored(config)
+
+    def get_config(self) -> dict[str, Any]:
+        raise NotImplementedError  # Keras registers nothing without it
+
+
 def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: Any = None,
+    legacy_opts: bool = False,
     **options: Any,
 ) -> keras.Model:
     """Loads a saved Keras model, with a `DistributedOptimizer` in place of its optimizer.
 
     The optimizer continues where it was saved, distributed or not. What a compressor accumulated
-    is restored on the rank that saved it; elsewhere it begins from nothing.
+    is restored on the rank that saved it; elsewhere it begins from nothing. With this package
+    imported `keras.models.load_model` does the same for a model that was saved distributed.
 
     Args:
         filepath: what `model.save` wrote.
         custom_optimizers: classes of optimizers that are not Keras's own.
         custom_objects: as in `keras.models.load_model`.
-        compression: as in `DistributedOptimizer`.
-        options: the other arguments of `DistributedOptimizer`. Give what the saved one was given.
+        compression: as in `DistributedOptimizer`; what was saved if None. With another than was
+            saved, the exchange begins anew.
+        legacy_opts: refused; it belongs to Keras 2.
+        options: the other arguments of `DistributedOptimizer`, in place of what was saved.
+
+    Raises:
+        ValueError: the optimizer cannot train here; it says why.
     """
-
-    def distributed(base: type) -> type:
-        def from_config(config: dict[str, Any], **more: Any) -> keras.optimizers.Optimizer:
-            optimizer = base.from_config(config, **more)  # type: ignore[attr-defined]
-            return DistributedOptimizer(optimizer, compression=compression, **options)
-
-        return type(base.__name__, (base,), {"from_config": staticmethod(from_config)})
-
-    known = [c for c in vars(keras.optimizers).values() if isinstance(c, type)]
-    known = [c for c in known if issubclass(c, keras.optimizers.Optimizer)]
-    objects = {c.__name__: distributed(c) for c in (*known, *(custom_optimizers or ()))}
+    if legacy_opts:
+        raise ValueError("legacy_opts= belongs to Keras 2; hvd_gradcomp needs Keras 3")
+    if compression is not None:
+        options["compression"] = compression
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     objects.update(custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=objects)
-    if model.optimizer is not None and not isinstance(model.optimizer, _Reducing):
-        # Saved undistributed: Keras takes no other class for one of its own.
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **options)
+    with _in_place_of_what_was_saved(options):
+        model = keras.models.load_model(filepath, custom_objects=objects)
+    if model.optimizer is None:
+        return model
+    found = distributed_in(model.optimizer)
+    if not isinstance(found, _Reducing):  # it was saved undistributed
+        compiled = keras.saving.deserialize_keras_object(model.get_compile_config())
+        compiled["optimizer"] = DistributedOptimizer(model.optimizer, **options)
+        model.compile(**compiled)
+    elif found._refusal:
+        raise ValueError(f"load_model: the optimizer cannot train: {found._refusal}")
     return model
+
+
+@contextmanager
+def _in_place_of_what_was_saved(options: Mapping[str, Any]) -> Iterator[None]:
+    _instead.update(options)
+    try:
+        yield
+    finally:
+        _instead.clear()
+
+
+def refusal(optimizer: Any) -> str:
+    """Why training with this optimizer would not exchange gradients; "" where it would."""
+    found = distributed_in(optimizer)
+    if not isinstance(found, _Reducing):
+        return f"{type(found).__name__} is not distributed"
+    return found._refusal
+
+
+# -- classes, configurations and back -------------------------------------------------------------
+
+
+@functools.cache
+def _class_of(base: type) -> Any:
+    """The class of distributed optimizers of a Keras class, registered."""
+    register = keras.saving.register_keras_serializable("hvd_gradcomp", "DistributedOptimizer")
+    made = type(base.__name__, (_Reducing, base), {"__module__": base.__module__, "_base": base})
+    register(made)
+    register(_Saved)  # the last one is found by the name
+    return made
+
+
+def _base_of(optimizer: Any) -> type:
+    return getattr(optimizer, "_base", type(optimizer))
+
+
+def _made(base: type, config: dict[str, Any]) -> Any:
+    cls = _class_of(base)
+    return super(_Reducing, cls).from_config(dict(config))
+
+
+def _plain_config(optimizer: Any) -> dict[str, Any]:
+    """The configuration of an optimizer, or of that which a distributed one was made from.
+
+    Raises:
+        ValueError: it is a loss scaler around a distributed one.
+    """
+    if isinstance(getattr(optimizer, "inner_optimizer", None), _Reducing):
+        raise ValueError(
+            "what this LossScaleOptimizer is wrapped around is distributed already: pass its "
+            "inner_optimizer to hvd.DistributedOptimizer, or nothing"
+        )
+    return _parted(optimizer.get_config())[0]
+
+
+def _entry(config: dict[str, Any]) -> str:
+    """An argument that the plain optimizer takes and ignores, for `decay` with a warning."""
+    if "inner_optimizer" in config:
+        return "dynamic"
+    return "gradcomp" if "decay" in config else "decay"
+
+
+def _parted(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration without our entry, and that."""
+    for name in ("decay", "dynamic", "gradcomp"):
+        entry = config.get(name)
+        if isinstance(entry, dict) and _MARK in entry:
+            return {k: v for k, v in config.items() if k != name}, entry
+    return dict(config), {}
+
+
+def _written(given: dict[str, Any], base: type) -> dict[str, Any]:
+    """What `DistributedOptimizer` was given, as plain data."""
+    compressor = as_compressor(given["compression"], horovod.Compression)
+    try:
+        compression = configuration.as_config(compressor)
+    except TypeError:  # somebody else's
+        compression = None
+    process_set = given["process_set"]
+    everybody = process_set is horovod.global_process_set
+    return {
+        **given,
+        _MARK: __version__,
+        "optimizer": keras.saving.get_registered_name(base),
+        "compression": compression,
+        "op": next(name for name, op in _OPS.items() if op == given["op"]),
+        "process_set": None if everybody else list(process_set.ranks),
+    }
+
+
+def _read(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `DistributedOptimizer`, but for what is given instead.
+
+    Raises:
+        ValueError: there is something that is not known here.
+    """
+    known = {k: v for k, v in written.items() if k not in (_MARK, "optimizer", "plain", "local")}
+    known = {k: v for k, v in known.items() if k not in _instead}
+    if written.get("local", ()) is None:
+        raise ValueError(
+            "it was saved before it was built, so which of its layers are local is not known: make "
+            "it anew with hvd.PartialDistributedOptimizer"
+        )
+    if "op" in known:
+        known["op"] = _OPS[known["op"]]
+    if "compression" in known:
+        known["compression"] = configuration.from_config(known["compression"])
+        if known["compression"] is None:
+            raise ValueError(
+                "its compressor is no plain data and was not saved: give "
+                "hvd.load_model(..., compression=...)"
+            )
+    if known.get("process_set") is not None:
+        raise ValueError(
+            f"it was saved for the ranks {known['process_set']} alone: give "
+            "hvd.load_model(..., process_set=...)"
+        )
+    known.pop("process_set", None)
+    return {**known, **_instead}
+
+
+def _restored(config: dict[str, Any], base: Any = None) -> Any:
+    """A distributed optimizer from the configuration of one; see `_Reducing.from_config`."""
+    config, written = _parted(config)
+    base = base or _named(written.get("optimizer", ""))
+    try:
+        options = _read(written)
+        made = DistributedOptimizer(base.from_config(dict(config)), **options)
+    except ValueError as error:
+        made = _made(base, config)
+        made._begin(written, refusal=str(error))
+        return made
+    here = json.loads(made._written)
+    same = all(here[key] == written.get(key) for key in ("compression", "hierarchical"))
+    made._saved = (written.get("plain"), same)
+    made._known_local = frozenset(written.get("local", ()))
+    return made
+
+
+def _named(name: str) -> type:
+    """The class of an optimizer that is registered, or Keras's.
+
+    Raises:
+        TypeError: there is none.
+    """
+    found = keras.saving.get_registered_object(name) or vars(keras.optimizers).get(name)
+    if found is None:
+        raise TypeError(
+            f"there is no optimizer {name!r} here: pass custom_objects= or custom_optimizers=, or "
+            "decorate its class with @keras.saving.register_keras_serializable()"
+        )
+    return found
 
 
 def _with(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

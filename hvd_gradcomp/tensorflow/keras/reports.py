@@ -10,7 +10,8 @@ import keras
 
 from hvd_gradcomp.reports import Writer
 from hvd_gradcomp.tensorflow import reports
-from hvd_gradcomp.tensorflow.engine import optimizer_of, takes_part
+from hvd_gradcomp.tensorflow.engine import distributed_in, optimizer_of, takes_part
+from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.stats import engine_of
 
 
@@ -45,9 +46,15 @@ class StatsWriter(keras.callbacks.Callback):
         del logs
         if not takes_part(self.process_set):
             return
-        optimizer = optimizer_of(self.model)
-        if engine_of(optimizer).watch():  # which a function that is traced already cannot
+        if not refusal(self.model.optimizer) and not self.model.built:
+            distributed_in(self.model.optimizer).when_built(self._open)  # in the first step
+            return
+        if engine_of(optimizer_of(self.model)).watch():  # which what is traced already cannot
             self.model.make_train_function(force=True)
+        self._open()
+
+    def _open(self) -> None:
+        optimizer = self.model.optimizer
         self._stats = reports.StatsWriter(optimizer, self.every, self.writers)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -1,0 +1,87 @@
+"""What is missing, and what to type to get it: one text for errors of imports and `doctor`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_gradcomp import __version__
+
+HOROVOD = "0.28.1"
+KERAS_BACKEND = "KERAS_BACKEND"
+_ROOT = Path(__file__).resolve().parents[1]
+_BUILD = "docker/build-horovod.sh"
+
+
+def require_horovod(framework: str) -> None:
+    """Imports `horovod.torch` or `horovod.tensorflow`, which a frontend is made of.
+
+    Raises:
+        ImportError: it cannot be imported; with what helps.
+    """
+    try:
+        found = importlib.import_module(f"horovod.{framework}")
+        if not hasattr(found, "init"):  # its import only prints that
+            raise ImportError(f"Extension horovod.{framework} has not been built")
+    except ImportError as error:
+        said, missing = str(error), error.name
+        raise ImportError(
+            f"hvd_gradcomp.{framework} needs Horovod {HOROVOD}: {said}. What helps:\n"
+            f"{cure(said)}\n`hvd-gradcomp doctor` looks at all that is needed",
+            name=missing,
+        ) from error
+
+
+def require_keras_backend(backend: str) -> None:
+    """Requires that Keras computes with TensorFlow.
+
+    Raises:
+        ImportError: it computes with something else.
+    """
+    if backend != "tensorflow":
+        raise ImportError(
+            f"hvd_gradcomp.tensorflow.keras needs Keras on TensorFlow, this is Keras on {backend}: "
+            f"{cure_of_keras(backend)}"
+        )
+
+
+def cure(said: str, before: Sequence[str] = ()) -> str:
+    """What helps against an error of an import of Horovod; `before` as in `build`."""
+    module = re.search(r"No module named '(\w+)", said)
+    if module and module[1] == os.environ.get(KERAS_BACKEND):
+        return cure_of_keras(module[1])
+    if module and module[1] not in ("horovod", "hvd_gradcomp"):
+        package = {"yaml": "pyyaml"}.get(module[1], module[1])
+        return f"{sys.executable} -m pip install {package}"
+    if "libmpi" in said:
+        return "apt-get install openmpi-bin  # as root"
+    return build(before)
+
+
+def cure_of_keras(backend: str) -> str:
+    """What helps where Keras computes with something else than TensorFlow."""
+    other = ". On PyTorch use hvd_gradcomp.torch in a loop of your own" * (backend == "torch")
+    return f"export {KERAS_BACKEND}=tensorflow, or take it out of ~/.keras/keras.json{other}"
+
+
+def build(before: Sequence[str] = ()) -> str:
+    """How to get a Horovod that fits.
+
+    Args:
+        before: packages that have to be there first.
+    """
+    command = in_checkout(f"{{}}/{_BUILD} {sys.executable}")
+    if before:
+        return f"{sys.executable} -m pip install {' '.join(before)}\n{command}"
+    return command
+
+
+def in_checkout(command: str) -> str:
+    """A command in which {} is the checkout: that which this runs from, or one to be fetched."""
+    if (_ROOT / _BUILD).exists():
+        return command.format(_ROOT)
+    return f"# in a checkout of hvd_gradcomp {__version__}:\n{command.format('.')}"
