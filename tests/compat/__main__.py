@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -129,7 +130,7 @@ class Kept:
 
 
 def stock_results(run: Runner) -> Found:
-    """What stock comes to: its best, since a test can fail for what another before it left behind."""
+    """What stock comes to, at best: a test can fail for what one before it left behind."""
     found = run("stock")
     failed = [test for test, result in found.items() if result.outcome == "failed"]
     stuck = [test for test, result in found.items() if result.outcome in STUCK]
@@ -340,4 +341,5 @@ def write(path: Path, results: Results, wavering: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that jobs are ended
     sys.exit(main())

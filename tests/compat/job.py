@@ -141,24 +141,28 @@ def run(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        code = wait(job, limit, Path(variables.get(NOTES, folder)))
+        try:
+            code = wait(job, limit, Path(variables.get(NOTES, folder)))
+        finally:  # Ctrl-C too: horovodrun ends its ranks, which are in sessions of their own
+            if job.poll() is None:
+                job.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(15)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
         stream.seek(0)
         return stream.read()[-3000:] if code else None
 
 
 def wait(job: subprocess.Popen[Any], limit: int, notes: Path) -> int:
-    """The exit code of a job; one without a word from a rank for too long is ended.
+    """The exit code of a job; not zero if there was no word from a rank for too long.
 
     Ranks watch their own tests. This is for what they cannot see: a start or an end that hangs.
     """
     begin = time.time()
     while True:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(1)
-        except subprocess.TimeoutExpired:
-            last = max([begin, *(path.stat().st_mtime for path in notes.glob("rank-*"))])
+        last = max([begin, *(path.stat().st_mtime for path in notes.glob("rank-*"))])
         if time.time() - last > limit + START:
-            job.terminate()  # horovodrun ends its ranks, which are in sessions of their own
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return job.wait(15) or 1
-            os.killpg(job.pid, signal.SIGKILL)
+            return 1
