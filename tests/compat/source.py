@@ -6,6 +6,7 @@ what those of 2023 took. Beyond that our side differs in its import lines alone.
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import re
 import shutil
@@ -93,9 +94,10 @@ def obtain(source: str | None, cache: Path) -> Path:
 
 def home_page() -> str:
     """As Horovod's own metadata has it."""
-    import importlib.metadata
-
-    return importlib.metadata.metadata("horovod")["Home-page"]
+    try:
+        return importlib.metadata.metadata("horovod")["Home-page"]
+    except importlib.metadata.PackageNotFoundError:
+        return "its repository"
 
 
 def exchange(text: str) -> str:
