@@ -109,17 +109,19 @@ def frontend(file: str) -> str:
 
 
 class Kept:
-    """Stock's results, kept beside its tests: they change with the versions installed alone."""
+    """Stock's results, kept beside its tests: they change with the text and with the versions."""
 
     def __init__(self, folder: Path, given: argparse.Namespace) -> None:
-        of = [source.TODAY, SHORTER, RECIPES, given.ranks, given.limit]
-        of += [importlib.metadata.version(name) for name in ("torch", "keras", "horovod", "numpy")]
-        self.path = folder / f"stock-{hashlib.sha256(repr(of).encode()).hexdigest()[:12]}.json"
+        names = ("torch", "keras", "numpy", "horovod")
+        versions = "-".join(importlib.metadata.version(name) for name in names)
+        self.path = folder / f"stock-{versions}-{given.ranks}.json"
         self.part = given.expression
         kept = self.path.exists() and not given.fresh
         self.found = json.loads(self.path.read_text()) if kept else {}
 
-    def results(self, name: str, run: Runner) -> Found:
+    def results(self, file: str, backend: str, text: str, run: Runner) -> Found:
+        text = repr((text, RECIPES.get(file.partition("/")[2])))
+        name = f"{Path(file).name}, {backend}, {hashlib.sha256(text.encode()).hexdigest()[:8]}"
         if name not in self.found:
             found = stock_results(run)
             if self.part:
@@ -194,7 +196,9 @@ def main() -> int:
         stock = Kept(horovod, given)
         for file, backend, run in jobs(given, horovod, folders):
             begin = time.monotonic()
-            found = stock.results(f"{file}, {backend}", run)
+            part = "" if file.startswith("examples/") else "test"
+            text = (folders["stock"] / part / file).read_text()
+            found = stock.results(file, backend, text, run)
             pairs, unsteady = compare(run, found, part=bool(given.expression))
             results.setdefault(file, {})[backend] = pairs
             wavering += [f"{test} ({backend})" for test in unsteady]
