@@ -5,8 +5,8 @@
     make compat ARGS="--files test_torch.py pytorch_mnist.py"
 
 Each test runs with stock Horovod and with this package in its place, and has to do so in `--limit`
-seconds. What passes with stock alone is repeated, each test by itself, on both sides, and has to be
-in `tests/compat/refused.py` with its reason. Exit status 1 if something passes with stock alone and
+seconds. What passes with stock alone is repeated on both sides, twice, and then has to be in
+ `tests/compat/refused.py` with its reason. Exit status 1 if something passes with stock alone and
 is not listed there, or is listed and passes; 2 if there is no copy of Horovod's tests. What fails
 with stock too (it is older than today's frameworks) is counted, no more. Results go to `--json`.
 """
@@ -37,7 +37,6 @@ from tests.compat.refused import REFUSED
 SIDES = ("stock", "ours")
 BACKENDS = ("gloo", "mpi")
 STUCK = ("hangs", "dies")
-REPEATS = 2
 LEFT_OUT = ("spark", "ray", "mxnet", "lightning")  # need what is not installed here
 
 # Horovod's examples, as far as their data can be made up and a CPU is enough, and what makes them
@@ -145,23 +144,30 @@ def stock_results(run: Runner) -> Found:
 def compare(run: Runner, stock: Found, *, part: bool) -> tuple[dict[str, Pair], list[str]]:
     """All tests of a file on both sides, and which of them came to one result and then another.
 
-    What passes with stock alone is repeated, each test by itself on both sides.
+    What passes with stock alone is repeated on both sides, all such tests together, and what does
+    so then each by itself.
 
     Args:
         part: whether our side runs a part of them only.
     """
     stuck = [test for test, result in stock.items() if result.outcome in STUCK]
     ours = {**run("ours", skip=stuck), **dict.fromkeys(stuck, Result("not run", "nor with stock"))}
-    pairs, wavering = {}, []
-    for test in dict.fromkeys([*(() if part else stock), *ours]):
-        pair = first = Pair(stock.get(test, MISSING), ours.get(test, MISSING))
-        for _ in range(REPEATS):
-            if pair.kind == "stock alone":
-                pair = Pair(*(run(side, only=[test]).get(test, MISSING) for side in SIDES))
-        pairs[test] = pair
-        if pair.kind != first.kind:
-            wavering.append(test)
-    return pairs, wavering
+    tests = dict.fromkeys([*(() if part else stock), *ours])
+    pairs = {test: Pair(stock.get(test, MISSING), ours.get(test, MISSING)) for test in tests}
+    first = dict(pairs)
+
+    def repeat(tests: list[str]) -> list[str]:
+        """Runs these again on both sides, and names those that still pass with stock alone."""
+        if tests:
+            again = {side: run(side, only=tests) for side in SIDES}
+            pairs.update(
+                (test, Pair(*(again[side].get(test, MISSING) for side in SIDES))) for test in tests
+            )
+        return [test for test in tests if pairs[test].kind == "stock alone"]
+
+    for test in repeat([test for test in tests if pairs[test].kind == "stock alone"]):
+        repeat([test])
+    return pairs, [test for test in tests if pairs[test].kind != first[test].kind]
 
 
 def options() -> argparse.Namespace:
