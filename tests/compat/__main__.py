@@ -6,7 +6,7 @@
 
 Each test runs with stock Horovod and with this package in its place, and has to do so in `--limit`
 seconds. What passes with stock alone is repeated on both sides, twice, and then has to be in
- `tests/compat/refused.py` with its reason. Exit status 1 if something passes with stock alone and
+`tests/compat/refused.py` with its reason. Exit status 1 if something passes with stock alone and
 is not listed there, or is listed and passes; 2 if there is no copy of Horovod's tests. What fails
 with stock too (it is older than today's frameworks) is counted, no more. Results go to `--json`.
 """
