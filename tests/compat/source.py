@@ -40,11 +40,6 @@ TODAY = (
     (r"\b(opt|optimizer)\.variables\(\)", r"\1.variables"),  # a property
     (r"\bThresholdedReLU\(", "ReLU(threshold="),
     (r"\bkeras\.losses\.mean_squared_error\b", "'mean_squared_error'"),
-    (r"super\(\).__init__\(name=name, \*\*kwargs\)", "super().__init__(0.1, name=name, **kwargs)"),
-    (
-        r"def update_step\(self, gradient, variable\)",
-        "def update_step(self, gradient, variable, _)",
-    ),
     (r"(?<=\{epoch\})\.h5'", ".keras'"),  # a whole model as HDF5 is refused or warned of
     (r"\bsize_average=False", "reduction='sum'"),  # PyTorch
     # New in PyTorch, and for matrices alone. Tests go through all optimizers that there are.
