@@ -8,6 +8,7 @@
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
 #   ARGS=...         passed on to pytest, the demo or the benchmark
 #   EPOCHS=20        of each run of the demo in `make images`
+#   COMPAT_SOURCE=...   a git checkout of Horovod's, for `make compat`; kept, so once is enough
 PYTHON ?= python3
 VENV ?= .venv
 PYTHON_OLDER ?= $(PYTHON)
@@ -15,6 +16,7 @@ VENV_OLDER ?= .venv-older
 SETUP ?= 1
 DEVICE ?= cpu
 ARGS ?=
+export COMPAT_SOURCE ?=
 
 ifeq ($(SETUP),0)
 python := $(PYTHON)
@@ -27,6 +29,7 @@ frameworks := $(VENV)/.stamp-frameworks
 horovod := $(VENV)/.stamp-horovod
 site := $(VENV)/.stamp-docs
 clients := $(VENV)/.stamp-clients
+compat := $(VENV)/.stamp-compat
 endif
 
 # `horovodrun` and what it starts come from the same environment.
@@ -45,8 +48,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older demo bench bench-loopback hosts hosts-possible soak \
-	images test-image clean-images docs tutorial clean
+.PHONY: help setup check test test-older compat demo bench bench-loopback hosts hosts-possible \
+	soak images test-image clean-images docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -67,6 +70,9 @@ test: $(site) $(clients) ## all tests: in one process, then with several ranks
 test-older: $(VENV_OLDER)/.stamp ## what one process can test, on PyTorch 2.0 and TensorFlow 2.13
 	@$(VENV_OLDER)/bin/python -m pytest -p torch --doctest-modules \
 		--doctest-ignore-import-errors hvd_gradcomp tests/single $(ARGS)
+
+compat: $(compat) ## Horovod's own tests and examples, stock beside ours; COMPAT_SOURCE=its checkout
+	@$(run) -m tests.compat $(ARGS)
 
 demo: $(horovod) ## train on real digits with and without compression, on PyTorch and Keras 3
 	@$(run) -m examples.demo $(ARGS)
@@ -151,6 +157,11 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-horovod setup.py docker/constraints.txt
 $(VENV)/.stamp-clients: $(VENV)/.stamp-docs docker/clients.txt
 	@echo "clients: the Trainer, Accelerate, Lightning, timm and others (downloads 35 MB, takes 250 MB)"
 	@$(pip) --no-deps --requirement docker/clients.txt
+	@touch $@
+
+$(VENV)/.stamp-compat: $(VENV)/.stamp-horovod setup.py docker/constraints.txt
+	@echo "compat: what Horovod's tests import (seconds)"
+	@$(pip) --no-build-isolation --editable ".[compat]"
 	@touch $@
 
 $(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py hvd_gradcomp/ops/native.c

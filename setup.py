@@ -29,6 +29,7 @@ extras = {
         "ruff",
         "types-tabulate",
     ],
+    "compat": ["mock", "parameterized"],  # as Horovod's own tests do
     "examples": ["matplotlib", "rich", "scikit-learn"],
     "docs": ["furo", "myst-parser", "sphinx"],  # and what examples need, for the figures
     "tensorboard": ["tensorboardX"],
