@@ -18,7 +18,7 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
     checkpoint.check_mode(mode)
     engine.settled()
-    counters = torch.tensor(engine.counters)
+    counters = torch.tensor(engine.counters, device="cpu")
     if mode == "consolidated":
         counters = _summed(f"{engine.name}.counters", counters, engine.process_set)
     return {
