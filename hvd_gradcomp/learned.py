@@ -22,7 +22,9 @@ def state_of(compressor: Any, ops: TorchOps, layout: Layout, state: Any) -> Any:
     bases = []
     for cut in compressor.slices(layout):
         for _ in range(cut.groups):
-            noise = torch.randn(cut.length, cut.room, generator=generator)
+            noise = torch.randn(
+                cut.length, cut.room, generator=generator, dtype=torch.float32, device="cpu"
+            )
             bases.append(torch.linalg.qr(noise).Q.reshape(-1))
     start = ops.host(STEP - compressor.sample_steps)
     return state._replace(start=start, basis=torch.cat(bases).to(ops.device))

@@ -119,21 +119,23 @@ class TorchOps(Ops):
     def words(self, values: Sequence[Any]) -> Tensor:
         known = [v if isinstance(v, int) else 0 for v in values]
         if self.on_host:
-            return torch.tensor([int(v) for v in values], dtype=torch.int64)
-        # From pinned memory: a copy from pageable memory would wait for the device.
-        words = torch.tensor(known, dtype=torch.int64, pin_memory=True)
-        words = words.to(self.device, non_blocking=True)
+            return self._given([int(v) for v in values], torch.int64)
+        words = self._given(known, torch.int64)
         for place, value in enumerate(values):
             if not isinstance(value, int):
                 words[place] = value
         return words
 
     def reals(self, values: Sequence[float]) -> Tensor:
-        pinned = torch.tensor(values, dtype=torch.float32, pin_memory=not self.on_host)
-        return pinned.to(self.device, non_blocking=True)
+        return self._given(values, torch.float32)
+
+    def _given(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host; from pinned memory, since a copy from other would wait."""
+        given = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=not self.on_host)
+        return given.to(self.device, non_blocking=True)
 
     def host(self, value: int) -> Tensor:
-        return torch.tensor(value, dtype=torch.int64)
+        return torch.tensor(value, dtype=torch.int64, device="cpu")
 
     def abs(self, x: Tensor) -> Tensor:
         return torch.abs(x, out=self._scratch(x))
@@ -205,7 +207,7 @@ class TorchOps(Ops):
 
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
         if self.native is not None and x.dtype == torch.float32 and x.is_contiguous():
-            index, out = index.contiguous(), torch.empty(index.shape)
+            index, out = index.contiguous(), self._empty(index.shape)
             pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.numel())
             _in_range(self.native.gather(*pointers, out.data_ptr()))
             return out
@@ -391,7 +393,7 @@ class TorchOps(Ops):
             if isinstance(flags, _Condition):
                 if self.native is not None:
                     if scratch is None:
-                        scratch = torch.empty(_TILE, dtype=torch.int64)
+                        scratch = self._empty(_TILE, dtype=torch.int64)
                     count = flags.find(self.native, place * _TILE, scratch)
                     found.append(scratch[:count].clone())
                     continue
@@ -444,7 +446,7 @@ class TorchOps(Ops):
         if self.native is None:
             return super().bit_planes(groups, bits)
         groups = groups.contiguous()
-        planes = torch.empty(groups.shape[0], bits, dtype=torch.int64)
+        planes = self._empty(groups.shape[0], bits, dtype=torch.int64)
         self.native.bit_planes(groups.data_ptr(), groups.shape[0], bits, planes.data_ptr())
         return planes
 
@@ -452,7 +454,7 @@ class TorchOps(Ops):
         if self.native is None:
             return super().from_bit_planes(planes)
         planes = planes.contiguous()
-        groups = torch.empty(planes.shape[0], GROUP, dtype=torch.int64)
+        groups = self._empty(planes.shape[0], GROUP, dtype=torch.int64)
         self.native.from_bit_planes(planes.data_ptr(), *planes.shape, groups.data_ptr())
         return groups
 
@@ -461,19 +463,19 @@ class TorchOps(Ops):
             return super().weighted_sum(data)
         rows = [row.contiguous() for row in data.reshape(-1, data.shape[-1])]
         sums = [self.native.weighted_sum(r.data_ptr(), r.shape[0] // 4) for r in rows]
-        return torch.tensor(sums, dtype=torch.int64).view(data.shape[:-1])
+        return self._given(sums, torch.int64).view(data.shape[:-1])
 
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_maxima(bands, x)
-        out = torch.empty(bands.groups)
+        out = self._empty(bands.groups)
         self.native.group_maxima(*self._of(bands), x.data_ptr(), out.data_ptr())
         return out
 
     def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_squares(bands, x)
-        out = torch.empty(bands.groups)
+        out = self._empty(bands.groups)
         _check(self.native.group_squares(*self._of(bands), x.data_ptr(), out.data_ptr()))
         return out
 
@@ -482,7 +484,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         if self.native is None:
             return super().encode_levels(bands, x, scale, bits, key)
-        packed = torch.empty(x.shape[0] * bits // 8, dtype=torch.uint8)
+        packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
         self.native.encode_levels(
             *self._of(bands),
             x.data_ptr(),
@@ -526,8 +528,8 @@ class TorchOps(Ops):
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
             return super().encode_signs(bands, x)
-        above, below = torch.empty(2, bands.groups)
-        packed = torch.empty(x.shape[0] // 8, dtype=torch.uint8)
+        above, below = self._empty(2, bands.groups)
+        packed = self._empty(x.shape[0] // 8, dtype=torch.uint8)
         out = (above.data_ptr(), below.data_ptr(), packed.data_ptr())
         _check(self.native.encode_signs(*self._of(bands), x.data_ptr(), x.shape[0], *out))
         return above, below, packed
@@ -561,6 +563,10 @@ class TorchOps(Ops):
         )
         return room
 
+    def _empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        """For C to write to, whatever PyTorch's defaults of device and dtype are."""
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
     def _scratch(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
         """Memory for a temporary of one tile, lent until the next tile.
 
@@ -574,7 +580,7 @@ class TorchOps(Ops):
         self._lent[dtype] = used + 1
         pool = self._pool.setdefault(dtype, [])
         if used == len(pool):
-            pool.append(torch.empty(_TILE, dtype=dtype))
+            pool.append(self._empty(_TILE, dtype=dtype))
         size = x.shape[0]
         return pool[used] if size == _TILE else pool[used][:size]
 
@@ -592,7 +598,7 @@ class TorchOps(Ops):
     def stage(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
             return x
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         copy.copy_(x, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record(torch.cuda.current_stream(x.device))

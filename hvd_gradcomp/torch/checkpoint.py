@@ -22,7 +22,7 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     if mode == "consolidated":
         names = [name for name, _, _ in engine.layers]  # of as many on all ranks
     gathered = [engine.gathered.get(name, 0) for name in names]
-    counters = torch.tensor([*gathered, *engine.counters])
+    counters = torch.tensor([*gathered, *engine.counters], device="cpu")
     if mode == "consolidated":
         counters = _summed(f"{engine.name}.counters", counters, engine.process_set)
     return {

@@ -64,7 +64,7 @@ TITLES = Names("gradcomp")
 def gather_objects(item: Any, name: str, process_set: Any) -> list[Any]:
     """Everybody's object, on all ranks; Horovod's own knows no process sets."""
     data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-    length = torch.tensor([data.numel()], dtype=torch.int32)
+    length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
     # Named as by `allgather_object` of Horovod for TensorFlow, should another rank run that.
     lengths = horovod.allgather(length, f"{name}.sz", process_set=process_set)
     everything = horovod.allgather(data, f"{name}.t", process_set=process_set)

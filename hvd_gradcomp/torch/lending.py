@@ -100,8 +100,8 @@ def allreduce(
 
 def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: Any) -> Loan:
     """As `horovod.torch.alltoall_async`; equal splits if there are none."""
-    parts = torch.tensor(splits, dtype=torch.int32)
-    received = torch.empty(process_set.size(), dtype=torch.int32)
+    parts = torch.tensor(splits, dtype=torch.int32, device="cpu")
+    received = torch.empty(process_set.size(), dtype=torch.int32, device="cpu")
     result = tensor.new_empty(0)
     return _lend(mpi_ops._alltoall_async, tensor, parts, result, received, name, process_set)
 

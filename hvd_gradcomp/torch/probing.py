@@ -135,7 +135,8 @@ class Probe(probe.Probe):
 
     def _on_host(self, pieces: Sequence[torch.Tensor | None]) -> torch.Tensor:
         rows = [
-            torch.zeros(count) if x is None else x.to(_HOST) for x, count in zip(pieces, self.taken)
+            torch.zeros(count, dtype=torch.float32, device=_HOST) if x is None else x.to(_HOST)
+            for x, count in zip(pieces, self.taken)
         ]
         return torch.cat(rows)
 

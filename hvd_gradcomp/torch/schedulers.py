@@ -78,7 +78,7 @@ class EGCScheduler(LRScheduler):
         loss = float(val_loss)
         if horovod.is_initialized() and self.process_set.size() > 1:
             mean = horovod.allreduce(
-                torch.tensor(loss, dtype=torch.float64),
+                torch.tensor(loss, dtype=torch.float64, device="cpu"),
                 name="gradcomp.EGCScheduler.val_loss",
                 op=horovod.Average,
                 process_set=self.process_set,

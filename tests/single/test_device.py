@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.collectives import Allgather, Switch
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from tests.methods import LARGEST, WORDS
+from tests.methods import EVERY, LARGEST, LEARNED, WORDS
 
 SPARSE = WORDS + [c for c in LARGEST if not getattr(c, "phases", ())]
 
@@ -78,6 +79,67 @@ def test_no_host_read_and_one_collective(compressor, device):
         allowed = {"aten._local_scalar_dense.default", "aten.item.default"}
         reading = {n for n in seen.names if n.startswith(HOST_READS)} - allowed
         assert not reading
+
+
+class WithoutData(TorchOps):
+    """The verbs as on a GPU, with tensors that have a shape and nothing else.
+
+    So a read of one is an error, in C++ too. What pinned memory carries there has values here.
+    """
+
+    def __init__(self):
+        super().__init__("meta")
+
+    def _given(self, values, dtype):
+        return torch.empty(len(values), dtype=dtype, device=self.device)
+
+    def stage(self, x):
+        return torch.ones(x.shape, dtype=x.dtype)
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses copies between host and device: all are from memory that is not pinned."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, out) if isinstance(x, torch.Tensor)]
+        if "copy" in str(func) and len({x.device for x in tensors}) > 1:
+            raise AssertionError(f"{func} between host and device")
+        return out
+
+
+def run_without_data(compressor, ops, layout, state, step):
+    """A whole step; the other of two ranks does the same."""
+    gradient, context = ops.zeros((layout.size,)), Context(layout, 0, 2, step, 1.0, 0.5)
+    extra = {"moment": ops.zeros((layout.size,))} if compressor.uses_moments else {}
+    programs, reply = [compressor.aggregate(ops, context, gradient, state, **extra)], None
+    while programs:
+        try:
+            request = programs[-1].send(reply)
+        except StopIteration as stop:
+            programs.pop()
+            reply = stop.value
+            continue
+        if isinstance(request, Switch):
+            programs.append(request.branches[int(request.index)]())
+            reply = None
+        elif isinstance(request, Allgather):
+            reply = torch.stack((request.tensor, request.tensor))
+        else:
+            reply = request.tensor.clone()
+    return reply[1]
+
+
+@pytest.mark.parametrize("compressor", EVERY + LEARNED, ids=repr)
+def test_no_step_of_any_method_reads_the_device(compressor):
+    """In each phase; `deflate` packs indices on the host, which its documentation says."""
+    ops, layout = WithoutData(), Layout(LAYOUT.names, LAYOUT.shapes, block=compressor.block)
+    state = compressor.start(ops, layout, 2)
+    state = run_without_data(compressor, ops, layout, state, 0)  # makes tables
+    reads = getattr(compressor, "index_coding", "") == "deflate"
+    with NoCopies(), pytest.raises(NotImplementedError) if reads else contextlib.nullcontext():
+        for step in (1, 2, 3, 25, 45, 65, 95, 130, 131):
+            state = run_without_data(compressor, ops, layout, state, step)
 
 
 @pytest.mark.parametrize("compressor", WORDS, ids=repr)
