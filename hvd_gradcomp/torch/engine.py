@@ -516,8 +516,8 @@ class Engine:
         size = self.process_set.size()
         if size == 1:
             return [list(numbers)]
-        everybody = torch.zeros(size, len(numbers), dtype=torch.int32)
-        everybody[self.process_set.rank()] = torch.tensor(numbers, dtype=torch.int32)
+        everybody = torch.zeros(size, len(numbers), dtype=torch.int32, device="cpu")
+        everybody[self.process_set.rank()] = torch.tensor(numbers, device="cpu")
         try:
             with failures.named(HorovodInternalError, f"the end of step {self.steps}'s exchange"):
                 loan = lending.allreduce(everybody, f"{self.name}.{what}", self.process_set)
