@@ -101,11 +101,17 @@ def merge(ranks: list[list[dict[str, Any]]], traces: list[str]) -> dict[str, Res
         began |= {entry["began"] for entry in entries if "began" in entry} - names
     hangs = [trace for trace in traces if "Timeout" in trace]
     for test in began:
-        kind = Result("hangs", hangs[0][-1500:]) if hangs else Result("dies")
+        kind = Result("hangs", where(hangs[0])) if hangs else Result("dies")
         found.setdefault(test, []).append(kind)
     return {
         test: max(all_, key=lambda one: WORSE.index(one.outcome)) for test, all_ in found.items()
     }
+
+
+def where(trace: str) -> str:
+    """The end of a trace of all threads, without pytest's own frames."""
+    lines = [line for line in trace.splitlines() if "pytest" not in line and "pluggy" not in line]
+    return "\n".join(lines)[-1500:]
 
 
 def run_recipe(
