@@ -294,6 +294,10 @@ class Exchanging:
         for hook in self._late_hooks:
             hook.remove()
         self._late_hooks = []
+        for run in [run for run, those in _backwards.items() if self in those]:
+            _backwards[run].discard(self)  # a backward that has failed, or was compiled
+            if not _backwards[run]:
+                del _backwards[run]
         self._late.clear()
         self._handles.clear()
         self._versions.clear()
@@ -467,7 +471,7 @@ def _hook(optimizer: weakref.ref[Any], p: torch.nn.Parameter) -> Callable[..., N
 
 @_interpreted
 def _backward_has_ended(run: int) -> None:
-    having_news = [optimizer for optimizer in _backwards.pop(run) if optimizer._news]
+    having_news = [optimizer for optimizer in _backwards.pop(run, ()) if optimizer._news]
     nested, function = _surroundings()
     early = [o for o in having_news if nested and not o._has_everything()]
     if early and function is not None:  # asks again at the end of the backward around this one

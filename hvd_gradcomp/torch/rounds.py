@@ -168,10 +168,10 @@ class Rounds:
         if not self.ended:
             raise GradientChangedError(
                 f"the gradient of {name} was changed on rank {rank} before it was reduced, which "
-                "the other ranks cannot know. The exchange had not ended with backward(), since "
-                "fewer than backward_passes_per_step passes have come, or one that came late in "
-                "the last step has not. Call optimizer.synchronize() before gradients are "
-                "clipped, scaled or replaced"
+                "the other ranks cannot know. The exchange had not ended with backward(): fewer "
+                "than backward_passes_per_step passes have come, or one that came late in the "
+                "last step has not, or compiled autograd runs it. Call optimizer.synchronize() "
+                "before gradients are clipped, scaled or replaced"
             )
         late = any(code & LATE for word in words for code in word.layers)
         if self.mixed or late:
