@@ -1,4 +1,4 @@
-"""What the class of a distributed optimizer has before PyTorch's: gradients that get reduced.
+"""What the class of a distributed optimizer has beside PyTorch's: gradients that get reduced.
 
 A hook takes each gradient when its last pass has accumulated it; the exchange of a bucket begins
 with the last of its gradients. It ends with backward, in a callback of the autograd engine, as with
@@ -43,6 +43,7 @@ _STOCK: Any = _stock._DistributedOptimizer
 # torch.compile leaves what is marked so as it is, and all that it calls. PyTorch marks its own
 # optimizers' methods with it; before 2.1 there is none.
 _interpreted: Any = getattr(torch, "_disable_dynamo", lambda function: function)
+_OF_EACH_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__")
 _Version = tuple[Any, int]  # of a gradient: the tensor, and how often it was written to
 
 # Optimizers with news, by the autograd engine's run in which their hooks have fired.
@@ -86,6 +87,10 @@ class Exchanging:
         self._accumulators: list[Any] = []  # they live as long as somebody refers to them
         self._watch(engine.parameters)
         parameters.take_over(self, engine.parameters)
+
+    def _plain(self) -> Any:
+        """The methods of the optimizer that was wrapped."""
+        return super(type(self), self)
 
     def _register_hooks(self) -> None:
         """Horovod would, before there is anything to exchange by."""
@@ -353,7 +358,7 @@ class Exchanging:
             self._begin()
             self._synchronized = False
             self._decay()
-            return None if engine.leaves_out else super().step(closure)  # type: ignore[misc]
+            return None if engine.leaves_out else self._plain().step(closure)
 
         def reduced_closure() -> Any:
             # Horovod reduces before the closure computes the gradients; they are reduced here.
@@ -368,7 +373,7 @@ class Exchanging:
 
         self._synchronized = False
         try:
-            return super().step(reduced_closure)  # type: ignore[misc]
+            return self._plain().step(reduced_closure)
         except _LeftOutError as left_out:
             return left_out.loss
 
@@ -402,19 +407,19 @@ class Exchanging:
         self._gradcomp.forget_passes()
         for parameter in self._parameter_names:
             moments.discard(parameter)
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        self._plain().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As PyTorch's; the parameters join the exchange, on all ranks before the same step."""
         if not hasattr(self, "_gradcomp"):  # PyTorch adds the first ones
-            super().add_param_group(param_group)  # type: ignore[misc]
+            self._plain().add_param_group(param_group)
             return
         if self.exchanging:
             raise RuntimeError(
                 "add_param_group() was called after backward() and before step(): parameters join "
                 "between steps, on all ranks between the same two"
             )
-        super().add_param_group(param_group)  # type: ignore[misc]
+        self._plain().add_param_group(param_group)
         try:
             parameters.name(self, self.param_groups[-1])
             parameters.join(self)
@@ -426,7 +431,7 @@ class Exchanging:
 
     def plain_state_dict(self) -> dict[str, Any]:
         """The state of the optimizer that was wrapped."""
-        return super().state_dict()  # type: ignore[misc]
+        return self._plain().state_dict()
 
     def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
         """With what the compressor keeps: this rank's, or that of all ranks, which all call it.
@@ -446,17 +451,22 @@ class Exchanging:
             checkpoint.load(self._gradcomp, state_dict["gradcomp"])
         self._begin()
         self._synchronized, self._should_synchronize = False, True
-        super().load_state_dict(plain)  # type: ignore[misc]
+        self._plain().load_state_dict(plain)
         if self._takeover is not None:
             self._takeover.take()
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type:
-    """The class of a distributed optimizer: Horovod's set-up, our exchange, PyTorch's update."""
-    kind = type(optimizer)
-    ours = {*vars(Exchanging), "__dict__", "__weakref__"}
-    body = {name: value for name, value in vars(_STOCK).items() if name not in ours}
-    return type(kind.__name__, (Exchanging, kind), {**body, "__module__": _stock.__name__})
+    """The class of a distributed optimizer: Horovod's set-up, our exchange, PyTorch's update.
+
+    All in one class, as Horovod makes it: its helpers reach past that one for what PyTorch does.
+    """
+    ours = {name: value for name, value in vars(Exchanging).items() if name not in _OF_EACH_CLASS}
+    return type(
+        type(optimizer).__name__,
+        (type(optimizer),),
+        {**vars(_STOCK), **ours, "__module__": _stock.__name__},
+    )
 
 
 def _hook(optimizer: weakref.ref[Any], p: torch.nn.Parameter) -> Callable[..., None]:
