@@ -28,11 +28,14 @@ def require_horovod(framework: str) -> None:
         if not hasattr(found, "init"):  # its import only prints that
             raise ImportError(f"Extension horovod.{framework} has not been built")
     except ImportError as error:
-        said, missing = str(error), error.name
+        first: BaseException = error  # TensorFlow says of Keras only that it cannot be imported
+        while isinstance(first.__context__, ImportError):
+            first = first.__context__
+        said = str(first)
         raise ImportError(
             f"hvd_gradcomp.{framework} needs Horovod {HOROVOD}: {said}. What helps:\n"
             f"{cure(said)}\n`hvd-gradcomp doctor` looks at all that is needed",
-            name=missing,
+            name=error.name,
         ) from error
 
 

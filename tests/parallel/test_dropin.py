@@ -137,7 +137,7 @@ MESSAGES = {
     "too early": "it was saved before it was built, so which of its layers are local is not",
     "before init": "this optimizer cannot train: call hvd.init() before hvd.DistributedOptimizer",
     "process set": "it was saved for the ranks [0, 1] alone: give hvd.load_model(..., process_set=",
-    "consolidated": "layers/kernel of model is trained on each rank for itself",
+    "consolidated": "head/kernel of model is trained on each rank for itself",
 }
 
 
