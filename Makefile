@@ -48,7 +48,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older compat demo bench bench-loopback hosts hosts-possible \
+.PHONY: help setup check test test-older compat demo bench gpu bench-loopback hosts hosts-possible \
 	soak images test-image clean-images docs tutorial clean
 
 help: ## list the targets
@@ -79,6 +79,17 @@ demo: $(horovod) ## train on real digits with and without compression, on PyTorc
 
 bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a GPU
 	@$(run) -m benchmarks.codecs --device $(DEVICE) $(ARGS)
+	@$(run) -m benchmarks.learned --device $(DEVICE)
+
+# SETUP=0 with the PyTorch and the Horovod that were built for the GPU; none is downloaded or built.
+gpu: DEVICE := cuda
+gpu: ## what only a GPU can show: the same bits, no host reads, exchanges over NCCL, launches, memory
+	@[ "$(SETUP)" = 0 ] || { echo "gpu: uses what is installed: make gpu SETUP=0 PYTHON=..." >&2; exit 2; }
+	@$(run) -m pytest --device $(DEVICE) tests/single/test_device.py tests/single/test_golden.py \
+		tests/single/test_laws.py $(ARGS)
+	@$(run) -m pytest --device $(DEVICE) tests/parallel/test_torch.py -k "gloo and (200_steps or backward)" $(ARGS)
+	@mkdir -p results
+	@$(run) -m benchmarks.codecs --device $(DEVICE) --json results/codecs-$(DEVICE).json
 	@$(run) -m benchmarks.learned --device $(DEVICE)
 
 bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allreduce and plain top-k

@@ -10,7 +10,7 @@ buckets) and of decoding the payloads of `--ranks` ranks. `copies` is their sum 
 element ratio is at least `--ratio`. `pack` is laying the gradients of 161 layers into the buckets,
 which Horovod's own fusion buffer does as well; it is not part of `copies`. `extra` is the largest
 memory beyond state, gradient and result, in buckets; `calls` are framework operator calls per step
-(on a GPU each is about a launch).
+(on a GPU: the kernels and copies that were launched).
 """
 
 from __future__ import annotations
@@ -65,8 +65,29 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _peak_bytes(body: Callable[[], Any]) -> tuple[int, Any]:
+def _operators(body: Callable[[], Any]) -> tuple[int, Any]:
+    """How many operators `body` calls, and its result."""
+    with _Calls() as counted:
+        result = body()
+    return counted.count, result
+
+
+def _launches(body: Callable[[], Any]) -> tuple[int, Any]:
+    """How many kernels and copies `body` has a GPU do, and its result."""
+    with torch.profiler.profile() as profile:
+        result = body()
+        torch.cuda.synchronize()
+    events = profile.events() or ()
+    return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in events), result
+
+
+def _peak_bytes(body: Callable[[], Any], device: str) -> tuple[int, Any]:
     """The most memory that `body` held beyond what was there before, and its result."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = body()
+        return torch.cuda.max_memory_allocated() - before, result
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = body()
@@ -227,7 +248,7 @@ def measure(
             rows["decode"].append(decode)
     sent, payload = _sent(step) - sent_before, step.sent - payload
     collectives = step.collectives - collectives
-    calls, extra = _count(step)
+    calls, extra = _count(step, device)
     copy = statistics.median(rows["copy"])
     elements = sum(layout.elements for layout in step.layouts)
     both = [e + d for e, d in zip(rows["encode"], rows["decode"])]
@@ -252,23 +273,24 @@ def _sent(step: Step) -> int:
     return sum(int(s.sent.sum()) if hasattr(s, "sent") else 0 for s in step.states)
 
 
-def _count(step: Step) -> tuple[int, float]:
-    """Operator calls of a step, and the largest extra memory of one bucket in its own sizes."""
+def _count(step: Step, device: str) -> tuple[int, float]:
+    """Calls (on a GPU launches) of a step; the most extra memory of a bucket in its own sizes."""
     calls, extra = 0, 0.0
     step.requests, step.programs = [], []
+    count = _launches if device == "cuda" else _operators
     for bucket in range(len(step.layouts)):
-        with _Calls() as counted:
-            step.encode(bucket)
+        encoding, _ = count(lambda bucket=bucket: step.encode(bucket))
         reply = step.reply(bucket)
-        with counted:
-            step.decode(bucket, reply)
-        calls += counted.count
+        decoding, _ = count(lambda bucket=bucket, reply=reply: step.decode(bucket, reply))
+        calls += encoding + decoding
     step.step += 1
     step.requests, step.programs = [], []
     for bucket, layout in enumerate(step.layouts):
-        encoding, _ = _peak_bytes(lambda bucket=bucket: step.encode(bucket))
+        encoding, _ = _peak_bytes(lambda bucket=bucket: step.encode(bucket), device)
         reply = step.reply(bucket)
-        decoding, _ = _peak_bytes(lambda bucket=bucket, reply=reply: step.decode(bucket, reply))
+        decoding, _ = _peak_bytes(
+            lambda bucket=bucket, reply=reply: step.decode(bucket, reply), device
+        )
         extra = max(extra, encoding / (4 * layout.size), decoding / (4 * layout.size))
     step.step += 1
     return calls, extra

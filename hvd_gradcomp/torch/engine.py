@@ -284,6 +284,12 @@ class Engine:
         for name, p in named_parameters:
             if p.dtype not in _DTYPE_NAMES:
                 raise ValueError(f"{name} has dtype {p.dtype}; only real floating point is reduced")
+            if not lending.takes(p.device):
+                raise ValueError(
+                    f"{name} is on {p.device}, and this Horovod was built without collectives for "
+                    "tensors there. Build it for this PyTorch with HOROVOD_GPU_OPERATIONS=NCCL "
+                    "(docker/build-horovod.sh), or train on the CPU"
+                )
         devices = [p.device for _, p in named_parameters]
         verbs = {device: TorchOps(device) for device in devices}
         ranks = self.seat[1]

@@ -74,6 +74,12 @@ def complete(waiting: Iterable[Iterator[None]]) -> None:
         raise errors[0]
 
 
+def takes(device: torch.device) -> bool:
+    """Whether this Horovod has collectives for tensors on a device."""
+    bytes_there = torch.empty(0, dtype=torch.uint8, device=device)
+    return hasattr(mpi_ops.mpi_lib, mpi_ops._allgather_function_factory(bytes_there))
+
+
 def _lend(enqueue: Callable[..., int], *arguments: Any) -> Loan:
     lent = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     references = [x.view(x.shape) for x in lent if isinstance(x, torch.Tensor)]

@@ -34,6 +34,16 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
+def ranks_on(device: str, ranks: int) -> int:
+    """How many ranks there can be: NCCL wants a GPU for each; through the host they share one."""
+    if device == "cpu":
+        return ranks
+    import horovod.torch as horovod
+    import torch
+
+    return min(ranks, torch.cuda.device_count()) if horovod.nccl_built() else ranks
+
+
 def launch(
     worker: str,
     ranks: int,

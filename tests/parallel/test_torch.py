@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE
-from tests.parallel.launch import launch, on_timeline, says
+from tests.parallel.launch import launch, on_timeline, ranks_on, says
 
 pytestmark = pytest.mark.parallel
 
@@ -13,9 +13,10 @@ pytestmark = pytest.mark.parallel
 @pytest.mark.parametrize(
     ("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")], ids=str
 )
-def test_replicas_are_identical_after_200_steps(ranks, backend, tmp_path):
-    settings = "all" if (ranks, backend) == (2, "gloo") else "one of each exchange"
-    results = launch("torch_replicas", ranks, backend, tmp_path, "200", settings)
+def test_replicas_are_identical_after_200_steps(ranks, backend, device, tmp_path):
+    ranks = ranks_on(device, ranks)
+    settings = "all" if ranks <= 2 and backend == "gloo" else "one of each exchange"
+    results = launch("torch_replicas", ranks, backend, tmp_path, "200", settings, device)
     methods = EVERY if settings == "all" else ONE_OF_EACH_EXCHANGE
     assert set(results[0]) == {repr(c) for c in methods}
     for result in results:
@@ -63,6 +64,7 @@ MESSAGES = {
     "half named": "were not named",
     "repeated names": "must be unique",
     "integers": "only real floating point is reduced",
+    "elsewhere": "weight is on meta, and this Horovod was built without collectives",
     "stats": "pass the optimizer that hvd_gradcomp.torch.DistributedOptimizer returned",
     "different models": "parameter 0.weight: (3, 4) float32 on rank 0, (4, 4) float32 on rank 1",
     "different compressors": "StromCompressor(tau=1.1) on rank 1",
@@ -123,8 +125,9 @@ BACKWARD_MESSAGES = {
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (3, "mpi")], ids=str)
-def test_gradients_are_reduced_when_backward_returns(ranks, backend, tmp_path):
-    results = launch("torch_backward", ranks, backend, tmp_path)
+def test_gradients_are_reduced_when_backward_returns(ranks, backend, device, tmp_path):
+    ranks = ranks_on(device, ranks)
+    results = launch("torch_backward", ranks, backend, tmp_path, device)
     for result in results:
         for name, (difference, reduced) in result["cases"].items():
             assert difference < 1e-6, (name, difference)
@@ -135,4 +138,4 @@ def test_gradients_are_reduced_when_backward_returns(ranks, backend, tmp_path):
         assert result["dropped"][0] == result["dropped"][1]
         for same in ("clipped", "sparse"):
             assert result[same] == results[0][same]
-        says(result["errors"], BACKWARD_MESSAGES)
+        says(result.get("errors", {}), BACKWARD_MESSAGES if ranks > 1 else {})

@@ -94,6 +94,7 @@ def main(folder: str) -> None:
             "half named": half_named,
             "repeated names": repeated_names,
             "integers": lambda: make(nn.Linear(3, 2).to(torch.complex64)),
+            "elsewhere": lambda: make(nn.Linear(3, 2, device="meta")),
             "stats": lambda: hvd.compression_stats(torch.optim.SGD([torch.ones(1)], lr=1)),
             "different models": different_models,
             "different compressors": different_compressors,

@@ -9,19 +9,21 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE
+from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, write
 
 
-def main(folder: str, steps: int, settings: str) -> None:
+def main(folder: str, steps: int, settings: str, device: str = "cpu") -> None:
     """Goes through "all" settings, or one of each exchange."""
     hvd.init()
+    choose(device)
     torch.set_num_threads(1)
     result = {}
     for compressor in EVERY if settings == "all" else ONE_OF_EACH_EXCHANGE:
         torch.manual_seed(1)
         model = nn.Sequential(
             nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10)
-        )
+        ).to(here())
         tracker = hvd.track_moments(model) if compressor.uses_moments else None
         plain: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         if compressor.correction is not None:  # a momentum of its own, which Adam has too
@@ -36,17 +38,17 @@ def main(folder: str, steps: int, settings: str) -> None:
         hvd.broadcast_optimizer_state(optimizer, 0)
         generator = torch.Generator().manual_seed(100 + hvd.rank())
         for _ in range(steps):
-            x = torch.randn(8, 1, 8, 8, generator=generator)
-            y = torch.randint(0, 10, (8,), generator=generator)
+            x = torch.randn(8, 1, 8, 8, generator=generator).to(here())
+            y = torch.randint(0, 10, (8,), generator=generator).to(here())
             optimizer.zero_grad()
             (20 * nn.functional.cross_entropy(model(x), y)).backward()
             optimizer.step()
         stats = hvd.compression_stats(optimizer)
-        assert stats.steps == steps and stats.bytes_sent > 0
+        assert stats.steps == steps and stats.bytes_sent > 0, (compressor, stats)
         if tracker is not None:
             assert 0 < stats.elements_sent < stats.elements
             tracker.remove()
-        parameters = [p.detach().numpy() for p in model.parameters()]
+        parameters = [*arrays(model.parameters())]
         result[repr(compressor)] = [
             digest(parameters),
             float(sum(abs(p).sum() for p in parameters)),
@@ -56,4 +58,4 @@ def main(folder: str, steps: int, settings: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
