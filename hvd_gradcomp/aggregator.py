@@ -197,9 +197,9 @@ class Compressor(ABC):
         """Raises a ValueError that names the layers if a bucket is larger than can be addressed."""
         if layout.size > self.max_bucket:
             raise ValueError(
-                f"a bucket of {', '.join(layout.names)} has {layout.size} elements, of which "
-                f"{self.max_bucket} can be addressed. Ask for smaller buckets, split the layer, or "
-                f"use another compressor than {self}"
+                f"a bucket of {', '.join(layout.names)} has {layout.size} elements; "
+                f"{type(self).__name__} can address {self.max_bucket} of them. Ask for smaller "
+                "buckets, split the layer, or use another compressor"
             )
 
     def digest(self, layout: Layout) -> int:

@@ -183,7 +183,7 @@ class GradiVeQCompressor(Compressor):
             one = getattr(self, name)
             if one.correction is not None or one.uses_moments:
                 raise TypeError(
-                    "GradiVeQCompressor: sampling= and other= take nothing that corrects momentum "
+                    "GradiVeQCompressor: sampling= and other= take nothing that takes over momentum "
                     "or uses second moments; give it to the layers by hvd_gradcomp.partition "
                     f"instead. Got {one}"
                 )
