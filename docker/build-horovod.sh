@@ -14,6 +14,8 @@
 # its build files are enough, and its Python and C++ sources stay as they are:
 #   1. C++17 at the top, and 2. for torch, whose headers ask for it;
 #   3. no XLA ops for TensorFlow, whose wheel no longer ships the headers.
+# And two settings: headers that Horovod uses and that GCC 13's own no longer bring along, and
+# CMake 4's leave for the old version that gloo asks for.
 set -euo pipefail
 
 readonly version=0.28.1
@@ -88,6 +90,10 @@ if ! compgen -G "$store/horovod-*.whl" >/dev/null; then
     sed -i '/xla_mpi_ops\.cc/d' "$source/horovod/tensorflow/CMakeLists.txt"
     log=$store/build.log
     [ "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || export HOROVOD_WITH_TENSORFLOW=1
+    export CMAKE_POLICY_VERSION_MINIMUM=3.5
+    for header in cstdint string stdexcept functional algorithm; do
+        export CXXFLAGS="${CXXFLAGS:-} -include $header"
+    done
     if ! HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
          HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 MAKEFLAGS="${MAKEFLAGS:--j$(env -u OMP_NUM_THREADS nproc)}" \
          "$python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$work/wheels" \

@@ -21,7 +21,8 @@ def test_replicas_are_identical_after_200_steps(ranks, backend, device, tmp_path
     assert set(results[0]) == {repr(c) for c in methods}
     for result in results:
         assert result == results[0]
-    assert len({digest for digest, _ in results[0].values()}) == len(methods)
+    if ranks > 1:  # to one rank alone the leader of ScaleCom does nothing new
+        assert len({digest for digest, _ in results[0].values()}) == len(methods)
 
 
 def test_no_compression_equals_stock_horovod(tmp_path):
