@@ -183,9 +183,9 @@ class GradiVeQCompressor(Compressor):
             one = getattr(self, name)
             if one.correction is not None or one.uses_moments:
                 raise TypeError(
-                    "GradiVeQCompressor: sampling= and other= take nothing that takes over momentum "
-                    "or uses second moments; give it to the layers by hvd_gradcomp.partition "
-                    f"instead. Got {one}"
+                    "GradiVeQCompressor: what sampling= or other= names takes over momentum or "
+                    "uses second moments; give it to the layers by hvd_gradcomp.partition instead. "
+                    f"Got {one}"
                 )
         object.__setattr__(self, "block", self.between.block)
         object.__setattr__(self, "max_bucket", self.between.max_bucket)
