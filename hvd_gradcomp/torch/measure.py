@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -155,6 +155,12 @@ class TimedEngine(Engine):
         reply = super()._wait(bucket)
         self.waited += time.perf_counter() - start
         return reply
+
+    def finishing(self) -> Iterator[None]:
+        for _ in super().finishing():
+            start = time.perf_counter()
+            yield
+            self.waited += time.perf_counter() - start
 
 
 class Exchange(ABC):
@@ -320,6 +326,15 @@ class _Imagined:
         return True
 
 
+class _Answered(NamedTuple):
+    """What was asked for, in the place of a loan that need not be waited for."""
+
+    request: Collective
+
+    def ready(self) -> bool:
+        return True
+
+
 class _AloneEngine(Engine):
     """An engine whose collectives give back what this rank has sent, at once.
 
@@ -363,10 +378,11 @@ class _AloneEngine(Engine):
         half = isinstance(request, Allreduce) and tensor.dtype in (torch.float16, torch.bfloat16)
         kind = "allreduce16" if half else type(request).__name__.lower()
         self.asks[bucket.name].append((kind, size))
-        return request
+        return _Answered(request)
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
-        request, bucket.loan = bucket.loan, None
+        request: Any = bucket.loan.request
+        bucket.loan = None
         if isinstance(request, Allgather):
             return request.tensor.expand(self.process_set.size(), *request.tensor.shape).clone()
         tensor: torch.Tensor = request.tensor.clone()
