@@ -89,8 +89,9 @@ class Exchanging:
         parameters.take_over(self, engine.parameters)
 
     def _plain(self) -> Any:
-        """The methods of the optimizer that was wrapped."""
-        return super(type(self), self)
+        """The methods of the optimizer that was wrapped; this one's class may have heirs."""
+        ours = next(cls for cls in type(self).__mro__ if "_exchange_by" in vars(cls))
+        return super(ours, self)
 
     def _register_hooks(self) -> None:
         """Horovod would, before there is anything to exchange by."""
