@@ -44,6 +44,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 from hvd_gradcomp.torch import lending, moments, parameters
+from hvd_gradcomp.torch.rounds import Rounds
 from hvd_gradcomp.torch.scaling import LossScaling
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -218,6 +219,7 @@ class Engine:
         )
         self._settle_on(list(self._plan(self._named)))
         self._counted: dict[torch.nn.Parameter, int] = {}
+        self.rounds = Rounds()
         self._open = False  # a program of this step has started
         self._errors: list[Exception] = []  # that programs of this step have ended with
         self._watch(self.buckets)
@@ -501,6 +503,7 @@ class Engine:
     def compare_again(self) -> None:
         """Lets the ranks compare what they train once more, before the next step."""
         self._agreed = False
+        self.rounds.awaited.clear()  # which other ranks may not know, or know by other numbers
 
     def agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
@@ -757,9 +760,27 @@ class Engine:
         gradient = bucket.layer(bucket.result, slot)
         return self.scaling.scale(gradient).to(parameter.dtype)
 
-    def forget_passes(self) -> None:
-        """Forgets what passes have contributed to gradients that nobody wants any more."""
-        self._counted.clear()
+    def forget_passes(self, those: Collection[torch.nn.Parameter] | None = None) -> None:
+        """Forgets what passes have contributed, to the moments of all or of these parameters."""
+        for p in list(self._counted) if those is None else those:
+            self._counted.pop(p, None)
+
+    def poisoned(self, what: str) -> None:
+        """A gradient that was added up beside the buckets is not finite, on all ranks.
+
+        Raises:
+            NonFiniteGradientError: if that is the policy; else the step is undone as far as it can.
+        """
+        if not self._undoes:
+            raise NonFiniteGradientError(what)
+        self.undone = True
+
+    def give_up(self) -> None:
+        """Ends a step that has failed."""
+        if self._open:
+            self.abandon()
+        else:
+            self.clear()
 
     def clear(self) -> None:
         """Ends a step, once all results were taken: lets go of them, and of what was frozen."""
@@ -773,7 +794,8 @@ class Engine:
 
     def abandon(self) -> None:
         """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
-        self._agreed, self._frozen = False, None
+        self._frozen = None
+        self.compare_again()
         self._open, self._errors = False, []
         self._counted.clear()
         if self._arrived:

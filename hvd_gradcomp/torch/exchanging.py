@@ -22,7 +22,6 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch import checkpoint, digests, lending, moments, parameters
 from hvd_gradcomp.torch.engine import Engine
 from hvd_gradcomp.torch.rounds import (
@@ -35,6 +34,7 @@ from hvd_gradcomp.torch.rounds import (
     Rounds,
     Word,
     all_plain,
+    changed_alone,
     read,
 )
 
@@ -77,7 +77,7 @@ class Exchanging:
     def _exchange_by(self, engine: Engine, takeover: Any, verify_every: int) -> None:
         """Begins to watch gradients. Horovod has made the rest of the optimizer."""
         self._gradcomp, self._takeover, self._verify_every = engine, takeover, verify_every
-        self._rounds = Rounds()
+        self._rounds: Rounds = engine.rounds
         self._news = False  # since the last round
         self._versions: dict[Any, _Version] = {}  # of gradients that were taken, or reduced
         self._late: dict[Any, torch.Tensor] = {}
@@ -117,10 +117,17 @@ class Exchanging:
             )
         if p in self._late:
             self._versions[p] = _version(p)  # a zero was added
+            self._gradcomp.forget_passes([p])
             self._at_end_of_backward()
             return
-        if self._allreduce_delay[p] <= 0:
-            if not self._rounds.ended or p.grad is self._versions[p][0]:
+        if p.grad is None:
+            raise RuntimeError(
+                f"the gradient of {self._parameter_names[p]} was gone before it could be "
+                "exchanged: a hook of the parameter steps or clears it. Step after backward()"
+            )
+        if self._rounds.ended or self._allreduce_delay[p] <= 0:
+            known = self._versions.get(p)
+            if not self._rounds.ended or (known is not None and p.grad is known[0]):
                 raise AssertionError(
                     "Gradients were computed more than backward_passes_per_step times before call "
                     "to step(). Increase backward_passes_per_step to accumulate gradients locally."
@@ -150,7 +157,7 @@ class Exchanging:
 
     def _at_end_of_backward(self) -> None:
         self._news = True
-        run = torch._C._current_graph_task_id()
+        run = _RUN_OF_ENGINE()
         if run not in _backwards:
             _backwards[run] = weakref.WeakSet()
             callback = functools.partial(_backward_has_ended, run)
@@ -189,7 +196,7 @@ class Exchanging:
                 yield from self._add_late([engine.ordered_parameters[i] for i in late])
                 if not last:
                     return
-        except Exception:
+        except BaseException:  # an interrupt in the middle, too
             self._abandon()
             raise
 
@@ -238,7 +245,9 @@ class Exchanging:
             self._allreduce_delay[p] = 0
         self._versions = {p: _version(p) for p in order if p.grad is not None}
         if not self._rounds.closed:
-            self._late_hooks = [p.register_hook(self._late_hook(p)) for p in missing]
+            self._late_hooks = [
+                p.register_hook(self._late_hook(p)) for p in missing if p.requires_grad
+            ]
 
     def _late_hook(self, p: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor | None]:
         """Keeps what a later pass brings away from the gradient, which is reduced already."""
@@ -267,21 +276,24 @@ class Exchanging:
             name = f"{engine.name}.late.{self._parameter_names[p]}"
             mine = mine.contiguous()
             loans.append((p, lending.allreduce(mine, name, self.process_set, 1.0, average)))
+        poisoned = []
         for p, loan in loans:
             while not loan.ready():
                 yield
             total = loan.wait().to(p.dtype)
-            if not bool(total.isfinite().all()) and not engine.scaling.scaler:
-                raise NonFiniteGradientError(
-                    f"a gradient of {self._parameter_names[p]} that came late has a NaN or an "
-                    "infinity on one of the ranks"
-                )
+            if not bool(total.isfinite().all()):
+                poisoned.append(self._parameter_names[p])
             with torch.no_grad():
                 reduced = p.grad.to_dense() if p.grad.is_sparse else p.grad
                 reduced.add_(total)
                 if p.grad.is_sparse:
                     p.grad = reduced.to_sparse()
             self._versions[p] = _version(p)
+        if poisoned:
+            engine.poisoned(
+                f"a gradient of {', '.join(poisoned)} that came late has a NaN or an infinity on "
+                "one of the ranks"
+            )
 
     @property
     def exchanging(self) -> bool:
@@ -313,8 +325,20 @@ class Exchanging:
 
     def _abandon(self) -> None:
         """The exchange has failed: the next backward begins a step."""
-        self._gradcomp.clear()
+        self._gradcomp.give_up()
         self._begin()
+
+    def _check_mixed(self) -> None:
+        """Gradients were reduced for some ranks in backward, and for others in `step`.
+
+        Raises:
+            GradientChangedError: they have changed since, which those others could not do.
+        """
+        changed = [p for p in self._versions if not _is(self._versions[p], p)]
+        if self._rounds.closed and self._rounds.mixed and changed:
+            name = self._parameter_names[changed[0]]
+            self._begin()
+            raise GradientChangedError(changed_alone(name, self.process_set.rank()))
 
     # -- what a user calls -------------------------------------------------------------------
 
@@ -326,6 +350,9 @@ class Exchanging:
             GradientChangedError: on all ranks, if a gradient was changed that was not reduced.
             OutOfStepError: on all ranks, if they are in different steps.
         """
+        if self._synchronized and not self.exchanging:
+            return  # a second exchange would add to the residual what was exchanged
+        self._check_mixed()
         lending.complete([self._ending(last=True)])
         self._begin()
         self._synchronized = True
@@ -348,9 +375,9 @@ class Exchanging:
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         engine = self._gradcomp
         if closure is None or not self._should_synchronize:
-            # After synchronize() a second exchange would add to the residual what was exchanged.
-            if self._should_synchronize and (self._handles or not self._synchronized):
+            if self._should_synchronize:
                 self.synchronize()
+            self._check_mixed()
             if self._travelling():
                 raise AssertionError(
                     "step() was called under skip_synchronize() while gradients are being "
@@ -385,8 +412,7 @@ class Exchanging:
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """`GradScaler.step` asks for this before it looks at gradients: here they get reduced."""
-        pending = self._handles or (self._rounds.ended and not self._rounds.closed)
-        if pending and self._should_synchronize:
+        if self.exchanging and self._should_synchronize:
             self.synchronize()
         return bool(vars(self).get(_SUPPORTS_SCALING, False))
 
@@ -405,6 +431,7 @@ class Exchanging:
                 "that there are, or end the process"
             )
         self._begin()
+        self._synchronized = False
         self._gradcomp.forget_passes()
         for parameter in self._parameter_names:
             moments.discard(parameter)
@@ -448,6 +475,8 @@ class Exchanging:
         """Takes back what `state_dict` gave, or that of an optimizer that is not distributed."""
         parameters.join(self)  # unfrozen since the optimizer was made, as in the run that saved
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
+        if self.exchanging:
+            self._abandon()
         if "gradcomp" in state_dict:
             checkpoint.load(self._gradcomp, state_dict["gradcomp"])
         self._begin()
@@ -511,6 +540,7 @@ def _surroundings() -> tuple[bool, Any]:
 
 # Before PyTorch 2.1 `backward` calls the engine itself.
 _RUN = getattr(torch.autograd.graph, "_engine_run_backward", torch.autograd.backward).__code__
+_RUN_OF_ENGINE = getattr(torch._C, "_current_graph_task_id", lambda: 0)
 _APPLY = torch.autograd.function.BackwardCFunction.apply.__code__
 
 

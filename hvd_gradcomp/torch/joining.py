@@ -6,7 +6,7 @@ import horovod.torch as horovod
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_gradcomp import failures
-from hvd_gradcomp.torch.engine import living
+from hvd_gradcomp.torch.engine import gather_objects, living
 
 
 def join(device: int = -1) -> int:
@@ -27,4 +27,11 @@ def join(device: int = -1) -> int:
     """
     failures.refuse_join(living)
     with failures.named(HorovodInternalError, "hvd.join()"):
-        return int(horovod.join(device))
+        last = int(horovod.join(device))
+        # All ranks go on from the same step, also those that had fewer batches.
+        made = {engine.name: engine.steps for engine in living}
+        everybody = gather_objects(made, "gradcomp.join", horovod.global_process_set)
+    for engine in living:
+        engine.steps = max(steps.get(engine.name, 0) for steps in everybody)
+        engine.compare_again()
+    return last

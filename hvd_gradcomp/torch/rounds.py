@@ -90,6 +90,15 @@ def all_plain(heads: Sequence[Sequence[int]]) -> bool:
     return all(flags & _PLAIN or not flags & _SPEAKS for flags, _ in heads)
 
 
+def changed_alone(name: str, rank: int) -> str:
+    """What is wrong where only some ranks could change a reduced gradient."""
+    return (
+        f"the gradient of {name} was changed on rank {rank} where other ranks could not do the "
+        "same: they have called step() without backward(), or a gradient came later. Call "
+        "optimizer.synchronize() on all ranks before gradients are clipped, scaled or replaced"
+    )
+
+
 @dataclass
 class Rounds:
     """One step's rounds, on every rank alike; and what was learned in the steps before.
@@ -98,7 +107,7 @@ class Rounds:
         ended: gradients are reduced.
         closed: no rank can have a late gradient any more.
         mixed: the exchange ended with some ranks at the end of backward and others in `step`.
-        ragged: it ended with zeros for a layer that a rank lacked.
+        ragged: it ended with zeros for a layer that a rank lacked which may still bring it.
         awaited: (rank, layer) of what came late in an earlier step.
     """
 
@@ -135,11 +144,11 @@ class Rounds:
             if not any(last) and lacking & self.awaited:
                 return []
             self.awaited -= lacking
-            self.ended, self.ragged = True, bool(lacking)
+            self.ended = True
+            self.ragged = any(not words[rank].last for rank, _ in lacking)
             self.mixed = any(last) and not all(last)
         self.awaited |= late
-        all_last = all(word.last for word in words)
-        self.closed = all_last or not (self.ragged or self.mixed)
+        self.closed = not self.ragged or all(word.last for word in words)
         return sorted({i for _, i in late})
 
     def _check(self, words: Sequence[Word], names: Sequence[str], ranks: Sequence[int]) -> None:
@@ -175,9 +184,4 @@ class Rounds:
             )
         late = any(code & LATE for word in words for code in word.layers)
         if self.mixed or late:
-            raise GradientChangedError(
-                f"the gradient of {name} was changed on rank {rank} where other ranks could not "
-                "do the same: they have called step() without backward(), or a gradient came "
-                "later. Call optimizer.synchronize() on all ranks before gradients are clipped, "
-                "scaled or replaced"
-            )
+            raise GradientChangedError(changed_alone(name, rank))

@@ -118,10 +118,10 @@ BACKWARD_MESSAGES = {
     "too early": "GradientChangedError: the gradient of trunk.weight was changed on rank 1 before",
     "in time": "nothing was raised",
     "replaced": "GradientChangedError: the gradient of left.bias was changed on rank 0 before",
-    "on some ranks": "they have called step() without backward()",
     "once too often": "more than backward_passes_per_step times",
     "out of step": "OutOfStepError: the ranks are in different steps: rank 0 in step 0, rank 1 in",
     "higher": "backward(create_graph=True) cannot be exchanged",
+    "in a hook": "a hook of the parameter steps or clears it. Step after backward()",
 }
 
 
@@ -137,6 +137,10 @@ def test_gradients_are_reduced_when_backward_returns(ranks, backend, device, tmp
             assert 0 < norm < 1.01, (name, norm)
         assert max(*result["scaler"], result["gan"], result["joined"]) < 1e-6
         assert result["dropped"][0] == result["dropped"][1]
-        for same in ("clipped", "sparse"):
+        for same in ("clipped", "sparse", "synchronized"):
             assert result[same] == results[0][same]
+        never, once, twice, closed, _ = result["synchronized"].values()
+        assert never == once == twice == closed
         says(result.get("errors", {}), BACKWARD_MESSAGES if ranks > 1 else {})
+    for result in results[1:]:  # who had no backward may have gone on
+        says(result["errors"], {"on some ranks": "they have called step() without backward()"})

@@ -140,6 +140,6 @@ def test_a_change_behind_the_end_counts_only_where_ranks_differ():
     assert state.hear([changed, changed], NAMES, [0, 1]) == [] and state.closed
     mixed = rounds.Rounds()
     mixed.hear([word(), word(last=True, codes={0: 0})], NAMES, [0, 1])
-    assert mixed.ended and not mixed.closed
+    assert mixed.ended and mixed.mixed and mixed.closed, "who has called step waits for nobody"
     with pytest.raises(rounds.GradientChangedError, match="called step"):
         mixed.hear([changed, word(last=True, ended=True)], NAMES, [0, 1])

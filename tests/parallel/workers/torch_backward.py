@@ -331,20 +331,68 @@ def joins():
     )
     reference = torch.optim.SGD(plain.parameters(), lr=LR)
     steps = [3 + 2 * (rank == 0) for rank in range(hvd.size())]
-    for step in range(steps[hvd.rank()]):
-        optimizer.zero_grad()
-        model(batch(hvd.rank(), step)).backward()
-        clip(model)
-        optimizer.step()
-    hvd.join()
-    hvd.broadcast_parameters(model.state_dict(), 0)
     have = Trained(lambda model, x, rank, step: model(x).backward() if step < steps[rank] else None)
-    for step in range(max(steps)):
-        mean_gradient(plain, have, step)
-        clip(plain)
-        reference.step()
+    for _ in range(2):  # epochs
+        for step in range(steps[hvd.rank()]):
+            optimizer.zero_grad()
+            model(batch(hvd.rank(), step)).backward()
+            clip(model)
+            optimizer.step()
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        for step in range(max(steps)):
+            mean_gradient(plain, have, step)
+            clip(plain)
+            reference.step()
     pairs = zip(model.parameters(), plain.parameters())
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def synchronized(how):
+    """What several calls of `synchronize` make of a step: nothing else than one."""
+    model = Towers()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9),
+        model.named_parameters(),
+        compression=hvd.DGCCompressor(density=0.2),
+    )
+    for step in range(STEPS):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = model(batch(hvd.rank(), step))
+            loss.backward()
+            for _ in range(how != "never"):
+                optimizer.synchronize()
+            return loss
+
+        if how == "in a closure":
+            optimizer.step(closure)
+            continue
+        closure()
+        if how == "twice":
+            optimizer.synchronize()
+        if how == "dropped":
+            optimizer.zero_grad()
+            model(batch(hvd.rank(), step)).backward()
+        optimizer.step()
+    assert hvd.compression_stats(optimizer).steps == STEPS * (1 + (how == "dropped"))
+    return digest(p.detach().cpu().numpy() for p in model.parameters())
+
+
+def by_hand_after_a_dropped_step():
+    """`synchronize` of a step that is dropped says nothing of the next one."""
+    model = Towers()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters()
+    )
+    model(batch(hvd.rank(), 0)).backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(hvd.rank()))
+    optimizer.step()
+    hvd.verify(optimizer)
 
 
 def clipped(compressor):
@@ -383,6 +431,7 @@ def refused():
                 case(model, optimizer)
             except Exception as raised:
                 error = raised
+            hvd.broadcast_parameters(model.state_dict(), 0)  # an error on some ranks only
             optimizer.zero_grad()
             for piece in batch(hvd.rank(), 9).chunk(options.get("backward_passes_per_step", 1)):
                 model(piece).backward()
@@ -416,6 +465,11 @@ def refused():
         clip(model)
         optimizer.step()
 
+    def stepped_in_a_hook(model, optimizer):
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        model(batch(hvd.rank(), 0)).backward()
+
     def once_too_often(model, optimizer):
         for _ in range(2):
             model(batch(hvd.rank(), 0)).backward()
@@ -441,7 +495,12 @@ def refused():
             "out of step": again(behind),
         }
     )
-    found |= errors_of({"higher": lambda: higher(*_made())})
+    found |= errors_of(
+        {
+            "higher": lambda: higher(*_made()),
+            "in a hook": lambda: stepped_in_a_hook(*_made()),
+        }
+    )
     return found
 
 
@@ -468,6 +527,9 @@ def main(folder: str, device: str = "cpu") -> None:
     result["sparse"] = sparse_on_some()
     result["dropped"] = dropped()
     result["joined"] = joins()
+    ways = ("never", "once", "twice", "in a closure", "dropped")
+    result["synchronized"] = {how: synchronized(how) for how in ways}
+    by_hand_after_a_dropped_step()
     if hvd.size() > 1:
         result["errors"] = refused()
     write(folder, hvd.rank(), result)
