@@ -48,8 +48,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older compat demo bench gpu bench-loopback hosts hosts-possible \
-	soak images test-image clean-images docs tutorial clean
+.PHONY: help setup check test test-older compat demo bench gpu bench-loopback bench-steps \
+	hosts hosts-possible soak images test-image clean-images docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -94,6 +94,9 @@ gpu: ## what only a GPU can show: the same bits, no host reads, exchanges over N
 
 bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allreduce and plain top-k
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.loopback $(ARGS)
+
+bench-steps: $(horovod) ## whole steps of two ranks, backward to the end of step; ARGS=--clip clips
+	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.steps $(ARGS)
 
 # Whether it can run here is said before an environment is set up for it.
 hosts: hosts-possible $(horovod) ## 2 and 4 hosts over ssh, links of 1 Gb/s and 100 Mb/s; needs root

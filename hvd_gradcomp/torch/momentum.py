@@ -68,11 +68,6 @@ class Takeover:
                 )
             group["momentum"], group["nesterov"] = 0, False
 
-    def forget_decay(self) -> None:
-        """Stops the velocity of weight decay."""
-        for state in self.optimizer.state.values():
-            state.pop(_VELOCITY, None)
-
     def restored(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state with its own momentum in it."""
         own = {"momentum": self.momentum, "nesterov": self.nesterov}

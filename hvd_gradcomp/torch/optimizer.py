@@ -54,8 +54,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     counts as zero there. Where a step has several backwards, and they share no layers, the first
     such step sends what comes after the first one uncompressed. `step` and `synchronize` end the
     exchange where no backward has: with fewer passes than `backward_passes_per_step`, and on a rank
-    that has called none. Such a rank may not take part in collectives of your own between backward
-    and `step`: the others are waiting for it in backward.
+    that has called none. The others wait for such a rank in backward, until it calls `step`. So let
+    all ranks call backward equally often, each for the same optimizers, or have no collectives of
+    your own between backward and `step`.
 
     Args:
         optimizer: any `torch.optim.Optimizer`; its parameters are floating point.
@@ -98,8 +99,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             Horovod are not as `hierarchical` needs them.
         TypeError: `compression` is no compressor.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
-        GradientChangedError: in `step` or `synchronize`, on all ranks, if a gradient was changed
-            before it was reduced, or on some ranks only.
+        GradientChangedError: in the next backward, `step` or `synchronize`, if a gradient was
+            changed before it was reduced (on all ranks), or on a rank while others had called
+            `step` without backward. That ranks change reduced gradients in other ways is not seen;
+            `verify_every` sees what comes of it.
         OutOfStepError: in backward or `step`, on all ranks, if they are in different steps.
         DivergedError: in `step`, on all ranks, with `verify_every`.
     """
