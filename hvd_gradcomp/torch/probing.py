@@ -1,7 +1,8 @@
 """The probe on PyTorch: hooks take what a probed step looks at, before anybody exchanges it.
 
-A gradient is exchanged within backward, in place; after backward `p.grad` is reduced. So what is looked at is copied by a hook of the parameter, which runs once the
-gradient is accumulated and before Horovod's. Hooks are there only where the next step is probed.
+A gradient is exchanged within backward, in place; after backward `p.grad` is reduced. So what is
+looked at is copied by a hook of the parameter, which runs once the gradient is accumulated and
+before Horovod's. Hooks are there only where the next step is probed.
 """
 
 from __future__ import annotations
