@@ -19,11 +19,15 @@ class Allgather(NamedTuple):
 
 
 class Allreduce(NamedTuple):
-    """`postscale * sum over ranks of prescale * tensor`. Reply: the tensor's shape."""
+    """`postscale * sum over ranks of prescale * tensor`. Reply: the tensor's shape.
+
+    A tensor that is donated may be what holds the reply.
+    """
 
     tensor: Tensor
     prescale: float = 1.0
     postscale: float = 1.0
+    donated: bool = False
 
 
 # Over gloo the payloads of two ranks travel one after the other: the word that a rank is ready to

@@ -230,7 +230,7 @@ def allreduce(
     The sum itself says whether all were finite; or too large together for the dtype that travels.
     """
     code = codec.encode(ops, gradient)
-    total = yield Allreduce(code, context.prescale, context.postscale)
+    total = yield Allreduce(code, context.prescale, context.postscale, donated=True)
     total = codec.decode(ops, context.layout, total)
     finite = ops.words((ops.finite(total),)) > 0
     intact = ops.require({wire.ANY_NOT_FINITE: finite}, NonFiniteGradientError)

@@ -172,7 +172,7 @@ def aggregate(
     whole = gradient
     if "moment" in extra:
         whole = ops.concat((gradient, ops.times(extra["moment"], place.share)))
-    whole = yield Inside(Allreduce(whole, 1.0, place.share), "gradient")
+    whole = yield Inside(Allreduce(whole, 1.0, place.share, donated=True), "gradient")
     total = whole[: layout.size]
     if "moment" in extra:
         extra["moment"] = whole[layout.size :]

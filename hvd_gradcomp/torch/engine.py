@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import math
 import pickle
 import weakref
 from collections.abc import Collection, Generator, Iterator, Sequence, Set
@@ -103,6 +104,7 @@ class Bucket:
         since: exchanges of the engine before its first.
         held: layers that are frozen, and what the state holds of them is `waiting`, by its path.
         leader: the place in its host of the rank that compresses; see `hierarchy`.
+        references: to the memory of `flat`, from here.
     """
 
     name: str
@@ -125,13 +127,35 @@ class Bucket:
     streams: set[Any] = field(default_factory=set)
     since: int = 0
     held: set[int] = field(default_factory=set)
+    references: float = math.nan
     waiting: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     leader: int = 0
 
     def __post_init__(self) -> None:
-        self.views = self.cut(self.flat)
+        self._cut_views()
         self.moment_views = [] if self.moment is None else self.cut(self.moment)
         self.absent = set(range(len(self.parameters)))
+
+    def _cut_views(self) -> None:
+        self.views = self.cut(self.flat)
+        self.references = _references(self.flat)
+
+    def refresh(self) -> None:
+        """Takes new memory where somebody still has a gradient of the step before.
+
+        Reduced gradients may lie in `flat`, and a user who has kept one expects it to stay as it
+        is, as everywhere in PyTorch. Those that are a parameter's gradient still are to change.
+        """
+        memory = self.flat.untyped_storage().data_ptr()
+        current = sum(
+            p.grad is not None
+            and not p.grad.is_sparse
+            and p.grad.untyped_storage().data_ptr() == memory
+            for p in self.parameters
+        )
+        if not _references(self.flat) <= self.references + current:
+            self.flat = torch.zeros_like(self.flat)
+            self._cut_views()
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A bucket's vector as its layers."""
@@ -503,7 +527,7 @@ class Engine:
     def compare_again(self) -> None:
         """Lets the ranks compare what they train once more, before the next step."""
         self._agreed = False
-        self.rounds.awaited.clear()  # which other ranks may not know, or know by other numbers
+        self.rounds.forget()
 
     def agree(self) -> None:
         """All ranks compare what they train; once, before anything travels."""
@@ -571,6 +595,7 @@ class Engine:
                 self._counted.pop(p, None)
             for bucket in self.buckets:
                 held = {slot for slot, p in enumerate(bucket.parameters) if p in self._frozen}
+                bucket.refresh()
                 parameters.hold(bucket, held, self.steps)
         return self._frozen
 
@@ -846,7 +871,7 @@ class Engine:
             return lending.allgather(tensor, name, process_set)
         if isinstance(request, Allreduce):
             scales = request.prescale, request.postscale
-            return lending.allreduce(tensor, name, process_set, *scales)
+            return lending.allreduce(tensor, name, process_set, *scales, request.donated)
         if isinstance(request, Alltoall):
             return lending.alltoall(tensor.view(-1), [], name, process_set)
         if isinstance(request, Gather):
@@ -959,6 +984,12 @@ class Engine:
         """Lets the compressors learn anew what they learn, from the next step on."""
         for bucket in self.buckets:
             bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
+
+
+def _references(x: torch.Tensor) -> float:
+    """How many tensors share the memory of this one; NaN before PyTorch 2.1, nobody knows there."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count(x.untyped_storage()._cdata) if count is not None else math.nan
 
 
 def _bytes(x: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ import functools
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import horovod.torch as horovod
@@ -36,6 +36,7 @@ from hvd_gradcomp.torch.rounds import (
     all_plain,
     changed_alone,
     read,
+    usual,
 )
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
@@ -82,7 +83,6 @@ class Exchanging:
         self._versions: dict[Any, _Version] = {}  # of gradients that were taken, or reduced
         self._late: dict[Any, torch.Tensor] = {}
         self._late_hooks: list[Any] = []
-        self._elsewhere_sparse: set[Any] = set()
         self._watched: dict[Any, Any] = {}
         self._accumulators: list[Any] = []  # they live as long as somebody refers to them
         self._watch(engine.parameters)
@@ -145,15 +145,21 @@ class Exchanging:
         """Gives a gradient away; what stands for it reduces it, and is no handle of Horovod's."""
         engine = self._gradcomp
         if p.grad is None:
-            sparse = p in self._elsewhere_sparse and not self.sparse_as_dense
-            p.grad = _no_rows(p) if sparse else torch.zeros_like(p)
-        if p.grad.is_sparse and not self.sparse_as_dense:
+            p.grad = torch.zeros_like(p)
+        if self._goes_sparse(p):
             engine.give_sparse(p, p.grad)
-            average, name = self.op == horovod.Average, self._parameter_names[p]
-            wait = lending.sparse_allreduce(p.grad, name, self.process_set, average)
-            return lambda: engine.take_sparse(wait()), None
+            return self._gather_rows(p, p.grad), None
         engine.give(p, p.grad.to_dense() if p.grad.is_sparse else p.grad)
         return lambda: engine.take(p), None
+
+    def _goes_sparse(self, p: torch.nn.Parameter) -> bool:
+        return p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense
+
+    def _gather_rows(self, p: torch.nn.Parameter, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Gathers a sparse gradient; what comes back waits for those of all ranks, and adds up."""
+        average, name = self.op == horovod.Average, self._parameter_names[p]
+        wait = lending.sparse_allreduce(rows, name, self.process_set, average)
+        return lambda: self._gradcomp.take_sparse(wait())
 
     def _at_end_of_backward(self) -> None:
         self._news = True
@@ -186,13 +192,13 @@ class Exchanging:
                     late = rounds.hear(words, names, ranks)
                 except GradientChangedError:
                     if not ended:  # so that nothing of it is left on its way
-                        yield from self._end(words)
+                        yield from self._end()
                     raise
                 except OutOfStepError:
                     engine.abandon()
                     raise
                 if rounds.ended and not ended:
-                    yield from self._end(words)
+                    yield from self._end()
                 yield from self._add_late([engine.ordered_parameters[i] for i in late])
                 if not last:
                     return
@@ -205,8 +211,9 @@ class Exchanging:
         engine = self._gradcomp
         codes = self._codes()
         word = Word(engine.steps, last, self._rounds.ended, codes)
-        heads = yield from engine.tell(word.head(), "end")
-        layers = [[HERE] * len(codes)] * len(heads)
+        known = self._rounds.sparse
+        heads = yield from engine.tell(word.head(known), "end")
+        layers: Sequence[Sequence[int]] = [usual(len(codes), known)] * len(heads)
         if not all_plain(heads):
             layers = yield from engine.tell(codes, "end.layers")
         return read(heads, layers)
@@ -217,24 +224,25 @@ class Exchanging:
     def _code(self, p: torch.nn.Parameter) -> int:
         taken = p in self._handles and self._handles[p][0] is not None
         here = taken or self._rounds.ended or not p.requires_grad
-        sparse = taken and p.grad is not None and p.grad.is_sparse
+        sparse = taken and self._goes_sparse(p)
         changed = p in self._versions and not _is(self._versions[p], p)
         return HERE * here | SPARSE * sparse | LATE * (p in self._late) | CHANGED * changed
 
-    def _end(self, words: list[Word]) -> Iterator[None]:
+    def _end(self) -> Iterator[None]:
         """Ends the exchange, with zeros for what has not come; `p.grad` is reduced then."""
         engine = self._gradcomp
         engine.order_is_known()
         parameters.leave_out(self, engine.begin())
         order = engine.ordered_parameters
-        self._elsewhere_sparse = {
-            p for i, p in enumerate(order) if any(word.layers[i] & SPARSE for word in words)
-        }
         missing = []
-        for p in order:
+        for place, p in enumerate(order):
             if p in self._requires_update and self._handles.get(p, (None, None))[0] is None:
                 missing.append(p)
+                if p.grad is None and place in self._rounds.sparse - self._rounds.both:
+                    p.grad = _no_rows(p)
                 self._handles[p] = self._allreduce_grad_async(p)
+        for place in sorted(self._rounds.both):
+            self._add_up_both(order[place])
         try:
             yield from engine.finishing()
             _STOCK.synchronize(self)
@@ -248,6 +256,15 @@ class Exchanging:
             self._late_hooks = [
                 p.register_hook(self._late_hook(p)) for p in missing if p.requires_grad
             ]
+
+    def _add_up_both(self, p: torch.nn.Parameter) -> None:
+        """A gradient that is sparse on some ranks and dense on others becomes dense on all."""
+        if self._goes_sparse(p):
+            rows = self._handles[p][0]
+            p.grad = torch.zeros_like(p)
+        else:
+            rows = self._gather_rows(p, _no_rows(p))
+        self._handles[p] = (lambda: self._gradcomp.take(p).add(rows()), None)
 
     def _late_hook(self, p: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor | None]:
         """Keeps what a later pass brings away from the gradient, which is reduced already."""
@@ -435,6 +452,7 @@ class Exchanging:
         self._gradcomp.forget_passes()
         for parameter in self._parameter_names:
             moments.discard(parameter)
+        parameters.join(self)  # what has thawed is reduced when the next backward ends
         self._plain().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

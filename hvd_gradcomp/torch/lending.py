@@ -18,8 +18,22 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
-_PAUSE = 50e-6  # seconds; Horovod itself starts what it is given once in a millisecond
+# Seconds between two looks at what is on its way. Horovod starts what it is given once in a
+# millisecond, and a look takes time from the core that its thread or another rank runs on: so the
+# longer the wait, the fewer looks, and none that adds more than a sixteenth to it.
+_SHORTEST, _LONGEST = 50e-6, 1e-3
 SEAM = ("_allgather_async", "_allreduce_async", "_alltoall_async", "_broadcast_async")
+
+
+def pauses() -> Callable[[], None]:
+    """What a loop calls that looks whether something has come."""
+    start = time.perf_counter()
+
+    def pause() -> None:
+        waited = time.perf_counter() - start
+        time.sleep(min(max(waited / 16, _SHORTEST), _LONGEST))
+
+    return pause
 
 
 @dataclass(frozen=True)
@@ -43,8 +57,9 @@ class Loan:
     def wait(self) -> Any:
         """What `horovod.torch.synchronize` returns, and raises."""
         # Horovod would spin, on a core that its own thread or another rank may need.
+        pause = pauses()
         while not self.ready():
-            time.sleep(_PAUSE)
+            pause()
         result = horovod.synchronize(self.handle)
         self.references.clear()
         return result
@@ -59,6 +74,7 @@ def complete(waiting: Iterable[Iterator[None]]) -> None:
         Exception: the first that one of them has raised, once all others have ended.
     """
     running, errors = list(waiting), []
+    pause = pauses()
     while running:
         for one in list(running):
             try:
@@ -69,7 +85,7 @@ def complete(waiting: Iterable[Iterator[None]]) -> None:
                 running.remove(one)
                 errors.append(error)
         if running:
-            time.sleep(_PAUSE)
+            pause()
     if errors:
         raise errors[0]
 
@@ -97,10 +113,11 @@ def allreduce(
     process_set: Any,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    in_place: bool = False,
 ) -> Loan:
     """As `horovod.torch.allreduce_async` with `op=Sum`."""
     scales = prescale, postscale
-    result = torch.empty_like(tensor)
+    result = tensor if in_place else torch.empty_like(tensor)
     return _lend(mpi_ops._allreduce_async, tensor, result, name, horovod.Sum, *scales, process_set)
 
 

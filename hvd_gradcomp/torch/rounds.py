@@ -16,7 +16,7 @@ alone, so all ranks come to the same conclusion:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ SPARSE = 2  # and is sparse
 LATE = 4  # it came after the exchange had ended
 CHANGED = 8  # somebody has changed it since it was taken or reduced
 
+_KIND = HERE | SPARSE
 _LAST, _ENDED, _PLAIN, _SPEAKS = 1, 2, 4, 8
 
 
@@ -54,14 +55,14 @@ class Word(NamedTuple):
     layers: Sequence[int]
     joined: bool = False
 
-    @property
-    def plain(self) -> bool:
-        """Whether this rank has everything, and there is nothing more to say."""
-        return all(code & ~SPARSE == HERE for code in self.layers)
+    def head(self, sparse: Collection[int] = ()) -> list[int]:
+        """What always travels, two numbers below 2**31.
 
-    def head(self) -> list[int]:
-        """What always travels, two numbers below 2**31."""
-        flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * self.plain
+        Args:
+            sparse: layers whose gradients all ranks know to be sparse.
+        """
+        plain = tuple(self.layers) == usual(len(self.layers), sparse)
+        flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * plain
         return [_SPEAKS + flags, self.step % 2**31]
 
     def absent(self) -> list[int]:
@@ -69,12 +70,17 @@ class Word(NamedTuple):
         return [i for i, code in enumerate(self.layers) if not code & (HERE | LATE)]
 
 
+def usual(layers: int, sparse: Collection[int]) -> tuple[int, ...]:
+    """The codes of a rank that has everything, and nothing more to say."""
+    return tuple(HERE | SPARSE * (layer in sparse) for layer in range(layers))
+
+
 def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> list[Word]:
     """The words of all ranks.
 
     Args:
         heads: theirs.
-        layers: their codes; where all are plain, a code for each layer that says so.
+        layers: their codes; where all are plain, the usual ones.
     """
     words = []
     for (flags, step), codes in zip(heads, layers):
@@ -109,6 +115,8 @@ class Rounds:
         mixed: the exchange ended with some ranks at the end of backward and others in `step`.
         ragged: it ended with zeros for a layer that a rank lacked which may still bring it.
         awaited: (rank, layer) of what came late in an earlier step.
+        sparse: layers whose gradient was sparse on a rank when the exchange ended last.
+        both: those of them whose gradient was dense on another.
     """
 
     ended: bool = False
@@ -116,6 +124,13 @@ class Rounds:
     mixed: bool = False
     ragged: bool = False
     awaited: set[tuple[int, int]] = field(default_factory=set)
+    sparse: set[int] = field(default_factory=set)
+    both: set[int] = field(default_factory=set)
+
+    def forget(self) -> None:
+        """Forgets the steps before, which other ranks may not know, or know by other numbers."""
+        self.awaited.clear()
+        self.sparse.clear()
 
     def begin(self) -> None:
         """Begins a step."""
@@ -136,6 +151,10 @@ class Rounds:
             OutOfStepError: the ranks are in different steps, or not all have exchanged.
             GradientChangedError: naming the layer and the rank.
         """
+        if not self.ended:
+            taken = [word.layers for word in words if not word.joined]
+            self.sparse = {i for codes in taken for i, c in enumerate(codes) if c & SPARSE}
+            self.both = {i for i in self.sparse for codes in taken if codes[i] & _KIND == HERE}
         self._check(words, names, ranks)
         late = {(r, i) for r, w in enumerate(words) for i, c in enumerate(w.layers) if c & LATE}
         if not self.ended:

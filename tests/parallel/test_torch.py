@@ -135,7 +135,9 @@ def test_gradients_are_reduced_when_backward_returns(ranks, backend, device, tmp
             assert reduced or name in ("too few passes", "nothing on one rank", "by hand"), name
         for name, (norm, _) in result["clipped"].items():
             assert 0 < norm < 1.01, (name, norm)
-        assert max(*result["scaler"], result["gan"], result["joined"]) < 1e-6
+        assert max(*result["scaler"], result["gan"], result["joined"], result["both"]) < 1e-6
+        assert result["swapped"] < 1e-6
+        assert all(result["kept"].values()), result["kept"]
         assert result["dropped"][0] == result["dropped"][1]
         for same in ("clipped", "sparse", "synchronized"):
             assert result[same] == results[0][same]

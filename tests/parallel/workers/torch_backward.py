@@ -304,6 +304,97 @@ def sparse_on_some():
     return digest(arrays(model.parameters()))
 
 
+def sparse_here_dense_there():
+    """A layer whose gradient is sparse on some ranks and dense on others, in changing roles."""
+    ours, plain = torch.zeros(6, 3), torch.zeros(6, 3)
+    ours, plain = (nn.Parameter(x.to(here())) for x in (ours, plain))
+    head = [nn.Parameter(torch.ones(3, device=here())) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([ours, head[0]], lr=LR))
+    theirs = torch.optim.SGD([plain, head[1]], lr=LR)
+
+    def loss(table, last, step, rank):
+        sparse = (step + rank) % 3 == 0
+        rows = torch.tensor([step % 6, rank, 2], device=here())
+        found = nn.functional.embedding(rows, table, sparse=sparse)
+        return (found * last + rows[:, None]).square().sum()
+
+    for step in range(6):
+        optimizer.zero_grad()
+        loss(ours, head[0], step, hvd.rank()).backward()
+        optimizer.step()
+        theirs.zero_grad()
+        means = [
+            torch.autograd.grad(loss(plain, head[1], step, rank), [plain, head[1]])
+            for rank in range(hvd.size())
+        ]
+        for p, gradients in zip((plain, head[1]), zip(*means)):
+            dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+            p.grad = torch.stack(dense).mean(0)
+        theirs.step()
+    pairs = zip((ours, head[0]), (plain, head[1]))
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def kept(compressor):
+    """Whether a reduced gradient that was kept is as it was after another step."""
+    model = Towers()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters(), compressor
+    )
+    for step in range(4):
+        model(batch(hvd.rank(), step)).backward()
+        reduced = [p.grad for p in model.parameters() if p.grad is not None]
+        parts = [gradient.detach()[:1] for gradient in reduced]  # as good as the whole
+        before = [part.clone() for part in parts]
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            reduced.clear()
+        model(batch(hvd.rank(), 9)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not all(torch.equal(a, b) for a, b in zip(parts, before)):
+            return False
+    return True
+
+
+def swapped():
+    """The trunk thaws as the heads freeze: no hook of before fires in that step."""
+    model, plain = Towers(), Towers()
+
+    def train_only(model, thawed):
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.startswith("trunk") == thawed)
+
+    train_only(model, False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters()
+    )
+    reference = torch.optim.SGD(plain.parameters(), lr=LR)
+    for step in range(STEPS):
+        for one in (model, plain):
+            train_only(one, step >= 2)
+        optimizer.zero_grad()
+        model(batch(hvd.rank(), step)).backward()
+        clip(model)
+        optimizer.step()
+        gradients = [
+            torch.autograd.grad(plain(batch(rank, step)), trained(plain), allow_unused=True)
+            for rank in range(hvd.size())
+        ]
+        plain.zero_grad()
+        for p, those in zip(trained(plain), zip(*gradients)):
+            p.grad = None if those[0] is None else torch.stack(those).mean(0)
+        clip(plain)
+        reference.step()
+    pairs = zip(model.parameters(), plain.parameters())
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def dropped():
     """Reduced gradients that nobody wants: the next backward begins a step."""
     ends = []
@@ -525,6 +616,10 @@ def main(folder: str, device: str = "cpu") -> None:
     result["gan"] = gan()
     print("sparse", flush=True)
     result["sparse"] = sparse_on_some()
+    print("sparse here, dense there", flush=True)
+    result["both"] = sparse_here_dense_there()
+    result["kept"] = {repr(compressor): kept(compressor) for compressor in EVERY}
+    result["swapped"] = swapped()
     result["dropped"] = dropped()
     result["joined"] = joins()
     ways = ("never", "once", "twice", "in a closure", "dropped")
