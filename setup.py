@@ -39,8 +39,12 @@ extras = {
 # fused multiply-add: results equal those of the frameworks to the bit.
 native = Extension(
     "hvd_gradcomp.ops._native",
-    ["hvd_gradcomp/ops/native.c"],
-    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+    ["hvd_gradcomp/ops/native.c", "hvd_gradcomp/ops/words.c"],
+    extra_compile_args=[
+        *("-O3", "-fopenmp"),
+        *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    ],
+    extra_link_args=["-fopenmp"],
     optional=True,
 )
 

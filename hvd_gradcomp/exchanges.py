@@ -54,6 +54,7 @@ def allgather(
     except (PayloadError, NonFiniteGradientError):
         codec.give_back(ops, state.memory, encoded.held)
         raise
+    encoded.settle()
     weights = weights_of(ops, context, header)
     total = codec.decode_sum(ops, layout, rung, bodies, weights, room=gradient)
     needed = ops.stage(ops.max(header.wanted))

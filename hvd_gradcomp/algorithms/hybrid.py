@@ -8,9 +8,11 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.algorithms.variance import MOMENTS, Ambiguity
 from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
 from hvd_gradcomp.codecs.selection import Sent
+from hvd_gradcomp.codecs.sparse import Held
 from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,31 @@ class HybridCompressor(WordCompressor):
         unambiguous = ops.square_exceeds(r, v, self.alpha)
         return unambiguous & ops.greater(ops.abs(r), self.tau), Ambiguity(r, v)
 
+    def held(
+        self, ops: Ops, memory: Ambiguity, index: Tensor, first: Tensor | None = None
+    ) -> Held | None:
+        held = super().held(ops, memory, index, first)
+        if held is None:
+            return None
+        r, v = held.fields  # what is given back has decayed like all others
+        return Held(index, (r, ops.times(v, self.zeta)))
+
     def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:
         r, v = (ops.gather(x, sent.index) for x in memory)
         v = ops.maximum(v - ops.times(ops.abs(r), 2 * self.tau) + self.tau * self.tau, 0.0)
         return Ambiguity(
             ops.put(memory.r, sent.index, r - value),
             ops.scale(ops.put(memory.v, sent.index, v), self.zeta),
+        )
+
+    @property
+    def rule(self) -> Rule:  # type: ignore[override]
+        return Rule(
+            ambiguity=True,
+            large=True,
+            subtracts=True,
+            corrects=True,
+            alpha=self.alpha,
+            tau=self.tau,
+            zeta=self.zeta,
         )

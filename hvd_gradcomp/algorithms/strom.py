@@ -11,6 +11,7 @@ from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,7 @@ class StromCompressor(WordCompressor):
     def settle(self, ops: Ops, memory: Residual, sent: Sent, value: Tensor) -> Residual:
         kept = ops.gather(memory.r, sent.index) - value
         return Residual(ops.put(memory.r, sent.index, kept))
+
+    @property
+    def rule(self) -> Rule:  # type: ignore[override]
+        return Rule(large=True, subtracts=True, tau=self.tau)

@@ -17,6 +17,7 @@ from hvd_gradcomp.codecs.selection import Sent
 from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Rule
 
 MOMENTS = ("auto", "sample", "microbatch", "step")
 
@@ -101,3 +102,13 @@ class VarianceCompressor(WordCompressor):
     def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:
         kept = ops.gather(memory.r, sent.index) - value if self.feedback_rounding else 0.0
         return Ambiguity(ops.put(memory.r, sent.index, kept), ops.put(memory.v, sent.index, 0.0))
+
+    @property
+    def rule(self) -> Rule:  # type: ignore[override]
+        return Rule(
+            ambiguity=True,
+            powers=True,
+            subtracts=self.feedback_rounding,
+            alpha=self.alpha,
+            zeta=self.zeta,
+        )

@@ -7,7 +7,7 @@ Both settle their state by what was *sent*, never by what was wanted.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
@@ -47,6 +47,7 @@ class Encoded(NamedTuple):
     sent: Any
     wanted: Any
     held: Held | None = None
+    settle: Callable[[], None] = lambda: None  # what is left to do once the exchange has succeeded
 
 
 class SparseCompressor(Compressor):

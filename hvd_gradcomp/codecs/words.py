@@ -23,10 +23,24 @@ from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, Sparse
 from hvd_gradcomp.ladder import Ladder, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Rule
 
 
 class WordCompressor(SparseCompressor):
-    """Base of the family; see the head of this file."""
+    """Base of the family; see the head of this file.
+
+    Attributes:
+        rule: what `gate`, `settle` and the quantizer do, in numbers, so that passes may do it
+            instead of verbs; None if there are none for it. A class that has a `gate`, a `settle`
+            or a quantizer of its own inherits no rule.
+    """
+
+    rule: Rule | None = None
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if {"gate", "settle", "quantizer"} & vars(cls).keys() and "rule" not in vars(cls):
+            cls.rule = None
 
     @property
     def max_bucket(self) -> int:  # type: ignore[override]
@@ -84,6 +98,8 @@ class WordCompressor(SparseCompressor):
         moment: Tensor | None = None,
     ) -> tuple[Encoded, SparseState]:
         """This rank's payload. Donating: the memory in `state` may be written to."""
+        if ops.word_passes is not None and self.rule is not None:
+            return self._encode_in_passes(ops, layout, rung, step, gradient, state, moment)
         found, memory = self._search(ops, gradient, state.memory, moment)
         selection = select(ops, layout, found)
         value = selection.take(memory[0])
@@ -111,6 +127,24 @@ class WordCompressor(SparseCompressor):
         memory = self.settled(ops, self.settle(ops, memory, sent, value))
         encoded = Encoded(body, sent.count, selection.count(), held)
         return encoded, state._replace(memory=memory, sent=state.sent + sent.per_layer)
+
+    def _encode_in_passes(
+        self,
+        ops: Ops,
+        layout: Layout,
+        rung: Rung,
+        step: int,
+        gradient: Tensor,
+        state: SparseState,
+        moment: Tensor | None,
+    ) -> tuple[Encoded, SparseState]:
+        room = int(wire.body_bytes(self.parts(layout, rung)))
+        capacity = None if rung.dense else rung.capacity
+        given = state.memory, gradient, moment
+        written = ops.word_passes.write(self.rule, layout, capacity, step, *given, room)
+        encoded = Encoded(written.body, written.sent, written.wanted, settle=written.settle)
+        memory = type(state.memory)(*written.memory)
+        return encoded, state._replace(memory=memory, sent=state.sent + written.per_layer)
 
     @property
     def _index_bits(self) -> int:
@@ -147,6 +181,9 @@ class WordCompressor(SparseCompressor):
             weights: float32 [world]; 0 leaves a rank out.
             room: float32 [size] that the sum may be written to; its values do not count.
         """
+        if ops.word_passes is not None and self.rule is not None:
+            capacity = None if rung.dense else rung.capacity
+            return ops.word_passes.add(self.rule, layout, capacity, bodies, weights, room)
 
         def words() -> Tensor:
             payload = wire.unpack_body(ops, self.parts(layout, rung._replace(dense=False)), bodies)

@@ -44,9 +44,11 @@ class Ops(Composites, ABC):
     Attributes:
         dynamic_shapes: shapes may depend on values (a CPU, eager or in a TensorFlow graph).
             False on a GPU, where it would be a host read, and under XLA.
+        word_passes: `ops.passes.WordPasses` where there are some, else None.
     """
 
     dynamic_shapes: bool
+    word_passes: Any = None
 
     # -- making ------------------------------------------------------------------------------
 

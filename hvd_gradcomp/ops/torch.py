@@ -23,6 +23,7 @@ import torch
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.native import library
+from hvd_gradcomp.ops.passes import WordPasses
 
 if TYPE_CHECKING:
     from hvd_gradcomp.bands import Bands
@@ -56,6 +57,7 @@ class TorchOps(Ops):
         self.on_host = self.device.type == "cpu"
         self.dynamic_shapes = self.on_host and not static
         self.native = library() if self.dynamic_shapes else None
+        self.word_passes = WordPasses(self) if self.native is not None else None
         self._bands: dict[Bands, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
@@ -79,16 +81,16 @@ class TorchOps(Ops):
                 self._rooms.setdefault((x.dtype, x.numel()), []).append(x)
             self._kept.discard(_place(x))
 
-    def _room(self, x: Tensor) -> Tensor:
+    def room(self, x: Tensor) -> Tensor:
         """Where a donating verb may write: x, or as much memory, of any content, if it is kept."""
         if not self._kept or _place(x) not in self._kept:
             return x
         rooms = self._rooms.get((x.dtype, x.numel()))
         return rooms.pop().view(x.shape) if rooms else torch.empty_like(x)
 
-    def _own(self, x: Tensor) -> Tensor:
+    def own(self, x: Tensor) -> Tensor:
         """The same with the content of x, for verbs that write to a part."""
-        room = self._room(x)
+        room = self.room(x)
         return room if room is x else room.copy_(x)
 
     def settle(self) -> None:
@@ -170,13 +172,13 @@ class TorchOps(Ops):
         return x > y
 
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.add(x, y, out=self._room(x))
+        return torch.add(x, y, out=self.room(x))
 
     def clear(self, x: Tensor) -> Tensor:
-        return self._room(x).zero_()
+        return self.room(x).zero_()
 
     def scale(self, x: Tensor, factor: Any) -> Tensor:
-        return torch.mul(x, factor, out=self._room(x))
+        return torch.mul(x, factor, out=self.room(x))
 
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return x.to(_DTYPES.get(dtype, dtype))
@@ -218,7 +220,7 @@ class TorchOps(Ops):
         return torch.gather(x, 1, index)
 
     def put(self, x: Tensor, index: Tensor, values: Any) -> Tensor:
-        x = self._own(x)
+        x = self.own(x)
         if isinstance(values, torch.Tensor):
             return x.index_put_((index,), values)
         if self.native is not None and x.dtype == torch.float32:
@@ -228,10 +230,10 @@ class TorchOps(Ops):
         return x.index_fill_(0, index, values)
 
     def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._room(x).copy_(y)
+        return self.room(x).copy_(y)
 
     def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        room, start = self._own(room), 0
+        room, start = self.own(room), 0
         for piece in pieces:
             place = room[start : start + piece.shape[0]]
             if place.shape[0] and place.data_ptr() != piece.data_ptr():
@@ -240,12 +242,12 @@ class TorchOps(Ops):
         return room
 
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
-        x, room = self._own(x), max(x.shape[0] - start, 0)
+        x, room = self.own(x), max(x.shape[0] - start, 0)
         x[start : start + y.shape[0]].add_(y[:room])
         return x
 
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-        x = self._own(x)
+        x = self.own(x)
         if self.native is not None and x.dtype == torch.float32:
             index, values = index.contiguous(), values.contiguous()
             pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.shape[0])
@@ -254,7 +256,7 @@ class TorchOps(Ops):
         return x.index_add_(0, index, values)
 
     def clear_last(self, x: Tensor) -> Tensor:
-        x = self._own(x)
+        x = self.own(x)
         x[-1:].zero_()
         return x
 
@@ -343,7 +345,7 @@ class TorchOps(Ops):
         if not self.dynamic_shapes:
             return body(*donated, *given)
 
-        rooms = tuple(map(self._room, donated))
+        rooms = tuple(map(self.room, donated))
 
         def tiles() -> Iterator[Tensor | _Condition]:
             for place, tile in enumerate(self._tiles(rooms, donated, given)):
@@ -364,7 +366,7 @@ class TorchOps(Ops):
     ) -> tuple[Tensor, ...]:
         if not self.dynamic_shapes:
             return body(*donated, *given)
-        rooms = tuple(map(self._room, donated))
+        rooms = tuple(map(self.room, donated))
         for tile in self._tiles(rooms, donated, given):
             _write(tile, body(*tile))
         return rooms
@@ -437,7 +439,7 @@ class TorchOps(Ops):
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().advance(r, u, gradient, momentum, nesterov)
-        r, u = self._own(r), self._own(u)
+        r, u = self.own(r), self.own(u)
         pointers = (r.data_ptr(), u.data_ptr(), gradient.data_ptr())
         self.native.advance(*pointers, r.shape[0], momentum, nesterov)
         return r, u
@@ -508,7 +510,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         if self.native is None:
             return super().add_levels(bands, base, room, packed, scale, bits, weights)
-        room = self._room(room)
+        room = self.room(room)
         packed, scale = _rows(packed), _rows(scale)
         self.native.add_levels(
             *self._of(bands),
@@ -546,7 +548,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         if self.native is None:
             return super().add_signs(bands, base, room, packed, above, below, weights)
-        room = self._room(room)
+        room = self.room(room)
         packed, above, below = _rows(packed), above.contiguous(), below.contiguous()
         self.native.add_signs(
             *self._of(bands),

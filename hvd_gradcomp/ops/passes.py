@@ -1,0 +1,198 @@
+"""Passes: one walk over a bucket that does what a dozen verbs did, on a CPU.
+
+`codecs.words` says in verbs what a pass has to do, and that is what runs wherever there is no pass,
+and what tests hold each pass against, to the bit. A pass writes to what it is given in place, and
+uses as many threads as PyTorch does.
+
+    write   takes the gradient in, finds what the rule wants, writes the payload's body
+    settle  takes out of the memory what was sent, once the exchange has succeeded
+    add     adds up the bodies of all ranks
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from hvd_gradcomp.ops import PayloadError, Tensor
+from hvd_gradcomp.ops.rules import Rule
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.layout import Layout
+    from hvd_gradcomp.ops.torch import TorchOps
+
+
+class Written(NamedTuple):
+    """One rank's payload.
+
+    Attributes:
+        body: uint8 [bytes].
+        sent: how many elements travel.
+        wanted: how many would, had all fit.
+        per_layer: int64 [layers], of those that travel.
+        memory: with the gradient taken in.
+        settle: takes them out of the memory, in place.
+    """
+
+    body: Tensor
+    sent: int
+    wanted: int
+    per_layer: Tensor
+    memory: Sequence[Tensor]
+    settle: Callable[[], None]
+
+
+class WordPasses:
+    """Those of the methods with a rule for each element.
+
+    Args:
+        ops: the verbs, on a CPU with the C library.
+    """
+
+    def __init__(self, ops: TorchOps) -> None:
+        self.ops = ops
+        self.native: Any = ops.native
+        self._found = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._before = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def write(
+        self,
+        rule: Rule,
+        layout: Layout,
+        capacity: int | None,
+        turn: int,
+        memory: Sequence[Tensor],
+        gradient: Tensor,
+        moment: Tensor | None,
+        size: int,
+    ) -> Written:
+        """One rank's step.
+
+        Args:
+            rule: what is wanted, and what a code stands for.
+            layout: of the bucket.
+            capacity: elements that fit; None for the dense rung.
+            turn: the step.
+            memory: r and, where the rule is one of ambiguity, v; float32 [size]. Donating.
+            gradient: float32 [size].
+            moment: float32 [size]; None where the step is the sample.
+            size: bytes of the body.
+        """
+        how, where, threads = self._rule(rule), self._place(rule, layout), _threads()
+        memory = [self.ops.own(x) for x in memory]
+        found = self._scratch("_found", layout.size)
+        before = self._scratch("_before", layout.size) if rule.corrects else None
+        top = torch.empty(len(layout.names), dtype=torch.int32, device="cpu")
+        per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
+        body = torch.empty(size, dtype=torch.uint8, device="cpu")
+        both = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
+        count = self.native.words_find(
+            how,
+            where,
+            *both,
+            _at(gradient),
+            _at(moment),
+            _at(found),
+            _at(before),
+            _at(top),
+            threads,
+        )
+        if count >= 0:
+            count = self.native.words_code(
+                how, where, both[0], _at(found), count, _at(top), threads
+            )
+        if count < 0:
+            raise MemoryError("no memory to compress a bucket with")
+        pointers = how, where, _at(found), count, _at(top)
+        if capacity is None:
+            sent, kept = count, None if before is None else before[:count].clone()
+            self.native.words_spread(*pointers, _at(body), _at(per_layer))
+        else:
+            kept = None if before is None else torch.empty_like(before[: min(count, capacity)])
+            into = _at(before), _at(kept), _at(body), _at(per_layer)
+            sent = self.native.words_write(*pointers, capacity, turn, *into)
+
+        def settle() -> None:
+            number = -1 if capacity is None else sent
+            self.native.words_settle(how, where, _at(body), number, _at(kept), *both, _threads())
+
+        return Written(body, sent, count, per_layer, memory, settle)
+
+    def add(
+        self,
+        rule: Rule,
+        layout: Layout,
+        capacity: int | None,
+        bodies: Tensor,
+        weights: Tensor,
+        room: Tensor,
+    ) -> Tensor:
+        """`sum over ranks of weights[rank] * what the rank sent`, in rank order.
+
+        Args:
+            rule, layout, capacity: as for `write`, on all ranks alike.
+            bodies: uint8 [world, bytes].
+            weights: float32 [world].
+            room: float32 [size] that the sum may be written to; its values do not count.
+
+        Raises:
+            PayloadError: an index points outside of the bucket.
+        """
+        how, where, room = self._rule(rule), self._place(rule, layout), self.ops.room(room)
+        ranks = how, where, _at(bodies), bodies.stride(0), bodies.shape[0]
+        into = _at(weights), _at(room), _threads()
+        if capacity is None:
+            self.native.words_add_places(*ranks, *into)
+        elif self.native.words_add(*ranks, capacity, *into) < 0:
+            raise PayloadError("an index points outside of its bucket: a payload is damaged")
+        return room
+
+    def _scratch(self, name: str, size: int) -> Tensor:
+        """Memory that is used again: fresh pages cost as much as a pass."""
+        room = getattr(self, name)
+        if room.shape[0] < size:
+            room = torch.empty(size, dtype=room.dtype, device="cpu")
+            setattr(self, name, room)
+        return room
+
+    def _rule(self, rule: Rule) -> Any:
+        return ctypes.byref(_Rule(*rule, 2 * rule.tau, rule.tau * rule.tau))
+
+    def _place(self, rule: Rule, layout: Layout) -> Any:
+        layers = len(layout.names)
+        side = -(-layers // 4) * 4 if rule.powers else 0
+        table = self.ops.table(layout, "layer_of_block")
+        return ctypes.byref(_Place(_at(table), layout.size, layers, layout.block_bits, side))
+
+
+class _Rule(ctypes.Structure):
+    """`rule` in words.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("ambiguity", "large", "powers")),
+        *((name, ctypes.c_int32) for name in ("subtracts", "corrects")),
+        *((name, ctypes.c_float) for name in ("alpha", "tau", "zeta", "twice_tau", "tau_squared")),
+    ]
+
+
+class _Place(ctypes.Structure):
+    """`place` in words.c."""
+
+    _fields_ = [
+        ("layer_of_block", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("layers", ctypes.c_int64),
+        ("block_bits", ctypes.c_int32),
+        ("side", ctypes.c_int32),
+    ]
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _threads() -> int:
+    return torch.get_num_threads()

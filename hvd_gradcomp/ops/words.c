@@ -1,0 +1,508 @@
+/* The passes of codecs/words.py: each one walk over a bucket, or over what is sent of it.
+ *
+ * Every result equals that of the verbs to the bit; see native.c for how. A pass is cut into as many
+ * pieces as it gets threads, at borders that do not depend on what the pieces hold.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FAST
+#endif
+
+#define CHUNK 2048 /* elements that stay in the first-level cache, of four vectors */
+#define TILE 16384 /* of one vector */
+#define RUN 64
+
+/* What a method does with an element, in numbers; see `Rule` in codecs/words.py. */
+typedef struct {
+  int32_t ambiguity; /* has second moments v, and sends where r*r > alpha*v */
+  int32_t large;     /* sends where |r| > tau */
+  int32_t powers;    /* codes are powers of two below the layer's largest; else plus or minus tau */
+  int32_t subtracts; /* what was sent is taken from r; else r = 0 */
+  int32_t corrects;  /* v of what was sent becomes max(v - 2*|r|*tau + tau*tau, 0); else 0 */
+  float alpha, tau, zeta, twice_tau, tau_squared;
+} rule;
+
+/* Where the layers lie. */
+typedef struct {
+  const int64_t *layer_of_block;
+  int64_t size, layers;
+  int32_t block_bits, side; /* side: bytes before words and places in a body */
+} place;
+
+static inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+/* Where piece t of `pieces` begins; a multiple of `grain`, and the end for the last. */
+static int64_t border(int64_t n, int64_t grain, int t, int pieces) {
+  int64_t grains = (n + grain - 1) / grain, at = grains * t / pieces * grain;
+  return at < n ? at : n;
+}
+
+/* -- taking in and finding ------------------------------------------------------------------ */
+
+FAST static void add(float *restrict x, const float *restrict y, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = x[i] + y[i];
+}
+
+FAST static void add_square(float *restrict x, const float *restrict y, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    float square = y[i] * y[i];
+    x[i] = x[i] + square;
+  }
+}
+
+FAST static void scale(float *x, float factor, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = x[i] * factor;
+}
+
+#define UNAMBIGUOUS(i) (r[i] * r[i] > v[i] * how->alpha)
+#define LARGE(i) (fabsf(r[i]) > how->tau)
+#define WANTED(i) ((!how->ambiguity || UNAMBIGUOUS(i)) && (!how->large || LARGE(i)))
+
+static int64_t wanted_plainly(const rule *how, const float *r, const float *v, int64_t n,
+                              uint32_t base, uint32_t *out) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++)
+    if (WANTED(i)) out[count++] = base + (uint32_t)i;
+  return count;
+}
+
+#ifdef __x86_64__
+#include <immintrin.h>
+
+__attribute__((target("avx2,bmi"))) static int64_t wanted_avx2(const rule *how, const float *r,
+                                                                const float *v, int64_t n,
+                                                                uint32_t base, uint32_t *out) {
+  const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  int64_t count = 0, run = 0;
+  for (; run + RUN <= n; run += RUN) {
+    uint64_t flags = 0;
+    for (int64_t part = 0; part < RUN; part += 8) {
+      const __m256 x = _mm256_loadu_ps(r + run + part);
+      uint32_t passes = 255;
+      if (how->ambiguity) {
+        const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(v + run + part), alpha);
+        passes = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(_mm256_mul_ps(x, x), y, _CMP_GT_OQ));
+      }
+      if (how->large)
+        passes &= (uint32_t)_mm256_movemask_ps(
+            _mm256_cmp_ps(_mm256_and_ps(x, magnitude), tau, _CMP_GT_OQ));
+      flags |= (uint64_t)passes << part;
+    }
+    for (; flags; flags &= flags - 1)
+      out[count++] = base + (uint32_t)run + (uint32_t)__builtin_ctzll(flags);
+  }
+  for (int64_t i = run; i < n; i++)
+    if (WANTED(i)) out[count++] = base + (uint32_t)i;
+  return count;
+}
+
+__attribute__((target("avx512f"))) static int64_t wanted_avx512(const rule *how, const float *r,
+                                                                 const float *v, int64_t n,
+                                                                 uint32_t base, uint32_t *out) {
+  const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);
+  const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  int64_t count = 0, i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m512 x = _mm512_loadu_ps(r + i);
+    __mmask16 passes = 0xffff;
+    if (how->ambiguity) {
+      const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(v + i), alpha);
+      passes = _mm512_cmp_ps_mask(_mm512_mul_ps(x, x), y, _CMP_GT_OQ);
+    }
+    if (how->large) passes = _mm512_mask_cmp_ps_mask(passes, _mm512_abs_ps(x), tau, _CMP_GT_OQ);
+    if (!passes) continue;
+    /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
+    const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)(base + (uint32_t)i)), ahead);
+    _mm512_storeu_si512(out + count, _mm512_maskz_compress_epi32(passes, here));
+    count += __builtin_popcount(passes);
+  }
+  for (; i < n; i++)
+    if (WANTED(i)) out[count++] = base + (uint32_t)i;
+  return count;
+}
+
+static int64_t wanted(const rule *how, const float *r, const float *v, int64_t n, uint32_t base,
+                      uint32_t *out) {
+  if (__builtin_cpu_supports("avx512f")) return wanted_avx512(how, r, v, n, base, out);
+  if (__builtin_cpu_supports("avx2")) return wanted_avx2(how, r, v, n, base, out);
+  return wanted_plainly(how, r, v, n, base, out);
+}
+#else
+#define wanted wanted_plainly
+#endif
+
+/* Moves the pieces that threads have written together. */
+static int64_t join(void *items, size_t width, const int64_t *starts, const int64_t *counts,
+                    int pieces) {
+  char *all = items;
+  int64_t total = 0;
+  for (int t = 0; t < pieces; t++) {
+    if (starts[t] != total)
+      memmove(all + total * (int64_t)width, all + starts[t] * (int64_t)width,
+              (size_t)counts[t] * width);
+    total += counts[t];
+  }
+  return total;
+}
+
+/* r += g, v += q (g*g where q is NULL), v *= zeta; which elements are wanted.
+ *
+ * found [size]: their indices, ascending, in the beginning.
+ * before [size]: v of each before the decay, where the rule corrects it; else NULL.
+ * top [layers]: the largest exponent of a wanted element, as it stands in a float.
+ * Returns how many are wanted; -1 without memory.
+ */
+int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *g,
+                   const float *q, uint32_t *found, float *before, int32_t *top, int threads) {
+  int64_t n = where->size;
+  int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
+  int32_t *tops = calloc((size_t)(threads * where->layers), sizeof(int32_t));
+  if (!starts || !tops) {
+    free(starts);
+    free(tops);
+    return -1;
+  }
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
+    int64_t count = 0;
+    int32_t *mine = tops + t * where->layers;
+    for (int64_t at = start; at < stop; at += CHUNK) {
+      int64_t size = at + CHUNK < stop ? CHUNK : stop - at;
+      uint32_t *out = found + start + count;
+      add(r + at, g + at, size);
+      if (v && q)
+        add(v + at, q + at, size);
+      else if (v)
+        add_square(v + at, g + at, size);
+      int64_t fresh = wanted(how, r + at, v + at, size, (uint32_t)at, out);
+      if (before)
+        for (int64_t i = 0; i < fresh; i++) before[start + count + i] = v[out[i]];
+      if (v) scale(v + at, how->zeta, size);
+      if (how->powers)
+        for (int64_t i = 0; i < fresh; i++) {
+          int32_t *most = mine + where->layer_of_block[out[i] >> where->block_bits];
+          int32_t exponent = (int32_t)(bits_of(r[out[i]]) >> 23 & 255);
+          *most = exponent > *most ? exponent : *most;
+        }
+      count += fresh;
+    }
+    starts[t] = start, counts[t] = count;
+  }
+  for (int64_t layer = 0; layer < where->layers; layer++) {
+    top[layer] = 0;
+    for (int t = 0; t < threads; t++)
+      if (tops[t * where->layers + layer] > top[layer]) top[layer] = tops[t * where->layers + layer];
+    if (top[layer] > 254) top[layer] = 254;
+  }
+  if (before) join(before, sizeof(float), starts, counts, threads);
+  int64_t total = join(found, sizeof(uint32_t), starts, counts, threads);
+  free(starts);
+  free(tops);
+  return total;
+}
+
+/* -- codes ----------------------------------------------------------------------------------- */
+
+/* found [count]: indices become words, code above index, without what no code can express.
+ *
+ * Returns how many are left; -1 without memory.
+ */
+int64_t words_code(const rule *how, const place *where, const float *r, uint32_t *found,
+                   int64_t count, const int32_t *top, int threads) {
+  int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
+  if (!starts) return -1;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    int64_t start = border(count, 1, t, threads), stop = border(count, 1, t + 1, threads);
+    int64_t kept = start;
+    for (int64_t i = start; i < stop; i++) {
+      uint32_t index = found[i], bits = bits_of(r[index]);
+      if (!how->powers) {
+        found[kept++] = (bits & 0x80000000u) | index;
+        continue;
+      }
+      int32_t ceiling = top[where->layer_of_block[index >> where->block_bits]];
+      int32_t nearest = (int32_t)(((bits & 0x7fffffffu) + 0x400000u) >> 23);
+      int32_t rounded = nearest < ceiling ? nearest : ceiling, below = ceiling - rounded;
+      found[kept] = (bits >> 31) << 31 | (uint32_t)(below & 7) << 28 | index;
+      kept += (below <= 7) & (rounded > 0);
+    }
+    starts[t] = start, counts[t] = kept - start;
+  }
+  int64_t total = join(found, sizeof(uint32_t), starts, counts, threads);
+  free(starts);
+  return total;
+}
+
+static inline uint32_t index_of(const rule *how, uint32_t word) {
+  return word & (how->powers ? 0x0fffffffu : 0x7fffffffu);
+}
+
+static inline uint32_t code_of(const rule *how, uint32_t word) {
+  return word >> (how->powers ? 28 : 31);
+}
+
+/* What a code stands for; exponents [layers] belong to the payload that it came in. */
+static inline float value_of(const rule *how, uint32_t code, int32_t exponent) {
+  if (!how->powers) return (float)(1 - 2 * (int32_t)code) * how->tau;
+  int32_t power = exponent + 127 - (int32_t)(code & 7);
+  return float_of((uint32_t)(power > 0 ? power : 0) << 23 | (code >> 3) << 31);
+}
+
+static inline int64_t layer_of(const place *where, int64_t index) {
+  return where->layer_of_block[index >> where->block_bits];
+}
+
+/* Counts words by layer. */
+static void count_layers(const rule *how, const place *where, const uint32_t *words, int64_t count,
+                         int64_t *sent) {
+  for (int64_t i = 0; i < count; i++) sent[layer_of(where, index_of(how, words[i]))]++;
+}
+
+/* The body's side part: an exponent for each layer, and padding. */
+static void write_side(const rule *how, const place *where, const int32_t *top, uint8_t *body) {
+  memset(body, 0, (size_t)where->side);
+  if (how->powers)
+    for (int64_t layer = 0; layer < where->layers; layer++)
+      body[layer] = (uint8_t)(top[layer] - 127);
+}
+
+/* A body of words: a window of neighbours if not all fit, and the sink in unused slots.
+ *
+ * before, kept [capacity]: from `words_find`, those of what is sent; NULL where there is none.
+ * sent [layers]: how many of each layer are sent.
+ * Returns how many are.
+ */
+int64_t words_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
+                    const int32_t *top, int64_t capacity, int64_t turn, const float *before,
+                    float *kept, uint8_t *body, int64_t *sent) {
+  int64_t head = 0, start = 0;
+  if (count > capacity) {
+    start = (int64_t)((__int128)turn * capacity % count);
+    head = start + capacity > count ? start + capacity - count : 0;
+  }
+  int64_t stop = start + capacity < count ? start + capacity : count, tail = stop - start;
+  uint32_t *out = (uint32_t *)(body + where->side);
+  write_side(how, where, top, body);
+  memcpy(out, words, (size_t)head * 4);
+  memcpy(out + head, words + start, (size_t)tail * 4);
+  for (int64_t i = head + tail; i < capacity; i++) out[i] = (uint32_t)(where->size - 1);
+  if (kept) {
+    memcpy(kept, before, (size_t)head * 4);
+    memcpy(kept + head, before + start, (size_t)tail * 4);
+  }
+  memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
+  count_layers(how, where, out, head + tail, sent);
+  return head + tail;
+}
+
+/* A body of places: `code + 1` of every element in a byte, or in two bits; all words are sent. */
+void words_spread(const rule *how, const place *where, const uint32_t *words, int64_t count,
+                  const int32_t *top, uint8_t *body, int64_t *sent) {
+  uint8_t *out = body + where->side;
+  int64_t bytes = how->powers ? where->size : where->size / 4;
+  write_side(how, where, top, body);
+  memset(out, 0, (size_t)((bytes + 3) / 4 * 4));
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t index = index_of(how, words[i]);
+    uint8_t code = (uint8_t)(code_of(how, words[i]) + 1);
+    if (how->powers)
+      out[index] = code;
+    else
+      out[index >> 2] |= (uint8_t)(code << 2 * (index & 3));
+  }
+  memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
+  count_layers(how, where, words, count, sent);
+}
+
+/* -- settling -------------------------------------------------------------------------------- */
+
+static inline void settle(const rule *how, const place *where, const int8_t *exponents,
+                          uint32_t index, uint32_t code, float before, float *r, float *v) {
+  float held = r[index];
+  if (how->subtracts)
+    r[index] = held - value_of(how, code, how->powers ? exponents[layer_of(where, index)] : 0);
+  else
+    r[index] = 0.0f;
+  if (!v) return;
+  if (how->corrects) {
+    float less = fabsf(held) * how->twice_tau;
+    float left = before - less;
+    left = left + how->tau_squared;
+    v[index] = (left > 0.0f ? left : 0.0f) * how->zeta;
+  } else
+    v[index] = 0.0f;
+}
+
+/* Takes out of r and v what a body of this rank says: `count` words, or places where it is -1.
+ *
+ * kept: v before the decay of each element sent, where the rule corrects it.
+ */
+void words_settle(const rule *how, const place *where, const uint8_t *body, int64_t count,
+                  const float *kept, float *r, float *v, int threads) {
+  const int8_t *exponents = (const int8_t *)body;
+  if (count >= 0) {
+    const uint32_t *words = (const uint32_t *)(body + where->side);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++)
+      settle(how, where, exponents, index_of(how, words[i]), code_of(how, words[i]),
+             kept ? kept[i] : 0.0f, r, v);
+    return;
+  }
+  const uint8_t *places = body + where->side;
+  if (kept) threads = 1; /* whose place in `kept` is known only once those before were seen */
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    int64_t stop = border(where->size, CHUNK, t + 1, threads), number = 0;
+    for (int64_t at = border(where->size, CHUNK, t, threads); at < stop; at += 8) {
+      uint64_t eight = 0; /* a size is a multiple of a block, and a block of 8 */
+      if (how->powers) {
+        memcpy(&eight, places + at, 8);
+      } else {
+        uint16_t pairs;
+        memcpy(&pairs, places + at / 4, 2);
+        for (int i = 0; i < 8; i++) eight |= (uint64_t)(pairs >> 2 * i & 3) << 8 * i;
+      }
+      for (int i = 0; eight; i++, eight >>= 8)
+        if (eight & 255)
+          settle(how, where, exponents, (uint32_t)(at + i), (uint32_t)(eight & 255) - 1,
+                 kept ? kept[number++] : 0.0f, r, v);
+    }
+  }
+}
+
+/* -- adding up ------------------------------------------------------------------------------- */
+
+/* 0 if words ascend, 1 if they do not, -1 if one lies beyond the bucket. */
+FAST static int order_of(const uint32_t *words, int64_t count, uint32_t mask, uint32_t size) {
+  uint32_t falls = 0, beyond = 0;
+  for (int64_t i = 0; i < count; i++) beyond |= (words[i] & mask) >= size;
+  for (int64_t i = 1; i < count; i++) falls |= (words[i] & mask) < (words[i - 1] & mask);
+  return beyond ? -1 : (int)falls;
+}
+
+static int64_t first_from(const rule *how, const uint32_t *words, int64_t count, int64_t index) {
+  int64_t low = 0;
+  while (count > 0) {
+    int64_t half = count / 2;
+    if (index_of(how, words[low + half]) < index) {
+      low += half + 1;
+      count -= half + 1;
+    } else
+      count = half;
+  }
+  return low;
+}
+
+static inline float part_of(const rule *how, const place *where, const uint8_t *body,
+                            uint32_t word, float weight) {
+  int64_t layer = how->powers ? layer_of(where, index_of(how, word)) : 0;
+  return value_of(how, code_of(how, word), how->powers ? ((const int8_t *)body)[layer] : 0) *
+         weight;
+}
+
+/* room = the sum of all ranks' words times their weight, rank by rank in rank order.
+ *
+ * bodies: of all ranks, `stride` bytes apart. Returns -1 if an index lies beyond the bucket.
+ */
+int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+              int64_t ranks, int64_t capacity, const float *weights, float *room, int threads) {
+  int falls = 0;
+  for (int64_t rank = 0; rank < ranks; rank++) {
+    const uint32_t *words = (const uint32_t *)(bodies + rank * stride + where->side);
+    int order = order_of(words, capacity, how->powers ? 0x0fffffffu : 0x7fffffffu,
+                         (uint32_t)where->size);
+    if (order < 0) return -1;
+    falls |= order;
+  }
+  if (falls) threads = 1; /* nobody here writes such: one walk over all, for each rank */
+  int64_t grain = falls ? where->size : TILE;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    int64_t stop = border(where->size, grain, t + 1, threads);
+    for (int64_t at = border(where->size, grain, t, threads); at < stop; at += grain) {
+      int64_t end = at + grain < stop ? at + grain : stop;
+      memset(room + at, 0, sizeof(float) * (size_t)(end - at));
+      for (int64_t rank = 0; rank < ranks; rank++) {
+        const uint8_t *body = bodies + rank * stride;
+        const uint32_t *words = (const uint32_t *)(body + where->side);
+        int64_t i = falls ? 0 : first_from(how, words, capacity, at);
+        for (; i < capacity && index_of(how, words[i]) < end; i++)
+          room[index_of(how, words[i])] += part_of(how, where, body, words[i], weights[rank]);
+      }
+    }
+  }
+  room[where->size - 1] = 0.0f;
+  return 0;
+}
+
+FAST static void add_powers(float *room, const uint8_t *codes, int64_t n, int32_t exponent,
+                            float weight) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t code = (uint32_t)codes[i] - 1;
+    int32_t power = exponent + 127 - (int32_t)(code & 7);
+    uint32_t bits = (uint32_t)(power > 0 ? power : 0) << 23 | (code >> 3) << 31;
+    float value;
+    memcpy(&value, &bits, 4);
+    value = value * weight;
+    room[i] = room[i] + (codes[i] ? value : 0.0f);
+  }
+}
+
+FAST static void add_signs_of(float *room, const uint8_t *codes, int64_t n, float tau,
+                              float weight) {
+  for (int64_t i = 0; i < n; i++) {
+    float value = (float)(3 - 2 * (int32_t)codes[i]) * tau;
+    value = value * weight;
+    room[i] = room[i] + (codes[i] ? value : 0.0f);
+  }
+}
+
+/* The same of places. */
+void words_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+                      int64_t ranks, const float *weights, float *room, int threads) {
+  int64_t block = (int64_t)1 << where->block_bits;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    uint8_t codes[CHUNK];
+    int64_t stop = border(where->size, TILE, t + 1, threads);
+    for (int64_t at = border(where->size, TILE, t, threads); at < stop;) {
+      int64_t layer = layer_of(where, at), end = at;
+      while (end < stop && end - at < CHUNK && layer_of(where, end) == layer) end += block;
+      end = end < stop ? end : stop;
+      if (end - at > CHUNK) end = at + CHUNK;
+      memset(room + at, 0, sizeof(float) * (size_t)(end - at));
+      for (int64_t rank = 0; rank < ranks; rank++) {
+        const uint8_t *body = bodies + rank * stride, *places = body + where->side;
+        if (how->powers) {
+          add_powers(room + at, places + at, end - at, ((const int8_t *)body)[layer],
+                     weights[rank]);
+          continue;
+        }
+        for (int64_t i = 0; i < end - at; i++)
+          codes[i] = places[(at + i) >> 2] >> 2 * (i & 3) & 3;
+        add_signs_of(room + at, codes, end - at, how->tau, weights[rank]);
+      }
+      at = end;
+    }
+  }
+  room[where->size - 1] = 0.0f;
+}

@@ -1,0 +1,189 @@
+"""Each pass against the verbs, to the bit: state, payloads and results of whole exchanges."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp.aggregator import leaves
+from hvd_gradcomp.collectives import Allgather
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
+from hvd_gradcomp.ops.native import library
+from hvd_gradcomp.testing import World
+from hvd_gradcomp.wire import HEADER_BYTES
+from tests.methods import WORDS
+
+torch = pytest.importorskip("torch")
+TorchOps = pytest.importorskip("hvd_gradcomp.ops.torch").TorchOps
+pytestmark = pytest.mark.skipif(library() is None, reason="without the C library")
+ONE_EACH = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompressor(tau=0.7)]
+
+
+def verbs():
+    ops = TorchOps()
+    ops.word_passes = None
+    return ops
+
+
+def layout_of(*sizes):
+    return Layout(tuple(f"layer{i}" for i in range(len(sizes))), tuple((n,) for n in sizes))
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def assert_alike(passes, reference):
+    for one, other in zip(passes.states, reference.states):
+        for (name, x), (_, y) in zip(leaves(one), leaves(other)):
+            assert torch.equal(x, y), name
+    for ours, theirs in zip(passes.traffic, reference.traffic):
+        assert all(map(torch.equal, (r.tensor for r in ours), (r.tensor for r in theirs)))
+
+
+def gradients(generator, layout, world, scale, share):
+    """Noise whose scale differs by layer; `share` of it is large, the rest rarely sent."""
+    found = []
+    for _ in range(world.size):
+        layers = [2.0**i * torch.randn(n, generator=generator) for i, n in enumerate(layout.sizes)]
+        kept = [(torch.rand(n, generator=generator) < share).float() for n in layout.sizes]
+        found.append(world.flat([scale * x * (k + 1e-3) for x, k in zip(layers, kept)]))
+    return found
+
+
+@pytest.mark.parametrize("moments", [True, False], ids=["moments", "steps"])
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
+@given(
+    sizes=st.lists(st.sampled_from([1, 3, 255, 256, 700, 5000]), min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+    ranks=st.integers(1, 5),
+    scale=st.sampled_from([1e-30, 0.3, 3.0, 1e20]),
+    share=st.sampled_from([0.0, 0.002, 0.1, 1.0]),
+    threads=st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=20)
+def test_passes_do_what_the_verbs_do(
+    compressor, moments, sizes, seed, ranks, scale, share, threads
+):
+    """Six steps, in which the ladder goes up to the dense rung and windows rotate."""
+    layout, before = layout_of(*sizes), torch.get_num_threads()
+    passes, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
+    torch.set_num_threads(threads)
+    try:
+        for step in range(6):
+            generator = torch.Generator().manual_seed(1000 * seed + step)
+            given = gradients(generator, layout, passes, scale, share)
+            extra = {}
+            if compressor.uses_moments and moments:
+                extra["moment"] = [g * g / 2 for g in given]
+            ours, theirs = passes.step(given, **extra), reference.step(given, **extra)
+            assert all(map(torch.equal, ours, theirs))
+            assert_alike(passes, reference)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+def test_threads_cut_a_large_bucket_alike(compressor, threads):
+    """Borders of pieces lie within layers, and the densities go from few elements to all."""
+    layout = layout_of(40_000, 100, 70_001)
+    found = []
+    for count in (1, 3):
+        threads(count)
+        world = World(compressor, TorchOps(), layout, 2)
+        totals = []
+        for step, share in enumerate([0.001, 0.001, 0.3, 1.0, 1.0, 0.01]):
+            generator = torch.Generator().manual_seed(step)
+            totals += world.step(gradients(generator, layout, world, 1.0, share))
+        found.append((world, totals))
+    (one, totals), (other, same) = found
+    assert all(map(torch.equal, totals, same))
+    assert_alike(one, other)
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+@pytest.mark.parametrize("what", ["index", "nan"])
+def test_an_exchange_that_fails_settles_nothing(compressor, what):
+    """The memory holds the gradient of the step that failed, and a later step sends it."""
+    layout, fails = layout_of(600), []
+
+    def tamper(rank, request):
+        if rank == 1 and fails and isinstance(request, Allgather):
+            damaged = request.tensor.clone()
+            damaged[HEADER_BYTES + 4] += 1
+            return request._replace(tensor=damaged)
+        return request
+
+    ends = []
+    for ops in (TorchOps(), verbs()):
+        world = World(compressor, ops, layout, 2, tamper=tamper)
+        generator = torch.Generator().manual_seed(1)
+        given = [gradients(generator, layout, world, 2.0, 1.0) for _ in range(4)]
+        world.step(given[0])
+        if what == "nan":
+            given[1][0][5] = float("nan")
+        fails[:] = [True] * (what == "index")
+        with pytest.raises((PayloadError, NonFiniteGradientError)):
+            world.step(given[1])
+        fails.clear()
+        totals = [world.step(g) for g in given[2:]]
+        ends.append((world, totals))
+    (passes, totals), (reference, others) = ends
+    for ours, theirs in zip(totals, others):
+        assert all(map(torch.equal, ours, theirs))
+    assert_alike(passes, reference)
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_no_index_is_trusted(compressor, data):
+    """Bodies that nobody wrote: the sum of the verbs, or an error, whatever the bytes."""
+    layout, capacity = layout_of(300, 200), 20
+    ops, reference = TorchOps(), verbs()
+    ladder = compressor.ladder(layout)
+    rung = ladder.climb(ops, ladder.init(ops))[0]
+    dense = data.draw(st.booleans())
+    rung = rung._replace(capacity=capacity, dense=dense)
+    size = compressor.payload_bytes(layout, rung) - HEADER_BYTES
+    near = data.draw(st.booleans())  # most random indices lie beyond the bucket
+    given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
+    bodies = torch.tensor([list(body) for body in given], dtype=torch.uint8)
+    if near and not dense:
+        side = size - 4 * capacity
+        words = bodies[:, side:].view(-1, capacity, 4)
+        words[:, :, 1] %= 3
+        words[:, :, 2] = 0
+        words[:, :, 3] &= (
+            0x80 if isinstance(compressor.rule.tau, float) and not compressor.rule.powers else 0xF0
+        )
+    weights = torch.full((len(given),), 0.5)
+
+    def total(ops):
+        room = torch.full((layout.size,), 7.0)
+        try:
+            return compressor.decode_sum(ops, layout, rung, bodies, weights, room)
+        except (PayloadError, IndexError, RuntimeError) as error:
+            return type(error)
+
+    ours, theirs = total(ops), total(reference)
+    if isinstance(theirs, torch.Tensor):
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+    else:
+        assert ours is PayloadError
+
+
+def test_a_rule_is_not_inherited_by_another_gate():
+    class Other(StromCompressor):
+        def gate(self, ops, memory, gradient, moment):
+            wanted, memory = super().gate(ops, memory, gradient, moment)
+            return wanted, memory
+
+    assert StromCompressor().rule is not None
+    assert Other().rule is None
