@@ -8,7 +8,6 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.algorithms.variance import MOMENTS, Ambiguity
 from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
 from hvd_gradcomp.codecs.selection import Sent
-from hvd_gradcomp.codecs.sparse import Held
 from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -69,15 +68,6 @@ class HybridCompressor(WordCompressor):
         r, v = memory.plus(ops, gradient, moment)
         unambiguous = ops.square_exceeds(r, v, self.alpha)
         return unambiguous & ops.greater(ops.abs(r), self.tau), Ambiguity(r, v)
-
-    def held(
-        self, ops: Ops, memory: Ambiguity, index: Tensor, first: Tensor | None = None
-    ) -> Held | None:
-        held = super().held(ops, memory, index, first)
-        if held is None:
-            return None
-        r, v = held.fields  # what is given back has decayed like all others
-        return Held(index, (r, ops.times(v, self.zeta)))
 
     def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:
         r, v = (ops.gather(x, sent.index) for x in memory)

@@ -55,8 +55,7 @@ class WordPasses:
     def __init__(self, ops: TorchOps) -> None:
         self.ops = ops
         self.native: Any = ops.native
-        self._found = torch.empty(0, dtype=torch.int32, device="cpu")
-        self._before = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._rooms = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def write(
         self,
@@ -83,43 +82,31 @@ class WordPasses:
         """
         how, where, threads = self._rule(rule), self._place(rule, layout), _threads()
         memory = [self.ops.own(x) for x in memory]
-        found = self._scratch("_found", layout.size)
-        before = self._scratch("_before", layout.size) if rule.corrects else None
+        r, v = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
         top = torch.empty(len(layout.names), dtype=torch.int32, device="cpu")
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
         body = torch.empty(size, dtype=torch.uint8, device="cpu")
-        both = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
-        count = self.native.words_find(
-            how,
-            where,
-            *both,
-            _at(gradient),
-            _at(moment),
-            _at(found),
-            _at(before),
-            _at(top),
-            threads,
-        )
-        if count >= 0:
-            count = self.native.words_code(
-                how, where, both[0], _at(found), count, _at(top), threads
-            )
-        if count < 0:
-            raise MemoryError("no memory to compress a bucket with")
-        pointers = how, where, _at(found), count, _at(top)
+        given = how, where, r, v, _at(gradient), _at(moment)
+        out = _at(body), _at(per_layer)
         if capacity is None:
-            sent, kept = count, None if before is None else before[:count].clone()
-            self.native.words_spread(*pointers, _at(body), _at(per_layer))
+            flags = body[-layout.size :] if rule.powers else self._room(layout.size)
+            _check(self.native.words_find(*given, None, _at(flags), _at(top), threads))
+            sent = wanted = self.native.words_places(
+                how, where, r, _at(flags), _at(top), *out, threads
+            )
         else:
-            kept = None if before is None else torch.empty_like(before[: min(count, capacity)])
-            into = _at(before), _at(kept), _at(body), _at(per_layer)
-            sent = self.native.words_write(*pointers, capacity, turn, *into)
+            found = _at(self._room(4 * layout.size))
+            wanted = _check(self.native.words_find(*given, found, None, _at(top), threads))
+            wanted = _check(self.native.words_code(how, where, r, found, wanted, _at(top), threads))
+            sent = self.native.words_write(
+                how, where, found, wanted, _at(top), capacity, turn, v, *out
+            )
 
         def settle() -> None:
             number = -1 if capacity is None else sent
-            self.native.words_settle(how, where, _at(body), number, _at(kept), *both, _threads())
+            self.native.words_settle(how, where, _at(body), number, r, v, _threads())
 
-        return Written(body, sent, count, per_layer, memory, settle)
+        return Written(body, sent, wanted, per_layer, memory, settle)
 
     def add(
         self,
@@ -150,13 +137,11 @@ class WordPasses:
             raise PayloadError("an index points outside of its bucket: a payload is damaged")
         return room
 
-    def _scratch(self, name: str, size: int) -> Tensor:
-        """Memory that is used again: fresh pages cost as much as a pass."""
-        room = getattr(self, name)
-        if room.shape[0] < size:
-            room = torch.empty(size, dtype=room.dtype, device="cpu")
-            setattr(self, name, room)
-        return room
+    def _room(self, size: int) -> Tensor:
+        """Bytes that are used again: fresh pages cost as much as a pass."""
+        if self._rooms.shape[0] < size:
+            self._rooms = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._rooms
 
     def _rule(self, rule: Rule) -> Any:
         return ctypes.byref(_Rule(*rule, 2 * rule.tau, rule.tau * rule.tau))
@@ -192,6 +177,12 @@ class _Place(ctypes.Structure):
 
 def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def _check(count: int) -> int:
+    if count < 0:
+        raise MemoryError("no memory to compress a bucket with")
+    return count
 
 
 def _threads() -> int:

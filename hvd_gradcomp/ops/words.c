@@ -73,21 +73,27 @@ FAST static void scale(float *x, float factor, int64_t n) {
 #define UNAMBIGUOUS(i) (r[i] * r[i] > v[i] * how->alpha)
 #define LARGE(i) (fabsf(r[i]) > how->tau)
 #define WANTED(i) ((!how->ambiguity || UNAMBIGUOUS(i)) && (!how->large || LARGE(i)))
+#define MAGNITUDE(x) (bits_of(x) & 0x7fffffffu)
 
-static int64_t wanted_plainly(const rule *how, const float *r, const float *v, int64_t n,
-                              uint32_t base, uint32_t *out) {
+/* The indices of what is wanted, and the largest magnitude among it, as bits. */
+static int64_t list_plainly(const rule *how, const float *r, const float *v, int64_t first,
+                            int64_t n, uint32_t base, uint32_t *out, uint32_t *most) {
   int64_t count = 0;
-  for (int64_t i = 0; i < n; i++)
-    if (WANTED(i)) out[count++] = base + (uint32_t)i;
+  for (int64_t i = first; i < n; i++)
+    if (WANTED(i)) {
+      out[count++] = base + (uint32_t)i;
+      if (MAGNITUDE(r[i]) > *most) *most = MAGNITUDE(r[i]);
+    }
   return count;
 }
 
 #ifdef __x86_64__
 #include <immintrin.h>
 
-__attribute__((target("avx2,bmi"))) static int64_t wanted_avx2(const rule *how, const float *r,
-                                                                const float *v, int64_t n,
-                                                                uint32_t base, uint32_t *out) {
+__attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, const float *r,
+                                                              const float *v, int64_t n,
+                                                              uint32_t base, uint32_t *out,
+                                                              uint32_t *most) {
   const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
   const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   int64_t count = 0, run = 0;
@@ -105,58 +111,108 @@ __attribute__((target("avx2,bmi"))) static int64_t wanted_avx2(const rule *how, 
             _mm256_cmp_ps(_mm256_and_ps(x, magnitude), tau, _CMP_GT_OQ));
       flags |= (uint64_t)passes << part;
     }
-    for (; flags; flags &= flags - 1)
-      out[count++] = base + (uint32_t)run + (uint32_t)__builtin_ctzll(flags);
+    for (; flags; flags &= flags - 1) {
+      int64_t i = run + __builtin_ctzll(flags);
+      out[count++] = base + (uint32_t)i;
+      if (MAGNITUDE(r[i]) > *most) *most = MAGNITUDE(r[i]);
+    }
   }
-  for (int64_t i = run; i < n; i++)
-    if (WANTED(i)) out[count++] = base + (uint32_t)i;
-  return count;
+  return count + list_plainly(how, r, v, run, n, base, out + count, most);
 }
 
-__attribute__((target("avx512f"))) static int64_t wanted_avx512(const rule *how, const float *r,
-                                                                 const float *v, int64_t n,
-                                                                 uint32_t base, uint32_t *out) {
+__attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
+    const rule *how, const float *r, const float *v, int64_t n, uint32_t base, uint32_t *out,
+    uint32_t *most) {
   const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);
   const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  int64_t count = 0, i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const __m512 x = _mm512_loadu_ps(r + i);
-    __mmask16 passes = 0xffff;
-    if (how->ambiguity) {
-      const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(v + i), alpha);
-      passes = _mm512_cmp_ps_mask(_mm512_mul_ps(x, x), y, _CMP_GT_OQ);
+  __m512i largest = _mm512_setzero_si512();
+  int64_t count = 0, run = 0;
+  for (; run + RUN <= n; run += RUN) {
+    __mmask16 passes[4];
+    for (int part = 0; part < 4; part++) {
+      const __m512 x = _mm512_loadu_ps(r + run + 16 * part);
+      passes[part] = 0xffff;
+      if (how->ambiguity) {
+        const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(v + run + 16 * part), alpha);
+        passes[part] = _mm512_cmp_ps_mask(_mm512_mul_ps(x, x), y, _CMP_GT_OQ);
+      }
+      if (how->large)
+        passes[part] = _mm512_mask_cmp_ps_mask(passes[part], _mm512_abs_ps(x), tau, _CMP_GT_OQ);
     }
-    if (how->large) passes = _mm512_mask_cmp_ps_mask(passes, _mm512_abs_ps(x), tau, _CMP_GT_OQ);
-    if (!passes) continue;
-    /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
-    const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)(base + (uint32_t)i)), ahead);
-    _mm512_storeu_si512(out + count, _mm512_maskz_compress_epi32(passes, here));
-    count += __builtin_popcount(passes);
+    if (!(passes[0] | passes[1] | passes[2] | passes[3])) continue;
+    for (int part = 0; part < 4; part++) {
+      /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
+      int64_t i = run + 16 * part;
+      const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)(base + (uint32_t)i)), ahead);
+      const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(r + i)));
+      _mm512_storeu_si512(out + count, _mm512_maskz_compress_epi32(passes[part], here));
+      largest = _mm512_mask_max_epu32(largest, passes[part], largest, bits);
+      count += __builtin_popcount(passes[part]);
+    }
   }
-  for (; i < n; i++)
-    if (WANTED(i)) out[count++] = base + (uint32_t)i;
-  return count;
+  uint32_t here = _mm512_reduce_max_epu32(largest);
+  if (here > *most) *most = here;
+  return count + list_plainly(how, r, v, run, n, base, out + count, most);
 }
 
-static int64_t wanted(const rule *how, const float *r, const float *v, int64_t n, uint32_t base,
-                      uint32_t *out) {
-  if (__builtin_cpu_supports("avx512f")) return wanted_avx512(how, r, v, n, base, out);
-  if (__builtin_cpu_supports("avx2")) return wanted_avx2(how, r, v, n, base, out);
-  return wanted_plainly(how, r, v, n, base, out);
+static int64_t list(const rule *how, const float *r, const float *v, int64_t n, uint32_t base,
+                    uint32_t *out, uint32_t *most) {
+  if (__builtin_cpu_supports("avx512f")) return list_avx512(how, r, v, n, base, out, most);
+  if (__builtin_cpu_supports("avx2")) return list_avx2(how, r, v, n, base, out, most);
+  return list_plainly(how, r, v, 0, n, base, out, most);
 }
 #else
-#define wanted wanted_plainly
+#define list(how, r, v, n, base, out, most) list_plainly(how, r, v, 0, n, base, out, most)
 #endif
 
+/* The same as flags, a byte each. */
+FAST static void flag_ambiguous(const float *r, const float *v, float alpha, int64_t n,
+                                uint8_t *flags) {
+  for (int64_t i = 0; i < n; i++) flags[i] = r[i] * r[i] > v[i] * alpha;
+}
+
+FAST static uint32_t largest_flagged(const float *r, const uint8_t *flags, int64_t n) {
+  int32_t most = 0; /* integers with a sign have a vector maximum everywhere */
+  for (int64_t i = 0; i < n; i++) {
+    int32_t size = (int32_t)MAGNITUDE(r[i]) & -(int32_t)flags[i];
+    most = size > most ? size : most;
+  }
+  return (uint32_t)most;
+}
+
+FAST static void flag_large(const float *r, float tau, int64_t n, uint8_t *flags) {
+  for (int64_t i = 0; i < n; i++) flags[i] = fabsf(r[i]) > tau;
+}
+
+FAST static void flag_both(const float *r, const float *v, float alpha, float tau, int64_t n,
+                           uint8_t *flags) {
+  for (int64_t i = 0; i < n; i++)
+    flags[i] = (uint8_t)((r[i] * r[i] > v[i] * alpha) & (fabsf(r[i]) > tau));
+}
+
+FAST static void scale_unless(float *x, float factor, const uint8_t *flags, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = flags[i] ? x[i] : x[i] * factor;
+}
+
+static int64_t layer_of(const place *where, int64_t index) {
+  return where->layer_of_block[index >> where->block_bits];
+}
+
+/* Where the piece of one layer that begins at `at` ends: at most CHUNK further, and at `stop`. */
+static int64_t end_of(const place *where, int64_t at, int64_t stop) {
+  int64_t block = (int64_t)1 << where->block_bits, layer = layer_of(where, at);
+  int64_t end = (at / block + 1) * block;
+  while (end < stop && end - at < CHUNK && layer_of(where, end) == layer) end += block;
+  if (end - at > CHUNK) end = at + CHUNK;
+  return end < stop ? end : stop;
+}
+
 /* Moves the pieces that threads have written together. */
-static int64_t join(void *items, size_t width, const int64_t *starts, const int64_t *counts,
-                    int pieces) {
-  char *all = items;
+static int64_t join(uint32_t *items, const int64_t *starts, const int64_t *counts, int pieces) {
   int64_t total = 0;
   for (int t = 0; t < pieces; t++) {
     if (starts[t] != total)
-      memmove(all + total * (int64_t)width, all + starts[t] * (int64_t)width,
-              (size_t)counts[t] * width);
+      memmove(items + total, items + starts[t], sizeof(uint32_t) * (size_t)counts[t]);
     total += counts[t];
   }
   return total;
@@ -164,16 +220,18 @@ static int64_t join(void *items, size_t width, const int64_t *starts, const int6
 
 /* r += g, v += q (g*g where q is NULL), v *= zeta; which elements are wanted.
  *
- * found [size]: their indices, ascending, in the beginning.
- * before [size]: v of each before the decay, where the rule corrects it; else NULL.
+ * Where the rule corrects v, that of wanted elements has not decayed yet.
+ *
+ * found [size]: their indices, ascending, in the beginning; or NULL, and then
+ * flags [size]: 1 for each of them, and 0.
  * top [layers]: the largest exponent of a wanted element, as it stands in a float.
- * Returns how many are wanted; -1 without memory.
+ * Returns how many are found; -1 without memory.
  */
 int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *g,
-                   const float *q, uint32_t *found, float *before, int32_t *top, int threads) {
+                   const float *q, uint32_t *found, uint8_t *flags, int32_t *top, int threads) {
   int64_t n = where->size;
   int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
-  int32_t *tops = calloc((size_t)(threads * where->layers), sizeof(int32_t));
+  uint32_t *tops = calloc((size_t)(threads * where->layers), sizeof(uint32_t));
   if (!starts || !tops) {
     free(starts);
     free(tops);
@@ -183,37 +241,48 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
   for (int t = 0; t < threads; t++) {
     int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
     int64_t count = 0;
-    int32_t *mine = tops + t * where->layers;
-    for (int64_t at = start; at < stop; at += CHUNK) {
-      int64_t size = at + CHUNK < stop ? CHUNK : stop - at;
+    float before[CHUNK];
+    for (int64_t at = start, end; at < stop; at = end) {
+      end = end_of(where, at, stop);
+      int64_t size = end - at, fresh = 0;
       uint32_t *out = found + start + count;
+      uint32_t *most = tops + t * where->layers + layer_of(where, at), here = 0;
       add(r + at, g + at, size);
       if (v && q)
         add(v + at, q + at, size);
       else if (v)
         add_square(v + at, g + at, size);
-      int64_t fresh = wanted(how, r + at, v + at, size, (uint32_t)at, out);
-      if (before)
-        for (int64_t i = 0; i < fresh; i++) before[start + count + i] = v[out[i]];
-      if (v) scale(v + at, how->zeta, size);
-      if (how->powers)
-        for (int64_t i = 0; i < fresh; i++) {
-          int32_t *most = mine + where->layer_of_block[out[i] >> where->block_bits];
-          int32_t exponent = (int32_t)(bits_of(r[out[i]]) >> 23 & 255);
-          *most = exponent > *most ? exponent : *most;
-        }
-      count += fresh;
+      if (found) {
+        fresh = list(how, r + at, how->ambiguity ? v + at : r, size, (uint32_t)at, out, &here);
+        count += fresh;
+      } else if (how->ambiguity && how->large)
+        flag_both(r + at, v + at, how->alpha, how->tau, size, flags + at);
+      else if (how->ambiguity)
+        flag_ambiguous(r + at, v + at, how->alpha, size, flags + at);
+      else
+        flag_large(r + at, how->tau, size, flags + at);
+      if (!found && how->powers) here = largest_flagged(r + at, flags + at, size);
+      if (here > *most) *most = here;
+      if (!v) continue;
+      if (!how->corrects)
+        scale(v + at, how->zeta, size);
+      else if (!found)
+        scale_unless(v + at, how->zeta, flags + at, size);
+      else {
+        for (int64_t i = 0; i < fresh; i++) before[i] = v[out[i]];
+        scale(v + at, how->zeta, size);
+        for (int64_t i = 0; i < fresh; i++) v[out[i]] = before[i];
+      }
     }
     starts[t] = start, counts[t] = count;
   }
   for (int64_t layer = 0; layer < where->layers; layer++) {
-    top[layer] = 0;
+    uint32_t most = 0;
     for (int t = 0; t < threads; t++)
-      if (tops[t * where->layers + layer] > top[layer]) top[layer] = tops[t * where->layers + layer];
-    if (top[layer] > 254) top[layer] = 254;
+      if (tops[t * where->layers + layer] > most) most = tops[t * where->layers + layer];
+    top[layer] = (int32_t)(most >> 23 < 254 ? most >> 23 : 254);
   }
-  if (before) join(before, sizeof(float), starts, counts, threads);
-  int64_t total = join(found, sizeof(uint32_t), starts, counts, threads);
+  int64_t total = found ? join(found, starts, counts, threads) : 0;
   free(starts);
   free(tops);
   return total;
@@ -247,7 +316,7 @@ int64_t words_code(const rule *how, const place *where, const float *r, uint32_t
     }
     starts[t] = start, counts[t] = kept - start;
   }
-  int64_t total = join(found, sizeof(uint32_t), starts, counts, threads);
+  int64_t total = join(found, starts, counts, threads);
   free(starts);
   return total;
 }
@@ -267,14 +336,16 @@ static inline float value_of(const rule *how, uint32_t code, int32_t exponent) {
   return float_of((uint32_t)(power > 0 ? power : 0) << 23 | (code >> 3) << 31);
 }
 
-static inline int64_t layer_of(const place *where, int64_t index) {
-  return where->layer_of_block[index >> where->block_bits];
-}
-
 /* Counts words by layer. */
 static void count_layers(const rule *how, const place *where, const uint32_t *words, int64_t count,
                          int64_t *sent) {
-  for (int64_t i = 0; i < count; i++) sent[layer_of(where, index_of(how, words[i]))]++;
+  memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
+  for (int64_t i = 0, start = 0, layer = 0; i <= count; i++) {
+    int64_t next = i < count ? layer_of(where, index_of(how, words[i])) : -1;
+    if (next == layer) continue;
+    sent[layer] += i - start;
+    start = i, layer = next;
+  }
 }
 
 /* The body's side part: an exponent for each layer, and padding. */
@@ -287,13 +358,13 @@ static void write_side(const rule *how, const place *where, const int32_t *top, 
 
 /* A body of words: a window of neighbours if not all fit, and the sink in unused slots.
  *
- * before, kept [capacity]: from `words_find`, those of what is sent; NULL where there is none.
+ * v: of what was wanted and is not sent it decays now, where the rule corrects it.
  * sent [layers]: how many of each layer are sent.
  * Returns how many are.
  */
 int64_t words_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
-                    const int32_t *top, int64_t capacity, int64_t turn, const float *before,
-                    float *kept, uint8_t *body, int64_t *sent) {
+                    const int32_t *top, int64_t capacity, int64_t turn, float *v, uint8_t *body,
+                    int64_t *sent) {
   int64_t head = 0, start = 0;
   if (count > capacity) {
     start = (int64_t)((__int128)turn * capacity % count);
@@ -305,86 +376,159 @@ int64_t words_write(const rule *how, const place *where, const uint32_t *words, 
   memcpy(out, words, (size_t)head * 4);
   memcpy(out + head, words + start, (size_t)tail * 4);
   for (int64_t i = head + tail; i < capacity; i++) out[i] = (uint32_t)(where->size - 1);
-  if (kept) {
-    memcpy(kept, before, (size_t)head * 4);
-    memcpy(kept + head, before + start, (size_t)tail * 4);
-  }
-  memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
+  if (how->corrects)
+    for (int64_t i = head; i < count; i++)
+      if (i < start || i >= stop) {
+        float *x = v + index_of(how, words[i]);
+        *x = *x * how->zeta;
+      }
   count_layers(how, where, out, head + tail, sent);
   return head + tail;
 }
 
-/* A body of places: `code + 1` of every element in a byte, or in two bits; all words are sent. */
-void words_spread(const rule *how, const place *where, const uint32_t *words, int64_t count,
-                  const int32_t *top, uint8_t *body, int64_t *sent) {
-  uint8_t *out = body + where->side;
-  int64_t bytes = how->powers ? where->size : where->size / 4;
-  write_side(how, where, top, body);
-  memset(out, 0, (size_t)((bytes + 3) / 4 * 4));
-  for (int64_t i = 0; i < count; i++) {
-    uint32_t index = index_of(how, words[i]);
-    uint8_t code = (uint8_t)(code_of(how, words[i]) + 1);
-    if (how->powers)
-      out[index] = code;
-    else
-      out[index >> 2] |= (uint8_t)(code << 2 * (index & 3));
+/* flags become `code + 1`, 0 where no code can express it; how many there are. */
+FAST static int64_t code_powers(const float *r, int64_t n, int32_t ceiling, uint8_t *flags) {
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits = bits_of(r[i]);
+    int32_t nearest = (int32_t)(((bits & 0x7fffffffu) + 0x400000u) >> 23);
+    int32_t rounded = nearest < ceiling ? nearest : ceiling, below = ceiling - rounded;
+    int32_t kept = flags[i] & (below <= 7) & (rounded > 0);
+    flags[i] = (uint8_t)(kept ? (int32_t)(bits >> 31) * 8 + below + 1 : 0);
+    count += kept;
   }
+  return count;
+}
+
+FAST static int64_t code_signs(const float *r, int64_t n, uint8_t *flags) {
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    count += flags[i];
+    flags[i] = (uint8_t)(flags[i] ? (bits_of(r[i]) >> 31) + 1 : 0);
+  }
+  return count;
+}
+
+/* Four codes of two bits to a byte, the first in the lowest bits; and back. */
+FAST static void pack_fours(const uint8_t *codes, int64_t n, uint8_t *out) {
+  for (int64_t i = 0; i < n / 4; i++) {
+    uint32_t four;
+    memcpy(&four, codes + 4 * i, 4);
+    out[i] = (uint8_t)(four | four >> 6 | four >> 12 | four >> 18);
+  }
+}
+
+FAST static void unpack_fours(const uint8_t *packed, int64_t n, uint8_t *codes) {
+  for (int64_t i = 0; i < n / 4; i++) {
+    uint32_t x = packed[i];
+    uint32_t four = (x | x << 6 | x << 12 | x << 18) & 0x03030303u;
+    memcpy(codes + 4 * i, &four, 4);
+  }
+}
+
+/* A body of places: `code + 1` of every element in a byte, or in two bits; all that can are sent.
+ *
+ * flags [size]: from `words_find`; the places of the body themselves, where those are bytes.
+ * Returns how many are sent.
+ */
+int64_t words_places(const rule *how, const place *where, const float *r, uint8_t *flags,
+                     const int32_t *top, uint8_t *body, int64_t *sent, int threads) {
+  int64_t n = where->size, total = 0;
+  write_side(how, where, top, body);
   memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
-  count_layers(how, where, words, count, sent);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    int64_t stop = border(n, CHUNK, t + 1, threads);
+    for (int64_t at = border(n, CHUNK, t, threads), end; at < stop; at = end) {
+      end = end_of(where, at, stop);
+      int64_t layer = layer_of(where, at), count;
+      if (how->powers)
+        count = code_powers(r + at, end - at, top[layer], flags + at);
+      else {
+        count = code_signs(r + at, end - at, flags + at);
+        pack_fours(flags + at, end - at, body + where->side + at / 4);
+      }
+#pragma omp atomic
+      sent[layer] += count;
+    }
+  }
+  for (int64_t layer = 0; layer < where->layers; layer++) total += sent[layer];
+  return total;
 }
 
 /* -- settling -------------------------------------------------------------------------------- */
 
 static inline void settle(const rule *how, const place *where, const int8_t *exponents,
-                          uint32_t index, uint32_t code, float before, float *r, float *v) {
+                          uint32_t word, float *r, float *v) {
+  uint32_t index = index_of(how, word);
   float held = r[index];
-  if (how->subtracts)
-    r[index] = held - value_of(how, code, how->powers ? exponents[layer_of(where, index)] : 0);
-  else
-    r[index] = 0.0f;
-  if (!v) return;
-  if (how->corrects) {
-    float less = fabsf(held) * how->twice_tau;
-    float left = before - less;
+  int32_t exponent = how->powers && how->subtracts ? exponents[layer_of(where, index)] : 0;
+  r[index] = how->subtracts ? held - value_of(how, code_of(how, word), exponent) : 0.0f;
+  if (v && how->corrects) {
+    float less = fabsf(held) * how->twice_tau, left = v[index] - less;
     left = left + how->tau_squared;
     v[index] = (left > 0.0f ? left : 0.0f) * how->zeta;
-  } else
+  } else if (v)
     v[index] = 0.0f;
 }
 
-/* Takes out of r and v what a body of this rank says: `count` words, or places where it is -1.
- *
- * kept: v before the decay of each element sent, where the rule corrects it.
- */
-void words_settle(const rule *how, const place *where, const uint8_t *body, int64_t count,
-                  const float *kept, float *r, float *v, int threads) {
+FAST static void settle_powers(float *restrict r, float *restrict v, const uint8_t *codes,
+                               int64_t n, int32_t exponent, int subtracts) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t code = (uint32_t)codes[i] - 1;
+    int32_t power = exponent + 127 - (int32_t)(code & 7);
+    uint32_t bits = (uint32_t)(power > 0 ? power : 0) << 23 | (code >> 3) << 31;
+    float value, left;
+    memcpy(&value, &bits, 4);
+    left = subtracts ? r[i] - value : 0.0f;
+    r[i] = codes[i] ? left : r[i];
+    v[i] = codes[i] ? 0.0f : v[i];
+  }
+}
+
+FAST static void settle_signs(float *r, const uint8_t *codes, int64_t n, float tau) {
+  for (int64_t i = 0; i < n; i++) {
+    float value = (float)(3 - 2 * (int32_t)codes[i]) * tau;
+    r[i] = codes[i] ? r[i] - value : r[i];
+  }
+}
+
+FAST static void correct(float *restrict v, const float *restrict r, const uint8_t *codes,
+                         int64_t n, float twice_tau, float tau_squared, float zeta) {
+  for (int64_t i = 0; i < n; i++) {
+    float less = fabsf(r[i]) * twice_tau, left = v[i] - less;
+    left = left + tau_squared;
+    left = (left > 0.0f ? left : 0.0f) * zeta;
+    v[i] = codes[i] ? left : v[i];
+  }
+}
+
+/* Takes out of r and v what a body of this rank says: `count` words, or places where it is -1. */
+void words_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
+                  float *v, int threads) {
   const int8_t *exponents = (const int8_t *)body;
   if (count >= 0) {
     const uint32_t *words = (const uint32_t *)(body + where->side);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t i = 0; i < count; i++)
-      settle(how, where, exponents, index_of(how, words[i]), code_of(how, words[i]),
-             kept ? kept[i] : 0.0f, r, v);
+    for (int64_t i = 0; i < count; i++) settle(how, where, exponents, words[i], r, v);
     return;
   }
   const uint8_t *places = body + where->side;
-  if (kept) threads = 1; /* whose place in `kept` is known only once those before were seen */
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int t = 0; t < threads; t++) {
-    int64_t stop = border(where->size, CHUNK, t + 1, threads), number = 0;
-    for (int64_t at = border(where->size, CHUNK, t, threads); at < stop; at += 8) {
-      uint64_t eight = 0; /* a size is a multiple of a block, and a block of 8 */
+    uint8_t codes[CHUNK];
+    int64_t stop = border(where->size, CHUNK, t + 1, threads);
+    for (int64_t at = border(where->size, CHUNK, t, threads), end; at < stop; at = end) {
+      end = end_of(where, at, stop);
       if (how->powers) {
-        memcpy(&eight, places + at, 8);
-      } else {
-        uint16_t pairs;
-        memcpy(&pairs, places + at / 4, 2);
-        for (int i = 0; i < 8; i++) eight |= (uint64_t)(pairs >> 2 * i & 3) << 8 * i;
+        settle_powers(r + at, v + at, places + at, end - at, exponents[layer_of(where, at)],
+                      how->subtracts);
+        continue;
       }
-      for (int i = 0; eight; i++, eight >>= 8)
-        if (eight & 255)
-          settle(how, where, exponents, (uint32_t)(at + i), (uint32_t)(eight & 255) - 1,
-                 kept ? kept[number++] : 0.0f, r, v);
+      unpack_fours(places + at / 4, end - at, codes);
+      if (how->corrects)
+        correct(v + at, r + at, codes, end - at, how->twice_tau, how->tau_squared, how->zeta);
+      settle_signs(r + at, codes, end - at, how->tau);
     }
   }
 }
@@ -479,29 +623,23 @@ FAST static void add_signs_of(float *room, const uint8_t *codes, int64_t n, floa
 /* The same of places. */
 void words_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
                       int64_t ranks, const float *weights, float *room, int threads) {
-  int64_t block = (int64_t)1 << where->block_bits;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int t = 0; t < threads; t++) {
     uint8_t codes[CHUNK];
-    int64_t stop = border(where->size, TILE, t + 1, threads);
-    for (int64_t at = border(where->size, TILE, t, threads); at < stop;) {
-      int64_t layer = layer_of(where, at), end = at;
-      while (end < stop && end - at < CHUNK && layer_of(where, end) == layer) end += block;
-      end = end < stop ? end : stop;
-      if (end - at > CHUNK) end = at + CHUNK;
+    int64_t stop = border(where->size, CHUNK, t + 1, threads);
+    for (int64_t at = border(where->size, CHUNK, t, threads), end; at < stop; at = end) {
+      end = end_of(where, at, stop);
       memset(room + at, 0, sizeof(float) * (size_t)(end - at));
       for (int64_t rank = 0; rank < ranks; rank++) {
         const uint8_t *body = bodies + rank * stride, *places = body + where->side;
         if (how->powers) {
-          add_powers(room + at, places + at, end - at, ((const int8_t *)body)[layer],
+          add_powers(room + at, places + at, end - at, ((const int8_t *)body)[layer_of(where, at)],
                      weights[rank]);
           continue;
         }
-        for (int64_t i = 0; i < end - at; i++)
-          codes[i] = places[(at + i) >> 2] >> 2 * (i & 3) & 3;
+        unpack_fours(places + at / 4, end - at, codes);
         add_signs_of(room + at, codes, end - at, how->tau, weights[rank]);
       }
-      at = end;
     }
   }
   room[where->size - 1] = 0.0f;
