@@ -47,6 +47,16 @@ def volume(kind: str, size: float, ranks: int) -> float:
     return size * shares[kind]
 
 
+def most_gathered(size: float, ranks: int) -> float:
+    """Bytes from each rank whose allgather brings as many as an allreduce of `size`.
+
+    >>> most_gathered(400.0, 2), most_gathered(400.0, 16), most_gathered(400.0, 1)
+    (400.0, 50.0, inf)
+    """
+    brought = volume("allgather", 1.0, ranks)
+    return volume("allreduce", size, ranks) / brought if brought else math.inf
+
+
 def hops(kind: str, ranks: int) -> int:
     """Messages one after the other: around a ring, down a tree, or in an alltoall straight."""
     if kind == "alltoall":
