@@ -47,6 +47,16 @@ def volume(kind: str, size: float, ranks: int) -> float:
     return size * shares[kind]
 
 
+def most_gathered(size: float, ranks: int) -> float:
+    """Bytes from each rank whose allgather brings as many as an allreduce of `size`.
+
+    >>> most_gathered(400.0, 2), most_gathered(400.0, 16), most_gathered(400.0, 1)
+    (400.0, 50.0, inf)
+    """
+    brought = volume("allgather", 1.0, ranks)
+    return volume("allreduce", size, ranks) / brought if brought else math.inf
+
+
 def hops(kind: str, ranks: int) -> int:
     """Messages one after the other: around a ring, down a tree, or in an alltoall straight."""
     if kind == "alltoall":
@@ -133,11 +143,19 @@ class Bucket(NamedTuple):
         work: seconds before the first collective, between them, and after the last; one more than
             there are collectives.
         asks: (kind, bytes) of its collectives, in turn.
+        dense: bytes of its elements. Among so many ranks that an allgather brings more than an
+            allreduce of these, it is one.
     """
 
     ready: float
     work: tuple[float, ...]
     asks: tuple[tuple[str, float], ...]
+    dense: float = math.inf
+
+    def summed(self, ranks: int) -> bool:
+        """Whether its one allgather would be an allreduce among so many."""
+        kinds = [kind for kind, _ in self.asks]
+        return kinds == ["allgather"] and self.asks[0][1] * ranks > 2 * self.dense
 
 
 def step_seconds(
@@ -240,10 +258,8 @@ class Way:
 
     def _among(self, ranks: int) -> list[Rounds]:
         few, many = sorted(self.costs)[-2:]
-        work = (ranks - few) / (many - few)
-        size = (1 / ranks - 1 / few) / (1 / many - 1 / few)  # a shard is one part of so many
         return [
-            [[_between(*pair, work, size) for pair in zip(*two)] for two in zip(*rounds)]
+            [[_between(few, a, many, b, ranks) for a, b in zip(*two)] for two in zip(*rounds)]
             for rounds in zip(self.costs[few], self.costs[many])
         ]
 
@@ -267,15 +283,21 @@ def _at_once(ranks: Rounds) -> Rounds:
     return [[bucket._replace(ready=0.0) for bucket in buckets] for buckets in ranks]
 
 
-def _between(few: Bucket, many: Bucket, work: float, size: float) -> Bucket:
-    """On the line through two."""
-    return Bucket(
-        few.ready,
-        tuple(max(a + work * (b - a), 0.0) for a, b in zip(few.work, many.work)),
-        tuple(
-            (kind, max(a + size * (b - a), 0.0)) for (kind, a), (_, b) in zip(few.asks, many.asks)
-        ),
-    )
+def _between(few: int, a: Bucket, many: int, b: Bucket, ranks: int) -> Bucket:
+    """On the line through two; once it is summed, work does not grow with the number of ranks."""
+    if [kind for kind, _ in a.asks] != [kind for kind, _ in b.asks]:
+        return b if ranks >= many or a.summed(ranks) else a
+    summed = b.summed(ranks)
+    reach = 2 * b.dense / b.asks[0][1] if summed else ranks
+    share = (reach - few) / (many - few)
+    work = tuple(max(x + share * (y - x), 0.0) for x, y in zip(a.work, b.work))
+    if summed:
+        both = (("allgather", 0.0), ("allreduce", b.dense))
+        return Bucket(a.ready, (work[0], 0.0, work[1]), both, b.dense)
+    share = (1 / ranks - 1 / few) / (1 / many - 1 / few)  # a shard is one part of so many
+    sizes = (max(x + share * (y - x), 0.0) for (_, x), (_, y) in zip(a.asks, b.asks))
+    asks = tuple((kind, size) for (kind, _), size in zip(a.asks, sizes))
+    return Bucket(a.ready, work, asks, b.dense)
 
 
 def break_even(faster: Callable[[float], float], low: float = 1e5, high: float = 1e13) -> float:

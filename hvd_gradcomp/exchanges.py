@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
     from hvd_gradcomp.codecs.linear import LinearCompressor
     from hvd_gradcomp.codecs.quantized import QuantizedCompressor
-    from hvd_gradcomp.codecs.sparse import SparseCompressor, SparseState
+    from hvd_gradcomp.codecs.sparse import Encoded, SparseCompressor, SparseState
+    from hvd_gradcomp.ladder import Rung
 
 
-def allgather(
+def sparse(
     codec: SparseCompressor,
     ops: Ops,
     context: Context,
@@ -26,39 +27,109 @@ def allgather(
     state: SparseState,
     moment: Tensor | None,
 ) -> Program:
-    """Everybody receives every payload and adds them up in rank order.
+    """What was sent is gathered; or added up on the way, where that brings a rank fewer bytes.
 
-    One collective. All ranks read all headers, so all choose the same rung for the next step, and
-    all raise when one of them has a gradient that is not finite. That rank's state is then as it
-    was; the others keep their gradient of the step in their residual.
+    All ranks read all headers, so all choose the same rung for the next step, and all raise when
+    one of them has a gradient that is not finite. That rank's state is then as it was; the others
+    keep their gradient of the step in their residual.
     """
-    layout = context.layout
-    rung, ladder = codec.ladder(layout).climb(ops, state.ladder)
+    ladder = codec.ladder(context.layout, context.size)
+    rung, climbed = ladder.climb(ops, state.ladder)
+    rank = codec, ops, context, gradient, state._replace(ladder=climbed), moment
+    if not ladder.summed:
+        return (yield from allgather(rung, *rank))
+    top = rung._replace(dense=True, summed=True)
+    if not ladder.capacities:
+        return (yield from summed(top, *rank))
+    ways = (lambda: allgather(rung._replace(dense=False), *rank), lambda: summed(top, *rank))
+    return (yield Switch(ops.pick(rung.dense, 1, 0), ways))
+
+
+def allgather(
+    rung: Rung,
+    codec: SparseCompressor,
+    ops: Ops,
+    context: Context,
+    gradient: Tensor,
+    state: SparseState,
+    moment: Tensor | None,
+) -> Program:
+    """Everybody receives every payload and adds them up in rank order. One collective."""
+    encoded, header, gradient, state = _encoded(rung, codec, ops, context, gradient, state, moment)
+    header, bodies = yield from _gathered(codec, ops, header, encoded, encoded.body, state)
+    weights = weights_of(ops, context, header)
+    total = codec.decode_sum(ops, context.layout, rung, bodies, weights, room=gradient)
+    return total, _needing(ops, state, header)
+
+
+def summed(
+    rung: Rung,
+    codec: SparseCompressor,
+    ops: Ops,
+    context: Context,
+    gradient: Tensor,
+    state: SparseState,
+    moment: Tensor | None,
+) -> Program:
+    """Each rank decodes its own payload, and an allreduce adds up what these stand for.
+
+    An allgather of the headers comes first, so ranks learn of each other what they do by
+    `allgather`, and the result is the same but for the order in which it is added up.
+    """
+    encoded, header, gradient, state = _encoded(rung, codec, ops, context, gradient, state, moment)
+    header, _ = yield from _gathered(codec, ops, header, encoded, encoded.body[:0], state)
+    weights = weights_of(ops, context._replace(prescale=1.0, postscale=1.0), header)
+    mine, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
+    x = codec.decode_sum(ops, context.layout, rung, body, mine, room=gradient)
+    total = yield from added_up(ops, context, x)
+    return total, _needing(ops, state, header)
+
+
+def _encoded(
+    rung: Rung,
+    codec: SparseCompressor,
+    ops: Ops,
+    context: Context,
+    gradient: Tensor,
+    state: SparseState,
+    moment: Tensor | None,
+) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
+    """What this rank sends, its header, memory for the result, and the state without it."""
+    layout, step = context.layout, context.step
     finite, gradient = checked(ops, gradient)
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)
     else:
-        encoded, state = codec.encode(ops, layout, rung, context.step, gradient, state, moment)
-    header = wire.Header(
-        codec.algorithm,
-        codec.digest(layout),
-        context.step % (1 << 32),
-        rung.index,
-        encoded.sent,
-        encoded.wanted,
-        finite,
-    )
-    buffers = yield Allgather(wire.seal(ops, header, encoded.body))
+        encoded, state = codec.encode(ops, layout, rung, step, gradient, state, moment)
+    number, digest, step = codec.algorithm, codec.digest(layout), step % (1 << 32)
+    sent, wanted = encoded.sent, encoded.wanted
+    header = wire.Header(number, digest, step, rung.index, sent, wanted, finite)
+    return encoded, header, gradient, state
+
+
+def _gathered(
+    codec: SparseCompressor,
+    ops: Ops,
+    header: wire.Header,
+    encoded: Encoded,
+    body: Tensor,
+    state: SparseState,
+) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
+    """The headers and bodies of all; where one cannot be used, the state is as it was."""
+    buffers = yield Allgather(wire.seal(ops, header, body))
     try:
-        header, bodies = wire.open_sealed(ops, header, buffers)
+        opened = wire.open_sealed(ops, header, buffers)
     except (PayloadError, NonFiniteGradientError):
         codec.give_back(ops, state.memory, encoded.held)
         raise
     encoded.settle()
-    weights = weights_of(ops, context, header)
-    total = codec.decode_sum(ops, layout, rung, bodies, weights, room=gradient)
+    return opened
+
+
+def _needing(ops: Ops, state: SparseState, header: wire.Header) -> SparseState:
+    """The state that knows how much room the ranks have needed."""
     needed = ops.stage(ops.max(header.wanted))
-    return total, state._replace(ladder=ladder._replace(needed=needed))
+    return state._replace(ladder=state.ladder._replace(needed=needed))
 
 
 def quantized_allgather(
@@ -126,6 +197,14 @@ def two_shot(
         weight = weights[other : other + 1]
         pieces.append(codec.add_decoded(ops, cut, None, room, theirs, weight))
     return ops.assemble(gradient, pieces), state
+
+
+def quantized_allreduce(
+    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
+) -> Program:
+    """What would be quantized, as it is: in buckets so small that codes would take more bytes."""
+    total = yield from added_up(ops, context, codec.collect(ops, gradient, state))
+    return usable(ops, total), codec.keep_nothing(ops, state)
 
 
 def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
@@ -232,7 +311,30 @@ def allreduce(
     """
     code = codec.encode(ops, gradient)
     total = yield Allreduce(code, context.prescale, context.postscale, donated=True)
-    total = codec.decode(ops, context.layout, total)
+    return usable(ops, codec.decode(ops, context.layout, total)), state
+
+
+def added_up(ops: Ops, context: Context, x: Tensor) -> Generator[Any, Any, Tensor]:
+    """Everybody's bucket added up on the way, without its padding; x may hold the result.
+
+    x is [layout.size], zero outside the layers.
+    """
+    runs = context.layout.runs
+    tight = ops.concat([x[a:b] for a, b in runs]) if len(runs) > 1 else x[: runs[0][1]]
+    tight = yield Allreduce(tight, context.prescale, context.postscale, donated=True)
+    pieces, end, taken = [], 0, 0
+    for start, stop in runs:
+        pieces += [x[end:start], tight[taken : taken + stop - start]]
+        end, taken = stop, taken + stop - start
+    return ops.assemble(x, [*pieces, x[end:]])
+
+
+def usable(ops: Ops, total: Tensor) -> Tensor:
+    """A sum of gradients, which says itself whether all were finite.
+
+    Raises:
+        NonFiniteGradientError: on all ranks; where that comes a step too late, zeros instead.
+    """
     finite = ops.words((ops.finite(total),)) > 0
     intact = ops.require({wire.ANY_NOT_FINITE: finite}, NonFiniteGradientError)
-    return total if intact is None else ops.where(intact, total, 0.0), state
+    return total if intact is None else ops.where(intact, total, 0.0)

@@ -6,7 +6,10 @@ its rank should have sent; all ranks read all headers, so all move to the same r
 message: up as soon as one rank needs it, down when no rank needed the room for `PATIENCE` steps,
 and then to what was needed at most in that time. What does not fit stays in the state.
 
-The top rung is *dense*: no indices, one small code for each element, so everything fits.
+The top rung is *dense*: everything fits. There is one small code for each element, and no index;
+or, where gathering these would bring a rank more bytes, what is sent is *summed* on the way: an
+allreduce of float32, whose bytes hardly grow with the number of ranks. So the rungs depend on how
+many ranks there are. Rung i has one capacity for all numbers of ranks that have it.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ _LOWEST = 16
 
 
 class Rung(NamedTuple):
-    """The room of one step: `capacity` elements, or a place for every element if `dense`."""
+    """The room of one step: `capacity` elements, or all of them if `dense`.
+
+    What is sent on a `summed` rung, which is dense, is added up on the way.
+    """
 
     index: Any
     capacity: Any
     dense: Any
+    summed: bool = False
 
 
 class LadderState(NamedTuple):
@@ -44,14 +51,15 @@ class Ladder:
 
     Args:
         capacities: ascending. One alone is a payload of a fixed size.
+        summed: whether the dense rung is.
     """
 
-    def __init__(self, capacities: Sequence[int]) -> None:
-        self.capacities = tuple(capacities)
+    def __init__(self, capacities: Sequence[int], summed: bool = False) -> None:
+        self.capacities, self.summed = tuple(capacities), summed
         self.top = len(self.capacities)  # the dense rung, where there is one
 
     @classmethod
-    def up_to(cls, top: int) -> Ladder:
+    def up_to(cls, top: int, summed: bool = False) -> Ladder:
         """Four rungs to an octave, below the capacity from which the dense rung is cheaper.
 
         >>> Ladder.up_to(100).capacities
@@ -62,7 +70,7 @@ class Ladder:
         while octave < top:
             capacities += [octave + octave * i // _PER_OCTAVE for i in range(_PER_OCTAVE)]
             octave *= 2
-        return cls([c for c in capacities if c < top])
+        return cls([c for c in capacities if c < top], summed)
 
     def init(self, ops: Ops, rung: int | None = None) -> LadderState:
         """Starts in the middle: a first burst is neither cut to nothing nor sent dense."""
@@ -71,8 +79,12 @@ class Ladder:
         return LadderState(ops.host(start), *zeros)
 
     def climb(self, ops: Ops, state: LadderState) -> tuple[Rung, LadderState]:
-        """The rung for this step, from what the ranks needed in the last one."""
+        """The rung for this step, from what the ranks needed in the last one.
+
+        The state may be that of a longer ladder: of fewer ranks, or of another phase.
+        """
         last, calm, peak, needed, changes = (ops.staged(x) for x in state)
+        last, peak = (ops.pick(x > self.top, self.top, x) for x in (last, peak))
         demand = ops.bisect(self.capacities, needed)
         below = demand < last
         calm = ops.pick(below, calm + 1, 0)

@@ -88,6 +88,20 @@ class Layout:
         return self.size - 1
 
     @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the stretches that layers fill without padding between them.
+
+        >>> Layout(("a", "b", "c"), ((256,), (100,), (10,))).runs
+        ((0, 356), (512, 522))
+        """
+        runs: list[tuple[int, int]] = []
+        for offset, size in zip(self.offsets, self.sizes):
+            if runs and runs[-1][1] == offset:
+                offset, size = runs[-1][0], size + offset - runs.pop()[0]
+            runs.append((offset, offset + size))
+        return tuple(runs)
+
+    @cached_property
     def layer_of_block(self) -> tuple[int, ...]:
         """The layer that each block belongs to; the sink's block counts to the last layer."""
         layers: list[int] = []

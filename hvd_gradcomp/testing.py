@@ -116,7 +116,7 @@ class World:
             if self.tamper is not None:
                 requests = [self.tamper(rank, r) for rank, r in enumerate(requests)]
             if not isinstance(requests[0], Switch):
-                self.traffic.append(requests)
+                self.traffic.append([_as_sent(request) for request in requests])
             replies, requests = self._perform(requests), []
             failures: list[Exception] = []
             for rank, program in enumerate(programs):
@@ -167,6 +167,13 @@ class World:
                 raise AssertionError(f"ranks name different roots: {roots}")
             return [tensors[first.root]] * len(tensors)
         raise AssertionError(f"no collective: {first!r}")
+
+
+def _as_sent(request: Any) -> Any:
+    """A request that stays as it is, though what is donated may be written to."""
+    if isinstance(request, Allreduce) and request.donated:
+        return request._replace(tensor=request.tensor * 1)
+    return request
 
 
 class Hosts(World):
@@ -248,7 +255,7 @@ class Hosts(World):
             else:
                 asked = [self.tamper(h, r) for h, r in enumerate(asked)] if self.tamper else asked
                 if not isinstance(asked[0], Switch):
-                    self.traffic.append(asked)
+                    self.traffic.append([_as_sent(request) for request in asked])
             for rank, reply in zip(group, self._perform(asked)):
                 resume(rank, reply)
         failed = [error for error in self.failures if error is not None]

@@ -79,6 +79,9 @@ class OneBitCompressor(QuantizedCompressor):
     def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Residual:
         return Residual(self._less(ops, bands, x, state.r, payload))
 
+    def keep_nothing(self, ops: Ops, state: Any) -> Residual:
+        return Residual(ops.clear(state.r))
+
     def keep_of_sum(
         self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
     ) -> Residual:

@@ -11,6 +11,7 @@ from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
 from hvd_gradcomp.codecs.largest import Scope, count_of
 from hvd_gradcomp.codecs.selection import layer_of
 from hvd_gradcomp.codecs.sparse import Residual
+from hvd_gradcomp.cost import volume
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -73,7 +74,22 @@ class ScaleComCompressor(ResidualTopK):
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
     ) -> Program:
         del extra
+        if self.sends_all(context.layout, context.size):
+            return self._all(ops, context, gradient, state)
         return exchanges.leader(self, ops, context, gradient, state)
+
+    def sends_all(self, layout: Layout, ranks: int) -> bool:
+        """Whether all elements take fewer bytes than the leader's choice and the values there."""
+        chosen = volume("broadcast", self.choice_bytes(layout), ranks)
+        values = volume("allreduce", 4.0 * (self.capacity(layout) + 1), ranks)
+        return chosen + values > volume("allreduce", 4.0 * layout.elements, ranks)
+
+    def _all(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
+        r = state.memory.r
+        total = yield from exchanges.added_up(ops, context, ops.accumulate(gradient, r))
+        total = exchanges.usable(ops, total)
+        sent = state.sent + ops.words(context.layout.sizes)
+        return total, ScaleComState(Residual(ops.scale(r, 1.0 - self.beta)), sent)
 
     # -- what the leader sends ---------------------------------------------------------------
 

@@ -12,7 +12,8 @@ the first step) are scanned again: small ones whole, others with a bound from a 
 once more below where the sample misled. Elements as large as the k-th are taken in turn, so that no
 place is preferred: those at `step * k` and after come first.
 
-Zeros are never sent. Payload: float32 values and coded indices, of a fixed size.
+Zeros are never sent. Payload: float32 values and coded indices, of a fixed size; where gathering
+these would bring a rank more bytes than an allreduce of the bucket, they are summed instead.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hvd_gradcomp import wire
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
 from hvd_gradcomp.codecs.selection import Indexed, Masked, Selection, layer_of
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor
+from hvd_gradcomp.cost import most_gathered
 from hvd_gradcomp.ladder import Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -101,7 +103,9 @@ class LargestCompressor(SparseCompressor):
         """Elements that a payload holds."""
         return sum(self.most(layout))
 
-    def ladder(self, layout: Layout) -> Ladder:
+    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
+        if self.body_bytes(layout) > most_gathered(4.0 * layout.elements, ranks):
+            return Ladder((), summed=True)
         return Ladder((self.capacity(layout),))
 
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
@@ -112,9 +116,12 @@ class LargestCompressor(SparseCompressor):
             "values": wire.Part("float32", capacity),
         }
 
+    def body_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
+        del rung  # all have the same
+        return int(wire.body_bytes(self.parts(layout)))
+
     def payload_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
-        del rung  # there is one
-        return wire.HEADER_BYTES + int(wire.body_bytes(self.parts(layout)))
+        return super().payload_bytes(layout, rung or Rung(0, self.capacity(layout), False))
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         size = prod(shape)

@@ -6,13 +6,15 @@
 
 Exchange. An allgather brings `size - 1` payloads to each rank, so its cost grows with the number of
 ranks; the two-shot exchange (alltoall of shards, sum, quantize again, allgather) brings two
-payloads' worth however many ranks there are. `exchange="auto"` takes what moves fewer bytes.
+payloads' worth however many ranks there are. `exchange="auto"` takes what moves fewer bytes. In a
+bucket of a few elements both may be more than the elements themselves, for headers, side values and
+padding: then "auto" adds these up as they are.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
@@ -20,11 +22,17 @@ from typing import Any, ClassVar
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Compressor, Context, Program
 from hvd_gradcomp.bands import Band, Bands
+from hvd_gradcomp.cost import volume
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 
 EXCHANGES = ("auto", "allgather", "two_shot")
+_PROGRAMS: dict[str, Callable[..., Program]] = {
+    "allgather": exchanges.quantized_allgather,
+    "two_shot": exchanges.two_shot,
+    "allreduce": exchanges.quantized_allreduce,
+}
 Payload = dict[str, Tensor]
 
 
@@ -95,19 +103,21 @@ class QuantizedCompressor(Compressor):
         side = {name: wire.Part("float32", groups) for name in self.side}
         return {**side, "codes": wire.Part("bytes", size * self.bits // 8)}
 
-    def moved_bytes(self, layout: Layout, world: int, exchange: str) -> int:
-        """Bytes that arrive at each rank from others, by an exchange."""
+    def moved_bytes(self, layout: Layout, world: int, exchange: str) -> float:
+        """Bytes that arrive at each rank from others, by an exchange; or by an "allreduce"."""
         head = wire.HEADER_BYTES
+        if exchange == "allreduce":
+            return volume("allreduce", 4.0 * layout.elements, world)
         if exchange == "allgather":
             return (world - 1) * (head + int(wire.body_bytes(self.parts(layout))))
         shard = int(wire.body_bytes(self.shard_parts(layout, world)))
         return 2 * (world - 1) * (head + shard)
 
     def chosen_exchange(self, layout: Layout, world: int) -> str:
-        """The exchange that "auto" stands for: what moves fewer bytes."""
+        """The exchange that "auto" stands for: what moves the fewest bytes, if not in codes."""
         if self.exchange != "auto":
             return self.exchange
-        return min(("allgather", "two_shot"), key=lambda way: self.moved_bytes(layout, world, way))
+        return min(_PROGRAMS, key=lambda way: self.moved_bytes(layout, world, way))
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         padded = -(-prod(shape) // GROUP) * GROUP
@@ -125,8 +135,7 @@ class QuantizedCompressor(Compressor):
     ) -> Program:
         del extra
         way = self.chosen_exchange(context.layout, context.size)
-        program = exchanges.two_shot if way == "two_shot" else exchanges.quantized_allgather
-        return program(self, ops, context, gradient, state)
+        return _PROGRAMS[way](self, ops, context, gradient, state)
 
     def collect(self, ops: Ops, gradient: Tensor, state: Any) -> Tensor:
         """What is quantized; donating for the gradient. The state stays as it is."""
@@ -136,6 +145,11 @@ class QuantizedCompressor(Compressor):
     def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Any:
         """The state after x was sent as the payload. Donating for the state."""
         del ops, bands, x, payload
+        return state
+
+    def keep_nothing(self, ops: Ops, state: Any) -> Any:
+        """The state after what `collect` gave was sent as it is. Donating."""
+        del ops
         return state
 
     def keep_of_sum(

@@ -2,6 +2,9 @@
 
 Two branches: `codecs.words`, a rule for each element, and `codecs.largest`, a number of elements.
 Both settle their state by what was *sent*, never by what was wanted.
+
+An allgather brings a rank the payload of every other. Where that is more bytes than an allreduce
+of the bucket, what payloads stand for is added up instead; see `exchanges.summed`.
 """
 
 from __future__ import annotations
@@ -60,12 +63,20 @@ class SparseCompressor(Compressor):
         """The memory before the first step: a NamedTuple whose first field is what is sent from."""
 
     @abstractmethod
-    def ladder(self, layout: Layout) -> Ladder:
-        """The capacities that a payload of this bucket may have."""
+    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
+        """The capacities that a payload of this bucket may have among so many ranks.
+
+        None whose allgather would bring a rank more bytes than an allreduce of the bucket.
+        """
 
     @abstractmethod
+    def body_bytes(self, layout: Layout, rung: Rung) -> int:
+        """Bytes of what a rank encodes on this rung, without the header."""
+
     def payload_bytes(self, layout: Layout, rung: Rung) -> int:
-        """Bytes that one rank hands to the allgather on this rung, header included."""
+        """Bytes that one rank hands to collectives on this rung, header included."""
+        body = 4 * layout.elements if rung.summed else self.body_bytes(layout, rung)
+        return wire.HEADER_BYTES + body
 
     @abstractmethod
     def encode(
@@ -104,8 +115,7 @@ class SparseCompressor(Compressor):
 
     def nothing(self, ops: Ops, layout: Layout, rung: Rung) -> Encoded:
         """A payload of the right size for a step without one."""
-        size = self.payload_bytes(layout, rung) - wire.HEADER_BYTES
-        return Encoded(ops.zeros((size,), "uint8"), 0, 0)
+        return Encoded(ops.zeros((self.body_bytes(layout, rung),), "uint8"), 0, 0)
 
     def held(
         self, ops: Ops, memory: Memory, index: Tensor, first: Tensor | None = None
@@ -132,7 +142,7 @@ class SparseCompressor(Compressor):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
     ) -> Program:
-        return exchanges.allgather(self, ops, context, gradient, state, extra.get("moment"))
+        return exchanges.sparse(self, ops, context, gradient, state, extra.get("moment"))
 
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         del layout, steps

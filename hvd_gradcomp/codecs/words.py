@@ -8,7 +8,8 @@ A method fills in `gate` and `settle`, and names a quantizer. The payload of a s
 
 * words: one 32-bit word for each slot of the rung's capacity, code above index; unused slots point
   to the bucket's sink; or
-* places, on the dense rung: `code + 1` for each element of the bucket, in `dense_bits` bits.
+* places, on the dense rung: `code + 1` for each element of the bucket, in `dense_bits` bits. Where
+  the dense rung is summed they do not travel, but what they stand for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hvd_gradcomp import wire
 from hvd_gradcomp.codecs.quantizers import Quantizer
 from hvd_gradcomp.codecs.selection import Sent, layer_of, select
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
+from hvd_gradcomp.cost import most_gathered
 from hvd_gradcomp.ladder import Ladder, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -64,9 +66,14 @@ class WordCompressor(SparseCompressor):
 
     # -- sizes -------------------------------------------------------------------------------
 
-    def ladder(self, layout: Layout) -> Ladder:
-        """The rungs of a bucket: words up to where a place for every element is cheaper."""
-        return Ladder.up_to(layout.size * self.quantizer.dense_bits // 32)
+    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
+        """Words, up to where a place for every element is cheaper, or a sum."""
+        side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
+        room = most_gathered(4.0 * layout.elements, ranks) - side
+        places = self._dense_bytes(layout)
+        if places > room:
+            return Ladder.up_to(int(room) // 4 + 1, summed=True)
+        return Ladder.up_to(places // 4)
 
     def rung_changes(self, state: Any) -> int:
         return int(state.ladder.changes)
@@ -81,9 +88,8 @@ class WordCompressor(SparseCompressor):
     def _dense_bytes(self, layout: Layout) -> int:
         return layout.size * self.quantizer.dense_bits // 8
 
-    def payload_bytes(self, layout: Layout, rung: Rung) -> int:
-        """Bytes that one rank hands to the allgather: header, side parts, words or places."""
-        return wire.HEADER_BYTES + wire.body_bytes(self.parts(layout, rung))
+    def body_bytes(self, layout: Layout, rung: Rung) -> int:
+        return wire.body_bytes(self.parts(layout, rung))
 
     # -- one step ----------------------------------------------------------------------------
 

@@ -463,7 +463,7 @@ class TorchOps(Ops):
     def weighted_sum(self, data: Tensor) -> Tensor:
         if self.native is None:
             return super().weighted_sum(data)
-        rows = [row.contiguous() for row in data.reshape(-1, data.shape[-1])]
+        rows = [row.contiguous() for row in data.reshape(data.shape[:-1].numel(), -1)]
         sums = [self.native.weighted_sum(r.data_ptr(), r.shape[0] // 4) for r in rows]
         return self._given(sums, torch.int64).view(data.shape[:-1])
 

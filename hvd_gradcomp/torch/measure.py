@@ -7,6 +7,7 @@ apart from any link, for any number of ranks.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -356,7 +357,9 @@ class _AloneEngine(Engine):
         marks = self.marks[bucket.name][2:]  # the first pair is in `first`
         rest = (end - start for start, end in zip(marks[::2], marks[1::2]))
         asks = tuple(self.asks[bucket.name])
-        return Cost(max(ready[name] for name in bucket.layout.names), (first, *rest), asks)
+        asked = getattr(bucket.compressor, "exchange", "auto") != "auto"  # by the user, who gets it
+        dense = math.inf if asked else 4.0 * bucket.layout.elements
+        return Cost(max(ready[name] for name in bucket.layout.names), (first, *rest), asks, dense)
 
     def _gather_objects(self, item: Any) -> list[Any]:
         return [item] * self.process_set.size()

@@ -105,6 +105,31 @@ def test_work_grows_on_a_line_and_shards_shrink(p):
     assert way.seconds(link, p) == pytest.approx(step_seconds([[cost(p)]], link, p))
 
 
+@given(st.integers(2, 2000), st.floats(1, 5000))
+def test_no_allgather_takes_longer_than_an_allreduce_of_everything(p, size):
+    """Among more ranks than were measured, what was gathered is summed."""
+
+    def cost(ranks: int) -> Bucket:
+        return Bucket(0.0, (1.0, 0.5 * ranks), (("allgather", size),), 4000.0)
+
+    link, turn = ideal(), 8000.0 / size
+    way = Way("words", {n: [[[cost(n)]]] for n in (2, 4)})
+    if p in (2, 4) or size * p <= 8000.0:
+        assert way.seconds(link, p) == pytest.approx(step_seconds([[cost(p)]], link, p))
+    else:
+        expected = 1 + volume("allreduce", 4000.0, p) + 0.5 * turn
+        assert way.seconds(link, p) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("ranks", "summed"), [(6, False), (12, True), (16, True), (99, True)])
+def test_what_was_measured_both_ways_is_what_it_is_on_its_side(ranks, summed):
+    few = Bucket(0.0, (1.0, 2.0), (("allgather", 1000.0),), 4000.0)
+    many = Bucket(0.0, (1.0, 0.0, 3.0), (("allgather", 32.0), ("allreduce", 4000.0)), 4000.0)
+    way = Way("words", {4: [[[few]]], 16: [[[many]]]})
+    expected = step_seconds([[many if summed else few]], ideal(), ranks)
+    assert way.seconds(ideal(), ranks) == pytest.approx(expected)
+
+
 def test_the_slowest_rank_of_the_median_round_counts():
     def rank(*work: float) -> list[list[Bucket]]:
         return [[Bucket(0.0, (w, 0.0), (("broadcast", 0.0),))] for w in work]

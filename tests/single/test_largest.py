@@ -55,6 +55,9 @@ def chosen(r: np.ndarray, k: int, step: int) -> np.ndarray:
 def sent_by(world: World, rank: int) -> torch.Tensor:
     compressor, ops, layout = world.compressor, world.ops, world.layout
     buffer = world.traffic[0][rank].tensor
+    if len(world.traffic) > 1:  # it was summed
+        pieces = world.traffic[1][rank].tensor.split(list(layout.sizes))
+        return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
     room = torch.empty(layout.size)
     return compressor.decode_sum(ops, layout, None, buffer[None, 32:], torch.ones(1), room)
 

@@ -45,13 +45,21 @@ def draw(random, shapes, ops, scale=1.0):
 def sent_by(world, rank):
     """What this rank put on the wire, decoded alone."""
     compressor, ops, layout = world.compressor, world.ops, world.layout
-    buffer = world.traffic[0][rank].tensor
-    ladder = compressor.ladder(layout)
-    index = int(buffer[12:16].cpu().view(torch.int32))
-    rung = Rung(index, (*ladder.capacities, 0)[index], index == ladder.top)
+    buffer, rung = world.traffic[0][rank].tensor, rung_of(world)
+    if rung.summed:
+        pieces = world.traffic[1][rank].tensor.split(list(layout.sizes))
+        return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
     one = torch.ones(1, device=ops.device)
     room = torch.empty(layout.size, device=ops.device)
     return compressor.decode_sum(ops, layout, rung, buffer[None, 32:], one, room)
+
+
+def rung_of(world):
+    """The rung of the last step, by its headers."""
+    ladder = world.compressor.ladder(world.layout, world.size)
+    index = int(world.traffic[0][0].tensor[12:16].cpu().view(torch.int32))
+    dense = index == ladder.top
+    return Rung(index, (*ladder.capacities, 0)[index], dense, dense and ladder.summed)
 
 
 @pytest.mark.parametrize("compressor", WORDS, ids=repr)
@@ -101,16 +109,17 @@ def test_bytes_equal_the_formula(compressor, shapes, seed, size):
     ops, layout = TorchOps(), layout_of(shapes, compressor)
     world = World(compressor, ops, layout, size)
     random = np.random.default_rng(seed)
-    ladder = compressor.ladder(layout)
     for _ in range(5):
         world.step([world.flat(draw(random, shapes, ops)) for _ in range(size)])
-        (requests,) = world.traffic
-        for request in requests:
-            index = int(request.tensor[12:16].view(torch.int32))
-            side = 4 * math.ceil(len(shapes) / 4) if "Variance" in repr(compressor) else 0
-            bits = compressor.quantizer.dense_bits
-            body = 4 * ladder.capacities[index] if index < ladder.top else layout.size * bits // 8
-            assert request.tensor.numel() == 32 + side + body
+        rung = rung_of(world)
+        side = 4 * math.ceil(len(shapes) / 4) if "Variance" in repr(compressor) else 0
+        places = layout.size * compressor.quantizer.dense_bits // 8
+        body = side + (places if rung.dense else 4 * rung.capacity)
+        sent = 32 + (4 * sum(map(math.prod, shapes)) if rung.summed else body)
+        assert len(world.traffic) == 1 + rung.summed
+        for requests in zip(*world.traffic):
+            assert sum(r.tensor.numel() * r.tensor.element_size() for r in requests) == sent
+        assert compressor.payload_bytes(layout, rung) == sent
 
 
 @pytest.mark.parametrize("compressor", LINEAR, ids=repr)
