@@ -6,22 +6,56 @@ tracing, which XLA needs.
 
 XLA contracts `a + b * c` into a fused multiply-add, which rounds once where everybody else rounds
 twice: with `static=True` the products of `square` and `times` are kept apart from what follows.
+
+Composites run in C, as operations (see `native_tensorflow.cc`), where the library is built for this
+TensorFlow. They have kernels for a CPU alone: with a GPU in sight, where TensorFlow would bring
+tensors to the host for them, and with `static=True`, it is verbs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, Tensor
+from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, Tensor, building
 
 if TYPE_CHECKING:
+    from hvd_gradcomp.bands import Bands
     from hvd_gradcomp.layout import Layout
 
 _WORD = 1 << 32
 ASSERTION = "hvd_gradcomp"  # begins what a failed check says in a graph
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The operations in C, or None."""
+    if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
+        return None
+    path = building.HERE / building.operations(tf.__version__)
+    if path.exists():
+        try:
+            return tf.load_op_library(str(path))
+        except (tf.errors.OpError, RuntimeError) as error:
+            LOGGER.warning(
+                "%s does not load, compression is slower without: %s. `hvd-gradcomp build "
+                "--anew` builds it for what is installed now",
+                path,
+                error,
+            )
+            return None
+    found = building.others(tf.__version__)
+    LOGGER.info(
+        "hvd_gradcomp's operations are not built for TensorFlow %s%s: compression is slower. "
+        "`hvd-gradcomp build` builds them",
+        tf.__version__,
+        f", only for {', '.join(found)}" if found else "",
+    )
+    return None
 
 
 class TensorFlowOps(Ops):
@@ -37,6 +71,8 @@ class TensorFlowOps(Ops):
 
     def __init__(self, static: bool = False) -> None:
         self.dynamic_shapes = not static
+        on_host = self.dynamic_shapes and not tf.config.get_visible_devices("GPU")
+        self.native = library() if on_host else None
         self.verdicts: list[Tensor] | None = None
 
     def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:
@@ -325,6 +361,95 @@ class TensorFlowOps(Ops):
 
     def settled(self) -> Any:
         return tf.reduce_all(tf.stack(self.verdicts)) if self.verdicts else True
+
+    # -- shadows of composites -----------------------------------------------------------------
+
+    def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
+        if self.native is None:
+            return super().bit_planes(groups, bits)
+        return self.native.gradcomp_bit_planes(groups, bits=bits)
+
+    def from_bit_planes(self, planes: Tensor) -> Tensor:
+        if self.native is None:
+            return super().from_bit_planes(planes)
+        return self.native.gradcomp_from_bit_planes(planes)
+
+    def weighted_sum(self, data: Tensor) -> Tensor:
+        if self.native is None:
+            return super().weighted_sum(data)
+        return self.native.gradcomp_weighted_sum(data)
+
+    def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.native is None:
+            return super().group_maxima(bands, x)
+        return self.native.gradcomp_group_maxima(x, bands=_numbers(bands))
+
+    def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.native is None:
+            return super().group_squares(bands, x)
+        return self.native.gradcomp_group_squares(x, bands=_numbers(bands))
+
+    def encode_levels(
+        self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
+    ) -> Tensor:
+        if self.native is None:
+            return super().encode_levels(bands, x, scale, bits, key)
+        return self.native.gradcomp_encode_levels(x, scale, key, bands=_numbers(bands), bits=bits)
+
+    def add_levels(
+        self,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        bits: int,
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_levels(bands, base, room, packed, scale, bits, weights)
+        return self.native.gradcomp_add_levels(
+            room if base is None else base,
+            packed,
+            scale,
+            weights,
+            bands=_numbers(bands),
+            bits=bits,
+            from_zero=base is None,
+        )
+
+    def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_signs(bands, x)
+        above, below, packed = self.native.gradcomp_encode_signs(x, bands=_numbers(bands))
+        return above, below, packed
+
+    def add_signs(
+        self,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        above: Tensor,
+        below: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_signs(bands, base, room, packed, above, below, weights)
+        return self.native.gradcomp_add_signs(
+            room if base is None else base,
+            packed,
+            above,
+            below,
+            weights,
+            bands=_numbers(bands),
+            from_zero=base is None,
+        )
+
+
+def _numbers(bands: Bands) -> list[int]:
+    """The bands as C sees them."""
+    return [number for band in bands.bands for number in band]
 
 
 def _shape(shape: Sequence[Any]) -> Any:
