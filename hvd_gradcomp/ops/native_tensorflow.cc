@@ -96,6 +96,39 @@ REGISTER_OP("GradcompWeightedSum")
            if (c->RankKnown(x) && c->Rank(x) >= 1) (void)c->Subshape(x, 0, -1, &rows).ok();
            c->set_output(0, rows));
 
+REGISTER_OP("GradcompFrame")
+    .Input("words: int64")
+    .Input("body: uint8")
+    .Output("frame: uint8")
+    .SHAPE(ShapeHandle words = c->input(0); ShapeHandle body = c->input(1);
+           bool known = c->RankKnown(words) && c->Rank(words) == 1 && c->RankKnown(body) &&
+                        c->Rank(body) == 1 && c->ValueKnown(c->Dim(words, 0)) &&
+                        c->ValueKnown(c->Dim(body, 0));
+           c->set_output(0, c->Vector(known ? 4 * (c->Value(c->Dim(words, 0)) + 1) +
+                                                  c->Value(c->Dim(body, 0))
+                                            : InferenceContext::kUnknownDim)));
+
+// `fields` is {word, lowest bit, bits} for each field, one after another.
+REGISTER_OP("GradcompExamine")
+    .Input("frames: uint8")
+    .Input("expected: int64")
+    .Output("words: int64")
+    .Output("held: bool")
+    .Attr("count: int >= 0")
+    .Attr("fields: list(int)")
+    .SHAPE(int64_t count = 0; (void)c->GetAttr("count", &count).ok();
+           std::vector<int64_t> fields; (void)c->GetAttr("fields", &fields).ok();
+           ShapeHandle x = c->input(0);
+           auto rows = c->RankKnown(x) && c->Rank(x) == 2 ? c->Dim(x, 0) : c->UnknownDim();
+           c->set_output(0, c->Matrix(rows, count));
+           c->set_output(1, c->Matrix(static_cast<int64_t>(fields.size() / 3 + 1), rows)));
+
+REGISTER_OP("GradcompKey")
+    .Input("step: int64")
+    .Output("key: int64")
+    .Attr("salt: int")
+    .SHAPE(c->set_output(0, c->Vector(2)));
+
 REGISTER_OP("GradcompGroupMaxima")
     .Input("x: float")
     .Output("maxima: float")
@@ -243,6 +276,111 @@ class WeightedSum : public OpKernel {
   }
 };
 
+// The weighted sum of a frame's words, and of its body.
+uint32_t Checksum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n) {
+  uint32_t sum = weighted_sum(body, n);
+  for (int64_t i = 0; i < count; i++) sum += words[i] * static_cast<uint32_t>(2 * i + 1);
+  return sum;
+}
+
+class Frame : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &words = c->input(0), &body = c->input(1);
+    OP_REQUIRES(c, words.dims() == 1 && body.dims() == 1 && body.dim_size(0) % 4 == 0,
+                InvalidArgument("a frame is a vector of words and one of bytes, a multiple of 4, "
+                                "not ",
+                                words.shape().DebugString(), " and ", body.shape().DebugString()));
+    int64_t count = words.dim_size(0), bytes = body.dim_size(0);
+    uint32_t *out = NewWords(c, 0, 4 * (count + 1) + bytes);
+    if (!out) return;
+    auto *from = words.flat<int64_t>().data();
+    for (int64_t i = 0; i < count; i++) out[i] = static_cast<uint32_t>(from[i]);
+    uint32_t *behind = out + count + 1;
+    std::memcpy(behind, body.tensor_data().data(), bytes);
+    out[count] = Checksum(out, count, behind, bytes / 4);
+  }
+};
+
+class Examine : public OpKernel {
+ public:
+  explicit Examine(OpKernelConstruction *c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("count", &count_));
+    OP_REQUIRES_OK(c, c->GetAttr("fields", &fields_));
+    OP_REQUIRES(c, fields_.size() % 3 == 0, InvalidArgument("a field is three numbers"));
+    for (size_t i = 0; i < fields_.size(); i += 3) {
+      int64_t word = fields_[i], low = fields_[i + 1], bits = fields_[i + 2];
+      OP_REQUIRES(c,
+                  0 <= word && word < count_ && 0 <= low && low < 32 && 0 < bits && bits <= 32,
+                  InvalidArgument("a field is a word, a lowest bit and bits, not ", word, ", ", low,
+                                  ", ", bits));
+    }
+  }
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &frames = c->input(0), &expected = c->input(1);
+    int64_t fields = static_cast<int64_t>(fields_.size() / 3);
+    OP_REQUIRES(c, expected.dims() == 1 && expected.dim_size(0) == fields,
+                InvalidArgument("expected is ", expected.shape().DebugString(), " for ", fields,
+                                " fields"));
+    OP_REQUIRES(c,
+                frames.dims() == 2 && frames.dim_size(1) % 4 == 0 &&
+                    frames.dim_size(1) / 4 > count_,
+                InvalidArgument("frames of ", count_, " words are ", frames.shape().DebugString()));
+    int64_t rows = frames.dim_size(0), length = frames.dim_size(1) / 4;
+    int64_t *words = NewIntegers(c, TensorShape({rows, count_}));
+    Tensor *held = nullptr, copy;
+    OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({fields + 1, rows}), &held));
+    auto *from = static_cast<const uint32_t *>(Aligned(c, frames, &copy));
+    if (!c->status().ok()) return;
+    bool *flags = held->flat<bool>().data();
+    auto *numbers = expected.flat<int64_t>().data();
+    for (int64_t row = 0; row < rows; row++, from += length, words += count_) {
+      const uint32_t *body = from + count_ + 1;
+      for (int64_t i = 0; i < count_; i++) words[i] = from[i];
+      flags[row] = from[count_] == Checksum(from, count_, body, length - count_ - 1);
+      for (int64_t i = 0; i < fields; i++) {
+        int64_t shifted = words[fields_[3 * i]] >> fields_[3 * i + 1];
+        int64_t number = shifted & ((int64_t{1} << fields_[3 * i + 2]) - 1);
+        flags[(i + 1) * rows + row] = number == numbers[i];
+      }
+    }
+  }
+
+ private:
+  int64_t count_ = 0;
+  std::vector<int64_t> fields_;
+};
+
+uint32_t Mixed(uint32_t x) {
+  for (int i = 0; i < 2; i++) x = (x ^ x >> 16) * 0x45d9f3bu;
+  return x ^ x >> 16;
+}
+
+class Key : public OpKernel {
+ public:
+  explicit Key(OpKernelConstruction *c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("salt", &salt_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &step = c->input(0);
+    OP_REQUIRES(c, step.dims() == 0,
+                InvalidArgument("step must be a scalar, it is ", step.shape().DebugString()));
+    int64_t *key = NewIntegers(c, TensorShape({2}));
+    if (!key) return;
+    uint32_t mixed = Mixed(static_cast<uint32_t>(step.scalar<int64_t>()()));
+    uint32_t first = Mixed(mixed ^ static_cast<uint32_t>(salt_));
+    key[0] = first;
+    key[1] = Mixed(first ^ 0x9e3779b9u);
+  }
+
+ private:
+  int64_t salt_ = 0;
+};
+
 // Base of what goes over groups: its bands are in order, and none reaches beyond the vector.
 class OverGroups : public OpKernel {
  public:
@@ -280,6 +418,14 @@ class OverGroups : public OpKernel {
       c->CtxFailure(InvalidArgument(what, " is ", x.shape().DebugString(), ", expected ",
                                     TensorShape(extents).DebugString()));
     return same;
+  }
+
+  // Whether x has a row a rank, with room for all groups: shards have some beyond.
+  bool IsByRank(OpKernelContext *c, const char *what, const Tensor &x, int64_t ranks) {
+    if (x.dims() == 2 && x.dim_size(0) == ranks && x.dim_size(1) >= groups_) return true;
+    c->CtxFailure(InvalidArgument(what, " is ", x.shape().DebugString(), ", expected [", ranks,
+                                  ", at least ", groups_, "]"));
+    return false;
   }
 
   int64_t count() const { return static_cast<int64_t>(bands_.size()); }
@@ -368,7 +514,7 @@ class AddLevels : public Levels {
     const Tensor &packed = c->input(1), &scale = c->input(2), &weights = c->input(3);
     int64_t n = c->input(0).dim_size(0), ranks = weights.NumElements();
     if (!Is(c, "packed", packed, {ranks, n / 8 * bits_}) ||
-        !Is(c, "scale", scale, {ranks, groups_}) || !Is(c, "weights", weights, {ranks}))
+        !IsByRank(c, "scale", scale, ranks) || !Is(c, "weights", weights, {ranks}))
       return;
     Tensor words_copy, scale_copy;
     auto *words = static_cast<const uint32_t *>(Aligned(c, packed, &words_copy));
@@ -377,7 +523,7 @@ class AddLevels : public Levels {
     Sum sum(c, from_zero_);
     if (sum.out)
       add_levels(bands_.data(), count(), sum.base, sum.out, n, ranks, words, n / kGroup * bits_,
-                 scales, groups_, bits_, Floats(weights));
+                 scales, scale.dim_size(1), bits_, Floats(weights));
   }
 
  private:
@@ -412,8 +558,8 @@ class AddSigns : public OverGroups {
     const Tensor &packed = c->input(1), &above = c->input(2), &below = c->input(3);
     const Tensor &weights = c->input(4);
     int64_t n = c->input(0).dim_size(0), ranks = weights.NumElements();
-    if (!Is(c, "packed", packed, {ranks, n / 8}) || !Is(c, "above", above, {ranks, groups_}) ||
-        !Is(c, "below", below, {ranks, groups_}) || !Is(c, "weights", weights, {ranks}))
+    if (!Is(c, "packed", packed, {ranks, n / 8}) || !IsByRank(c, "above", above, ranks) ||
+        !Is(c, "below", below, {ranks, above.dim_size(1)}) || !Is(c, "weights", weights, {ranks}))
       return;
     Tensor words_copy, above_copy, below_copy;
     auto *words = static_cast<const uint32_t *>(Aligned(c, packed, &words_copy));
@@ -423,7 +569,7 @@ class AddSigns : public OverGroups {
     Sum sum(c, from_zero_);
     if (sum.out)
       add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words, n / kGroup, highs, lows,
-                groups_, Floats(weights));
+                above.dim_size(1), Floats(weights));
   }
 
  private:
@@ -435,6 +581,9 @@ class AddSigns : public OverGroups {
 ON_CPU(BitPlanes);
 ON_CPU(FromBitPlanes);
 ON_CPU(WeightedSum);
+ON_CPU(Frame);
+ON_CPU(Examine);
+ON_CPU(Key);
 ON_CPU(GroupMaxima);
 ON_CPU(GroupSquares);
 ON_CPU(EncodeLevels);

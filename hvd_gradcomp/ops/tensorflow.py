@@ -26,6 +26,7 @@ from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, 
 if TYPE_CHECKING:
     from hvd_gradcomp.bands import Bands
     from hvd_gradcomp.layout import Layout
+    from hvd_gradcomp.ops.composites import Field
 
 _WORD = 1 << 32
 ASSERTION = "hvd_gradcomp"  # begins what a failed check says in a graph
@@ -88,7 +89,9 @@ class TensorFlowOps(Ops):
         return tf.constant(getattr(layout, field), tf.int64)
 
     def words(self, values: Sequence[Any]) -> Tensor:
-        return tf.stack([tf.cast(value, tf.int64) for value in values])
+        if all(isinstance(value, int) for value in values):
+            return tf.constant(values, tf.int64)
+        return tf.stack([_integer(value) for value in values])
 
     def reals(self, values: Sequence[float]) -> Tensor:
         return tf.constant(values, tf.float32)
@@ -348,16 +351,15 @@ class TensorFlowOps(Ops):
                     ranks = tf.where(~held)[:, 0].numpy().tolist()
                     raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
             return None
-        # In a graph the sum depends on the assertions, so nothing is assigned before they hold.
-        asserts = [
-            tf.debugging.Assert(
-                tf.reduce_all(held),
-                [f"{ASSERTION}: {message.replace('rank {ranks}', 'a rank')}; fine by rank:", held],
-            )
-            for message, held in facts.items()
-        ]
-        with tf.control_dependencies(asserts):
-            return tf.reduce_all(tf.stack(list(facts.values())), 0)
+        # In a graph the sum depends on the assertion, so nothing is assigned before it holds. One
+        # for all facts, and not `tf.debugging.Assert`, which traces two functions for each.
+        held = tf.stack(list(facts.values()))  # [facts, world]
+        fine = tf.reduce_all(held, 1)
+        said = [message.replace("rank {ranks}", "a rank") for message in facts]
+        first = tf.argmin(tf.cast(fine, tf.int32))
+        what = tf.gather([f"{ASSERTION}: {text}; fine by rank:" for text in said], first)
+        with tf.control_dependencies([assertion(tf.reduce_all(fine), what, tf.gather(held, first))]):
+            return tf.reduce_all(held, 0)
 
     def settled(self) -> Any:
         return tf.reduce_all(tf.stack(self.verdicts)) if self.verdicts else True
@@ -373,6 +375,25 @@ class TensorFlowOps(Ops):
         if self.native is None:
             return super().from_bit_planes(planes)
         return self.native.gradcomp_from_bit_planes(planes)
+
+    def frame(self, words: Tensor, body: Tensor) -> Tensor:
+        if self.native is None:
+            return super().frame(words, body)
+        return self.native.gradcomp_frame(words, body)
+
+    def examine(
+        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().examine(frames, count, fields, expected)
+        numbers = [number for field in fields for number in field]
+        words, held = self.native.gradcomp_examine(frames, expected, count=count, fields=numbers)
+        return words, held
+
+    def key(self, step: Any, salt: int) -> Tensor:
+        if self.native is None:
+            return super().key(step, salt)
+        return self.native.gradcomp_key(_integer(step), salt=salt)
 
     def weighted_sum(self, data: Tensor) -> Tensor:
         if self.native is None:
@@ -452,11 +473,21 @@ def _numbers(bands: Bands) -> list[int]:
     return [number for band in bands.bands for number in band]
 
 
+def assertion(condition: Tensor, *said: Any) -> Any:
+    """The operation that fails where a condition does not hold, saying so; of a graph."""
+    return tf.raw_ops.Assert(condition=condition, data=list(said), summarize=64)
+
+
 def _shape(shape: Sequence[Any]) -> Any:
     """Python integers as they are; a vector where one is a tensor."""
     if all(isinstance(extent, int) for extent in shape):
         return tuple(shape)
     return tf.stack([tf.cast(extent, tf.int64) for extent in shape])
+
+
+def _integer(value: Any) -> Tensor:
+    """As int64; of a graph one node for what is known."""
+    return tf.constant(value, tf.int64) if isinstance(value, int) else tf.cast(value, tf.int64)
 
 
 def _head(x: Tensor) -> tuple[Any, ...]:
