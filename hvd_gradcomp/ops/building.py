@@ -50,11 +50,12 @@ def others(version: str, folder: Path = HERE) -> list[str]:
     return [name.rpartition("-")[0] for name in built if f"_tensorflow-{name}.so" != current]
 
 
-def build_native(folder: Path = HERE) -> Path:
-    """Compiles the C library.
+def build_native(folder: Path = HERE, anew: bool = False) -> Path:
+    """Compiles the C library, unless it is there and newer than its source.
 
     Args:
         folder: where it goes.
+        anew: compile it even then.
 
     Returns:
         The file.
@@ -63,6 +64,8 @@ def build_native(folder: Path = HERE) -> Path:
         BuildError: it cannot be built.
     """
     target = folder / f"_native{EXTENSION_SUFFIXES[0]}"
+    if target.exists() and not anew and target.stat().st_mtime >= (HERE / NATIVE).stat().st_mtime:
+        return target
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch, target.name)
         _run([_compiler("CC", "gcc", "cc"), *FLAGS, "-shared", "-fPIC", HERE / NATIVE, "-o", made])
@@ -70,12 +73,12 @@ def build_native(folder: Path = HERE) -> Path:
     return target
 
 
-def build_operations(folder: Path = HERE, python: str = sys.executable) -> Path:
+def build_operations(folder: Path = HERE, anew: bool = False) -> Path:
     """Compiles the operations for the TensorFlow that is installed, unless they are there.
 
     Args:
         folder: where they go.
-        python: whose TensorFlow.
+        anew: compile them even if they are there.
 
     Returns:
         The file.
@@ -83,9 +86,9 @@ def build_operations(folder: Path = HERE, python: str = sys.executable) -> Path:
     Raises:
         BuildError: they cannot be built.
     """
-    version, compiling, linking = _tensorflow(python)
+    version, compiling, linking = _tensorflow()
     target = folder / operations(version)
-    if target.exists():
+    if target.exists() and not anew:
         return target
     c, cpp = _compiler("CC", "gcc", "cc"), _compiler("CXX", "g++", "c++")
     with tempfile.TemporaryDirectory() as scratch:
@@ -103,9 +106,9 @@ def build_operations(folder: Path = HERE, python: str = sys.executable) -> Path:
     return target
 
 
-def _tensorflow(python: str) -> tuple[str, list[str], list[str]]:
+def _tensorflow() -> tuple[str, list[str], list[str]]:
     """Its version and flags, asked in a process of its own: an import may crash or hang."""
-    said = _run([python, "-c", _ASK], _IMPORT)
+    said = _run([sys.executable, "-c", _ASK], _IMPORT)
     line = next(line for line in said.splitlines() if line.startswith("@ "))
     version, compiling, linking = json.loads(line[2:])
     return version, compiling, linking
