@@ -23,6 +23,7 @@ NATIVE = "native.c"
 OPERATIONS = "native_tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_C, _CPP = ("CC", "gcc", "cc"), ("CXX", "g++", "c++")  # variable that names it, then names
 _IMPORT, _COMPILE = 180, 900  # seconds, on a machine that does much else
 _LINES = 12  # of what a compiler says
 _ASK = """
@@ -37,24 +38,32 @@ class BuildError(Exception):
     """What could not be built, and why."""
 
 
-def operations(version: str, sources: Path = HERE) -> str:
-    """The file name of the operations, as they are in these sources, for a TensorFlow."""
-    digest = zlib.crc32(b"".join((sources / name).read_bytes() for name in (NATIVE, OPERATIONS)))
+def operations(version: str) -> str:
+    """The file name of the operations for a TensorFlow, made from the source as it is."""
+    digest = zlib.crc32(b"".join((HERE / name).read_bytes() for name in (NATIVE, OPERATIONS)))
     return f"_tensorflow-{version}-{digest:08x}.so"
 
 
-def others(version: str, folder: Path = HERE) -> list[str]:
-    """Versions of TensorFlow that a folder has operations for; this one where the source differs."""
-    built = [path.stem.split("-", 1)[1] for path in sorted(folder.glob("_tensorflow-*.so"))]
-    current = operations(version)
-    return [name.rpartition("-")[0] for name in built if f"_tensorflow-{name}.so" != current]
+def others(version: str) -> list[str]:
+    """Other versions of TensorFlow that operations are built for."""
+    built = {
+        path.stem.split("-", 1)[1].rpartition("-")[0] for path in HERE.glob("_tensorflow-*.so")
+    }
+    return sorted(built - {version})
 
 
-def build_native(folder: Path = HERE, anew: bool = False) -> Path:
+def compiles() -> bool:
+    """Whether there are compilers."""
+    try:
+        return bool(_compiler(*_C) and _compiler(*_CPP))
+    except BuildError:
+        return False
+
+
+def build_native(anew: bool = False) -> Path:
     """Compiles the C library, unless it is there and newer than its source.
 
     Args:
-        folder: where it goes.
         anew: compile it even then.
 
     Returns:
@@ -63,21 +72,21 @@ def build_native(folder: Path = HERE, anew: bool = False) -> Path:
     Raises:
         BuildError: it cannot be built.
     """
-    target = folder / f"_native{EXTENSION_SUFFIXES[0]}"
+    target = HERE / f"_native{EXTENSION_SUFFIXES[0]}"
     if target.exists() and not anew and target.stat().st_mtime >= (HERE / NATIVE).stat().st_mtime:
         return target
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch, target.name)
-        _run([_compiler("CC", "gcc", "cc"), *FLAGS, "-shared", "-fPIC", HERE / NATIVE, "-o", made])
+        _run([_compiler(*_C), *FLAGS, "-shared", "-fPIC", HERE / NATIVE, "-o", made])
         _place(made, target)
     return target
 
 
-def build_operations(folder: Path = HERE, anew: bool = False) -> Path:
+def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
     """Compiles the operations for the TensorFlow that is installed, unless they are there.
 
     Args:
-        folder: where they go.
+        folder: where they go; beside this file if not given.
         anew: compile them even if they are there.
 
     Returns:
@@ -87,10 +96,11 @@ def build_operations(folder: Path = HERE, anew: bool = False) -> Path:
         BuildError: they cannot be built.
     """
     version, compiling, linking = _tensorflow()
+    folder = folder or HERE
     target = folder / operations(version)
     if target.exists() and not anew:
         return target
-    c, cpp = _compiler("CC", "gcc", "cc"), _compiler("CXX", "g++", "c++")
+    c, cpp = _compiler(*_C), _compiler(*_CPP)
     with tempfile.TemporaryDirectory() as scratch:
         native, own = Path(scratch, "native.o"), Path(scratch, "operations.o")
         made = Path(scratch, target.name)

@@ -123,7 +123,7 @@ class Composites:
         return words, self.stack(held)
 
     def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
-        """The weighted sum of words, which count 2 * place + 1, and of a body; or of rows of both."""
+        """Of words, each times 2 * place + 1, and a body; or of rows of both."""
         weights = self.arange(words.shape[-1]) * 2 + 1
         return (self.sum(words * weights, -1) + self.weighted_sum(body)) % (1 << 32)
 

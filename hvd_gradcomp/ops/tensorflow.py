@@ -358,7 +358,9 @@ class TensorFlowOps(Ops):
         said = [message.replace("rank {ranks}", "a rank") for message in facts]
         first = tf.argmin(tf.cast(fine, tf.int32))
         what = tf.gather([f"{ASSERTION}: {text}; fine by rank:" for text in said], first)
-        with tf.control_dependencies([assertion(tf.reduce_all(fine), what, tf.gather(held, first))]):
+        with tf.control_dependencies(
+            [assertion(tf.reduce_all(fine), what, tf.gather(held, first))]
+        ):
             return tf.reduce_all(held, 0)
 
     def settled(self) -> Any:
