@@ -155,11 +155,13 @@ $(VENV)/.stamp-frameworks: $(VENV)/.stamp-tools docker/frameworks.txt
 	@$(pip) --no-build-isolation --editable ".[examples,tensorboard]"
 	@touch $@
 
-$(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh
+$(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh \
+		hvd_gradcomp/ops/native_tensorflow.cc
 	@docker/install-system.sh $(PYTHON)
 	@echo "horovod: from the cache, or built (about 8 minutes on two cores)"
 	@PATH="$(path)" PIP_CONSTRAINT=docker/constraints.txt docker/build-horovod.sh $(VENV)/bin/python
-	@$(pip) --no-build-isolation --no-deps --editable .  # once more: now there is a compiler
+	@# Once more: now there are a compiler and TensorFlow, whose operations take a minute.
+	@$(pip) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-horovod setup.py docker/constraints.txt

@@ -1,11 +1,17 @@
 """Packaging of hvd_gradcomp; `pip install .` needs no framework, the extras bring them."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
 
 here = Path(__file__).parent
+spec = importlib.util.spec_from_file_location("building", here / "hvd_gradcomp/ops/building.py")
+building = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(building)
 package = (here / "hvd_gradcomp" / "__init__.py").read_text(encoding="utf-8")
 version = re.search(r'^__version__ = "([^"]+)"$', package, re.MULTILINE).group(1)
 readme = here / "README.md"
@@ -35,18 +41,37 @@ extras = {
     "tensorboard": ["tensorboardX"],
 }
 
-# Called through ctypes, so it is no Python module; without a compiler everything works, slower. No
-# fused multiply-add: results equal those of the frameworks to the bit.
+# Called through ctypes, so it is no Python module; without a compiler everything works, slower.
 native = Extension(
     "hvd_gradcomp.ops._native",
-    ["hvd_gradcomp/ops/native.c", "hvd_gradcomp/ops/words.c"],
-    extra_compile_args=[
-        *("-O3", "-fopenmp"),
-        *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    ],
-    extra_link_args=["-fopenmp"],
+    [f"hvd_gradcomp/ops/{name}" for name in building.NATIVE],
+    extra_compile_args=[*building.FLAGS, *building.THREADS],
+    extra_link_args=list(building.THREADS),
     optional=True,
 )
+
+
+class Build(build_ext):
+    """Also the operations for TensorFlow, where it can be imported; isolated builds see none."""
+
+    def build_extension(self, ext):
+        try:
+            super().build_extension(ext)
+        except (CompileError, LinkError):
+            self.warn("no OpenMP: one thread compresses")
+            ext.extra_compile_args, ext.extra_link_args = list(building.FLAGS), []
+            super().build_extension(ext)
+
+    def run(self):
+        super().run()
+        if importlib.util.find_spec("tensorflow") is None:
+            return
+        folder = here if self.inplace else Path(self.build_lib)
+        try:
+            building.build_operations(folder / "hvd_gradcomp/ops")
+        except building.BuildError as error:
+            self.warn(f"no operations for TensorFlow, `hvd-gradcomp build` builds them: {error}")
+
 
 setup(
     name="hvd_gradcomp",
@@ -58,8 +83,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.9",
     packages=find_packages(include=["hvd_gradcomp", "hvd_gradcomp.*"]),
-    package_data={"hvd_gradcomp": ["py.typed"]},
+    # The sources too: `hvd-gradcomp build` compiles them where they lie.
+    package_data={"hvd_gradcomp": ["py.typed", "ops/*.c", "ops/*.cc"]},
     ext_modules=[native],
+    cmdclass={"build_ext": Build},
     install_requires=["click>=8.1", "tabulate"],
     entry_points={"console_scripts": ["hvd-gradcomp = hvd_gradcomp.cli:main"]},
     extras_require=extras,

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
+from hvd_gradcomp.ops.composites import Field
 
 MAGIC = (ord("G"), ord("C"))
 VERSION = 1
@@ -51,6 +52,15 @@ NOT_FINITE = (
 )
 ANY_NOT_FINITE = NOT_FINITE.replace("rank {ranks}", "a rank")
 _OTHER_SIZE = "rank {ranks} uses another payload size; load the same checkpoint on all ranks"
+_FIELDS = {  # of a header, by what is wrong where they are not as expected
+    DAMAGED: None,
+    _FOREIGN: Field(0, 0, 16),
+    _OTHER_VERSION: Field(0, 16, 8),
+    _OTHER_ALGORITHM: Field(0, 24, 8),
+    _OTHER_MODEL: Field(1),
+    _OTHER_STEP: Field(2),
+    _OTHER_SIZE: Field(3),
+}
 
 
 class Part(NamedTuple):
@@ -120,9 +130,7 @@ def seal(ops: Ops, header: Header, body: Tensor) -> Tensor:
     words = ops.words(
         (tag, header.digest, header.step, header.rung, header.sent, header.wanted, poisoned)
     )
-    front = ops.to_bytes(words, "uint32")
-    checksum = _checksum(ops, words, body)
-    return ops.concat((front, ops.to_bytes(ops.reshape(checksum, (1,)), "uint32"), body))
+    return ops.frame(words, body)
 
 
 def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Tensor]:
@@ -137,23 +145,21 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
             algorithm, model or at another step. All ranks see the same buffers, so all raise.
         NonFiniteGradientError: naming the ranks that say so of theirs.
     """
-    front, body = cut(buffers)
-    words = ops.from_bytes(front, "uint32")  # [world, 8]
-    intact = ops.require(_facts(ops, expected, words, body))
+    words, held = _examined(ops, expected, buffers)
+    intact = ops.require(dict(zip(_FIELDS, held)))
     finite = ops.require({NOT_FINITE: words[:, 6] == 0}, NonFiniteGradientError)
     if intact is not None:
         intact = intact & finite
     header = expected._replace(sent=words[:, 4], wanted=words[:, 5], intact=intact)
-    return header, body
+    return header, cut(buffers)[1]
 
 
 def examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tensor]:
     """Whether each buffer is what was expected, and finite; bool [world] both. Raises nothing."""
-    front, body = cut(buffers)
-    words = ops.from_bytes(front, "uint32")
-    intact = words[:, 7] >= 0
-    for held in _facts(ops, expected, words, body).values():
-        intact = intact & held
+    words, held = _examined(ops, expected, buffers)
+    intact = held[0]
+    for fact in held[1:]:
+        intact = intact & fact
     return intact, words[:, 6] == 0
 
 
@@ -162,21 +168,16 @@ def cut(buffers: Tensor) -> tuple[Tensor, Tensor]:
     return buffers[:, :HEADER_BYTES], buffers[:, HEADER_BYTES:]
 
 
-def _facts(ops: Ops, expected: Header, words: Tensor, body: Tensor) -> dict[str, Tensor]:
-    """What has to hold for every rank, by what is wrong where it does not."""
-    tag = words[:, 0]
-    return {
-        DAMAGED: words[:, 7] == _checksum(ops, words[:, :7], body),
-        _FOREIGN: tag % (1 << 16) == MAGIC[0] | MAGIC[1] << 8,
-        _OTHER_VERSION: tag // (1 << 16) % (1 << 8) == VERSION,
-        _OTHER_ALGORITHM: tag // (1 << 24) == expected.algorithm,
-        _OTHER_MODEL: words[:, 1] == expected.digest,
-        _OTHER_STEP: words[:, 2] == expected.step,
-        _OTHER_SIZE: words[:, 3] == expected.rung,
-    }
-
-
-def _checksum(ops: Ops, front: Tensor, body: Tensor) -> Tensor:
-    """The weighted sum, of a vector or of each row."""
-    weights = ops.arange(7) * 2 + 1
-    return (ops.sum(front * weights, -1) + ops.weighted_sum(body)) % (1 << 32)
+def _examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The words of all headers but the checksum; and what holds for each, as in `_FIELDS`."""
+    numbers = (
+        MAGIC[0] | MAGIC[1] << 8,
+        VERSION,
+        expected.algorithm,
+        expected.digest,
+        expected.step,
+        expected.rung,
+    )
+    fields = [field for field in _FIELDS.values() if field is not None]
+    words, held = ops.examine(buffers, HEADER_BYTES // 4 - 1, fields, ops.words(numbers))
+    return words, [held[i] for i in range(len(_FIELDS))]

@@ -12,7 +12,7 @@ import click
 
 from hvd_gradcomp import __version__
 
-COMMANDS = ("doctor", "bench", "advise", "compare")
+COMMANDS = ("doctor", "build", "bench", "advise", "compare")
 
 
 class _Commands(click.Group):

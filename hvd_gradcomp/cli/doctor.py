@@ -27,8 +27,8 @@ import click
 import hvd_gradcomp
 from hvd_gradcomp.cli.inspection import Facts, inspect, run
 from hvd_gradcomp.cli.usercode import faults, sources
-from hvd_gradcomp.installation import HOROVOD, build, cure, in_checkout
-from hvd_gradcomp.ops import native
+from hvd_gradcomp.installation import HOROVOD, build, cure
+from hvd_gradcomp.ops import building, native
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
 _LINES = 16  # of the output of a self-test that fails
@@ -184,6 +184,7 @@ def _findings(
     needed = demanded or not any(answers)
     for framework in frameworks:
         yield from _framework(framework, facts[framework], needed)
+    yield from _operations(facts)
     yield from _keras(facts)
     yield from _horovod(horovod)
     if "built" in horovod:
@@ -221,8 +222,9 @@ def _package() -> Iterator[Finding]:
         fact = "loaded" if found else "not built: compression on a CPU is slower"
     except (OSError, AttributeError) as error:
         found, fact = False, f"does not load, compression on a CPU fails: {error}"
-    install = f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir {{}}"
-    remedy = f"apt-get install build-essential python3-dev  # as root\n{in_checkout(install)}"
+    remedy = "hvd-gradcomp build" if fact.startswith("not built") else "hvd-gradcomp build --anew"
+    if not building.compiles():
+        remedy = f"apt-get install build-essential  # as root\n{remedy}"
     mark = "ok" if found else "warn" if fact.startswith("not built") else "fail"
     yield Finding(mark, "its C library", fact, "" if found else remedy)
 
@@ -244,6 +246,30 @@ def _framework(framework: _Framework, facts: Facts, needed: bool) -> Iterator[Fi
     else:
         gpu = ", with a GPU" if facts["gpu"] else ""
         yield Finding("ok", framework.title, f"{facts['version']}, {facts['path']}{gpu}")
+
+
+def _operations(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
+    """Of TensorFlow, in C; left out together with the C library."""
+    facts, what = _facts_of("tensorflow", answers), "its TensorFlow library"
+    if "operations" not in facts or os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
+        return
+    version = facts["version"]
+    if facts["operations"]:
+        yield Finding("ok", what, f"built for {version}")
+        return
+    costs = "on a CPU compression is slower on TensorFlow, quantizers ten times"
+    others = building.others(version)
+    name = building.operations(version)
+    if (building.HERE / name).exists():
+        fact, remedy = f"{name} does not load: {costs}", "hvd-gradcomp build --anew"
+    elif others:
+        fact = f"built for {', '.join(others)}, installed is {version}: {costs}"
+        remedy = "hvd-gradcomp build"
+    else:
+        fact, remedy = f"not built: {costs}", "hvd-gradcomp build"
+    if not building.compiles():
+        remedy = f"apt-get install build-essential  # as root\n{remedy}"
+    yield Finding("warn", what, fact, remedy)
 
 
 def _keras(answers: dict[_Framework, Facts]) -> Iterator[Finding]:

@@ -141,6 +141,9 @@ def _tensorflow() -> Iterator[Facts]:
 
     yield {"version": tensorflow.__version__, "path": str(Path(tensorflow.__file__).parent)}
     yield {"gpu": bool(tensorflow.config.list_physical_devices("GPU"))}
+    from hvd_gradcomp.ops.tensorflow import library
+
+    yield {"operations": library() is not None}
     if importlib.util.find_spec("keras") is None:
         yield {"keras": None}
     else:

@@ -5,8 +5,8 @@ A backend may shadow one with its better way, if the result is the same to the b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from hvd_gradcomp.bands import Band, Bands
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 GROUP = 32  # codes that are packed together
 _TINY = 2.0**-100  # a group whose scale is below counts as zero: its inverse would overflow
 _FACTOR = 0x45D9F3B
+
+
+class Field(NamedTuple):
+    """A number within the words of a frame: which word, from which bit, of how many bits."""
+
+    word: int
+    low: int = 0
+    bits: int = 32
 
 
 class Composites:
@@ -82,6 +90,42 @@ class Composites:
         words = self.from_bytes(data, "uint32")
         places = self.arange(self.length(words)) * 2 + 17
         return self.sum(words * places, -1) % (1 << 32)
+
+    # -- framing -----------------------------------------------------------------------------
+    #
+    # A frame is some 32-bit words, a checksum of them and of the body, and the body.
+
+    def frame(self: Any, words: Tensor, body: Tensor) -> Tensor:
+        """Words (int64 below 2**32), checksum and body (uint8, whole words) as uint8."""
+        checksum = self.reshape(self.checksum(words, body), (1,))
+        return self.concat((self.to_bytes(self.concat((words, checksum)), "uint32"), body))
+
+    def examine(
+        self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What frames say, and what is right about it.
+
+        Args:
+            frames: uint8 [rows, bytes].
+            count: of the words of a frame.
+            fields: places of numbers within the words.
+            expected: the numbers; int64 [fields].
+
+        Returns:
+            The words, int64 [rows, count]. And bool [1 + fields, rows]: the checksum matches, and
+            then for each field, whether its number is as expected.
+        """
+        front = self.from_bytes(frames[:, : 4 * (count + 1)], "uint32")
+        words = front[:, :count]
+        held = [front[:, count] == self.checksum(words, frames[:, 4 * (count + 1) :])]
+        for i, (word, low, bits) in enumerate(fields):
+            held.append(words[:, word] // (1 << low) % (1 << bits) == expected[i])
+        return words, self.stack(held)
+
+    def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
+        """Of words, each times 2 * place + 1, and a body; or of rows of both."""
+        weights = self.arange(words.shape[-1]) * 2 + 1
+        return (self.sum(words * weights, -1) + self.weighted_sum(body)) % (1 << 32)
 
     # -- random numbers ----------------------------------------------------------------------
     #

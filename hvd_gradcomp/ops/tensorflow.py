@@ -6,22 +6,57 @@ tracing, which XLA needs.
 
 XLA contracts `a + b * c` into a fused multiply-add, which rounds once where everybody else rounds
 twice: with `static=True` the products of `square` and `times` are kept apart from what follows.
+
+Composites run in C, as operations (see `native_tensorflow.cc`), where the library is built for this
+TensorFlow. They have kernels for a CPU alone: with a GPU in sight, where TensorFlow would bring
+tensors to the host for them, and with `static=True`, it is verbs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, Tensor
+from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, Tensor, building
 
 if TYPE_CHECKING:
+    from hvd_gradcomp.bands import Bands
     from hvd_gradcomp.layout import Layout
+    from hvd_gradcomp.ops.composites import Field
 
 _WORD = 1 << 32
 ASSERTION = "hvd_gradcomp"  # begins what a failed check says in a graph
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The operations in C, or None."""
+    if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
+        return None
+    path = building.HERE / building.operations(tf.__version__)
+    if path.exists():
+        try:
+            return tf.load_op_library(str(path))
+        except (tf.errors.OpError, RuntimeError) as error:
+            LOGGER.warning(
+                "%s does not load, compression is slower without: %s. `hvd-gradcomp build "
+                "--anew` builds it for what is installed now",
+                path,
+                error,
+            )
+            return None
+    found = building.others(tf.__version__)
+    LOGGER.info(
+        "hvd_gradcomp's operations are not built for TensorFlow %s%s: compression is slower. "
+        "`hvd-gradcomp build` builds them",
+        tf.__version__,
+        f", only for {', '.join(found)}" if found else "",
+    )
+    return None
 
 
 class TensorFlowOps(Ops):
@@ -37,6 +72,8 @@ class TensorFlowOps(Ops):
 
     def __init__(self, static: bool = False) -> None:
         self.dynamic_shapes = not static
+        on_host = self.dynamic_shapes and not tf.config.get_visible_devices("GPU")
+        self.native = library() if on_host else None
         self.verdicts: list[Tensor] | None = None
 
     def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:
@@ -52,7 +89,9 @@ class TensorFlowOps(Ops):
         return tf.constant(getattr(layout, field), tf.int64)
 
     def words(self, values: Sequence[Any]) -> Tensor:
-        return tf.stack([tf.cast(value, tf.int64) for value in values])
+        if all(isinstance(value, int) for value in values):
+            return tf.constant(values, tf.int64)
+        return tf.stack([_integer(value) for value in values])
 
     def reals(self, values: Sequence[float]) -> Tensor:
         return tf.constant(values, tf.float32)
@@ -312,19 +351,133 @@ class TensorFlowOps(Ops):
                     ranks = tf.where(~held)[:, 0].numpy().tolist()
                     raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
             return None
-        # In a graph the sum depends on the assertions, so nothing is assigned before they hold.
-        asserts = [
-            tf.debugging.Assert(
-                tf.reduce_all(held),
-                [f"{ASSERTION}: {message.replace('rank {ranks}', 'a rank')}; fine by rank:", held],
-            )
-            for message, held in facts.items()
-        ]
-        with tf.control_dependencies(asserts):
-            return tf.reduce_all(tf.stack(list(facts.values())), 0)
+        # In a graph the sum depends on the assertion, so nothing is assigned before it holds. One
+        # for all facts, and not `tf.debugging.Assert`, which traces two functions for each.
+        held = tf.stack(list(facts.values()))  # [facts, world]
+        fine = tf.reduce_all(held, 1)
+        said = [message.replace("rank {ranks}", "a rank") for message in facts]
+        first = tf.argmin(tf.cast(fine, tf.int32))
+        what = tf.gather([f"{ASSERTION}: {text}; fine by rank:" for text in said], first)
+        with tf.control_dependencies(
+            [assertion(tf.reduce_all(fine), what, tf.gather(held, first))]
+        ):
+            return tf.reduce_all(held, 0)
 
     def settled(self) -> Any:
         return tf.reduce_all(tf.stack(self.verdicts)) if self.verdicts else True
+
+    # -- shadows of composites -----------------------------------------------------------------
+
+    def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
+        if self.native is None:
+            return super().bit_planes(groups, bits)
+        return self.native.gradcomp_bit_planes(groups, bits=bits)
+
+    def from_bit_planes(self, planes: Tensor) -> Tensor:
+        if self.native is None:
+            return super().from_bit_planes(planes)
+        return self.native.gradcomp_from_bit_planes(planes)
+
+    def frame(self, words: Tensor, body: Tensor) -> Tensor:
+        if self.native is None:
+            return super().frame(words, body)
+        return self.native.gradcomp_frame(words, body)
+
+    def examine(
+        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().examine(frames, count, fields, expected)
+        numbers = [number for field in fields for number in field]
+        words, held = self.native.gradcomp_examine(frames, expected, count=count, fields=numbers)
+        return words, held
+
+    def key(self, step: Any, salt: int) -> Tensor:
+        if self.native is None:
+            return super().key(step, salt)
+        return self.native.gradcomp_key(_integer(step), salt=salt)
+
+    def weighted_sum(self, data: Tensor) -> Tensor:
+        if self.native is None:
+            return super().weighted_sum(data)
+        return self.native.gradcomp_weighted_sum(data)
+
+    def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.native is None:
+            return super().group_maxima(bands, x)
+        return self.native.gradcomp_group_maxima(x, bands=_numbers(bands))
+
+    def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.native is None:
+            return super().group_squares(bands, x)
+        return self.native.gradcomp_group_squares(x, bands=_numbers(bands))
+
+    def encode_levels(
+        self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
+    ) -> Tensor:
+        if self.native is None:
+            return super().encode_levels(bands, x, scale, bits, key)
+        return self.native.gradcomp_encode_levels(x, scale, key, bands=_numbers(bands), bits=bits)
+
+    def add_levels(
+        self,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        bits: int,
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_levels(bands, base, room, packed, scale, bits, weights)
+        return self.native.gradcomp_add_levels(
+            room if base is None else base,
+            packed,
+            scale,
+            weights,
+            bands=_numbers(bands),
+            bits=bits,
+            from_zero=base is None,
+        )
+
+    def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_signs(bands, x)
+        above, below, packed = self.native.gradcomp_encode_signs(x, bands=_numbers(bands))
+        return above, below, packed
+
+    def add_signs(
+        self,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        above: Tensor,
+        below: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_signs(bands, base, room, packed, above, below, weights)
+        return self.native.gradcomp_add_signs(
+            room if base is None else base,
+            packed,
+            above,
+            below,
+            weights,
+            bands=_numbers(bands),
+            from_zero=base is None,
+        )
+
+
+def _numbers(bands: Bands) -> list[int]:
+    """The bands as C sees them."""
+    return [number for band in bands.bands for number in band]
+
+
+def assertion(condition: Tensor, *said: Any) -> Any:
+    """The operation that fails where a condition does not hold, saying so; of a graph."""
+    return tf.raw_ops.Assert(condition=condition, data=list(said), summarize=64)
 
 
 def _shape(shape: Sequence[Any]) -> Any:
@@ -332,6 +485,11 @@ def _shape(shape: Sequence[Any]) -> Any:
     if all(isinstance(extent, int) for extent in shape):
         return tuple(shape)
     return tf.stack([tf.cast(extent, tf.int64) for extent in shape])
+
+
+def _integer(value: Any) -> Tensor:
+    """As int64; of a graph one node for what is known."""
+    return tf.constant(value, tf.int64) if isinstance(value, int) else tf.cast(value, tf.int64)
 
 
 def _head(x: Tensor) -> tuple[Any, ...]:

@@ -61,7 +61,7 @@ from hvd_gradcomp.collectives import (
 )
 from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
+from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps, assertion
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -718,16 +718,14 @@ class Engine:
             reply = tf.reshape(tf.bitcast(tf.stack(both), tf.uint8), (world, *tensor.shape))
         elif isinstance(request, Allgather):
             reply = mpi_ops.allgather(tensor, **shared)
-            same = tf.debugging.Assert(
+            same = assertion(
                 tf.equal(tf.size(reply), world * tf.size(tensor)),
-                [
-                    f"{ASSERTION}: the ranks sent payloads of different sizes for {title}; load "
-                    "the same checkpoint on all ranks",
-                    tf.size(reply),
-                    tf.size(tensor),
-                ],
+                f"{ASSERTION}: the ranks sent payloads of different sizes for {title}; load "
+                "the same checkpoint on all ranks",
+                tf.size(reply),
+                tf.size(tensor),
             )
-            with tf.control_dependencies([] if same is None else [same]):
+            with tf.control_dependencies([same]):
                 reply = tf.reshape(reply, tf.concat(([world], tf.shape(tensor)), 0))
             reply.set_shape((world, *tensor.shape))
         elif isinstance(request, Allreduce):

@@ -31,7 +31,7 @@ LAYERS = [
         "names.py",
         "cost.py",
     },
-    {"ops/composites.py", "ops/native.py", "ops/rules.py"},
+    {"ops/building.py", "ops/composites.py", "ops/native.py", "ops/rules.py"},
     {"ops/__init__.py"},
     {"layout.py"},
     {"wire.py", "ladder.py", "reports.py", "timeline.py"},
@@ -71,7 +71,7 @@ LAYERS = [
     {"__init__.py", "handshake.py", "installation.py", "probe.py", "testing.py"},
     {"cli/__init__.py"},
     {"cli/options.py", "cli/inspection.py", "cli/selftest.py", "cli/usercode.py"},
-    {"cli/doctor.py", "cli/bench.py"},
+    {"cli/doctor.py", "cli/build.py", "cli/bench.py"},
     {"cli/advise.py", "cli/compare.py"},
     {"__main__.py"},
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+
+from hvd_gradcomp.ops import building
 
 ROOT = Path(__file__).parents[2]
 PACKAGING = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -43,9 +46,13 @@ def test_ships_every_module_and_its_types_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert len(expected) > 1
-    built = {name for name in shipped if name.startswith("hvd_gradcomp/ops/_native.")}
-    assert len(built) <= 1, "one library, where there is a compiler"
-    assert shipped - built == expected | {"hvd_gradcomp/py.typed"}
+    sources = {f"hvd_gradcomp/ops/{name}" for name in (*building.NATIVE, building.OPERATIONS)}
+    native = {name for name in shipped if name.startswith("hvd_gradcomp/ops/_native.")}
+    operations = {name for name in shipped if name.startswith("hvd_gradcomp/ops/_tensorflow-")}
+    tensorflow = importlib.util.find_spec("tensorflow") is not None
+    assert len(native) <= 1, "one library, where there is a compiler"
+    assert len(operations) == (building.compiles() and tensorflow), "and one where TensorFlow is"
+    assert shipped - native - operations == expected | sources | {"hvd_gradcomp/py.typed"}
 
 
 def test_requires_little_outside_the_extras(wheel: Path) -> None:

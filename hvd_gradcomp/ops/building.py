@@ -1,0 +1,177 @@
+"""Builds what is written in C: `_native` for all, and a library of operations for TensorFlow.
+
+Packaging calls it, and `hvd-gradcomp build` afterwards; so it is read as a file too, before the
+package is there, and imports nothing but Python's own. A library of operations fits one version of
+TensorFlow, and one version of its source: both are in its file name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NATIVE = ("native.c", "words.c")
+SHARED = "native.c"  # what TensorFlow's operations call
+OPERATIONS = "native_tensorflow.cc"
+# No fused multiply-add: results equal those of the frameworks to the bit.
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+THREADS = ("-fopenmp",)  # where a compiler has none of that, one thread does it all
+_C, _CPP = ("CC", "gcc", "cc"), ("CXX", "g++", "c++")  # variable that names it, then names
+_IMPORT, _COMPILE = 180, 900  # seconds, on a machine that does much else
+_LINES = 12  # of what a compiler says
+_ASK = """
+import json
+import tensorflow as tf
+flags = tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags()
+print("@", json.dumps([tf.__version__, *flags]))
+"""
+
+
+class BuildError(Exception):
+    """What could not be built, and why."""
+
+
+def operations(version: str) -> str:
+    """The file name of the operations for a TensorFlow, made from the source as it is."""
+    digest = zlib.crc32(b"".join((HERE / name).read_bytes() for name in (SHARED, OPERATIONS)))
+    return f"_tensorflow-{version}-{digest:08x}.so"
+
+
+def others(version: str) -> list[str]:
+    """Other versions of TensorFlow that operations are built for."""
+    built = {
+        path.stem.split("-", 1)[1].rpartition("-")[0] for path in HERE.glob("_tensorflow-*.so")
+    }
+    return sorted(built - {version})
+
+
+def compiles() -> bool:
+    """Whether there are compilers."""
+    try:
+        return bool(_compiler(*_C) and _compiler(*_CPP))
+    except BuildError:
+        return False
+
+
+def build_native(anew: bool = False) -> Path:
+    """Compiles the C library, unless it is there and newer than its source.
+
+    Args:
+        anew: compile it even then.
+
+    Returns:
+        The file.
+
+    Raises:
+        BuildError: it cannot be built.
+    """
+    target = HERE / f"_native{EXTENSION_SUFFIXES[0]}"
+    sources = [HERE / name for name in NATIVE]
+    newest = max(source.stat().st_mtime for source in sources)
+    if target.exists() and not anew and target.stat().st_mtime >= newest:
+        return target
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch, target.name)
+        command: list[str | Path] = [
+            _compiler(*_C),
+            *FLAGS,
+            "-shared",
+            "-fPIC",
+            *sources,
+            "-o",
+            made,
+        ]
+        try:
+            _run([*command, *THREADS])
+        except BuildError:
+            _run(command)
+        _place(made, target)
+    return target
+
+
+def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
+    """Compiles the operations for the TensorFlow that is installed, unless they are there.
+
+    Args:
+        folder: where they go; beside this file if not given.
+        anew: compile them even if they are there.
+
+    Returns:
+        The file.
+
+    Raises:
+        BuildError: they cannot be built.
+    """
+    version, compiling, linking = _tensorflow()
+    folder = folder or HERE
+    target = folder / operations(version)
+    if target.exists() and not anew:
+        return target
+    c, cpp = _compiler(*_C), _compiler(*_CPP)
+    with tempfile.TemporaryDirectory() as scratch:
+        native, own = Path(scratch, "native.o"), Path(scratch, "operations.o")
+        made = Path(scratch, target.name)
+        # Hidden: two of its functions have names of the system's.
+        _run([c, *FLAGS, "-fPIC", "-fvisibility=hidden", "-c", HERE / SHARED, "-o", native])
+        plain = ["-O2", "-DNDEBUG", "-fPIC", "-w"]
+        _run([cpp, *compiling, *plain, "-c", HERE / OPERATIONS, "-o", own])
+        _run([cpp, "-shared", own, native, *linking, "-o", made])
+        _place(made, target)
+    for old in folder.glob(f"_tensorflow-{version}-*.so"):
+        if old != target:
+            old.unlink(missing_ok=True)
+    return target
+
+
+def _tensorflow() -> tuple[str, list[str], list[str]]:
+    """Its version and flags, asked in a process of its own: an import may crash or hang."""
+    said = _run([sys.executable, "-c", _ASK], _IMPORT)
+    line = next(line for line in said.splitlines() if line.startswith("@ "))
+    version, compiling, linking = json.loads(line[2:])
+    return version, compiling, linking
+
+
+def _compiler(variable: str, *names: str) -> str:
+    chosen = os.environ.get(variable) or next((name for name in names if shutil.which(name)), "")
+    if not chosen:
+        raise BuildError(f"there is no compiler: none of {', '.join(names)} is on the PATH")
+    return chosen
+
+
+def _run(command: Sequence[str | Path], limit: float = _COMPILE) -> str:
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} does not run: {error}") from error
+    if done.returncode:
+        last = "\n".join(done.stdout.strip().splitlines()[-_LINES:])
+        raise BuildError(f"{command[0]} fails with {done.returncode}:\n{last}")
+    return done.stdout
+
+
+def _place(made: Path, target: Path) -> None:
+    """At once: processes may have an older one loaded, or load it now."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(f".{os.getpid()}.part")
+        shutil.copy(made, part)
+        part.replace(target)
+    except OSError as error:
+        raise BuildError(f"{target} cannot be written: {error}") from error

@@ -1,0 +1,594 @@
+// The functions of native.c as operations of TensorFlow, for tensors on a CPU.
+//
+// They shadow composites of ops/composites.py and give the same bits. Shapes are checked here, before
+// C walks over memory: whatever tensors come, the worst is an InvalidArgumentError. ops/tensorflow.py
+// calls them; ops/building.py compiles and links this file and native.c into one library.
+//
+// `bands` is {start, rows, length} for each band, one after another; see bands.py.
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+extern "C" {
+struct band {
+  int64_t start, rows, length;
+};
+void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
+void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
+uint32_t weighted_sum(const uint32_t *words, int64_t n);
+void group_maxima(const band *bands, int64_t count, const float *x, float *out);
+int group_squares(const band *bands, int64_t count, const float *x, float *out);
+void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
+                   int bits, uint32_t key1, uint32_t key2, uint32_t *words);
+void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
+                int64_t scale_stride, int bits, const float *weights);
+int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
+                 float *below, uint32_t *words);
+void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+               int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
+               const float *below, int64_t mean_stride, const float *weights);
+}
+
+namespace {
+
+using tensorflow::DEVICE_CPU;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::errors::InvalidArgument;
+using tensorflow::errors::ResourceExhausted;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+constexpr int64_t kGroup = 32;  // codes that are packed together
+
+// -- shapes --------------------------------------------------------------------------------------
+
+int64_t GroupsOf(InferenceContext *c) {
+  std::vector<int64_t> numbers;
+  int64_t groups = 0;
+  if (c->GetAttr("bands", &numbers).ok())
+    for (size_t i = 1; i < numbers.size(); i += 3) groups += numbers[i];
+  return groups;
+}
+
+ShapeHandle PackedLike(InferenceContext *c, ShapeHandle x, int64_t bits) {
+  if (!c->RankKnown(x) || c->Rank(x) != 1 || !c->ValueKnown(c->Dim(x, 0)))
+    return c->Vector(InferenceContext::kUnknownDim);
+  return c->Vector(c->Value(c->Dim(x, 0)) / 8 * bits);
+}
+
+#define SHAPE(...)                                                                      \
+  SetShapeFn([](InferenceContext *c) {                                                  \
+    __VA_ARGS__;                                                                        \
+    return decltype(c->GetAttr("", static_cast<std::vector<int64_t> *>(nullptr)))();    \
+  })
+
+REGISTER_OP("GradcompBitPlanes")
+    .Input("groups: int64")
+    .Output("planes: int64")
+    .Attr("bits: int >= 1")
+    .SHAPE(int64_t bits = 0; (void)c->GetAttr("bits", &bits).ok();
+           ShapeHandle x = c->input(0);
+           c->set_output(0, c->Matrix(c->RankKnown(x) && c->Rank(x) == 2 ? c->Dim(x, 0)
+                                                                         : c->UnknownDim(),
+                                      bits)));
+
+REGISTER_OP("GradcompFromBitPlanes")
+    .Input("planes: int64")
+    .Output("groups: int64")
+    .SHAPE(ShapeHandle x = c->input(0);
+           c->set_output(0, c->Matrix(c->RankKnown(x) && c->Rank(x) == 2 ? c->Dim(x, 0)
+                                                                         : c->UnknownDim(),
+                                      kGroup)));
+
+REGISTER_OP("GradcompWeightedSum")
+    .Input("data: uint8")
+    .Output("sum: int64")
+    .SHAPE(ShapeHandle rows = c->UnknownShape(); ShapeHandle x = c->input(0);
+           if (c->RankKnown(x) && c->Rank(x) >= 1) (void)c->Subshape(x, 0, -1, &rows).ok();
+           c->set_output(0, rows));
+
+REGISTER_OP("GradcompFrame")
+    .Input("words: int64")
+    .Input("body: uint8")
+    .Output("frame: uint8")
+    .SHAPE(ShapeHandle words = c->input(0); ShapeHandle body = c->input(1);
+           bool known = c->RankKnown(words) && c->Rank(words) == 1 && c->RankKnown(body) &&
+                        c->Rank(body) == 1 && c->ValueKnown(c->Dim(words, 0)) &&
+                        c->ValueKnown(c->Dim(body, 0));
+           c->set_output(0, c->Vector(known ? 4 * (c->Value(c->Dim(words, 0)) + 1) +
+                                                  c->Value(c->Dim(body, 0))
+                                            : InferenceContext::kUnknownDim)));
+
+// `fields` is {word, lowest bit, bits} for each field, one after another.
+REGISTER_OP("GradcompExamine")
+    .Input("frames: uint8")
+    .Input("expected: int64")
+    .Output("words: int64")
+    .Output("held: bool")
+    .Attr("count: int >= 0")
+    .Attr("fields: list(int)")
+    .SHAPE(int64_t count = 0; (void)c->GetAttr("count", &count).ok();
+           std::vector<int64_t> fields; (void)c->GetAttr("fields", &fields).ok();
+           ShapeHandle x = c->input(0);
+           auto rows = c->RankKnown(x) && c->Rank(x) == 2 ? c->Dim(x, 0) : c->UnknownDim();
+           c->set_output(0, c->Matrix(rows, count));
+           c->set_output(1, c->Matrix(static_cast<int64_t>(fields.size() / 3 + 1), rows)));
+
+REGISTER_OP("GradcompKey")
+    .Input("step: int64")
+    .Output("key: int64")
+    .Attr("salt: int")
+    .SHAPE(c->set_output(0, c->Vector(2)));
+
+REGISTER_OP("GradcompGroupMaxima")
+    .Input("x: float")
+    .Output("maxima: float")
+    .Attr("bands: list(int)")
+    .SHAPE(c->set_output(0, c->Vector(GroupsOf(c))));
+
+REGISTER_OP("GradcompGroupSquares")
+    .Input("x: float")
+    .Output("squares: float")
+    .Attr("bands: list(int)")
+    .SHAPE(c->set_output(0, c->Vector(GroupsOf(c))));
+
+REGISTER_OP("GradcompEncodeLevels")
+    .Input("x: float")
+    .Input("scale: float")
+    .Input("key: int64")
+    .Output("packed: uint8")
+    .Attr("bands: list(int)")
+    .Attr("bits: int >= 2")
+    .SHAPE(int64_t bits = 0; (void)c->GetAttr("bits", &bits).ok();
+           c->set_output(0, PackedLike(c, c->input(0), bits)));
+
+REGISTER_OP("GradcompAddLevels")
+    .Input("base: float")
+    .Input("packed: uint8")
+    .Input("scale: float")
+    .Input("weights: float")
+    .Output("total: float")
+    .Attr("bands: list(int)")
+    .Attr("bits: int >= 2")
+    .Attr("from_zero: bool")
+    .SHAPE(c->set_output(0, c->input(0)));
+
+REGISTER_OP("GradcompEncodeSigns")
+    .Input("x: float")
+    .Output("above: float")
+    .Output("below: float")
+    .Output("packed: uint8")
+    .Attr("bands: list(int)")
+    .SHAPE(c->set_output(0, c->Vector(GroupsOf(c))); c->set_output(1, c->Vector(GroupsOf(c)));
+           c->set_output(2, PackedLike(c, c->input(0), 1)));
+
+REGISTER_OP("GradcompAddSigns")
+    .Input("base: float")
+    .Input("packed: uint8")
+    .Input("above: float")
+    .Input("below: float")
+    .Input("weights: float")
+    .Output("total: float")
+    .Attr("bands: list(int)")
+    .Attr("from_zero: bool")
+    .SHAPE(c->set_output(0, c->input(0)));
+
+// -- kernels -------------------------------------------------------------------------------------
+
+const float *Floats(const Tensor &x) { return x.flat<float>().data(); }
+
+float *NewFloats(OpKernelContext *c, int index, const TensorShape &shape) {
+  Tensor *out = nullptr;
+  auto status = c->allocate_output(index, shape, &out);
+  if (!status.ok()) c->CtxFailure(status);
+  return status.ok() ? out->flat<float>().data() : nullptr;
+}
+
+int64_t *NewIntegers(OpKernelContext *c, const TensorShape &shape) {
+  Tensor *out = nullptr;
+  auto status = c->allocate_output(0, shape, &out);
+  if (!status.ok()) c->CtxFailure(status);
+  return status.ok() ? out->flat<int64_t>().data() : nullptr;
+}
+
+uint32_t *NewWords(OpKernelContext *c, int index, int64_t bytes) {
+  Tensor *out = nullptr;
+  auto status = c->allocate_output(index, TensorShape({bytes}), &out);
+  if (!status.ok()) c->CtxFailure(status);
+  return status.ok() ? reinterpret_cast<uint32_t *>(out->flat<uint8_t>().data()) : nullptr;
+}
+
+// Bytes that C reads as words, or floats; a slice may begin anywhere, and is then copied.
+const void *Aligned(OpKernelContext *c, const Tensor &x, Tensor *copy) {
+  auto data = x.tensor_data();
+  if (reinterpret_cast<uintptr_t>(data.data()) % 4 == 0) return data.data();
+  auto status = c->allocate_temp(x.dtype(), x.shape(), copy);
+  if (!status.ok()) {
+    c->CtxFailure(status);
+    return nullptr;
+  }
+  void *room = const_cast<char *>(copy->tensor_data().data());
+  std::memcpy(room, data.data(), data.size());
+  return room;
+}
+
+class BitPlanes : public OpKernel {
+ public:
+  explicit BitPlanes(OpKernelConstruction *c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("bits", &bits_));
+    OP_REQUIRES(c, bits_ <= 32, InvalidArgument("bits must be at most 32, it is ", bits_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &groups = c->input(0);
+    OP_REQUIRES(c, groups.dims() == 2 && groups.dim_size(1) == kGroup,
+                InvalidArgument("groups must be [m, 32], they are ", groups.shape().DebugString()));
+    int64_t m = groups.dim_size(0), *out = NewIntegers(c, TensorShape({m, bits_}));
+    if (out) bit_planes(groups.flat<int64_t>().data(), m, bits_, out);
+  }
+
+ private:
+  int bits_ = 0;
+};
+
+class FromBitPlanes : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &planes = c->input(0);
+    OP_REQUIRES(c, planes.dims() == 2 && planes.dim_size(1) <= 32,
+                InvalidArgument("planes must be [m, bits], at most 32 bits, they are ",
+                                planes.shape().DebugString()));
+    int64_t m = planes.dim_size(0), *out = NewIntegers(c, TensorShape({m, kGroup}));
+    int bits = static_cast<int>(planes.dim_size(1));
+    if (out) from_bit_planes(planes.flat<int64_t>().data(), m, bits, out);
+  }
+};
+
+class WeightedSum : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &data = c->input(0);
+    OP_REQUIRES(c, data.dims() >= 1 && data.dim_size(data.dims() - 1) % 4 == 0,
+                InvalidArgument("data must be rows of 32-bit words, it is ",
+                                data.shape().DebugString()));
+    TensorShape rows = data.shape();
+    int64_t words = rows.dim_size(rows.dims() - 1) / 4;
+    rows.RemoveLastDims(1);
+    Tensor copy;
+    int64_t *out = NewIntegers(c, rows);
+    auto *from = static_cast<const uint32_t *>(Aligned(c, data, &copy));
+    if (!c->status().ok()) return;
+    for (int64_t row = 0; row < rows.num_elements(); row++)
+      out[row] = weighted_sum(from + row * words, words);
+  }
+};
+
+// The weighted sum of a frame's words, and of its body.
+uint32_t Checksum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n) {
+  uint32_t sum = weighted_sum(body, n);
+  for (int64_t i = 0; i < count; i++) sum += words[i] * static_cast<uint32_t>(2 * i + 1);
+  return sum;
+}
+
+class Frame : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &words = c->input(0), &body = c->input(1);
+    OP_REQUIRES(c, words.dims() == 1 && body.dims() == 1 && body.dim_size(0) % 4 == 0,
+                InvalidArgument("a frame is a vector of words and one of bytes, a multiple of 4, "
+                                "not ",
+                                words.shape().DebugString(), " and ", body.shape().DebugString()));
+    int64_t count = words.dim_size(0), bytes = body.dim_size(0);
+    uint32_t *out = NewWords(c, 0, 4 * (count + 1) + bytes);
+    if (!out) return;
+    auto *from = words.flat<int64_t>().data();
+    for (int64_t i = 0; i < count; i++) out[i] = static_cast<uint32_t>(from[i]);
+    uint32_t *behind = out + count + 1;
+    std::memcpy(behind, body.tensor_data().data(), bytes);
+    out[count] = Checksum(out, count, behind, bytes / 4);
+  }
+};
+
+class Examine : public OpKernel {
+ public:
+  explicit Examine(OpKernelConstruction *c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("count", &count_));
+    OP_REQUIRES_OK(c, c->GetAttr("fields", &fields_));
+    OP_REQUIRES(c, fields_.size() % 3 == 0, InvalidArgument("a field is three numbers"));
+    for (size_t i = 0; i < fields_.size(); i += 3) {
+      int64_t word = fields_[i], low = fields_[i + 1], bits = fields_[i + 2];
+      OP_REQUIRES(c,
+                  0 <= word && word < count_ && 0 <= low && low < 32 && 0 < bits && bits <= 32,
+                  InvalidArgument("a field is a word, a lowest bit and bits, not ", word, ", ", low,
+                                  ", ", bits));
+    }
+  }
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &frames = c->input(0), &expected = c->input(1);
+    int64_t fields = static_cast<int64_t>(fields_.size() / 3);
+    OP_REQUIRES(c, expected.dims() == 1 && expected.dim_size(0) == fields,
+                InvalidArgument("expected is ", expected.shape().DebugString(), " for ", fields,
+                                " fields"));
+    OP_REQUIRES(c,
+                frames.dims() == 2 && frames.dim_size(1) % 4 == 0 &&
+                    frames.dim_size(1) / 4 > count_,
+                InvalidArgument("frames of ", count_, " words are ", frames.shape().DebugString()));
+    int64_t rows = frames.dim_size(0), length = frames.dim_size(1) / 4;
+    int64_t *words = NewIntegers(c, TensorShape({rows, count_}));
+    Tensor *held = nullptr, copy;
+    OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({fields + 1, rows}), &held));
+    auto *from = static_cast<const uint32_t *>(Aligned(c, frames, &copy));
+    if (!c->status().ok()) return;
+    bool *flags = held->flat<bool>().data();
+    auto *numbers = expected.flat<int64_t>().data();
+    for (int64_t row = 0; row < rows; row++, from += length, words += count_) {
+      const uint32_t *body = from + count_ + 1;
+      for (int64_t i = 0; i < count_; i++) words[i] = from[i];
+      flags[row] = from[count_] == Checksum(from, count_, body, length - count_ - 1);
+      for (int64_t i = 0; i < fields; i++) {
+        int64_t shifted = words[fields_[3 * i]] >> fields_[3 * i + 1];
+        int64_t number = shifted & ((int64_t{1} << fields_[3 * i + 2]) - 1);
+        flags[(i + 1) * rows + row] = number == numbers[i];
+      }
+    }
+  }
+
+ private:
+  int64_t count_ = 0;
+  std::vector<int64_t> fields_;
+};
+
+uint32_t Mixed(uint32_t x) {
+  for (int i = 0; i < 2; i++) x = (x ^ x >> 16) * 0x45d9f3bu;
+  return x ^ x >> 16;
+}
+
+class Key : public OpKernel {
+ public:
+  explicit Key(OpKernelConstruction *c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("salt", &salt_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &step = c->input(0);
+    OP_REQUIRES(c, step.dims() == 0,
+                InvalidArgument("step must be a scalar, it is ", step.shape().DebugString()));
+    int64_t *key = NewIntegers(c, TensorShape({2}));
+    if (!key) return;
+    uint32_t mixed = Mixed(static_cast<uint32_t>(step.scalar<int64_t>()()));
+    uint32_t first = Mixed(mixed ^ static_cast<uint32_t>(salt_));
+    key[0] = first;
+    key[1] = Mixed(first ^ 0x9e3779b9u);
+  }
+
+ private:
+  int64_t salt_ = 0;
+};
+
+// Base of what goes over groups: its bands are in order, and none reaches beyond the vector.
+class OverGroups : public OpKernel {
+ public:
+  explicit OverGroups(OpKernelConstruction *c) : OpKernel(c) {
+    std::vector<int64_t> numbers;
+    OP_REQUIRES_OK(c, c->GetAttr("bands", &numbers));
+    OP_REQUIRES(c, numbers.size() % 3 == 0, InvalidArgument("a band is three numbers"));
+    for (size_t i = 0; i < numbers.size(); i += 3) {
+      band next = {numbers[i], numbers[i + 1], numbers[i + 2]};
+      OP_REQUIRES(c,
+                  next.start >= end_ && next.rows > 0 && next.length > 0 &&
+                      next.rows <= (INT64_MAX - next.start) / next.length,
+                  InvalidArgument("bands must be ascending, without overlap, and not empty"));
+      bands_.push_back(next);
+      groups_ += next.rows;
+      end_ = next.start + next.rows * next.length;
+    }
+  }
+
+ protected:
+  // Whether x is a vector with room for all groups; of whole groups of 32 where it is packed.
+  bool Fits(OpKernelContext *c, const Tensor &x, bool packed) {
+    if (x.dims() == 1 && x.dim_size(0) >= end_ && !(packed && x.dim_size(0) % kGroup)) return true;
+    c->CtxFailure(InvalidArgument("expected a vector of at least ", end_, " elements",
+                                  packed ? ", a multiple of 32" : "", ", this is ",
+                                  x.shape().DebugString()));
+    return false;
+  }
+
+  // Whether x is [extents].
+  bool Is(OpKernelContext *c, const char *what, const Tensor &x, std::vector<int64_t> extents) {
+    bool same = x.dims() == static_cast<int>(extents.size());
+    for (size_t i = 0; same && i < extents.size(); i++) same = x.dim_size(i) == extents[i];
+    if (!same)
+      c->CtxFailure(InvalidArgument(what, " is ", x.shape().DebugString(), ", expected ",
+                                    TensorShape(extents).DebugString()));
+    return same;
+  }
+
+  // Whether x has a row a rank, with room for all groups: shards have some beyond.
+  bool IsByRank(OpKernelContext *c, const char *what, const Tensor &x, int64_t ranks) {
+    if (x.dims() == 2 && x.dim_size(0) == ranks && x.dim_size(1) >= groups_) return true;
+    c->CtxFailure(InvalidArgument(what, " is ", x.shape().DebugString(), ", expected [", ranks,
+                                  ", at least ", groups_, "]"));
+    return false;
+  }
+
+  int64_t count() const { return static_cast<int64_t>(bands_.size()); }
+
+  std::vector<band> bands_;
+  int64_t groups_ = 0, end_ = 0;
+};
+
+class GroupMaxima : public OverGroups {
+ public:
+  using OverGroups::OverGroups;
+
+  void Compute(OpKernelContext *c) override {
+    if (!Fits(c, c->input(0), false)) return;
+    float *out = NewFloats(c, 0, TensorShape({groups_}));
+    if (out) group_maxima(bands_.data(), count(), Floats(c->input(0)), out);
+  }
+};
+
+class GroupSquares : public OverGroups {
+ public:
+  using OverGroups::OverGroups;
+
+  void Compute(OpKernelContext *c) override {
+    if (!Fits(c, c->input(0), false)) return;
+    float *out = NewFloats(c, 0, TensorShape({groups_}));
+    if (!out) return;
+    int failed = group_squares(bands_.data(), count(), Floats(c->input(0)), out);
+    OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a layer with"));
+  }
+};
+
+// Base of what has codes of `bits` bits, 2 to 8, for elements with levels.
+class Levels : public OverGroups {
+ public:
+  explicit Levels(OpKernelConstruction *c) : OverGroups(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("bits", &bits_));
+    OP_REQUIRES(c, bits_ <= 8, InvalidArgument("bits must be at most 8, it is ", bits_));
+  }
+
+ protected:
+  int bits_ = 0;
+};
+
+class EncodeLevels : public Levels {
+ public:
+  using Levels::Levels;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &x = c->input(0), &scale = c->input(1), &key = c->input(2);
+    if (!Fits(c, x, true) || !Is(c, "scale", scale, {groups_}) || !Is(c, "key", key, {2})) return;
+    int64_t n = x.dim_size(0);
+    uint32_t *out = NewWords(c, 0, n / 8 * bits_);
+    auto *keys = key.flat<int64_t>().data();
+    if (out)
+      encode_levels(bands_.data(), count(), Floats(x), n, Floats(scale), bits_,
+                    static_cast<uint32_t>(keys[0]), static_cast<uint32_t>(keys[1]), out);
+  }
+};
+
+// Where a sum starts, and where it goes: into the memory of the first input, if nobody else has it.
+struct Sum {
+  Sum(OpKernelContext *c, bool from_zero) {
+    Tensor *total = nullptr;
+    auto status = c->forward_input_or_allocate_output({0}, 0, c->input(0).shape(), &total);
+    if (!status.ok()) {
+      c->CtxFailure(status);
+      return;
+    }
+    out = total->flat<float>().data();
+    base = from_zero ? nullptr : Floats(c->input(0));
+  }
+
+  float *out = nullptr;
+  const float *base = nullptr;
+};
+
+class AddLevels : public Levels {
+ public:
+  explicit AddLevels(OpKernelConstruction *c) : Levels(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("from_zero", &from_zero_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    if (!Fits(c, c->input(0), true)) return;
+    const Tensor &packed = c->input(1), &scale = c->input(2), &weights = c->input(3);
+    int64_t n = c->input(0).dim_size(0), ranks = weights.NumElements();
+    if (!Is(c, "packed", packed, {ranks, n / 8 * bits_}) ||
+        !IsByRank(c, "scale", scale, ranks) || !Is(c, "weights", weights, {ranks}))
+      return;
+    Tensor words_copy, scale_copy;
+    auto *words = static_cast<const uint32_t *>(Aligned(c, packed, &words_copy));
+    auto *scales = static_cast<const float *>(Aligned(c, scale, &scale_copy));
+    if (!c->status().ok()) return;
+    Sum sum(c, from_zero_);
+    if (sum.out)
+      add_levels(bands_.data(), count(), sum.base, sum.out, n, ranks, words, n / kGroup * bits_,
+                 scales, scale.dim_size(1), bits_, Floats(weights));
+  }
+
+ private:
+  bool from_zero_ = false;
+};
+
+class EncodeSigns : public OverGroups {
+ public:
+  using OverGroups::OverGroups;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &x = c->input(0);
+    if (!Fits(c, x, true)) return;
+    int64_t n = x.dim_size(0);
+    float *above = NewFloats(c, 0, TensorShape({groups_}));
+    float *below = NewFloats(c, 1, TensorShape({groups_}));
+    uint32_t *words = NewWords(c, 2, n / 8);
+    if (!c->status().ok()) return;
+    int failed = encode_signs(bands_.data(), count(), Floats(x), n, above, below, words);
+    OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a layer with"));
+  }
+};
+
+class AddSigns : public OverGroups {
+ public:
+  explicit AddSigns(OpKernelConstruction *c) : OverGroups(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("from_zero", &from_zero_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    if (!Fits(c, c->input(0), true)) return;
+    const Tensor &packed = c->input(1), &above = c->input(2), &below = c->input(3);
+    const Tensor &weights = c->input(4);
+    int64_t n = c->input(0).dim_size(0), ranks = weights.NumElements();
+    if (!Is(c, "packed", packed, {ranks, n / 8}) || !IsByRank(c, "above", above, ranks) ||
+        !Is(c, "below", below, {ranks, above.dim_size(1)}) || !Is(c, "weights", weights, {ranks}))
+      return;
+    Tensor words_copy, above_copy, below_copy;
+    auto *words = static_cast<const uint32_t *>(Aligned(c, packed, &words_copy));
+    auto *highs = static_cast<const float *>(Aligned(c, above, &above_copy));
+    auto *lows = static_cast<const float *>(Aligned(c, below, &below_copy));
+    if (!c->status().ok()) return;
+    Sum sum(c, from_zero_);
+    if (sum.out)
+      add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words, n / kGroup, highs, lows,
+                above.dim_size(1), Floats(weights));
+  }
+
+ private:
+  bool from_zero_ = false;
+};
+
+#define ON_CPU(kernel) \
+  REGISTER_KERNEL_BUILDER(Name("Gradcomp" #kernel).Device(DEVICE_CPU), kernel)
+ON_CPU(BitPlanes);
+ON_CPU(FromBitPlanes);
+ON_CPU(WeightedSum);
+ON_CPU(Frame);
+ON_CPU(Examine);
+ON_CPU(Key);
+ON_CPU(GroupMaxima);
+ON_CPU(GroupSquares);
+ON_CPU(EncodeLevels);
+ON_CPU(AddLevels);
+ON_CPU(EncodeSigns);
+ON_CPU(AddSigns);
+
+}  // namespace

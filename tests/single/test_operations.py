@@ -1,0 +1,338 @@
+"""TensorFlow's operations in C: the bits of the verbs, errors and no crashes, and without them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import cli
+from hvd_gradcomp.bands import Band, Bands
+from hvd_gradcomp.cli import doctor
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import building
+from hvd_gradcomp.ops.composites import Field
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps, library
+from hvd_gradcomp.testing import World
+from tests.methods import QUANTIZED
+
+built = pytest.mark.skipif(
+    TensorFlowOps().native is None, reason="the operations are not built: hvd-gradcomp build"
+)
+FEW = settings(max_examples=25, deadline=None)
+
+
+def verbs() -> TensorFlowOps:
+    ops = TensorFlowOps()
+    ops.native = None
+    return ops
+
+
+def given_as_unknown(function, arguments):
+    """Traced with no extent known."""
+    spec = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in arguments]
+    return tf.function(function, input_signature=spec, autograph=False)(*arguments)
+
+
+def agree(function, *arguments, graph=True):
+    """`function(ops, *arguments)` gives the same bits in C, in a graph too."""
+    expected = tf.nest.flatten(function(verbs(), *arguments))
+    ops = TensorFlowOps()
+    ways = [function(ops, *arguments)]
+    if graph:
+        ways.append(given_as_unknown(lambda *a: function(ops, *a), arguments))
+    for way in ways:
+        for mine, theirs in zip(tf.nest.flatten(way), expected):
+            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+            assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+
+
+@st.composite
+def grouped(draw):
+    """Bands, and how many elements there are: with gaps, and what is in no band at the end."""
+    bands, end = [], 0
+    for _ in range(draw(st.integers(0, 3))):
+        start = end + draw(st.integers(0, 40))
+        band = Band(start, draw(st.integers(1, 4)), draw(st.integers(1, 200)))
+        bands.append(band)
+        end = band.end
+    return Bands(tuple(bands)), (end // 32 + draw(st.integers(1, 2))) * 32
+
+
+def noise(seed, *shape):
+    random = np.random.default_rng(seed)
+    x = random.standard_normal(shape) * 10.0 ** random.uniform(-3, 3)
+    x = x * (random.random(shape) < 0.9) + 0.0  # the sign of a zero in no band is nobody's affair
+    return tf.constant(x.astype(np.float32))
+
+
+def codes(seed, *shape):
+    return tf.constant(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
+
+
+SEEDS = st.integers(0, 1 << 30)
+
+
+@built
+@FEW
+@given(grouped(), st.integers(2, 8), SEEDS)
+def test_encoding(where, bits, seed):
+    bands, size = where
+    x, scale = noise(seed, size), tf.abs(noise(seed + 1, bands.groups))
+    agree(lambda ops, x: ops.group_maxima(bands, x), x)
+    agree(lambda ops, x: ops.group_squares(bands, x), x)
+    agree(lambda ops, x: ops.encode_signs(bands, x), x)
+    agree(
+        lambda ops, x, scale: ops.encode_levels(bands, x, scale, bits, ops.key(3, seed)), x, scale
+    )
+
+
+@built
+@FEW
+@given(grouped(), st.integers(2, 8), st.integers(1, 4), st.booleans(), st.integers(0, 3), SEEDS)
+def test_adding(where, bits, ranks, from_zero, beyond, seed):
+    bands, size = where
+    room, weights = noise(seed, size), noise(seed + 1, ranks)
+    side = [tf.abs(noise(seed + i, ranks, bands.groups + beyond)) for i in (2, 3)]
+
+    def levels(ops, room, packed, scale, weights):
+        base = None if from_zero else room
+        return ops.add_levels(bands, base, room, packed, scale, bits, weights)
+
+    def signs(ops, room, packed, above, below, weights):
+        base = None if from_zero else room
+        return ops.add_signs(bands, base, room, packed, above, below, weights)
+
+    # Verbs want the extents that Python loops over.
+    agree(levels, room, codes(seed, ranks, size * bits // 8), side[0], weights, graph=False)
+    agree(signs, room, codes(seed, ranks, size // 8), *side, weights, graph=False)
+
+
+@built
+@FEW
+@given(st.integers(0, 5), st.integers(1, 32), SEEDS)
+def test_packing(groups, bits, seed):
+    values = np.random.default_rng(seed).integers(0, 1 << bits, (groups, 32))
+    planes = verbs().bit_planes(tf.constant(values), bits)
+    agree(lambda ops, x: ops.bit_planes(x, bits), tf.constant(values))
+    agree(lambda ops, x: ops.from_bit_planes(x), planes, graph=False)
+
+
+@built
+@FEW
+@given(st.integers(0, 3), st.integers(0, 40), st.integers(0, 8), st.booleans(), SEEDS)
+def test_frames(rows, words, count, damaged, seed):
+    random = np.random.default_rng(seed)
+    body = codes(seed, 4 * words)
+    front = tf.constant(random.integers(0, 1 << 32, count))
+    agree(lambda ops, front, body: ops.frame(front, body), front, body)
+    agree(lambda ops, body: ops.weighted_sum(body), body)
+    frame = verbs().frame(front, body).numpy()
+    if damaged:
+        frame[random.integers(len(frame))] ^= 1 << random.integers(8)
+    fields = [
+        Field(i, int(low), int(random.integers(1, 33 - low)))
+        for i, low in enumerate(random.integers(0, 32, count))
+    ]
+    expected = [int(w) >> f.low & (1 << f.bits) - 1 for w, f in zip(front.numpy(), fields)]
+    many = tf.constant(np.tile(frame, (rows, 1)))
+    expected = tf.constant(expected, tf.int64)
+    agree(
+        lambda ops, many, expected: ops.examine(many, count, fields, expected),
+        many,
+        expected,
+        graph=False,
+    )
+    if rows and not damaged:
+        assert bool(tf.reduce_all(TensorFlowOps().examine(many, count, fields, expected)[1]))
+
+
+@built
+@FEW
+@given(st.integers(0, 1 << 40), st.integers(0, (1 << 32) - 1))
+def test_keys(step, salt):
+    agree(lambda ops, step: ops.key(step, salt), tf.constant(step, tf.int64))
+
+
+@built
+def test_a_slice_may_begin_anywhere():
+    """TensorFlow hands over a view of the larger tensor, which C cannot read words from."""
+    bands, ops = Bands((Band(0, 2, 32),)), TensorFlowOps()
+    for start in range(1, 4):
+        data = codes(start, 64 + start)[start:]
+        assert int(ops.weighted_sum(data)) == int(verbs().weighted_sum(data))
+        packed = tf.reshape(codes(start, 8 + start)[start:], (1, 8))
+        given = (bands, None, noise(1, 64), packed, noise(2, 1, 2), noise(3, 1, 2), noise(4, 1))
+        np.testing.assert_array_equal(ops.add_signs(*given), verbs().add_signs(*given))
+
+
+@built
+def test_a_sum_leaves_what_somebody_else_holds():
+    bands, ops = Bands((Band(0, 1, 64),)), TensorFlowOps()
+    base = noise(1, 64)
+    before = base.numpy().copy()
+
+    @tf.function(autograph=False)
+    def both(base):
+        given = (codes(2, 1, 32), tf.ones((1, 1)), 4, tf.ones((1,)))
+        return ops.add_levels(bands, base, base, *given), base + 1.0
+
+    total, other = both(base)
+    assert not np.array_equal(total, before)
+    np.testing.assert_array_equal(base, before)
+    np.testing.assert_array_equal(other, before + 1.0)
+
+
+def filled(function, arguments):
+    """The function of the tensors among its arguments."""
+
+    def of_tensors(*tensors):
+        rest = iter(tensors)
+        return function(*(next(rest) if isinstance(a, tf.Tensor) else a for a in arguments))
+
+    return of_tensors
+
+
+@built
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_wrong_shapes_raise(how):
+    ops = TensorFlowOps()
+    bands, key = Bands((Band(0, 2, 32),)), tf.constant([1, 2], tf.int64)
+    x, scale, weights = noise(1, 64), noise(2, 1, 2), noise(3, 1)
+    packed, signs = codes(4, 1, 32), codes(5, 1, 8)
+    wrong = [
+        (ops.group_maxima, (bands, x[:63])),
+        (ops.group_maxima, (bands, x[None])),
+        (ops.group_squares, (bands, x[:0])),
+        (ops.encode_signs, (bands, noise(1, 65))),
+        (ops.encode_levels, (bands, x, scale[0, :1], 4, key)),
+        (ops.encode_levels, (bands, x, scale[0], 9, key)),
+        (ops.encode_levels, (bands, x, scale[0], 4, key[:1])),
+        (ops.add_levels, (bands, None, x, packed[:, :31], scale, 4, weights)),
+        (ops.add_levels, (bands, None, x, packed, scale[:, :1], 4, weights)),
+        (ops.add_levels, (bands, None, x, packed, scale, 4, noise(3, 2))),
+        (ops.add_levels, (bands, None, x[:32], packed, scale, 4, weights)),
+        (ops.add_signs, (bands, None, x, signs[0], scale, scale, weights)),
+        (ops.add_signs, (bands, None, x, signs, scale, scale[:, :1], weights)),
+        (ops.group_maxima, (Bands((Band(0, 1, 32), Band(16, 1, 32))), x)),
+        (ops.group_maxima, (Bands((Band(-32, 1, 32),)), x)),
+        (ops.group_maxima, (Bands((Band(0, 1 << 40, 1 << 40),)), x)),
+        (ops.bit_planes, (tf.zeros((2, 31), tf.int64), 4)),
+        (ops.bit_planes, (tf.zeros((2, 32), tf.int64), 33)),
+        (ops.from_bit_planes, (tf.zeros((2, 33), tf.int64),)),
+        (ops.weighted_sum, (codes(1, 6),)),
+        (ops.frame, (key, codes(1, 6))),
+        (ops.examine, (codes(1, 1, 8), 2, [Field(0)], key[:1])),
+        (ops.examine, (codes(1, 1, 32), 2, [Field(2)], key[:1])),
+        (ops.examine, (codes(1, 1, 32), 2, [Field(0)], key)),
+    ]
+    for function, arguments in wrong:
+        with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+            if how == "eager":
+                function(*arguments)
+            else:
+                tensors = [a for a in arguments if isinstance(a, tf.Tensor)]
+
+                given_as_unknown(filled(function, arguments), tensors)
+
+
+@built
+def test_an_operation_is_used_in_a_graph_and_none_for_xla():
+    def operations(ops):
+        bands = Bands((Band(0, 1, 64),))
+        function = tf.function(lambda x: ops.group_maxima(bands, x), autograph=False)
+        graph = function.get_concrete_function(noise(1, 64)).graph
+        return {o.type for o in graph.get_operations() if o.type.startswith("Gradcomp")}
+
+    assert operations(TensorFlowOps()) == {"GradcompGroupMaxima"}
+    assert operations(TensorFlowOps(static=True)) == set()
+
+
+@pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
+def test_a_step_with_verbs_alone(compressor):
+    layout = Layout(("a", "b"), ((40, 7), (90,)), block=compressor.block)
+    worlds = [World(compressor, ops, layout, 3) for ops in (TensorFlowOps(), verbs())]
+    for step in range(3):
+        ranks = [[noise(step * 3 + rank, *s) for s in layout.shapes] for rank in range(3)]
+        mine, theirs = (world.step([world.flat(r) for r in ranks]) for world in worlds)
+        np.testing.assert_array_equal(mine, theirs)
+
+
+# -- where they are not built ------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder of the sources alone."""
+    for name in (building.SHARED, building.OPERATIONS):
+        shutil.copy(building.HERE / name, tmp_path)
+    monkeypatch.setattr(building, "HERE", tmp_path)
+    monkeypatch.delenv("HVD_GRADCOMP_NATIVE", raising=False)
+    return tmp_path
+
+
+def test_without_a_library_it_is_verbs(elsewhere, caplog):
+    caplog.set_level(logging.INFO, "hvd_gradcomp")
+    assert library.__wrapped__() is None
+    assert "`hvd-gradcomp build` builds them" in caplog.text
+
+
+def test_one_for_another_tensorflow_is_not_loaded(elsewhere, caplog):
+    caplog.set_level(logging.INFO, "hvd_gradcomp")
+    (elsewhere / "_tensorflow-1.15.0-01234567.so").write_text("never looked at")
+    assert building.others(tf.__version__) == ["1.15.0"]
+    assert library.__wrapped__() is None
+    assert "only for 1.15.0" in caplog.text
+
+
+def test_one_that_does_not_load_is_said_and_left_out(elsewhere, caplog):
+    (elsewhere / building.operations(tf.__version__)).write_text("no library")
+    assert library.__wrapped__() is None
+    assert "hvd-gradcomp build --anew" in caplog.text
+
+
+def test_it_can_be_left_out(monkeypatch):
+    monkeypatch.setenv("HVD_GRADCOMP_NATIVE", "0")
+    assert library.__wrapped__() is None
+
+
+def test_doctor_says_what_is_missing(elsewhere, monkeypatch):
+    (framework,) = (f for f in doctor._FRAMEWORKS if f.name == "tensorflow")
+
+    def found(operations, version="2.21.0"):
+        return list(doctor._operations({framework: {"version": version, "operations": operations}}))
+
+    assert [f.mark for f in found(True)] == ["ok"]
+    (missing,) = found(False)
+    assert (missing.mark, missing.remedy.splitlines()[-1]) == ("warn", "hvd-gradcomp build")
+    assert missing.fact.startswith("not built: on a CPU compression is slower")
+    (elsewhere / "_tensorflow-2.20.0-01234567.so").touch()
+    (other,) = found(False)
+    assert other.fact.startswith("built for 2.20.0, installed is 2.21.0: ")
+    (elsewhere / building.operations("2.21.0")).touch()
+    (broken,) = found(False)
+    assert broken.remedy.splitlines()[-1] == "hvd-gradcomp build --anew"
+    monkeypatch.setenv("PATH", "")
+    assert "build-essential" in found(False)[0].remedy
+    monkeypatch.setenv("HVD_GRADCOMP_NATIVE", "0")
+    assert found(False) == []
+
+
+def test_a_build_that_fails_says_why(elsewhere, monkeypatch):
+    monkeypatch.setattr(building, "_tensorflow", lambda: ("2.21.0", [], []))
+    (elsewhere / building.SHARED).write_text("int broken(\n")
+    with pytest.raises(building.BuildError, match=r"(?s)fails with 1:.*native.c"):
+        building.build_operations(elsewhere)
+    result = CliRunner().invoke(cli.main, ["build"])
+    assert result.exit_code == 1
+    assert "the C library cannot be built" in result.output
+    assert sorted(p.name for p in elsewhere.iterdir()) == ["native.c", "native_tensorflow.cc"]
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(building.BuildError, match="there is no compiler"):
+        building.build_operations(elsewhere)
