@@ -10,6 +10,8 @@ from tabulate import tabulate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.assignment import assign
 from hvd_gradcomp.layers import Layer
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.worth import at_work, goes_dense
 from hvd_gradcomp.wrappers import MomentumAfter
 
 
@@ -27,8 +29,13 @@ def describe(
     """
     rows: list[tuple[str, ...]] = []
     dense = expected = 0.0
-    for (name, shape, _), one in zip(layers, assign(compressor, layers, ranks)):
+    assigned = assign(compressor, layers, ranks)
+    whole = {one: _of(one, layers, assigned) for one in dict.fromkeys(assigned)}
+    summed = {one for one, layout in whole.items() if goes_dense(at_work(one), layout, ranks)}
+    for (name, shape, _), one in zip(layers, assigned):
         size, share = 4 * prod(shape), one.layer_bytes(shape)
+        if share is not None and one in summed:
+            share = size
         dense, expected = dense + size, expected + (share or 0.0)
         said = "4 an element sent" if share is None else f"{share:,.0f}"
         rows.append((name, "x".join(map(str, shape)), brief(one), f"{size:,}", said))
@@ -40,6 +47,13 @@ def describe(
         rows = [(*row, said) for row, said in zip(rows, (*moments, ""))]
         head, align = (*head, "moments"), (*align, "left")
     return tabulate(rows, head, colalign=align)
+
+
+def _of(one: Compressor, layers: Sequence[Layer], assigned: Sequence[Compressor]) -> Layout:
+    """All layers that one compressor takes."""
+    mine = [layer for layer, other in zip(layers, assigned) if other == one]
+    names, shapes, _ = zip(*mine)
+    return Layout(names, tuple(map(tuple, shapes)), block=one.block)
 
 
 def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> str:

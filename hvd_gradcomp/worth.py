@@ -1,8 +1,9 @@
 """Whether compressing pays on a model, for a warning at the first step.
 
 What methods that learn send is known before: so many bytes while they learn, then so many a step.
-Both are set against dense gradients. Of methods whose gradients decide what is sent nothing is
-said, but for a model of which no layer is left to them.
+Both are set against dense gradients. Methods that send a number of elements move as many bytes as
+dense gradients among so many ranks that what they send is summed. Of methods whose gradients decide
+what is sent nothing is said, but for a model of which no layer is left to them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
+from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
 from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.codecs.quantized import QuantizedCompressor
+from hvd_gradcomp.codecs.sparse import SparseCompressor
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.wrappers import After, MomentumAfter
 
@@ -39,7 +43,7 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
         plan: the buckets with theirs, as `assignment.plan` has them.
         ranks: how many exchange.
     """
-    kinds = [(_at_work(one), layout) for one, layout in plan]
+    kinds = [(at_work(one), layout) for one, layout in plan]
     elements = sum(layout.elements for _, layout in kinds)
     names = [name for _, layout in plan for name in layout.names]
     if isinstance(compressor, GradiVeQCompressor) and compressor not in dict(kinds):
@@ -63,7 +67,30 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
             said.append(_of_lgc(one, _total(lgc_course(one, x, ranks) for x in layouts)))
         elif isinstance(one, GradiVeQCompressor):
             said.append(_of_gradiveq(one, _total(gradiveq_course(one, x, ranks) for x in layouts)))
+        elif all(goes_dense(one, x, ranks) for x in layouts):
+            said.append(_of_dense(one, 4 * sum(x.elements for x in layouts), ranks))
     return [line for line in said if line]
+
+
+def goes_dense(one: Compressor, layout: Layout, ranks: int) -> bool:
+    """Whether a bucket takes the bytes of a dense allreduce among so many ranks, in all steps."""
+    if isinstance(one, ScaleComCompressor):
+        return one.sends_all(layout, ranks)
+    if isinstance(one, QuantizedCompressor):
+        return one.chosen_exchange(layout, ranks) == "allreduce"
+    if isinstance(one, SparseCompressor) and not isinstance(one, LGCCompressor):
+        ladder = one.ladder(layout, ranks)
+        return ladder.summed and not ladder.capacities
+    return False
+
+
+def _of_dense(one: Compressor, dense: int, ranks: int) -> str:
+    return (
+        f"nothing is saved among {ranks} ranks: the payloads of all others would bring each rank "
+        f"more than dense gradients, so what is sent is added up by an allreduce of {dense:,} "
+        "bytes a step. Send less, compress between hosts only (hierarchical=True), or use "
+        f"compression=None. It is {one}"
+    )
 
 
 def _compresses(compressor: Compressor) -> bool:
@@ -109,12 +136,12 @@ def _of_gradiveq(one: GradiVeQCompressor, course: Course) -> str:
     )
 
 
-def _at_work(compressor: Compressor) -> Compressor:
+def at_work(compressor: Compressor) -> Compressor:
     """Who compresses in the end."""
     if isinstance(compressor, MomentumAfter):
-        return _at_work(compressor.inner)
+        return at_work(compressor.inner)
     if isinstance(compressor, After):
-        return _at_work(compressor.then)
+        return at_work(compressor.then)
     return compressor
 
 

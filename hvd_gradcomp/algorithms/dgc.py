@@ -23,7 +23,9 @@ class DGCCompressor(MomentumCorrected):
     `k = max(1, round(n * density))` largest `|r|` are sent, and `r = u = 0` there.
 
     What travels: float32 values and packed indices, by allgather; about
-    `4 + (log2(1/density) + 3) / 8` bytes an element sent. State: `r` and `u`, 8 bytes an element.
+    `4 + (log2(1/density) + 3) / 8` bytes an element sent. Where that would bring a
+    rank more than dense gradients, 4 bytes an element of the bucket, by allreduce.
+    State: `r` and `u`, 8 bytes an element.
 
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent

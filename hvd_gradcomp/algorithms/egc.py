@@ -35,7 +35,8 @@ class EGCCompressor(MomentumCorrected):
 
     What travels: float32 values and packed indices, by allgather; about
     `4 + (log2(K/H) + 3) / 8` bytes an element sent. A payload has room for the largest entropy,
-    `log2(bins)`. State: `r` and `u`, 8 bytes an element.
+    `log2(bins)`. Where that would bring a rank more than dense gradients, 4 bytes an element of the
+    bucket, by allreduce. State: `r` and `u`, 8 bytes an element.
 
     Args:
         K: the density is `H / K`; positive; larger sends less. The paper recommends 1024.

@@ -17,7 +17,9 @@ class GradientDroppingCompressor(ResidualTopK):
     are sent as they are, and `r = 0` there. "Dropped" elements stay in the residual.
 
     What travels: float32 values and packed indices, by one allgather; about
-    `4 + (log2(1/(1 - ratio)) + 3) / 8` bytes an element sent. State: `r`, 4 bytes an element.
+    `4 + (log2(1/(1 - ratio)) + 3) / 8` bytes an element sent. Where that would bring
+    a rank more than dense gradients, 4 bytes an element of the model, by allreduce.
+    State: `r`, 4 bytes an element.
     The model is one bucket, so the exchange does not overlap with backward.
 
     Args:

@@ -27,7 +27,8 @@ class OneBitCompressor(QuantizedCompressor):
     allgather (two-shot) where that moves fewer bytes. State: `r`, 4 bytes an element.
 
     Args:
-        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes. The two-shot exchange
+        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
+            elements are those of the elements themselves, by allreduce. The two-shot exchange
             quantizes the sum of a shard by the columns that lie in it.
 
     Differs from the paper: nothing but the exchange.

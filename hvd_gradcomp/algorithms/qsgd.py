@@ -28,7 +28,8 @@ class QSGDCompressor(LevelsCompressor):
         bucket_size: elements that share a norm, at least 32; larger sends less and is noisier.
             The papers use 128 and 512.
         norm: "max", the largest magnitude, as in the variance paper's comparison (004); or "l2".
-        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes.
+        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
+            elements are those of the elements themselves, by allreduce.
         seed: of the private random numbers, which also depend on step, rank and bucket.
 
     Differs from the paper: codes have a fixed width, where the paper codes levels by Elias; 004

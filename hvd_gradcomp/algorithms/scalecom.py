@@ -33,7 +33,8 @@ class ScaleComCompressor(ResidualTopK):
     `r = (1-beta)*r + beta*(r + g - sent)`.
 
     What travels: packed indices from the leader, by broadcast; then 4 bytes an element sent, by
-    allreduce. State: `r`, 4 bytes an element.
+    allreduce. Where that is more than dense gradients, near density 1, all elements are sent.
+    State: `r`, 4 bytes an element.
 
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent

@@ -35,7 +35,9 @@ class SparseGDCompressor(ResidualTopK):
     as they are, and `r = 0` there.
 
     What travels: float32 values and packed indices, by allgather; about
-    `4 + (log2(1/density) + 3) / 8` bytes an element sent. State: `r`, 4 bytes an element.
+    `4 + (log2(1/density) + 3) / 8` bytes an element sent. Where that would bring a
+    rank more than dense gradients, 4 bytes an element of the bucket, by allreduce.
+    State: `r`, 4 bytes an element.
 
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent

@@ -22,7 +22,8 @@ class StromCompressor(WordCompressor):
     `r -= sign(r) * tau`: what was not sent stays.
 
     What travels: one 32-bit word an element (sign, 31 bits of index) by allgather; two bits an
-    element when most are sent. State: `r`, 4 bytes an element.
+    element when most are sent. Where that would bring a rank more, 4 bytes an element of the
+    bucket, by allreduce. State: `r`, 4 bytes an element.
 
     Args:
         tau: the threshold, in units of the gradient, positive; larger sends less. The variance

@@ -24,7 +24,8 @@ class TernGradCompressor(LevelsCompressor):
 
     Args:
         clip: in root mean squares, positive; smaller clips more. The paper uses 2.5.
-        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes.
+        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
+            elements are those of the elements themselves, by allreduce.
         seed: of the private random numbers, which also depend on step, rank and bucket.
 
     Differs from the paper: each rank has its own scale (the paper can share the largest); the mean

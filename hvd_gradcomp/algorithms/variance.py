@@ -50,7 +50,8 @@ class VarianceCompressor(WordCompressor):
     `q = sum over samples z of (grad_z / B)**2`.
 
     What travels: one 32-bit word an element (sign, 3 bits of exponent, 28 bits of index) and one
-    exponent byte a layer, by allgather; one byte an element when most are sent.
+    exponent byte a layer, by allgather; one byte an element when most are sent. Where
+    that would bring a rank more, 4 bytes an element of the bucket, by allreduce.
     State: `r` and `v`, 8 bytes an element.
 
     Args:

@@ -27,8 +27,9 @@ def compression_stats(source: Any) -> CompressionStats:
 def describe(source: Any) -> str:
     """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
 
-    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload. For
-    compressors whose rule decides how much is sent, 4 bytes for each element that will be.
+    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload; or of
+    its elements, where payloads are summed among so many ranks. For compressors whose rule decides
+    how much is sent, 4 bytes for each element that will be.
 
     Args:
         source: as in `compression_stats`; an optimizer has to be built.

@@ -227,9 +227,10 @@ def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
 def describe(optimizer: torch.optim.Optimizer) -> str:
     """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
 
-    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload. For
-    compressors whose rule decides how much is sent, 4 bytes for each element that will be. With
-    per-sample moments the table says how each layer's are found, as far as it has been used.
+    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload; or of
+    its elements, where payloads are summed among so many ranks. For compressors whose rule decides
+    how much is sent, 4 bytes for each element that will be. With per-sample moments the table says
+    how each layer's are found, as far as it has been used.
 
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.

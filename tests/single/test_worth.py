@@ -19,6 +19,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.assignment import plan
 from hvd_gradcomp.collectives import Broadcast
+from hvd_gradcomp.description import describe
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
@@ -131,3 +132,24 @@ LARGE = convolutions(3, 64, 128, 256, 512) + linear(512, 1000)
 )
 def test_nothing_is_said_where_it_pays(compressor, ranks):
     assert said(compressor, LARGE, ranks) == []
+
+
+def test_a_density_that_saves_nothing_among_so_many():
+    layers = linear(300, 200, 10)
+    few, many = (said(SparseGDCompressor(density=0.1), layers, ranks) for ranks in (2, 64))
+    assert few == []
+    assert len(many) == 1
+    assert "nothing is saved among 64 ranks" in many[0] and "SparseGDCompressor" in many[0]
+    assert said(StromCompressor(), layers, 64) == [], "which its gradients decide"
+    assert said(QSGDCompressor(), layers, 64) == []
+
+
+def test_the_table_knows_what_is_summed():
+    layers = linear(300, 200, 10)
+    few, many = (describe(SparseGDCompressor(density=0.1), layers, 1, n) for n in (2, 64))
+
+    def total(table):
+        return table.splitlines()[-1].split()[-2:]
+
+    assert total(many) == ["248,840", "248,840"]
+    assert total(few)[0] == "248,840" != total(few)[1]
