@@ -179,5 +179,4 @@ def _examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, list
         expected.rung,
     )
     fields = [field for field in _FIELDS.values() if field is not None]
-    words, held = ops.examine(buffers, HEADER_BYTES // 4 - 1, fields, ops.words(numbers))
-    return words, [held[i] for i in range(len(_FIELDS))]
+    return ops.examine(buffers, HEADER_BYTES // 4 - 1, fields, ops.words(numbers))

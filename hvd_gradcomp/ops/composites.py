@@ -102,7 +102,7 @@ class Composites:
 
     def examine(
         self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """What frames say, and what is right about it.
 
         Args:
@@ -112,15 +112,15 @@ class Composites:
             expected: the numbers; int64 [fields].
 
         Returns:
-            The words, int64 [rows, count]. And bool [1 + fields, rows]: the checksum matches, and
-            then for each field, whether its number is as expected.
+            The words, int64 [rows, count]. And bool [rows], whether the checksum matches, and then
+            for each field, whether its number is as expected.
         """
         front = self.from_bytes(frames[:, : 4 * (count + 1)], "uint32")
         words = front[:, :count]
         held = [front[:, count] == self.checksum(words, frames[:, 4 * (count + 1) :])]
         for i, (word, low, bits) in enumerate(fields):
             held.append(words[:, word] // (1 << low) % (1 << bits) == expected[i])
-        return words, self.stack(held)
+        return words, held
 
     def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
         """Of words, each times 2 * place + 1, and a body; or of rows of both."""

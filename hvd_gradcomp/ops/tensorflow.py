@@ -353,14 +353,19 @@ class TensorFlowOps(Ops):
             return None
         # In a graph the sum depends on the assertion, so nothing is assigned before it holds. One
         # for all facts, and not `tf.debugging.Assert`, which traces two functions for each.
+        texts = [
+            f"{ASSERTION}: {message.replace('rank {ranks}', 'a rank')}; fine by rank:"
+            for message in facts
+        ]
+        if len(facts) == 1:
+            (held,) = facts.values()
+            with tf.control_dependencies([assertion(tf.reduce_all(held), texts[0], held)]):
+                return tf.identity(held)
         held = tf.stack(list(facts.values()))  # [facts, world]
         fine = tf.reduce_all(held, 1)
-        said = [message.replace("rank {ranks}", "a rank") for message in facts]
         first = tf.argmin(tf.cast(fine, tf.int32))
-        what = tf.gather([f"{ASSERTION}: {text}; fine by rank:" for text in said], first)
-        with tf.control_dependencies(
-            [assertion(tf.reduce_all(fine), what, tf.gather(held, first))]
-        ):
+        what, by_rank = tf.gather(texts, first), tf.gather(held, first)
+        with tf.control_dependencies([assertion(tf.reduce_all(fine), what, by_rank)]):
             return tf.reduce_all(held, 0)
 
     def settled(self) -> Any:
@@ -385,12 +390,12 @@ class TensorFlowOps(Ops):
 
     def examine(
         self, frames: Tensor, count: int, fields: Sequence[Field], expected: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[Tensor]]:
         if self.native is None:
             return super().examine(frames, count, fields, expected)
         numbers = [number for field in fields for number in field]
         words, held = self.native.gradcomp_examine(frames, expected, count=count, fields=numbers)
-        return words, held
+        return words, tf.unstack(held, 1 + len(fields))
 
     def key(self, step: Any, salt: int) -> Tensor:
         if self.native is None:

@@ -644,7 +644,7 @@ class Engine:
             self.places[bucket], layout.sizes, layout.offsets, layout.shapes
         ):
             if given[place] is not None:
-                piece = tf.reshape(total[start : start + size], shape)
+                piece = tf.reshape(tf.slice(total, [start], [size]), shape)
                 reduced[place] = tf.cast(piece, self.layers[place][2])
 
     def _advance(self, stack: list[Program], reply: Any, results: list[Any], bucket: int) -> Any:
@@ -926,4 +926,7 @@ def _values(gradient: Any) -> tf.Tensor:
 
 
 def _bytes(tensor: tf.Tensor) -> tf.Tensor:
+    known = tensor.shape.num_elements()
+    if known is not None:
+        return tf.constant(known * tensor.dtype.size, tf.int64)
     return tf.size(tensor, tf.int64) * tensor.dtype.size
