@@ -271,7 +271,7 @@ def test_a_step_with_verbs_alone(compressor):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """A folder of the sources alone."""
-    for name in (building.SHARED, building.OPERATIONS):
+    for name in (*building.NATIVE, building.OPERATIONS):
         shutil.copy(building.HERE / name, tmp_path)
     monkeypatch.setattr(building, "HERE", tmp_path)
     monkeypatch.delenv("HVD_GRADCOMP_NATIVE", raising=False)
@@ -333,7 +333,11 @@ def test_a_build_that_fails_says_why(elsewhere, monkeypatch):
     result = CliRunner().invoke(cli.main, ["build"])
     assert result.exit_code == 1
     assert "the C library cannot be built" in result.output
-    assert sorted(p.name for p in elsewhere.iterdir()) == ["native.c", "native_tensorflow.cc"]
+    assert sorted(p.name for p in elsewhere.iterdir()) == [
+        "native.c",
+        "native_tensorflow.cc",
+        "words.c",
+    ]
     monkeypatch.setenv("PATH", "")
     with pytest.raises(building.BuildError, match="there is no compiler"):
         building.build_operations(elsewhere)
