@@ -420,11 +420,20 @@ class OverGroups : public OpKernel {
     return same;
   }
 
-  // Whether x has a row a rank, with room for all groups: shards have some beyond.
-  bool IsByRank(OpKernelContext *c, const char *what, const Tensor &x, int64_t ranks) {
-    if (x.dims() == 2 && x.dim_size(0) == ranks && x.dim_size(1) >= groups_) return true;
+  // Whether x has a row a rank, of at least so many items: what was padded has more.
+  bool IsByRank(OpKernelContext *c, const char *what, const Tensor &x, int64_t ranks,
+                int64_t least) {
+    if (x.dims() == 2 && x.dim_size(0) == ranks && x.dim_size(1) >= least) return true;
     c->CtxFailure(InvalidArgument(what, " is ", x.shape().DebugString(), ", expected [", ranks,
-                                  ", at least ", groups_, "]"));
+                                  ", at least ", least, "]"));
+    return false;
+  }
+
+  // Whether packed codes have a row of whole words a rank, of at least so many bytes.
+  bool IsPacked(OpKernelContext *c, const Tensor &x, int64_t ranks, int64_t least) {
+    if (!IsByRank(c, "packed", x, ranks, least)) return false;
+    if (x.dim_size(1) % 4 == 0) return true;
+    c->CtxFailure(InvalidArgument("packed has rows of ", x.dim_size(1), " bytes, not of words"));
     return false;
   }
 
@@ -513,8 +522,8 @@ class AddLevels : public Levels {
     if (!Fits(c, c->input(0), true)) return;
     const Tensor &packed = c->input(1), &scale = c->input(2), &weights = c->input(3);
     int64_t n = c->input(0).dim_size(0), ranks = weights.NumElements();
-    if (!Is(c, "packed", packed, {ranks, n / 8 * bits_}) ||
-        !IsByRank(c, "scale", scale, ranks) || !Is(c, "weights", weights, {ranks}))
+    if (!IsPacked(c, packed, ranks, n / 8 * bits_) ||
+        !IsByRank(c, "scale", scale, ranks, groups_) || !Is(c, "weights", weights, {ranks}))
       return;
     Tensor words_copy, scale_copy;
     auto *words = static_cast<const uint32_t *>(Aligned(c, packed, &words_copy));
@@ -522,7 +531,7 @@ class AddLevels : public Levels {
     if (!c->status().ok()) return;
     Sum sum(c, from_zero_);
     if (sum.out)
-      add_levels(bands_.data(), count(), sum.base, sum.out, n, ranks, words, n / kGroup * bits_,
+      add_levels(bands_.data(), count(), sum.base, sum.out, n, ranks, words, packed.dim_size(1) / 4,
                  scales, scale.dim_size(1), bits_, Floats(weights));
   }
 
@@ -558,7 +567,7 @@ class AddSigns : public OverGroups {
     const Tensor &packed = c->input(1), &above = c->input(2), &below = c->input(3);
     const Tensor &weights = c->input(4);
     int64_t n = c->input(0).dim_size(0), ranks = weights.NumElements();
-    if (!Is(c, "packed", packed, {ranks, n / 8}) || !IsByRank(c, "above", above, ranks) ||
+    if (!IsPacked(c, packed, ranks, n / 8) || !IsByRank(c, "above", above, ranks, groups_) ||
         !Is(c, "below", below, {ranks, above.dim_size(1)}) || !Is(c, "weights", weights, {ranks}))
       return;
     Tensor words_copy, above_copy, below_copy;
@@ -568,8 +577,8 @@ class AddSigns : public OverGroups {
     if (!c->status().ok()) return;
     Sum sum(c, from_zero_);
     if (sum.out)
-      add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words, n / kGroup, highs, lows,
-                above.dim_size(1), Floats(weights));
+      add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words, packed.dim_size(1) / 4, highs,
+                lows, above.dim_size(1), Floats(weights));
   }
 
  private:

@@ -162,6 +162,22 @@ def test_keys(step, salt):
 
 
 @built
+@pytest.mark.parametrize("more", [0, 4, 64])
+def test_payloads_may_be_longer_than_the_vector(more):
+    """A bucket that is cut into shards is padded before it is packed."""
+    bands, ops = Bands((Band(0, 2, 32),)), TensorFlowOps()
+    x, sides, weights = noise(1, 64), [tf.abs(noise(i, 2, 2)) for i in (2, 3)], noise(4, 2)
+    signs, levels = codes(5, 2, 8 + more), codes(6, 2, 32 + more)
+    for start in (None, x):
+        mine = ops.add_signs(bands, start, x, signs, *sides, weights)
+        theirs = verbs().add_signs(bands, start, x, signs[:, :8], *sides, weights)
+        np.testing.assert_array_equal(mine, theirs)
+        mine = ops.add_levels(bands, start, x, levels, sides[0], 4, weights)
+        theirs = verbs().add_levels(bands, start, x, levels[:, :32], sides[0], 4, weights)
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@built
 def test_a_slice_may_begin_anywhere():
     """TensorFlow hands over a view of the larger tensor, which C cannot read words from."""
     bands, ops = Bands((Band(0, 2, 32),)), TensorFlowOps()
@@ -215,7 +231,8 @@ def test_wrong_shapes_raise(how):
         (ops.encode_levels, (bands, x, scale[0, :1], 4, key)),
         (ops.encode_levels, (bands, x, scale[0], 9, key)),
         (ops.encode_levels, (bands, x, scale[0], 4, key[:1])),
-        (ops.add_levels, (bands, None, x, packed[:, :31], scale, 4, weights)),
+        (ops.add_levels, (bands, None, x, packed[:, :28], scale, 4, weights)),
+        (ops.add_levels, (bands, None, x, codes(4, 1, 33), scale, 4, weights)),
         (ops.add_levels, (bands, None, x, packed, scale[:, :1], 4, weights)),
         (ops.add_levels, (bands, None, x, packed, scale, 4, noise(3, 2))),
         (ops.add_levels, (bands, None, x[:32], packed, scale, 4, weights)),
