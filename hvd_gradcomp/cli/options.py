@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,9 @@ def started() -> Any:
             f"Horovod for PyTorch does not import: {error}. `hvd-gradcomp doctor` says what is "
             "missing and what to do"
         ) from error
-    logging.getLogger("hvd_gradcomp").setLevel(logging.ERROR)
+    logger = logging.getLogger("hvd_gradcomp")
+    click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.ERROR)
     initialise()
     return horovod
 

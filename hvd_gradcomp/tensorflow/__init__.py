@@ -12,6 +12,7 @@ from hvd_gradcomp.installation import require_horovod as _require_horovod
 _require_horovod("tensorflow")
 
 from horovod.tensorflow import *  # noqa: F403
+from horovod.tensorflow.util import _executing_eagerly  # an attribute of Horovod's
 
 # Horovod's modules of these names, which `import ... as` and `from ... import` would find; and its
 # optimizer, which does not reduce under Keras 3.

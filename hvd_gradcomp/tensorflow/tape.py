@@ -255,7 +255,16 @@ def engine_for(
     """The engine of these sources and settings, made when they are seen for the first time.
 
     None on a rank that is not in the process set.
+
+    Raises:
+        RuntimeError: within a graph of TensorFlow 1.
     """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise RuntimeError(
+            "gradients are computed in a graph of TensorFlow 1, which a session runs: nothing "
+            "would initialize the state of compressors there. Compute them eagerly or in a "
+            "tf.function, or use stock Horovod"
+        )
     identity = tuple(_identity(source) for source in sources)
     key = (identity, compressor, process_set.process_set_id, tuple(sorted(settings.items())))
     if key in _known and all(ref() is not None for ref in _known[key][0]):
