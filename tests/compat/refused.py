@@ -14,7 +14,7 @@ SESSION = (
     "test runs twice, and passes eagerly"
 )
 
-NOT_KERAS = "a TypeError: the optimizer is one of TensorFlow 1, for sessions; Keras 3's are taken, and tapes"
+NOT_KERAS = "a TypeError: an optimizer of TensorFlow 1, for sessions; takes Keras 3's, and tapes"
 
 _SETS = "parallel/test_tensorflow_process_sets.py::TensorFlowProcessSetsTests"
 

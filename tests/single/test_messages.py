@@ -77,3 +77,11 @@ def test_what_is_left_out_is_as_by_default(compressor):
 def test_other_texts_stay():
     assert brief("no call (") == "no call ("
     assert brief("Unknown(a=1)") == "Unknown(a=1)"
+
+
+def test_a_graph_for_sessions_is_refused():
+    """Nothing would initialize what an engine keeps there."""
+    tf = pytest.importorskip("tensorflow")
+    tape = pytest.importorskip("hvd_gradcomp.tensorflow.tape")
+    with tf.Graph().as_default(), pytest.raises(RuntimeError, match=r"^gradients .*tf\.function"):
+        tape.engine_for([tf.constant(1.0)], NoneCompressor(), process_set=None)
