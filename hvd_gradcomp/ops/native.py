@@ -1,4 +1,4 @@
-"""Loads `native.c`, where it was built: composite verbs in one pass, for a CPU.
+"""Loads the C library, where it was built: composite verbs and passes, for a CPU.
 
 Without it everything works, to the same bits, and slower. `HVD_GRADCOMP_NATIVE=0` leaves it out.
 """
@@ -58,7 +58,14 @@ def library() -> Any:
         if path.exists():
             loaded = ctypes.CDLL(str(path))
             for name, (result, arguments) in _SIGNATURES.items():
-                function = getattr(loaded, name)
+                function = getattr(loaded, name, None)
+                if function is None:
+                    LOGGER.warning(
+                        "%s is older than its source and is left out: compression is slower. "
+                        "`hvd-gradcomp build` builds it",
+                        path.name,
+                    )
+                    return None
                 function.restype, function.argtypes = result, list(arguments)
             return loaded
     LOGGER.info("hvd_gradcomp was installed without a C compiler: compression is slower")

@@ -34,7 +34,7 @@ def different_compressors():
 
 
 def damaged_payload():
-    model = nn.Linear(3, 2)
+    model = nn.Linear(3, 200)  # large enough for payloads
     optimizer = make(model)
     engine = optimizer._gradcomp
     submit = engine._submit
@@ -54,7 +54,7 @@ def damaged_payload():
 
 
 def different_sizes():
-    model = nn.Linear(3, 2)
+    model = nn.Linear(3, 200)  # large enough for payloads
     optimizer = make(model)
     engine = optimizer._gradcomp
     if hvd.rank() == 1:
