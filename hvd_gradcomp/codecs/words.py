@@ -139,15 +139,13 @@ class WordCompressor(SparseCompressor):
         ops: Ops,
         layout: Layout,
         rung: Rung,
-        step: int,
+        step: Any,
         gradient: Tensor,
         state: SparseState,
         moment: Tensor | None,
     ) -> tuple[Encoded, SparseState]:
-        room = int(wire.body_bytes(self.parts(layout, rung)))
-        capacity = None if rung.dense else rung.capacity
         given = state.memory, gradient, moment
-        written = ops.word_passes.write(self.rule, layout, capacity, step, *given, room)
+        written = ops.word_passes.write(self.rule, layout, rung, step, *given)
         encoded = Encoded(written.body, written.sent, written.wanted, settle=written.settle)
         memory = type(state.memory)(*written.memory)
         return encoded, state._replace(memory=memory, sent=state.sent + written.per_layer)
@@ -188,8 +186,7 @@ class WordCompressor(SparseCompressor):
             room: float32 [size] that the sum may be written to; its values do not count.
         """
         if ops.word_passes is not None and self.rule is not None:
-            capacity = None if rung.dense else rung.capacity
-            return ops.word_passes.add(self.rule, layout, capacity, bodies, weights, room)
+            return ops.word_passes.add(self.rule, layout, rung, bodies, weights, room)
 
         def words() -> Tensor:
             payload = wire.unpack_body(ops, self.parts(layout, rung._replace(dense=False)), bodies)

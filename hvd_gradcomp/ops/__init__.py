@@ -44,7 +44,8 @@ class Ops(Composites, ABC):
     Attributes:
         dynamic_shapes: shapes may depend on values (a CPU, eager or in a TensorFlow graph).
             False on a GPU, where it would be a host read, and under XLA.
-        word_passes: `ops.passes.WordPasses` where there are some, else None.
+        word_passes: `passes.WordPasses`, or the like of another framework; None where there are
+            none.
     """
 
     dynamic_shapes: bool

@@ -20,7 +20,6 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NATIVE = ("native.c", "words.c")
-SHARED = "native.c"  # what TensorFlow's operations call
 OPERATIONS = "native_tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -42,7 +41,7 @@ class BuildError(Exception):
 
 def operations(version: str) -> str:
     """The file name of the operations for a TensorFlow, made from the source as it is."""
-    digest = zlib.crc32(b"".join((HERE / name).read_bytes() for name in (SHARED, OPERATIONS)))
+    digest = zlib.crc32(b"".join((HERE / name).read_bytes() for name in (*NATIVE, OPERATIONS)))
     return f"_tensorflow-{version}-{digest:08x}.so"
 
 
@@ -118,13 +117,14 @@ def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
         return target
     c, cpp = _compiler(*_C), _compiler(*_CPP)
     with tempfile.TemporaryDirectory() as scratch:
-        native, own = Path(scratch, "native.o"), Path(scratch, "operations.o")
-        made = Path(scratch, target.name)
-        # Hidden: two of its functions have names of the system's.
-        _run([c, *FLAGS, "-fPIC", "-fvisibility=hidden", "-c", HERE / SHARED, "-o", native])
+        own, made = Path(scratch, "operations.o"), Path(scratch, target.name)
+        native = [Path(scratch, name).with_suffix(".o") for name in NATIVE]
+        for name, result in zip(NATIVE, native):
+            # Hidden: two of its functions have names of the system's.
+            _run([c, *FLAGS, "-fPIC", "-fvisibility=hidden", "-c", HERE / name, "-o", result])
         plain = ["-O2", "-DNDEBUG", "-fPIC", "-w"]
         _run([cpp, *compiling, *plain, "-c", HERE / OPERATIONS, "-o", own])
-        _run([cpp, "-shared", own, native, *linking, "-o", made])
+        _run([cpp, "-shared", own, *native, *linking, "-o", made])
         _place(made, target)
     for old in folder.glob(f"_tensorflow-{version}-*.so"):
         if old != target:

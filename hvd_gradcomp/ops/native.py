@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "encode_levels": (None, (_P, _N, _P, _N, _P, _I, _U, _U, _P)),
     "add_levels": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _N, _I, _P)),
     "encode_signs": (_I, (_P, _N, _P, _N, _P, _P, _P)),
-    "words_find": (_N, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
+    "words_find": (_N, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
     "words_code": (_N, (_P, _P, _P, _P, _N, _P, _I)),
     "words_write": (_N, (_P, _P, _P, _N, _P, _N, _N, _P, _P, _P)),
     "words_places": (_N, (_P, _P, _P, _P, _P, _P, _P, _I)),

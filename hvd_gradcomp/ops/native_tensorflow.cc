@@ -1,8 +1,9 @@
-// The functions of native.c as operations of TensorFlow, for tensors on a CPU.
+// The functions of native.c and words.c as operations of TensorFlow, for tensors on a CPU.
 //
 // They shadow composites of ops/composites.py and give the same bits. Shapes are checked here, before
 // C walks over memory: whatever tensors come, the worst is an InvalidArgumentError. ops/tensorflow.py
-// calls them; ops/building.py compiles and links this file and native.c into one library.
+// calls them; ops/building.py compiles and links all three into one library. An operation has one
+// thread: TensorFlow runs those of several buckets at the same time.
 //
 // `bands` is {start, rows, length} for each band, one after another; see bands.py.
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor_util.h"
 
 extern "C" {
 struct band {
@@ -32,6 +34,32 @@ int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, fl
 void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
                const float *below, int64_t mean_stride, const float *weights);
+
+typedef struct {
+  int32_t ambiguity, large, powers, subtracts, corrects;
+  float alpha, tau, zeta, twice_tau, tau_squared;
+} rule;
+typedef struct {
+  const int64_t *layer_of_block;
+  int64_t size, layers;
+  int32_t block_bits, side;
+} place;
+int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *r0,
+                   const float *v0, const float *g, const float *q, uint32_t *found, uint8_t *flags,
+                   int32_t *top, int threads);
+int64_t words_code(const rule *how, const place *where, const float *r, uint32_t *found,
+                   int64_t count, const int32_t *top, int threads);
+int64_t words_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
+                    const int32_t *top, int64_t capacity, int64_t turn, float *v, uint8_t *body,
+                    int64_t *sent);
+int64_t words_places(const rule *how, const place *where, const float *r, uint8_t *flags,
+                     const int32_t *top, uint8_t *body, int64_t *sent, int threads);
+void words_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
+                  float *v, int threads);
+int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+              int64_t ranks, int64_t capacity, const float *weights, float *room, int threads);
+void words_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+                      int64_t ranks, const float *weights, float *room, int threads);
 }
 
 namespace {
@@ -181,6 +209,66 @@ REGISTER_OP("GradcompAddSigns")
     .Attr("bands: list(int)")
     .Attr("from_zero: bool")
     .SHAPE(c->set_output(0, c->input(0)));
+
+// Words, and places where `capacity` is negative. `rule` is the numbers of that struct, `blocks` how
+// many blocks of 2 ** block_bits elements each layer has.
+REGISTER_OP("GradcompWriteWords")
+    .Input("memory: fields * float")
+    .Input("gradient: float")
+    .Input("moment: moments * float")
+    .Input("turn: int64")
+    .Input("capacity: int64")
+    .Output("body: uint8")
+    .Output("sent: int64")
+    .Output("wanted: int64")
+    .Output("per_layer: int64")
+    .Output("settled: fields * float")
+    .Attr("fields: int >= 1")
+    .Attr("moments: int >= 0")
+    .Attr("rule: list(float)")
+    .Attr("blocks: list(int)")
+    .Attr("block_bits: int >= 0")
+    .SHAPE(std::vector<int64_t> blocks; (void)c->GetAttr("blocks", &blocks).ok();
+           c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+           c->set_output(1, c->Scalar()); c->set_output(2, c->Scalar());
+           c->set_output(3, c->Vector(static_cast<int64_t>(blocks.size())));
+           for (int i = 4; i < c->num_outputs(); i++) c->set_output(i, c->input(i - 4)));
+
+REGISTER_OP("GradcompAddWords")
+    .Input("room: float")
+    .Input("bodies: uint8")
+    .Input("weights: float")
+    .Input("capacity: int64")
+    .Output("total: float")
+    .Attr("rule: list(float)")
+    .Attr("blocks: list(int)")
+    .Attr("block_bits: int >= 0")
+    .SHAPE(c->set_output(0, c->input(0)));
+
+// Pieces of a vector to and from the tensors that they are; zeros between them.
+REGISTER_OP("GradcompFlatten")
+    .Input("pieces: count * float")
+    .Output("flat: float")
+    .Attr("count: int >= 1")
+    .Attr("offsets: list(int)")
+    .Attr("size: int >= 1")
+    .SHAPE(int64_t size = 0; (void)c->GetAttr("size", &size).ok();
+           c->set_output(0, c->Vector(size)));
+
+REGISTER_OP("GradcompCut")
+    .Input("flat: float")
+    .Output("pieces: count * float")
+    .Attr("count: int >= 1")
+    .Attr("offsets: list(int)")
+    .Attr("shapes: list(shape)")
+    .SHAPE(std::vector<tensorflow::PartialTensorShape> shapes;
+           (void)c->GetAttr("shapes", &shapes).ok();
+           for (size_t i = 0; i < shapes.size() && i < static_cast<size_t>(c->num_outputs()); i++) {
+             ShapeHandle handle;
+             if (!c->MakeShapeFromPartialTensorShape(shapes[i], &handle).ok())
+               handle = c->UnknownShape();
+             c->set_output(static_cast<int>(i), handle);
+           });
 
 // -- kernels -------------------------------------------------------------------------------------
 
@@ -585,6 +673,233 @@ class AddSigns : public OverGroups {
   bool from_zero_ = false;
 };
 
+// Base of what a rule for each element does to a bucket.
+class Words : public OpKernel {
+ public:
+  explicit Words(OpKernelConstruction *c) : OpKernel(c) {
+    std::vector<float> numbers;
+    std::vector<int64_t> blocks;
+    int64_t bits = 0;
+    OP_REQUIRES_OK(c, c->GetAttr("rule", &numbers));
+    OP_REQUIRES_OK(c, c->GetAttr("blocks", &blocks));
+    OP_REQUIRES_OK(c, c->GetAttr("block_bits", &bits));
+    OP_REQUIRES(c, numbers.size() == 10,
+                InvalidArgument("a rule is 10 numbers, not ", numbers.size()));
+    OP_REQUIRES(c, !blocks.empty() && 2 <= bits && bits < 31,
+                InvalidArgument("a bucket has layers, and blocks of 4 to 2**30 elements"));
+    auto flag = [&](int i) { return static_cast<int32_t>(numbers[i] != 0); };
+    how_ = {flag(0),    flag(1),    flag(2),    flag(3),    flag(4),
+            numbers[5], numbers[6], numbers[7], numbers[8], numbers[9]};
+    int64_t layers = static_cast<int64_t>(blocks.size());
+    int64_t most = int64_t{1} << ((how_.powers ? 28 : 31) - bits), count = 0;
+    for (int64_t layer = 0; layer < layers; layer++) {
+      OP_REQUIRES(c, 0 <= blocks[layer] && blocks[layer] <= most - count,
+                  InvalidArgument("a bucket has at most ", most, " blocks"));
+      count += blocks[layer];
+      layer_of_block_.insert(layer_of_block_.end(), static_cast<size_t>(blocks[layer]), layer);
+    }
+    OP_REQUIRES(c, count > 0, InvalidArgument("a bucket has at least one block"));
+    int32_t side = how_.powers ? static_cast<int32_t>((layers + 3) / 4 * 4) : 0;
+    where_ = {layer_of_block_.data(), count << bits, layers, static_cast<int32_t>(bits), side};
+  }
+
+ protected:
+  // Whether x is a vector of the whole bucket.
+  bool IsBucket(OpKernelContext *c, const char *what, const Tensor &x) {
+    if (x.dims() == 1 && x.dim_size(0) == where_.size) return true;
+    c->CtxFailure(InvalidArgument(what, " is ", x.shape().DebugString(), ", expected [",
+                                  where_.size, "]"));
+    return false;
+  }
+
+  // How many words fit, negative for places; and the bytes of a body with them.
+  bool Room(OpKernelContext *c, const Tensor &capacity, int64_t *words, int64_t *bytes) {
+    if (capacity.dims() != 0 || capacity.scalar<int64_t>()() > where_.size) {
+      c->CtxFailure(InvalidArgument("capacity is a number of at most ", where_.size));
+      return false;
+    }
+    *words = capacity.scalar<int64_t>()();
+    int64_t places = how_.powers ? where_.size : where_.size / 4;
+    *bytes = where_.side + (*words < 0 ? places : 4 * *words);
+    return true;
+  }
+
+  rule how_;
+  place where_;
+
+ private:
+  std::vector<int64_t> layer_of_block_;
+};
+
+class WriteWords : public Words {
+ public:
+  explicit WriteWords(OpKernelConstruction *c) : Words(c) {
+    int fields = 0, moments = 0;
+    OP_REQUIRES_OK(c, c->GetAttr("fields", &fields));
+    OP_REQUIRES_OK(c, c->GetAttr("moments", &moments));
+    int expected = how_.ambiguity ? 2 : 1;
+    OP_REQUIRES(c, fields == expected && moments < expected,
+                InvalidArgument("the rule has a memory of ", expected, " and not ", fields,
+                                " tensors, and ", moments, " moments"));
+    fields_ = fields;
+    moments_ = moments;
+  }
+
+  void Compute(OpKernelContext *c) override {
+    int at = fields_;  // of the inputs, behind the memory
+    const Tensor &gradient = c->input(at++);
+    const Tensor *moment = moments_ ? &c->input(at++) : nullptr;
+    const Tensor &turn = c->input(at++);
+    int64_t capacity = 0, bytes = 0;
+    if (!IsBucket(c, "gradient", gradient) || !Room(c, c->input(at), &capacity, &bytes)) return;
+    if (moment && !IsBucket(c, "moment", *moment)) return;
+    OP_REQUIRES(c, turn.dims() == 0 && turn.scalar<int64_t>()() >= 0,
+                InvalidArgument("turn is a number that is not negative"));
+    float *fields[2] = {nullptr, nullptr};
+    const float *before[2] = {nullptr, nullptr};
+    for (int i = 0; i < fields_; i++) {
+      if (!IsBucket(c, "memory", c->input(i))) return;
+      Tensor *settled = nullptr;
+      OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({i}, 4 + i, c->input(i).shape(),
+                                                            &settled));
+      before[i] = Floats(c->input(i));
+      fields[i] = settled->flat<float>().data();
+    }
+    Tensor *body = nullptr, *sent = nullptr, *wanted = nullptr, *per_layer = nullptr, room, tops;
+    bool dense = capacity < 0, in_place = dense && how_.powers;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({bytes}), &body));
+    OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({}), &sent));
+    OP_REQUIRES_OK(c, c->allocate_output(2, TensorShape({}), &wanted));
+    OP_REQUIRES_OK(c, c->allocate_output(3, TensorShape({where_.layers}), &per_layer));
+    OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_INT32, TensorShape({where_.layers}), &tops));
+    int64_t needed = in_place ? 0 : dense ? where_.size : 4 * where_.size;
+    OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_UINT8, TensorShape({needed}), &room));
+
+    uint8_t *out = body->flat<uint8_t>().data();
+    uint8_t *flags = in_place ? out + where_.side : room.flat<uint8_t>().data();
+    auto *found = reinterpret_cast<uint32_t *>(room.flat<uint8_t>().data());
+    auto *layers = per_layer->flat<int64_t>().data();
+    auto *top = tops.flat<int32_t>().data();
+    float *r = fields[0], *v = fields[1];
+    int64_t count = words_find(&how_, &where_, r, v, before[0], before[1], Floats(gradient),
+                               moment ? Floats(*moment) : nullptr, dense ? nullptr : found,
+                               dense ? flags : nullptr, top, 1);
+    int64_t travel = -1;
+    if (count >= 0 && dense) {
+      count = travel = words_places(&how_, &where_, r, flags, top, out, layers, 1);
+    } else if (count >= 0) {
+      count = words_code(&how_, &where_, r, found, count, top, 1);
+      if (count >= 0)
+        travel = words_write(&how_, &where_, found, count, top, capacity,
+                             turn.scalar<int64_t>()(), v, out, layers);
+    }
+    OP_REQUIRES(c, travel >= 0, ResourceExhausted("no memory to compress a bucket with"));
+    words_settle(&how_, &where_, out, dense ? -1 : travel, r, v, 1);
+    sent->scalar<int64_t>()() = travel;
+    wanted->scalar<int64_t>()() = count;
+  }
+
+ private:
+  int fields_ = 0, moments_ = 0;
+};
+
+class AddWords : public Words {
+ public:
+  using Words::Words;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &bodies = c->input(1), &weights = c->input(2);
+    int64_t capacity = 0, bytes = 0, ranks = weights.NumElements();
+    if (!IsBucket(c, "room", c->input(0)) || !Room(c, c->input(3), &capacity, &bytes)) return;
+    OP_REQUIRES(c,
+                bodies.dims() == 2 && bodies.dim_size(0) == ranks && bodies.dim_size(1) == bytes,
+                InvalidArgument("bodies are ", bodies.shape().DebugString(), ", expected [", ranks,
+                                ", ", bytes, "]"));
+    Tensor copy;
+    auto *from = static_cast<const uint8_t *>(Aligned(c, bodies, &copy));
+    if (!c->status().ok()) return;
+    Sum sum(c, true);
+    if (!sum.out) return;
+    const float *by_rank = Floats(weights);
+    if (capacity < 0)
+      words_add_places(&how_, &where_, from, bytes, ranks, by_rank, sum.out, 1);
+    else
+      OP_REQUIRES(
+          c, !words_add(&how_, &where_, from, bytes, ranks, capacity, by_rank, sum.out, 1),
+          InvalidArgument("assertion failed: hvd_gradcomp: an index points outside of its bucket: "
+                          "a payload is damaged"));
+  }
+};
+
+// Base of what lies in a vector in pieces: in order, none over another.
+class InPieces : public OpKernel {
+ public:
+  explicit InPieces(OpKernelConstruction *c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("offsets", &offsets_));
+  }
+
+ protected:
+  // Whether a piece of so many elements fits before the next one, or before the end.
+  bool Fits(OpKernelContext *c, size_t piece, int64_t elements, int64_t size) {
+    int64_t start = piece < offsets_.size() ? offsets_[piece] : size + 1;
+    int64_t next = piece + 1 < offsets_.size() ? offsets_[piece + 1] : size;
+    if (0 <= start && start <= next && next <= size && elements <= next - start) return true;
+    c->CtxFailure(InvalidArgument("piece ", piece, " of ", elements, " elements does not fit"));
+    return false;
+  }
+
+  std::vector<int64_t> offsets_;
+};
+
+class Flatten : public InPieces {
+ public:
+  explicit Flatten(OpKernelConstruction *c) : InPieces(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("size", &size_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    float *out = NewFloats(c, 0, TensorShape({size_}));
+    if (!out) return;
+    int64_t end = 0;
+    for (int i = 0; i < c->num_inputs(); i++) {
+      int64_t count = c->input(i).NumElements();
+      if (!Fits(c, i, count, size_)) return;
+      std::memset(out + end, 0, sizeof(float) * static_cast<size_t>(offsets_[i] - end));
+      std::memcpy(out + offsets_[i], Floats(c->input(i)), sizeof(float) * count);
+      end = offsets_[i] + count;
+    }
+    std::memset(out + end, 0, sizeof(float) * static_cast<size_t>(size_ - end));
+  }
+
+ private:
+  int64_t size_ = 0;
+};
+
+// What the pieces hold stays where it is, if it is aligned there.
+class Cut : public InPieces {
+ public:
+  explicit Cut(OpKernelConstruction *c) : InPieces(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("shapes", &shapes_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &flat = c->input(0);
+    OP_REQUIRES(c, flat.dims() == 1 && shapes_.size() == static_cast<size_t>(c->num_outputs()),
+                InvalidArgument("a vector is cut into as many pieces as there are shapes"));
+    for (size_t i = 0; i < shapes_.size(); i++) {
+      int64_t count = shapes_[i].num_elements();
+      if (!Fits(c, i, count, flat.dim_size(0))) return;
+      Tensor piece = flat.Slice(offsets_[i], offsets_[i] + count), shaped;
+      if (!piece.IsAligned()) piece = tensorflow::tensor::DeepCopy(piece);
+      OP_REQUIRES(c, shaped.CopyFrom(piece, shapes_[i]), InvalidArgument("no such shape"));
+      c->set_output(static_cast<int>(i), shaped);
+    }
+  }
+
+ private:
+  std::vector<TensorShape> shapes_;
+};
+
 #define ON_CPU(kernel) \
   REGISTER_KERNEL_BUILDER(Name("Gradcomp" #kernel).Device(DEVICE_CPU), kernel)
 ON_CPU(BitPlanes);
@@ -599,5 +914,9 @@ ON_CPU(EncodeLevels);
 ON_CPU(AddLevels);
 ON_CPU(EncodeSigns);
 ON_CPU(AddSigns);
+ON_CPU(WriteWords);
+ON_CPU(AddWords);
+ON_CPU(Flatten);
+ON_CPU(Cut);
 
 }  // namespace

@@ -12,37 +12,18 @@ uses as many threads as PyTorch does.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.rules import Rule
+from hvd_gradcomp.ops.rules import Rule, Written
 
 if TYPE_CHECKING:
+    from hvd_gradcomp.ladder import Rung
     from hvd_gradcomp.layout import Layout
     from hvd_gradcomp.ops.torch import TorchOps
-
-
-class Written(NamedTuple):
-    """One rank's payload.
-
-    Attributes:
-        body: uint8 [bytes].
-        sent: how many elements travel.
-        wanted: how many would, had all fit.
-        per_layer: int64 [layers], of those that travel.
-        memory: with the gradient taken in.
-        settle: takes them out of the memory, in place.
-    """
-
-    body: Tensor
-    sent: int
-    wanted: int
-    per_layer: Tensor
-    memory: Sequence[Tensor]
-    settle: Callable[[], None]
 
 
 class WordPasses:
@@ -61,34 +42,32 @@ class WordPasses:
         self,
         rule: Rule,
         layout: Layout,
-        capacity: int | None,
+        rung: Rung,
         turn: int,
         memory: Sequence[Tensor],
         gradient: Tensor,
         moment: Tensor | None,
-        size: int,
     ) -> Written:
         """One rank's step.
 
         Args:
             rule: what is wanted, and what a code stands for.
             layout: of the bucket.
-            capacity: elements that fit; None for the dense rung.
+            rung: what fits.
             turn: the step.
             memory: r and, where the rule is one of ambiguity, v; float32 [size]. Donating.
             gradient: float32 [size].
             moment: float32 [size]; None where the step is the sample.
-            size: bytes of the body.
         """
         how, where, threads = self._rule(rule), self._place(rule, layout), _threads()
         memory = [self.ops.own(x) for x in memory]
         r, v = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
         top = torch.empty(len(layout.names), dtype=torch.int32, device="cpu")
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
-        body = torch.empty(size, dtype=torch.uint8, device="cpu")
-        given = how, where, r, v, _at(gradient), _at(moment)
+        body = torch.empty(rule.body_bytes(layout, rung), dtype=torch.uint8, device="cpu")
+        given = how, where, r, v, r, v, _at(gradient), _at(moment)
         out = _at(body), _at(per_layer)
-        if capacity is None:
+        if rung.dense:
             flags = body[-layout.size :] if rule.powers else self._room(layout.size)
             _check(self.native.words_find(*given, None, _at(flags), _at(top), threads))
             sent = wanted = self.native.words_places(
@@ -99,11 +78,11 @@ class WordPasses:
             wanted = _check(self.native.words_find(*given, found, None, _at(top), threads))
             wanted = _check(self.native.words_code(how, where, r, found, wanted, _at(top), threads))
             sent = self.native.words_write(
-                how, where, found, wanted, _at(top), capacity, turn, v, *out
+                how, where, found, wanted, _at(top), rung.capacity, turn, v, *out
             )
 
         def settle() -> None:
-            number = -1 if capacity is None else sent
+            number = -1 if rung.dense else sent
             self.native.words_settle(how, where, _at(body), number, r, v, _threads())
 
         return Written(body, sent, wanted, per_layer, memory, settle)
@@ -112,7 +91,7 @@ class WordPasses:
         self,
         rule: Rule,
         layout: Layout,
-        capacity: int | None,
+        rung: Rung,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,
@@ -120,7 +99,7 @@ class WordPasses:
         """`sum over ranks of weights[rank] * what the rank sent`, in rank order.
 
         Args:
-            rule, layout, capacity: as for `write`, on all ranks alike.
+            rule, layout, rung: as for `write`, on all ranks alike.
             bodies: uint8 [world, bytes].
             weights: float32 [world].
             room: float32 [size] that the sum may be written to; its values do not count.
@@ -131,9 +110,9 @@ class WordPasses:
         how, where, room = self._rule(rule), self._place(rule, layout), self.ops.room(room)
         ranks = how, where, _at(bodies), bodies.stride(0), bodies.shape[0]
         into = _at(weights), _at(room), _threads()
-        if capacity is None:
+        if rung.dense:
             self.native.words_add_places(*ranks, *into)
-        elif self.native.words_add(*ranks, capacity, *into) < 0:
+        elif self.native.words_add(*ranks, rung.capacity, *into) < 0:
             raise PayloadError("an index points outside of its bucket: a payload is damaged")
         return room
 
@@ -144,13 +123,12 @@ class WordPasses:
         return self._rooms
 
     def _rule(self, rule: Rule) -> Any:
-        return ctypes.byref(_Rule(*rule, 2 * rule.tau, rule.tau * rule.tau))
+        return ctypes.byref(_Rule(*rule.numbers))
 
     def _place(self, rule: Rule, layout: Layout) -> Any:
-        layers = len(layout.names)
-        side = -(-layers // 4) * 4 if rule.powers else 0
-        table = self.ops.table(layout, "layer_of_block")
-        return ctypes.byref(_Place(_at(table), layout.size, layers, layout.block_bits, side))
+        table = _at(self.ops.table(layout, "layer_of_block"))
+        numbers = layout.size, len(layout.names), layout.block_bits, rule.side_bytes(layout)
+        return ctypes.byref(_Place(table, *numbers))
 
 
 class _Rule(ctypes.Structure):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hvd_gradcomp.ops import Tensor
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.ladder import Rung
+    from hvd_gradcomp.layout import Layout
 
 
 class Rule(NamedTuple):
@@ -27,3 +34,37 @@ class Rule(NamedTuple):
     alpha: float = 0.0
     tau: float = 0.0
     zeta: float = 1.0
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """As C takes them."""
+        return (*self, 2 * self.tau, self.tau * self.tau)
+
+    def side_bytes(self, layout: Layout) -> int:
+        """Bytes before words or places: an exponent for each layer, where codes are of powers."""
+        return -(-len(layout.names) // 4) * 4 if self.powers else 0
+
+    def body_bytes(self, layout: Layout, rung: Rung) -> int:
+        """Bytes of a body on a rung; `rung.dense` is a Python bool."""
+        places = layout.size if self.powers else layout.size // 4
+        return self.side_bytes(layout) + (places if rung.dense else 4 * rung.capacity)
+
+
+class Written(NamedTuple):
+    """One rank's payload, as a pass gives it.
+
+    Attributes:
+        body: uint8 [bytes].
+        sent: how many elements travel.
+        wanted: how many would, had all fit.
+        per_layer: int64 [layers], of those that travel.
+        memory: with the gradient taken in.
+        settle: takes what travels out of the memory, in place, where that is still to be done.
+    """
+
+    body: Tensor
+    sent: Any
+    wanted: Any
+    per_layer: Tensor
+    memory: Sequence[Tensor]
+    settle: Callable[[], None] = lambda: None

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, Tensor, building
+from hvd_gradcomp.ops.tensorflow_passes import TensorFlowWordPasses
 
 if TYPE_CHECKING:
     from hvd_gradcomp.bands import Bands
@@ -74,6 +75,8 @@ class TensorFlowOps(Ops):
         self.dynamic_shapes = not static
         on_host = self.dynamic_shapes and not tf.config.get_visible_devices("GPU")
         self.native = library() if on_host else None
+        if self.native is not None:
+            self.word_passes = TensorFlowWordPasses(self.native)
         self.verdicts: list[Tensor] | None = None
 
     def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:
@@ -370,6 +373,40 @@ class TensorFlowOps(Ops):
 
     def settled(self) -> Any:
         return tf.reduce_all(tf.stack(self.verdicts)) if self.verdicts else True
+
+    # -- buckets -------------------------------------------------------------------------------
+
+    def flatten(self, layout: Layout, values: Sequence[Tensor | None], dtype: str) -> Tensor:
+        """The layers' values as the bucket: [layout.size], zeros where there are none."""
+        known = [
+            (tf.cast(value, dtype), size, start)
+            for value, size, start in zip(values, layout.sizes, layout.offsets)
+            if value is not None
+        ]
+        if not known:
+            return tf.zeros((layout.size,), dtype)
+        if self.native is not None and dtype == "float32":
+            pieces, _, offsets = zip(*known)
+            return self.native.gradcomp_flatten(pieces, offsets=offsets, size=layout.size)
+        flat, end = [], 0
+        for value, size, start in known:
+            flat += [tf.zeros((start - end,), dtype)] if start > end else []
+            flat.append(tf.reshape(value, (size,)))
+            end = start + size
+        flat += [tf.zeros((layout.size - end,), dtype)] if layout.size > end else []
+        return tf.concat(flat, 0)
+
+    def cut(self, layout: Layout, bucket: Tensor) -> Sequence[Tensor]:
+        """The inverse of `flatten`."""
+        if self.native is not None and bucket.dtype == tf.float32:
+            shapes, offsets = list(layout.shapes), list(layout.offsets)
+            return self.native.gradcomp_cut(
+                bucket, count=len(shapes), offsets=offsets, shapes=shapes
+            )
+        return [
+            tf.reshape(tf.slice(bucket, [start], [size]), shape)
+            for size, start, shape in zip(layout.sizes, layout.offsets, layout.shapes)
+        ]
 
     # -- shadows of composites -----------------------------------------------------------------
 

@@ -55,14 +55,17 @@ static int64_t border(int64_t n, int64_t grain, int t, int pieces) {
 
 /* -- taking in and finding ------------------------------------------------------------------ */
 
-FAST static void add(float *restrict x, const float *restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; i++) x[i] = x[i] + y[i];
+/* `from` may be x itself: nothing else overlaps. */
+FAST static void add(float *x, const float *from, const float *y, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) x[i] = from[i] + y[i];
 }
 
-FAST static void add_square(float *restrict x, const float *restrict y, int64_t n) {
+FAST static void add_square(float *x, const float *from, const float *y, int64_t n) {
+#pragma GCC ivdep
   for (int64_t i = 0; i < n; i++) {
     float square = y[i] * y[i];
-    x[i] = x[i] + square;
+    x[i] = from[i] + square;
   }
 }
 
@@ -218,17 +221,18 @@ static int64_t join(uint32_t *items, const int64_t *starts, const int64_t *count
   return total;
 }
 
-/* r += g, v += q (g*g where q is NULL), v *= zeta; which elements are wanted.
+/* r = r0 + g, v = v0 + q (g*g where q is NULL), v *= zeta; which elements are wanted.
  *
- * Where the rule corrects v, that of wanted elements has not decayed yet.
+ * r0 may be r, and v0 v. Where the rule corrects v, that of wanted elements has not decayed yet.
  *
  * found [size]: their indices, ascending, in the beginning; or NULL, and then
  * flags [size]: 1 for each of them, and 0.
  * top [layers]: the largest exponent of a wanted element, as it stands in a float.
  * Returns how many are found; -1 without memory.
  */
-int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *g,
-                   const float *q, uint32_t *found, uint8_t *flags, int32_t *top, int threads) {
+int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *r0,
+                   const float *v0, const float *g, const float *q, uint32_t *found, uint8_t *flags,
+                   int32_t *top, int threads) {
   int64_t n = where->size;
   int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
   uint32_t *tops = calloc((size_t)(threads * where->layers), sizeof(uint32_t));
@@ -247,11 +251,11 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
       int64_t size = end - at, fresh = 0;
       uint32_t *out = found + start + count;
       uint32_t *most = tops + t * where->layers + layer_of(where, at), here = 0;
-      add(r + at, g + at, size);
+      add(r + at, r0 + at, g + at, size);
       if (v && q)
-        add(v + at, q + at, size);
+        add(v + at, v0 + at, q + at, size);
       else if (v)
-        add_square(v + at, g + at, size);
+        add_square(v + at, v0 + at, g + at, size);
       if (found) {
         fresh = list(how, r + at, how->ambiguity ? v + at : r, size, (uint32_t)at, out, &here);
         count += fresh;

@@ -615,18 +615,8 @@ class Engine:
         self.counters["unbucketed"].assign_add(here * tf.size(sent, tf.int64))
 
     def _flat(self, bucket: int, values: Sequence[Any], dtype: str) -> tf.Tensor:
-        layout = self.layouts[bucket]
-        ends = (*layout.offsets[1:], layout.size)
-        pieces = []
-        for place, size, start, end in zip(self.places[bucket], layout.sizes, layout.offsets, ends):
-            value = values[place]
-            if value is None:
-                pieces.append(tf.zeros((size,), dtype))
-            else:
-                pieces.append(tf.cast(tf.reshape(value, (size,)), dtype))
-            if end - start - size:
-                pieces.append(tf.zeros((end - start - size,), dtype))
-        return tf.concat(pieces, 0)
+        mine = [values[place] for place in self.places[bucket]]
+        return self.ops.flatten(self.layouts[bucket], mine, dtype)
 
     def _trained(self, bucket: int, gradients: Sequence[Any]) -> tf.Tensor | None:
         """Which elements belong to layers that have a gradient; None where all have."""
@@ -639,12 +629,9 @@ class Engine:
         return self._flat(bucket, ones, "float32") > 0
 
     def _cut(self, bucket: int, total: tf.Tensor, given: list[Any], reduced: list[Any]) -> None:
-        layout = self.layouts[bucket]
-        for place, size, start, shape in zip(
-            self.places[bucket], layout.sizes, layout.offsets, layout.shapes
-        ):
+        pieces = self.ops.cut(self.layouts[bucket], total)
+        for place, piece in zip(self.places[bucket], pieces):
             if given[place] is not None:
-                piece = tf.reshape(tf.slice(total, [start], [size]), shape)
                 reduced[place] = tf.cast(piece, self.layers[place][2])
 
     def _advance(self, stack: list[Program], reply: Any, results: list[Any], bucket: int) -> Any:

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import cli
+from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.bands import Band, Bands
 from hvd_gradcomp.cli import doctor
+from hvd_gradcomp.ladder import Rung
 from hvd_gradcomp.layout import Layout
-from hvd_gradcomp.ops import building
+from hvd_gradcomp.ops import PayloadError, building
 from hvd_gradcomp.ops.composites import Field
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps, library
 from hvd_gradcomp.testing import World
-from tests.methods import QUANTIZED
+from tests.methods import QUANTIZED, WORDS
 
 built = pytest.mark.skipif(
     TensorFlowOps().native is None, reason="the operations are not built: hvd-gradcomp build"
@@ -30,7 +32,7 @@ FEW = settings(max_examples=25, deadline=None)
 
 def verbs() -> TensorFlowOps:
     ops = TensorFlowOps()
-    ops.native = None
+    ops.native = ops.word_passes = None
     return ops
 
 
@@ -282,6 +284,133 @@ def test_a_step_with_verbs_alone(compressor):
         np.testing.assert_array_equal(mine, theirs)
 
 
+# -- passes, and what lays layers into buckets -------------------------------------------------
+
+
+def alike(passes, reference):
+    for one, other in zip(passes.states, reference.states):
+        for (name, x), (_, y) in zip(leaves(one), leaves(other)):
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), name
+    for ours, theirs in zip(passes.traffic, reference.traffic):
+        for mine, verbatim in zip(ours, theirs):
+            assert mine.tensor.numpy().tobytes() == verbatim.tensor.numpy().tobytes()
+
+
+@built
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
+@given(
+    sizes=st.lists(st.sampled_from([1, 3, 256, 700, 5000]), min_size=1, max_size=3),
+    ranks=st.integers(1, 4),
+    moments=st.booleans(),
+    scale=st.sampled_from([1e-30, 0.3, 3.0, 1e20]),
+    seed=SEEDS,
+)
+@settings(max_examples=6, deadline=None)
+def test_passes_do_what_the_verbs_do(compressor, sizes, ranks, moments, scale, seed):
+    """Steps of few elements, of many on the dense rung, and of few again."""
+    layout = Layout(tuple(f"layer{i}" for i in range(len(sizes))), tuple((n,) for n in sizes))
+    passes, reference = (World(compressor, o, layout, ranks) for o in (TensorFlowOps(), verbs()))
+    random = np.random.default_rng(seed)
+    for share in (0.002, 1.0, 1.0, 0.1):
+
+        def drawn(size, share=share):
+            kept = (random.random(size) < share) + 1e-3
+            return tf.constant(scale * kept * random.standard_normal(size), tf.float32)
+
+        given = [passes.flat([drawn(n) for n in sizes]) for _ in range(ranks)]
+        extra = {}
+        if moments and compressor.uses_moments:
+            extra["moment"] = [g * g / 2 for g in given]
+        for mine, theirs in zip(passes.step(given, **extra), reference.step(given, **extra)):
+            assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+        alike(passes, reference)
+
+
+@built
+@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("compressor", WORDS[1:], ids=repr)
+@given(data=st.data())
+@settings(deadline=None, max_examples=20)
+def test_no_index_is_trusted(compressor, how, data):
+    """Bodies that nobody wrote: the sum of the verbs, or an error, whatever the bytes."""
+    layout, dense = Layout(("a", "b"), ((300,), (200,))), data.draw(st.booleans())
+    rung = Rung(0, 20, dense)
+    size = compressor.body_bytes(layout, rung)
+    given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
+    bodies = np.array([list(body) for body in given], np.uint8)
+    if data.draw(st.booleans()) and not dense:  # most random indices lie beyond the bucket
+        words = bodies[:, size - 80 :].reshape(-1, 20, 4)
+        words[:, :, 1] %= 3
+        words[:, :, 2] = 0
+        words[:, :, 3] &= 0xF0 if compressor.rule.powers else 0x80
+    weights = tf.fill((len(given),), 0.5)
+
+    def total(ops, bodies):
+        room = tf.fill((layout.size,), 7.0)
+        try:
+            if how == "eager" or ops.native is None:
+                return compressor.decode_sum(ops, layout, rung, bodies, weights, room)
+            sum_ = tf.function(lambda b: compressor.decode_sum(ops, layout, rung, b, weights, room))
+            return sum_(bodies)
+        except (PayloadError, tf.errors.InvalidArgumentError) as error:
+            return error
+
+    ours, theirs = total(TensorFlowOps(), tf.constant(bodies)), total(verbs(), tf.constant(bodies))
+    if isinstance(theirs, tf.Tensor):
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+    else:
+        assert "an index points outside of its bucket: a payload is damaged" in str(ours)
+        assert isinstance(ours, PayloadError) == (how == "eager")
+
+
+@built
+def test_passes_refuse_what_does_not_fit():
+    layout, compressor = Layout(("a",), ((300,),)), WORDS[0]
+    passes, rule, rung = TensorFlowOps().word_passes, WORDS[0].rule, Rung(0, 20, False)
+    r, moment, weights = noise(1, 512), tf.abs(noise(2, 512)), noise(3, 1)
+    body = codes(4, 1, compressor.body_bytes(layout, rung))
+    wrong = [
+        (passes.write, (rung, 0, (r[:-1], moment), r, moment)),
+        (passes.write, (rung, 0, (r, moment), r[:-1], moment)),
+        (passes.write, (rung, 0, (r, moment), r, moment[:-1])),
+        (passes.write, (rung, -1, (r, moment), r, moment)),
+        (passes.write, (Rung(0, 513, False), 0, (r, moment), r, moment)),
+        (passes.add, (rung, body[:, :-4], weights, r)),
+        (passes.add, (rung, body, noise(1, 2), r)),
+        (passes.add, (rung, body, weights, r[:-1])),
+        (passes.add, (Rung(0, 0, True), body, weights, r)),
+    ]
+    for function, arguments in wrong:
+        with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
+            function(rule, layout, *arguments)
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 20), max_size=3), min_size=1, max_size=4),
+    dtype=st.sampled_from(["float32", "float16"]),
+    seed=SEEDS,
+)
+@settings(max_examples=20, deadline=None)
+def test_flat_and_back(shapes, dtype, seed):
+    layout = Layout(tuple(f"{i}" for i in range(len(shapes))), tuple(map(tuple, shapes)), dtype)
+    values = [noise(seed + i, *shape) for i, shape in enumerate(shapes)]
+    missing = seed % (len(shapes) + 1)
+    given = [None if i == missing else tf.cast(x, dtype) for i, x in enumerate(values)]
+
+    def there_and_back(ops, *given):
+        rest = iter(given)
+        all_ = [None if i == missing else next(rest) for i in range(len(shapes))]
+        flat = ops.flatten(layout, all_, dtype)
+        return [flat, *ops.cut(layout, flat)]
+
+    tensors = [x for x in given if x is not None]
+    agree(there_and_back, *tensors)
+    flat, *pieces = there_and_back(TensorFlowOps(), *tensors)
+    assert flat.shape == (layout.size,)
+    for shape, x, piece in zip(shapes, given, pieces):
+        np.testing.assert_array_equal(piece, tf.zeros(shape, dtype) if x is None else x)
+
+
 # -- where they are not built ------------------------------------------------------------------
 
 
@@ -344,7 +473,7 @@ def test_doctor_says_what_is_missing(elsewhere, monkeypatch):
 
 def test_a_build_that_fails_says_why(elsewhere, monkeypatch):
     monkeypatch.setattr(building, "_tensorflow", lambda: ("2.21.0", [], []))
-    (elsewhere / building.SHARED).write_text("int broken(\n")
+    (elsewhere / building.NATIVE[0]).write_text("int broken(\n")
     with pytest.raises(building.BuildError, match=r"(?s)fails with 1:.*native.c"):
         building.build_operations(elsewhere)
     result = CliRunner().invoke(cli.main, ["build"])
