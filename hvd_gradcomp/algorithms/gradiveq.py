@@ -71,8 +71,7 @@ class Slices(NamedTuple):
 
     def cut(self, ops: Ops, bucket: Tensor) -> Tensor:
         """The layer's slices; [count, length]."""
-        layer = ops.reshape(bucket[self.start : self.start + self.size], self.shape)
-        flat = ops.reshape(ops.transpose(layer, self.order), (self.size,))
+        flat = self._filters_last(ops, bucket[self.start : self.start + self.size])
         missing = self.slices * self.length - self.size
         if missing:
             flat = ops.concat((flat, ops.zeros((missing,))))
@@ -81,9 +80,28 @@ class Slices(NamedTuple):
     def joined(self, ops: Ops, slices: Tensor) -> Tensor:
         """The inverse of `cut`; [size]."""
         ordered = ops.reshape(slices, (-1,))[: self.size]
-        ordered = ops.reshape(ordered, tuple(self.shape[axis] for axis in self.order))
-        back = tuple(self.order.index(axis) for axis in range(len(self.order)))
-        return ops.reshape(ops.transpose(ordered, back), (self.size,))
+        if not self._turned:
+            return ordered
+        rest, filters = self.shape[1:], self.shape[0]
+        back = [self.order.index(axis) for axis in range(1, len(self.order))]
+        rows = ops.reshape(ordered, tuple(self.shape[axis] for axis in self.order))
+        rows = ops.reshape(ops.transpose(rows, (*back, len(rest))), (-1, filters))
+        return ops.reshape(ops.transpose(rows, (1, 0)), (self.size,))
+
+    def _filters_last(self, ops: Ops, flat: Tensor) -> Tensor:
+        """The layer in the order of slices. A matrix first, then whole rows: memory is far away."""
+        if not self._turned:
+            return flat
+        rest, filters = self.shape[1:], self.shape[0]
+        rows = ops.transpose(ops.reshape(flat, (filters, -1)), (1, 0))
+        rows = ops.reshape(ops.reshape(rows, (-1,)), (*rest, filters))
+        order = [axis - 1 for axis in self.order[:-1]]
+        return ops.reshape(ops.transpose(rows, (*order, len(rest))), (self.size,))
+
+    @property
+    def _turned(self) -> bool:
+        """Whether the framework stores the filters first."""
+        return self.order[-1:] == (0,) and len(self.order) > 1
 
 
 @dataclass(frozen=True)
@@ -435,10 +453,10 @@ class GradiVeQCompressor(Compressor):
             mine = slices[first : first + members]
             code = ops.matmul(mine, basis)
             codes.append(ops.reshape(code, (-1,)))
-            whole = ops.sum(mine * mine)
-            beside = ops.sum(mine * offset) * 2.0 - ops.sum(offset * offset) * float(members)
+            whole, beside = ops.inner(mine, mine), ops.inner(ops.sum(mine, 0), offset) * 2.0
+            beside = beside - ops.inner(offset, offset) * float(members)
             energy = energy + whole
-            lost = lost + ops.maximum(whole - ops.sum(code * code) - beside, 0.0)
+            lost = lost + ops.maximum(whole - ops.inner(code, code) - beside, 0.0)
         return ops.concat(codes), energy, lost
 
     def decode(
@@ -457,7 +475,7 @@ class GradiVeQCompressor(Compressor):
             if group == cut.groups - 1:
                 if cut.start > done:
                     pieces.append(ops.zeros((cut.start - done,)))
-                pieces.append(cut.joined(ops, ops.concat(rows)))
+                pieces.append(cut.joined(ops, ops.concat(rows) if group else rows[0]))
                 rows, done = [], cut.start + cut.size
         if layout.size > done:
             pieces.append(ops.zeros((layout.size - done,)))

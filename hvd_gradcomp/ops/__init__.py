@@ -243,6 +243,10 @@ class Ops(Composites, ABC):
         """[..., a, b] times [..., b, c]; leading axes are broadcast."""
 
     @abstractmethod
+    def inner(self, x: Tensor, y: Tensor) -> Tensor:
+        """The sum of all products, a scalar, in an order that is the framework's."""
+
+    @abstractmethod
     def transpose(self, x: Tensor, axes: Sequence[int]) -> Tensor:
         """Axis i of the result is axis `axes[i]` of x."""
 

@@ -239,6 +239,9 @@ class TensorFlowOps(Ops):
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         return tf.matmul(x, y)
 
+    def inner(self, x: Tensor, y: Tensor) -> Tensor:
+        return tf.reduce_sum(tf.reshape(x, (-1,)) * tf.reshape(y, (-1,)))
+
     def transpose(self, x: Tensor, axes: Sequence[int]) -> Tensor:
         return tf.transpose(x, list(axes))
 

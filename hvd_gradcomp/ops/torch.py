@@ -306,6 +306,9 @@ class TorchOps(Ops):
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.matmul(x, y)
 
+    def inner(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.dot(x.reshape(-1), y.reshape(-1))
+
     def transpose(self, x: Tensor, axes: Sequence[int]) -> Tensor:
         return x.permute(tuple(axes))
 
