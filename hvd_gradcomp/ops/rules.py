@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvd_gradcomp.ops import Tensor
-
 if TYPE_CHECKING:
     from hvd_gradcomp.ladder import Rung
     from hvd_gradcomp.layout import Layout
+    from hvd_gradcomp.ops import Tensor
 
 
 class Rule(NamedTuple):

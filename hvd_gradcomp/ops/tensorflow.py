@@ -413,6 +413,9 @@ class TensorFlowOps(Ops):
 
     # -- shadows of composites -----------------------------------------------------------------
 
+    def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
+        return tf.nn.leaky_relu(x, slope)
+
     def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
         if self.native is None:
             return super().bit_planes(groups, bits)

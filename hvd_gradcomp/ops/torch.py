@@ -421,6 +421,9 @@ class TorchOps(Ops):
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._bands[bands], len(bands.bands)
 
+    def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
+        return torch.nn.functional.leaky_relu(x, slope)
+
     def accumulate_square(self, x: Tensor, y: Tensor) -> Tensor:
         if self.native is None or self._lent is None:
             return super().accumulate_square(x, y)
