@@ -45,10 +45,12 @@ class Ops(Composites, ABC):
         dynamic_shapes: shapes may depend on values (a CPU, eager or in a TensorFlow graph).
             False on a GPU, where it would be a host read, and under XLA.
         word_passes: `ops.passes.WordPasses` where there are some, else None.
+        largest_passes: `ops.passes.LargestPasses` where there are some, else None.
     """
 
     dynamic_shapes: bool
     word_passes: Any = None
+    largest_passes: Any = None
 
     # -- making ------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NATIVE = ("native.c", "words.c")
+NATIVE = ("native.c", "words.c", "largest.c")
+HEADERS = ("walks.h",)
 SHARED = "native.c"  # what TensorFlow's operations call
 OPERATIONS = "native_tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
@@ -76,7 +77,7 @@ def build_native(anew: bool = False) -> Path:
     """
     target = HERE / f"_native{EXTENSION_SUFFIXES[0]}"
     sources = [HERE / name for name in NATIVE]
-    newest = max(source.stat().st_mtime for source in sources)
+    newest = max((HERE / name).stat().st_mtime for name in (*NATIVE, *HEADERS))
     if target.exists() and not anew and target.stat().st_mtime >= newest:
         return target
     with tempfile.TemporaryDirectory() as scratch:
