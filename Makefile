@@ -143,7 +143,7 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py docker/constraints.txt $(wildcard hvd_gradcomp/ops/*.c)
+$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py docker/constraints.txt $(wildcard hvd_gradcomp/ops/*.[ch])
 	@echo "tools: linter, type checker, test runner and this package (half a minute)"
 	@$(pip) "setuptools<81" wheel
 	@$(pip) --no-build-isolation --editable ".[test]"
@@ -180,7 +180,7 @@ $(VENV)/.stamp-compat: $(VENV)/.stamp-horovod setup.py docker/constraints.txt
 	@$(pip) --no-build-isolation --editable ".[compat]"
 	@touch $@
 
-$(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py $(wildcard hvd_gradcomp/ops/*.c)
+$(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py $(wildcard hvd_gradcomp/ops/*.[ch])
 	@docker/install-system.sh --python-only $(PYTHON_OLDER)
 	@echo "older: PyTorch 2.0 and TensorFlow 2.13 in $(VENV_OLDER) (downloads 900 MB, takes 3 GB)"
 	@$(PYTHON_OLDER) -m venv --clear $(VENV_OLDER)

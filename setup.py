@@ -45,6 +45,7 @@ extras = {
 native = Extension(
     "hvd_gradcomp.ops._native",
     [f"hvd_gradcomp/ops/{name}" for name in building.NATIVE],
+    depends=[f"hvd_gradcomp/ops/{name}" for name in building.HEADERS],
     extra_compile_args=[*building.FLAGS, *building.THREADS],
     extra_link_args=list(building.THREADS),
     optional=True,
@@ -84,7 +85,7 @@ setup(
     python_requires=">=3.9",
     packages=find_packages(include=["hvd_gradcomp", "hvd_gradcomp.*"]),
     # The sources too: `hvd-gradcomp build` compiles them where they lie.
-    package_data={"hvd_gradcomp": ["py.typed", "ops/*.c", "ops/*.cc"]},
+    package_data={"hvd_gradcomp": ["py.typed", "ops/*.c", "ops/*.h", "ops/*.cc"]},
     ext_modules=[native],
     cmdclass={"build_ext": Build},
     install_requires=["click>=8.1", "tabulate"],

@@ -91,6 +91,15 @@ def body_bytes(parts: Mapping[str, Part]) -> Any:
     return sum(_padded(part) for part in parts.values())
 
 
+def starts(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Where each part of the body begins, in bytes."""
+    places, end = {}, 0
+    for name, part in parts.items():
+        places[name] = end
+        end = end + _padded(part)
+    return places
+
+
 def _padded(part: Part) -> Any:
     return (part.count * ITEMSIZE[part.dtype] + 3) // 4 * 4
 
@@ -111,12 +120,11 @@ def pack_body(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]
 
 def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, Tensor]:
     """The parts of every rank's body: body is [world, bytes], each part [world, count]."""
-    payload, start = {}, 0
-    for name, part in parts.items():
-        end = start + part.count * ITEMSIZE[part.dtype]
-        piece = body[:, start:end]
+    payload = {}
+    for name, start in starts(parts).items():
+        part = parts[name]
+        piece = body[:, start : start + part.count * ITEMSIZE[part.dtype]]
         payload[name] = piece if part.dtype == "bytes" else ops.from_bytes(piece, part.dtype)
-        start = start + _padded(part)
     return payload
 
 

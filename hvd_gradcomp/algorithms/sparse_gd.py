@@ -12,10 +12,13 @@ from hvd_gradcomp.codecs.largest import LargestCompressor, count_of
 from hvd_gradcomp.codecs.sparse import Memory, Residual
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Collecting
 
 
 class ResidualTopK(LargestCompressor):
     """What Sparse GD and Gradient Dropping share: a residual and nothing else."""
+
+    rule = Collecting()
 
     def remember(self, ops: Ops, layout: Layout) -> Residual:
         return Residual(ops.zeros((layout.size,)))

@@ -22,7 +22,8 @@ from typing import Any
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.composites import GROUP
-from hvd_gradcomp.wire import Part
+from hvd_gradcomp.ops.rules import Places
+from hvd_gradcomp.wire import Part, starts
 
 _SPARE_BITS = 3.5  # with blocks of 32 random places need 2.5, clustered ones more
 _SPARE_DEFLATED = 2.25  # random places need 1.44 at least
@@ -39,6 +40,11 @@ class IndexCoding(ABC):
     @abstractmethod
     def bits(self, size: int, count: int) -> float:
         """What one of `count` indices into `size` elements takes, about."""
+
+    def places(self, parts: Mapping[str, Part]) -> Places | None:
+        """Where its parts lie among those of a body; None where passes do not know the code."""
+        del parts
+        return None
 
     @abstractmethod
     def encode(
@@ -72,6 +78,9 @@ class Plain(IndexCoding):
     def bits(self, size: int, count: int) -> float:
         return 32.0
 
+    def places(self, parts: Mapping[str, Part]) -> Places:
+        return Places(0, 0, starts(parts)["index"], 0)
+
     def encode(
         self, ops: Ops, layout: Layout, parts: Mapping[str, Part], index: Tensor, turn: Any
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -101,6 +110,10 @@ class Delta(IndexCoding):
 
     def bits(self, size: int, count: int) -> float:
         return math.log2(size / count) + _SPARE_BITS + 8 / GROUP
+
+    def places(self, parts: Mapping[str, Part]) -> Places:
+        blocks, room = parts["widths"].count, parts["deltas"].count
+        return Places(blocks, room, starts(parts)["widths"], starts(parts)["deltas"])
 
     def encode(
         self, ops: Ops, layout: Layout, parts: Mapping[str, Part], index: Tensor, turn: Any

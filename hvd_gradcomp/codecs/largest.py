@@ -32,6 +32,7 @@ from hvd_gradcomp.cost import most_gathered
 from hvd_gradcomp.ladder import Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Collecting, Form
 
 _SMALL = 4096  # a layer up to here is not sampled
 _BITS = 31  # of a magnitude
@@ -65,6 +66,8 @@ class LargestCompressor(SparseCompressor):
     """
 
     begins_anew = frozenset({"hint"})
+    rule: Collecting | None = None
+    ruled = frozenset({"collect", "settle", "settled", "select", "held", "give_back"})
 
     of_model: ClassVar[bool] = False
     index_coding: str
@@ -116,6 +119,10 @@ class LargestCompressor(SparseCompressor):
             "values": wire.Part("float32", capacity),
         }
 
+    def form(self, layout: Layout) -> Form | None:
+        """Where the parts lie in a body; None where there are no passes for it."""
+        return _form_of(self, layout)
+
     def body_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
         del rung  # all have the same
         return int(wire.body_bytes(self.parts(layout)))
@@ -152,6 +159,8 @@ class LargestCompressor(SparseCompressor):
         del rung, moment
         quota, state = self.quota(ops, layout, step, gradient, state)
         scope = Scope(layout, self.of_model)
+        if ops.largest_passes is not None and self.rule is not None and self.form(layout):
+            return self._encode_in_passes(ops, scope, step, quota, gradient, state)
         found, memory = self._collected(ops, scope, gradient, state)
         parts, index, values, hint = self.select(ops, scope, step, memory[0], quota, found)
         parts["values"] = values = ops.bits_float(values)
@@ -163,6 +172,26 @@ class LargestCompressor(SparseCompressor):
         encoded = Encoded(body, ops.sum(real), ops.sum(quota), held)
         sent = state.sent + per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=hint)
+
+    def _encode_in_passes(
+        self, ops: Ops, scope: Scope, step: int, quota: Tensor, gradient: Tensor, state: Any
+    ) -> tuple[Encoded, Any]:
+        layout = scope.layout
+        written = ops.largest_passes.write(
+            self.rule,
+            scope,
+            self.form(layout),
+            step,
+            quota,
+            ops.words(scope.slack(self.most(layout))),
+            state.hint,
+            state.memory,
+            gradient,
+        )
+        wanted = ops.sum(quota)
+        encoded = Encoded(written.body, written.sent, wanted, settle=written.settle)
+        memory, sent = type(state.memory)(*written.memory), state.sent + written.per_layer
+        return encoded, state._replace(memory=memory, sent=sent, hint=written.hint)
 
     def _collected(
         self, ops: Ops, scope: Scope, gradient: Tensor, state: Any
@@ -216,6 +245,9 @@ class LargestCompressor(SparseCompressor):
         room: Tensor,
     ) -> Tensor:
         del rung
+        form = self.form(layout)
+        if ops.largest_passes is not None and form is not None:
+            return ops.largest_passes.add(layout, form, bodies, weights, room)
         payload = wire.unpack_body(ops, self.parts(layout), bodies)
         values = payload.pop("values") * weights[:, None]  # [world, capacity]
         capacity = self.capacity(layout)
@@ -230,6 +262,16 @@ class LargestCompressor(SparseCompressor):
 @lru_cache(maxsize=1024)
 def _most_of(compressor: LargestCompressor, layout: Layout) -> tuple[int, ...]:
     return tuple(compressor.count(size) for size in Scope(layout, compressor.of_model).sizes)
+
+
+@lru_cache(maxsize=1024)
+def _form_of(compressor: LargestCompressor, layout: Layout) -> Form | None:
+    parts = compressor.parts(layout)
+    places = compressor.coding.places(parts)
+    if places is None:
+        return None
+    values, size = wire.starts(parts)["values"], int(wire.body_bytes(parts))
+    return Form(size, compressor.capacity(layout), values, places)
 
 
 class Scope:
@@ -250,6 +292,15 @@ class Scope:
     def sizes(self) -> Sequence[int]:
         """Elements of each group."""
         return (self.layout.elements,) if self.whole else self.layout.sizes
+
+    def slack(self, most: Sequence[int]) -> list[int]:
+        """By how much a sample may be wrong about how many elements of each group reach a bound.
+
+        Three standard deviations of what a sample of this size finds, and a few for small ones.
+        """
+        layout = self.layout
+        strides = [max(layout.strides)] if self.whole else layout.strides
+        return [0 if s == 1 else int(3 * (m * s) ** 0.5) + 4 * s for m, s in zip(most, strides)]
 
     def of_layers(self, ops: Ops, groups: Tensor) -> Tensor:
         """A value of each group as one of each layer."""
@@ -382,10 +433,7 @@ def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequenc
     counts = ops.reshape(counts, (scope.count, _BINS))
     reached = ops.reshape(ops.cumsum(ops.reshape(counts, (-1,))), (scope.count, _BINS))
     reached = reached - reached[:, :1] + counts[:, :1]
-    # Three standard deviations of what a sample of this size finds, and a few for small ones.
-    strides_of = [max(layout.strides)] if scope.whole else layout.strides
-    slack = [0 if s == 1 else int(3 * (m * s) ** 0.5) + 4 * s for m, s in zip(most, strides_of)]
-    target = ops.reshape(k + ops.words(slack), (-1, 1))
+    target = ops.reshape(k + ops.words(scope.slack(most)), (-1, 1))
     below = ops.sum(ops.cast(reached < target, "int64"), -1)
     bits = ops.where(below < _BINS - 1, ops.maximum(top - below, 0), 0)
     return ops.bits_float(bits * (1 << _FINE))
@@ -410,7 +458,7 @@ def _last_of_sorted(
     spread = ops.cast(ops.sqrt(ops.cast(k, "float64")) * 4.0, "int64")
     wished = k + ops.split_bits(k, 2)[0] + spread + 8
     hint = ops.bits_float(magnitude(wished)) * ops.where(count < wished, ops.reals([0.97]), 1.0)
-    few = count < k
+    few = count < ops.maximum(k, 1)
     return ops.where(few, 0, magnitude(k)), ops.where(few, 0.0, hint)
 
 

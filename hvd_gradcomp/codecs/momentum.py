@@ -18,6 +18,7 @@ from hvd_gradcomp.codecs.largest import LargestCompressor
 from hvd_gradcomp.codecs.sparse import Memory, Residual
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Collecting
 
 
 class Velocity(NamedTuple):
@@ -66,6 +67,10 @@ class MomentumCorrected(LargestCompressor):
         if not self.momentum:
             return Residual(r)
         return Velocity(r, ops.put(memory.u, index, 0.0) if self.masking else memory.u)
+
+    @property
+    def rule(self) -> Collecting:  # type: ignore[override]
+        return Collecting(self.momentum or 0.0, bool(self.nesterov), self.masking)
 
     def with_velocity(self, state: Any, velocity: Tensor) -> Any:
         if not self.momentum:

@@ -54,9 +54,25 @@ class Encoded(NamedTuple):
 
 
 class SparseCompressor(Compressor):
-    """Base of the family; see the head of this file."""
+    """Base of the family; see the head of this file.
+
+    Attributes:
+        rule: what the methods in `ruled` do, in numbers, so that passes may do it instead of verbs;
+            None if there are none for it. A class that has one of them of its own inherits no rule.
+    """
 
     replicated: ClassVar[frozenset[str]] = frozenset({"ladder"})
+    rule: Any = None
+    ruled: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+
+        def place(name: str) -> int:
+            return next(i for i, c in enumerate(cls.__mro__) if name in vars(c))
+
+        if any(place(name) < place("rule") for name in cls.ruled):
+            cls.rule = None
 
     @abstractmethod
     def remember(self, ops: Ops, layout: Layout) -> Memory:

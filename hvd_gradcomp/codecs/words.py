@@ -29,20 +29,10 @@ from hvd_gradcomp.ops.rules import Rule
 
 
 class WordCompressor(SparseCompressor):
-    """Base of the family; see the head of this file.
-
-    Attributes:
-        rule: what `gate`, `settle` and the quantizer do, in numbers, so that passes may do it
-            instead of verbs; None if there are none for it. A class that has a `gate`, a `settle`
-            or a quantizer of its own inherits no rule.
-    """
+    """Base of the family; see the head of this file."""
 
     rule: Rule | None = None
-
-    def __init_subclass__(cls, **others: Any) -> None:
-        super().__init_subclass__(**others)
-        if {"gate", "settle", "quantizer"} & vars(cls).keys() and "rule" not in vars(cls):
-            cls.rule = None
+    ruled = frozenset({"gate", "settle", "quantizer"})
 
     @property
     def max_bucket(self) -> int:  # type: ignore[override]

@@ -46,10 +46,12 @@ class Ops(Composites, ABC):
             False on a GPU, where it would be a host read, and under XLA.
         word_passes: `passes.WordPasses`, or the like of another framework; None where there are
             none.
+        largest_passes: the same of `passes.LargestPasses`.
     """
 
     dynamic_shapes: bool
     word_passes: Any = None
+    largest_passes: Any = None
 
     # -- making ------------------------------------------------------------------------------
 

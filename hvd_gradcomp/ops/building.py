@@ -19,7 +19,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NATIVE = ("native.c", "words.c")
+NATIVE = ("native.c", "words.c", "largest.c")
+HEADERS = ("walks.h",)
 OPERATIONS = "native_tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -41,7 +42,9 @@ class BuildError(Exception):
 
 def operations(version: str) -> str:
     """The file name of the operations for a TensorFlow, made from the source as it is."""
-    digest = zlib.crc32(b"".join((HERE / name).read_bytes() for name in (*NATIVE, OPERATIONS)))
+    digest = zlib.crc32(
+        b"".join((HERE / name).read_bytes() for name in (*NATIVE, *HEADERS, OPERATIONS))
+    )
     return f"_tensorflow-{version}-{digest:08x}.so"
 
 
@@ -75,7 +78,7 @@ def build_native(anew: bool = False) -> Path:
     """
     target = HERE / f"_native{EXTENSION_SUFFIXES[0]}"
     sources = [HERE / name for name in NATIVE]
-    newest = max(source.stat().st_mtime for source in sources)
+    newest = max((HERE / name).stat().st_mtime for name in (*NATIVE, *HEADERS))
     if target.exists() and not anew and target.stat().st_mtime >= newest:
         return target
     with tempfile.TemporaryDirectory() as scratch:

@@ -27,8 +27,8 @@ typedef struct {
 
 /* -- momentum ------------------------------------------------------------------------------ */
 
-FAST void advance(float *restrict r, float *restrict u, const float *restrict g, int64_t n,
-                  float momentum, int nesterov) {
+FAST void add_momentum(float *restrict r, float *restrict u, const float *restrict g, int64_t n,
+                       float momentum, int nesterov) {
   for (int64_t i = 0; i < n; i++) {
     float next = u[i] * momentum;
     next = next + g[i];

@@ -27,7 +27,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "gather": (_I, (_P, _N, _P, _N, _P)),
     "fill_at": (_I, (_P, _N, _P, _N, _F)),
     "add_at": (_I, (_P, _N, _P, _N, _P)),
-    "advance": (None, (_P, _P, _P, _N, _F, _I)),
+    "add_momentum": (None, (_P, _P, _P, _N, _F, _I)),
     "sort": (_I, (_P, _N)),
     "bit_planes": (None, (_P, _N, _I, _P)),
     "from_bit_planes": (None, (_P, _N, _I, _P)),
@@ -44,6 +44,12 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "words_settle": (None, (_P, _P, _P, _N, _P, _P, _I)),
     "words_add": (_I, (_P, _P, _P, _N, _N, _N, _P, _P, _I)),
     "words_add_places": (None, (_P, _P, _P, _N, _N, _P, _P, _I)),
+    "largest_find": (_I, (_P, _P, _P, _P, _P, _P, _P, _I)),
+    "largest_again": (None, (_P, _P, _P, _P, _P, _I)),
+    "largest_choose": (_N, (_P, _N, _P, _P, _P, _I)),
+    "largest_write": (None, (_P, _P, _P, _N, _N, _P, _P, _N, _P)),
+    "largest_settle": (None, (_P, _P, _P, _P, _P, _P, _P, _I)),
+    "largest_add": (_I, (_P, _P, _P, _N, _N, _P, _P, _P, _I)),
     "add_signs": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _P, _N, _P)),
 }
 

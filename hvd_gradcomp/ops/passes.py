@@ -1,10 +1,10 @@
 """Passes: one walk over a bucket that does what a dozen verbs did, on a CPU.
 
-`codecs.words` says in verbs what a pass has to do, and that is what runs wherever there is no pass,
-and what tests hold each pass against, to the bit. A pass writes to what it is given in place, and
-uses as many threads as PyTorch does.
+`codecs.words` and `codecs.largest` say in verbs what a pass has to do, and that is what runs
+wherever there is no pass, and what tests hold each pass against, to the bit. A pass writes to what
+it is given in place, and uses as many threads as PyTorch does.
 
-    write   takes the gradient in, finds what the rule wants, writes the payload's body
+    write   takes the gradient in, finds what the method wants, writes the payload's body
     settle  takes out of the memory what was sent, once the exchange has succeeded
     add     adds up the bodies of all ranks
 """
@@ -18,16 +18,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.rules import Rule, Written
+from hvd_gradcomp.ops.composites import GROUP
+from hvd_gradcomp.ops.rules import Collecting, Form, Rule, Written
 
 if TYPE_CHECKING:
+    from hvd_gradcomp.codecs.largest import Scope
     from hvd_gradcomp.ladder import Rung
     from hvd_gradcomp.layout import Layout
     from hvd_gradcomp.ops.torch import TorchOps
 
 
-class WordPasses:
-    """Those of the methods with a rule for each element.
+_BEYOND = -2  # in walks.h
+
+
+class Passes:
+    """What all have.
 
     Args:
         ops: the verbs, on a CPU with the C library.
@@ -37,6 +42,20 @@ class WordPasses:
         self.ops = ops
         self.native: Any = ops.native
         self._rooms = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _room(self, size: int) -> Tensor:
+        """Bytes that are used again: fresh pages cost as much as a pass."""
+        if self._rooms.shape[0] < size:
+            self._rooms = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._rooms
+
+    def _place(self, layout: Layout, side: int = 0) -> _Place:
+        table = self.ops.table(layout, "layer_of_block")
+        return _Place(_at(table), layout.size, len(layout.names), layout.block_bits, side)
+
+
+class WordPasses(Passes):
+    """Those of the methods with a rule for each element."""
 
     def write(
         self,
@@ -59,7 +78,7 @@ class WordPasses:
             gradient: float32 [size].
             moment: float32 [size]; None where the step is the sample.
         """
-        how, where, threads = self._rule(rule), self._place(rule, layout), _threads()
+        how, where, threads = self._rule(rule), self._where(rule, layout), _threads()
         memory = [self.ops.own(x) for x in memory]
         r, v = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
         top = torch.empty(len(layout.names), dtype=torch.int32, device="cpu")
@@ -107,28 +126,99 @@ class WordPasses:
         Raises:
             PayloadError: an index points outside of the bucket.
         """
-        how, where, room = self._rule(rule), self._place(rule, layout), self.ops.room(room)
+        how, where, room = self._rule(rule), self._where(rule, layout), self.ops.room(room)
         ranks = how, where, _at(bodies), bodies.stride(0), bodies.shape[0]
         into = _at(weights), _at(room), _threads()
         if rung.dense:
             self.native.words_add_places(*ranks, *into)
-        elif self.native.words_add(*ranks, rung.capacity, *into) < 0:
-            raise PayloadError("an index points outside of its bucket: a payload is damaged")
+        else:
+            _check(self.native.words_add(*ranks, rung.capacity, *into))
         return room
-
-    def _room(self, size: int) -> Tensor:
-        """Bytes that are used again: fresh pages cost as much as a pass."""
-        if self._rooms.shape[0] < size:
-            self._rooms = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return self._rooms
 
     def _rule(self, rule: Rule) -> Any:
         return ctypes.byref(_Rule(*rule.numbers))
 
-    def _place(self, rule: Rule, layout: Layout) -> Any:
-        table = _at(self.ops.table(layout, "layer_of_block"))
-        numbers = layout.size, len(layout.names), layout.block_bits, rule.side_bytes(layout)
-        return ctypes.byref(_Place(table, *numbers))
+    def _where(self, rule: Rule, layout: Layout) -> Any:
+        return ctypes.byref(self._place(layout, rule.side_bytes(layout)))
+
+
+class LargestPasses(Passes):
+    """Those of the methods with a number of elements."""
+
+    def write(
+        self,
+        how: Collecting,
+        scope: Scope,
+        form: Form,
+        turn: int,
+        quota: Tensor,
+        slack: Tensor,
+        hint: Tensor,
+        memory: Sequence[Tensor],
+        gradient: Tensor,
+    ) -> Written:
+        """One rank's step.
+
+        Args:
+            how: how the memory takes in the gradient.
+            scope: what competes.
+            form: of the body.
+            turn: the step.
+            quota: elements to send of each group; int64 [groups].
+            slack: by how much a sample may be wrong about that; int64 [groups].
+            hint: where to look first; float32 [groups].
+            memory: r and, with momentum, u; float32 [size]. Donating.
+            gradient: float32 [size].
+        """
+        native, layout, threads = self.native, scope.layout, _threads()
+        memory = [self.ops.own(x) for x in memory]
+        r, u = _at(memory[0]), _at(memory[1]) if how.momentum else None
+        where, place = ctypes.byref(self._scope(scope)), ctypes.byref(self._place(layout))
+        taking, shape = ctypes.byref(_Collecting(*how)), _form(form)
+        per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
+        body = torch.empty(form.size, dtype=torch.uint8, device="cpu")
+        indices = 4 * form.places.blocks * GROUP  # bytes, of those that are packed
+        room, count, fresh = self._room(8 * layout.size + indices), quota.clone(), hint.clone()
+        start = room.data_ptr()
+        found = ctypes.byref(_Elements(start, start + 4 * layout.size, _at(count)))
+        given = r, u, _at(gradient), _at(hint)
+        _check(native.largest_find(taking, where, *given, found, threads))
+        native.largest_again(where, r, _at(quota), _at(slack), found, threads)
+        chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)
+        out = start + 8 * layout.size, _at(body), form.size, _at(per_layer)
+        native.largest_write(place, shape, found, chosen, turn, *out)
+
+        def settle() -> None:
+            sent = _at(body), _at(self._room(indices))
+            native.largest_settle(taking, place, shape, *sent, r, u, _threads())
+
+        return Written(body, int(per_layer.sum()), chosen, per_layer, memory, settle, fresh)
+
+    def add(
+        self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, room: Tensor
+    ) -> Tensor:
+        """`sum over ranks of weights[rank] * what the rank sent`, in rank order.
+
+        Args:
+            layout, form: as for `write`, on all ranks alike.
+            bodies: uint8 [world, bytes].
+            weights: float32 [world].
+            room: float32 [size] that the sum may be written to; its values do not count.
+
+        Raises:
+            PayloadError: an index points outside of the bucket.
+        """
+        room, ranks = self.ops.room(room), bodies.shape[0]
+        scratch = self._room(4 * form.places.blocks * GROUP * ranks)
+        given = _at(bodies), bodies.stride(0), ranks, _at(weights), _at(scratch)
+        place = ctypes.byref(self._place(layout))
+        _check(self.native.largest_add(place, _form(form), *given, _at(room), _threads()))
+        return room
+
+    def _scope(self, scope: Scope) -> _Scope:
+        layout = scope.layout
+        tables = (_at(self.ops.table(layout, name)) for name in ("offsets", "sizes", "strides"))
+        return _Scope(self._place(layout), *tables, layout.elements, scope.whole)
 
 
 class _Rule(ctypes.Structure):
@@ -153,11 +243,53 @@ class _Place(ctypes.Structure):
     ]
 
 
+class _Collecting(ctypes.Structure):
+    """`collecting` in largest.c."""
+
+    _fields_ = [
+        ("momentum", ctypes.c_float),
+        ("nesterov", ctypes.c_int32),
+        ("masking", ctypes.c_int32),
+    ]
+
+
+class _Scope(ctypes.Structure):
+    """`scope` in largest.c."""
+
+    _fields_ = [
+        ("where", _Place),
+        *((name, ctypes.c_void_p) for name in ("offsets", "sizes", "strides")),
+        ("elements", ctypes.c_int64),
+        ("whole", ctypes.c_int32),
+    ]
+
+
+class _Elements(ctypes.Structure):
+    """`elements` in largest.c."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("index", "bits", "count")]
+
+
+class _Form(ctypes.Structure):
+    """`form` in largest.c."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("capacity", "blocks", "room", "index", "deltas", "values")
+    ]
+
+
+def _form(form: Form) -> Any:
+    return ctypes.byref(_Form(form.capacity, *form.places, form.values))
+
+
 def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
 def _check(count: int) -> int:
+    if count == _BEYOND:
+        raise PayloadError("an index points outside of its bucket: a payload is damaged")
     if count < 0:
         raise MemoryError("no memory to compress a bucket with")
     return count

@@ -1,4 +1,4 @@
-"""What a method with a rule for each element does, in numbers: what a pass needs to know."""
+"""What a method does with an element, in numbers: what a pass needs to know."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class Written(NamedTuple):
         per_layer: int64 [layers], of those that travel.
         memory: with the gradient taken in.
         settle: takes what travels out of the memory, in place, where that is still to be done.
+        hint: where to look first in the next step; float32 [groups], of the largest alone.
     """
 
     body: Tensor
@@ -67,3 +68,52 @@ class Written(NamedTuple):
     per_layer: Tensor
     memory: Sequence[Tensor]
     settle: Callable[[], None] = lambda: None
+    hint: Tensor | None = None
+
+
+class Collecting(NamedTuple):
+    """`collect` and `settle` of a `LargestCompressor`, for those that are of this form.
+
+    Each step and element `u = momentum*u + g` and `r += u`. What was sent is settled by `r = 0`.
+
+    Attributes:
+        momentum: 0 goes without u: `r += g`.
+        nesterov: `r += momentum*u + g`, after u.
+        masking: also `u = 0` where sent.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    masking: bool = False
+
+
+class Places(NamedTuple):
+    """Where the indices of a payload lie in its body.
+
+    Attributes:
+        blocks: of packed differences; 0 for indices of 32 bits.
+        room: words that the blocks have.
+        first: bytes before the indices, or before the blocks' widths.
+        deltas: bytes before the words.
+    """
+
+    blocks: int
+    room: int
+    first: int
+    deltas: int
+
+
+class Form(NamedTuple):
+    """Where everything lies in the body of a `LargestCompressor`.
+
+    Attributes:
+        size: bytes of the body.
+        capacity: elements that it holds.
+        values: bytes before the values.
+        places: of the indices.
+    """
+
+    size: int
+    capacity: int
+    values: int
+    places: Places

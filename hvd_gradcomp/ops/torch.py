@@ -23,7 +23,7 @@ import torch
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.native import library
-from hvd_gradcomp.ops.passes import WordPasses
+from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
 
 if TYPE_CHECKING:
     from hvd_gradcomp.bands import Bands
@@ -58,6 +58,7 @@ class TorchOps(Ops):
         self.dynamic_shapes = self.on_host and not static
         self.native = library() if self.dynamic_shapes else None
         self.word_passes = WordPasses(self) if self.native is not None else None
+        self.largest_passes = LargestPasses(self) if self.native is not None else None
         self._bands: dict[Bands, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
@@ -447,7 +448,7 @@ class TorchOps(Ops):
             return super().advance(r, u, gradient, momentum, nesterov)
         r, u = self.own(r), self.own(u)
         pointers = (r.data_ptr(), u.data_ptr(), gradient.data_ptr())
-        self.native.advance(*pointers, r.shape[0], momentum, nesterov)
+        self.native.add_momentum(*pointers, r.shape[0], momentum, nesterov)
         return r, u
 
     def bit_planes(self, groups: Tensor, bits: int) -> Tensor:

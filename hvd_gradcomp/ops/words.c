@@ -3,63 +3,9 @@
  * Every result equals that of the verbs to the bit; see native.c for how. A pass is cut into as many
  * pieces as it gets threads, at borders that do not depend on what the pieces hold.
  */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FAST
-#endif
-
-#define CHUNK 2048 /* elements that stay in the first-level cache, of four vectors */
-#define TILE 16384 /* of one vector */
-#define RUN 64
-
-/* What a method does with an element, in numbers; see `Rule` in codecs/words.py. */
-typedef struct {
-  int32_t ambiguity; /* has second moments v, and sends where r*r > alpha*v */
-  int32_t large;     /* sends where |r| > tau */
-  int32_t powers;    /* codes are powers of two below the layer's largest; else plus or minus tau */
-  int32_t subtracts; /* what was sent is taken from r; else r = 0 */
-  int32_t corrects;  /* v of what was sent becomes max(v - 2*|r|*tau + tau*tau, 0); else 0 */
-  float alpha, tau, zeta, twice_tau, tau_squared;
-} rule;
-
-/* Where the layers lie. */
-typedef struct {
-  const int64_t *layer_of_block;
-  int64_t size, layers;
-  int32_t block_bits, side; /* side: bytes before words and places in a body */
-} place;
-
-static inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
-/* Where piece t of `pieces` begins; a multiple of `grain`, and the end for the last. */
-static int64_t border(int64_t n, int64_t grain, int t, int pieces) {
-  int64_t grains = (n + grain - 1) / grain, at = grains * t / pieces * grain;
-  return at < n ? at : n;
-}
+#include "walks.h"
 
 /* -- taking in and finding ------------------------------------------------------------------ */
-
-/* `from` may be x itself: nothing else overlaps. */
-FAST static void add(float *x, const float *from, const float *y, int64_t n) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; i++) x[i] = from[i] + y[i];
-}
 
 FAST static void add_square(float *x, const float *from, const float *y, int64_t n) {
 #pragma GCC ivdep
@@ -72,101 +18,6 @@ FAST static void add_square(float *x, const float *from, const float *y, int64_t
 FAST static void scale(float *x, float factor, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] = x[i] * factor;
 }
-
-#define UNAMBIGUOUS(i) (r[i] * r[i] > v[i] * how->alpha)
-#define LARGE(i) (fabsf(r[i]) > how->tau)
-#define WANTED(i) ((!how->ambiguity || UNAMBIGUOUS(i)) && (!how->large || LARGE(i)))
-#define MAGNITUDE(x) (bits_of(x) & 0x7fffffffu)
-
-/* The indices of what is wanted, and the largest magnitude among it, as bits. */
-static int64_t list_plainly(const rule *how, const float *r, const float *v, int64_t first,
-                            int64_t n, uint32_t base, uint32_t *out, uint32_t *most) {
-  int64_t count = 0;
-  for (int64_t i = first; i < n; i++)
-    if (WANTED(i)) {
-      out[count++] = base + (uint32_t)i;
-      if (MAGNITUDE(r[i]) > *most) *most = MAGNITUDE(r[i]);
-    }
-  return count;
-}
-
-#ifdef __x86_64__
-#include <immintrin.h>
-
-__attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, const float *r,
-                                                              const float *v, int64_t n,
-                                                              uint32_t base, uint32_t *out,
-                                                              uint32_t *most) {
-  const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
-  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-  int64_t count = 0, run = 0;
-  for (; run + RUN <= n; run += RUN) {
-    uint64_t flags = 0;
-    for (int64_t part = 0; part < RUN; part += 8) {
-      const __m256 x = _mm256_loadu_ps(r + run + part);
-      uint32_t passes = 255;
-      if (how->ambiguity) {
-        const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(v + run + part), alpha);
-        passes = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(_mm256_mul_ps(x, x), y, _CMP_GT_OQ));
-      }
-      if (how->large)
-        passes &= (uint32_t)_mm256_movemask_ps(
-            _mm256_cmp_ps(_mm256_and_ps(x, magnitude), tau, _CMP_GT_OQ));
-      flags |= (uint64_t)passes << part;
-    }
-    for (; flags; flags &= flags - 1) {
-      int64_t i = run + __builtin_ctzll(flags);
-      out[count++] = base + (uint32_t)i;
-      if (MAGNITUDE(r[i]) > *most) *most = MAGNITUDE(r[i]);
-    }
-  }
-  return count + list_plainly(how, r, v, run, n, base, out + count, most);
-}
-
-__attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
-    const rule *how, const float *r, const float *v, int64_t n, uint32_t base, uint32_t *out,
-    uint32_t *most) {
-  const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);
-  const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __m512i largest = _mm512_setzero_si512();
-  int64_t count = 0, run = 0;
-  for (; run + RUN <= n; run += RUN) {
-    __mmask16 passes[4];
-    for (int part = 0; part < 4; part++) {
-      const __m512 x = _mm512_loadu_ps(r + run + 16 * part);
-      passes[part] = 0xffff;
-      if (how->ambiguity) {
-        const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(v + run + 16 * part), alpha);
-        passes[part] = _mm512_cmp_ps_mask(_mm512_mul_ps(x, x), y, _CMP_GT_OQ);
-      }
-      if (how->large)
-        passes[part] = _mm512_mask_cmp_ps_mask(passes[part], _mm512_abs_ps(x), tau, _CMP_GT_OQ);
-    }
-    if (!(passes[0] | passes[1] | passes[2] | passes[3])) continue;
-    for (int part = 0; part < 4; part++) {
-      /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
-      int64_t i = run + 16 * part;
-      const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)(base + (uint32_t)i)), ahead);
-      const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(r + i)));
-      _mm512_storeu_si512(out + count, _mm512_maskz_compress_epi32(passes[part], here));
-      largest = _mm512_mask_max_epu32(largest, passes[part], largest, bits);
-      count += __builtin_popcount(passes[part]);
-    }
-  }
-  uint32_t here = _mm512_reduce_max_epu32(largest);
-  if (here > *most) *most = here;
-  return count + list_plainly(how, r, v, run, n, base, out + count, most);
-}
-
-static int64_t list(const rule *how, const float *r, const float *v, int64_t n, uint32_t base,
-                    uint32_t *out, uint32_t *most) {
-  if (__builtin_cpu_supports("avx512f")) return list_avx512(how, r, v, n, base, out, most);
-  if (__builtin_cpu_supports("avx2")) return list_avx2(how, r, v, n, base, out, most);
-  return list_plainly(how, r, v, 0, n, base, out, most);
-}
-#else
-#define list(how, r, v, n, base, out, most) list_plainly(how, r, v, 0, n, base, out, most)
-#endif
 
 /* The same as flags, a byte each. */
 FAST static void flag_ambiguous(const float *r, const float *v, float alpha, int64_t n,
@@ -195,19 +46,6 @@ FAST static void flag_both(const float *r, const float *v, float alpha, float ta
 
 FAST static void scale_unless(float *x, float factor, const uint8_t *flags, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] = flags[i] ? x[i] : x[i] * factor;
-}
-
-static int64_t layer_of(const place *where, int64_t index) {
-  return where->layer_of_block[index >> where->block_bits];
-}
-
-/* Where the piece of one layer that begins at `at` ends: at most CHUNK further, and at `stop`. */
-static int64_t end_of(const place *where, int64_t at, int64_t stop) {
-  int64_t block = (int64_t)1 << where->block_bits, layer = layer_of(where, at);
-  int64_t end = (at / block + 1) * block;
-  while (end < stop && end - at < CHUNK && layer_of(where, end) == layer) end += block;
-  if (end - at > CHUNK) end = at + CHUNK;
-  return end < stop ? end : stop;
 }
 
 /* Moves the pieces that threads have written together. */
@@ -325,9 +163,9 @@ int64_t words_code(const rule *how, const place *where, const float *r, uint32_t
   return total;
 }
 
-static inline uint32_t index_of(const rule *how, uint32_t word) {
-  return word & (how->powers ? 0x0fffffffu : 0x7fffffffu);
-}
+static inline uint32_t mask_of(const rule *how) { return how->powers ? 0x0fffffffu : 0x7fffffffu; }
+
+static inline uint32_t index_of(const rule *how, uint32_t word) { return word & mask_of(how); }
 
 static inline uint32_t code_of(const rule *how, uint32_t word) {
   return word >> (how->powers ? 28 : 31);
@@ -338,18 +176,6 @@ static inline float value_of(const rule *how, uint32_t code, int32_t exponent) {
   if (!how->powers) return (float)(1 - 2 * (int32_t)code) * how->tau;
   int32_t power = exponent + 127 - (int32_t)(code & 7);
   return float_of((uint32_t)(power > 0 ? power : 0) << 23 | (code >> 3) << 31);
-}
-
-/* Counts words by layer. */
-static void count_layers(const rule *how, const place *where, const uint32_t *words, int64_t count,
-                         int64_t *sent) {
-  memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
-  for (int64_t i = 0, start = 0, layer = 0; i <= count; i++) {
-    int64_t next = i < count ? layer_of(where, index_of(how, words[i])) : -1;
-    if (next == layer) continue;
-    sent[layer] += i - start;
-    start = i, layer = next;
-  }
 }
 
 /* The body's side part: an exponent for each layer, and padding. */
@@ -386,7 +212,8 @@ int64_t words_write(const rule *how, const place *where, const uint32_t *words, 
         float *x = v + index_of(how, words[i]);
         *x = *x * how->zeta;
       }
-  count_layers(how, where, out, head + tail, sent);
+  memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
+  count_layers(where, mask_of(how), out, head + tail, sent);
   return head + tail;
 }
 
@@ -539,27 +366,6 @@ void words_settle(const rule *how, const place *where, const uint8_t *body, int6
 
 /* -- adding up ------------------------------------------------------------------------------- */
 
-/* 0 if words ascend, 1 if they do not, -1 if one lies beyond the bucket. */
-FAST static int order_of(const uint32_t *words, int64_t count, uint32_t mask, uint32_t size) {
-  uint32_t falls = 0, beyond = 0;
-  for (int64_t i = 0; i < count; i++) beyond |= (words[i] & mask) >= size;
-  for (int64_t i = 1; i < count; i++) falls |= (words[i] & mask) < (words[i - 1] & mask);
-  return beyond ? -1 : (int)falls;
-}
-
-static int64_t first_from(const rule *how, const uint32_t *words, int64_t count, int64_t index) {
-  int64_t low = 0;
-  while (count > 0) {
-    int64_t half = count / 2;
-    if (index_of(how, words[low + half]) < index) {
-      low += half + 1;
-      count -= half + 1;
-    } else
-      count = half;
-  }
-  return low;
-}
-
 static inline float part_of(const rule *how, const place *where, const uint8_t *body,
                             uint32_t word, float weight) {
   int64_t layer = how->powers ? layer_of(where, index_of(how, word)) : 0;
@@ -569,16 +375,15 @@ static inline float part_of(const rule *how, const place *where, const uint8_t *
 
 /* room = the sum of all ranks' words times their weight, rank by rank in rank order.
  *
- * bodies: of all ranks, `stride` bytes apart. Returns -1 if an index lies beyond the bucket.
+ * bodies: of all ranks, `stride` bytes apart. Returns BEYOND if an index lies beyond the bucket.
  */
 int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
               int64_t ranks, int64_t capacity, const float *weights, float *room, int threads) {
   int falls = 0;
   for (int64_t rank = 0; rank < ranks; rank++) {
     const uint32_t *words = (const uint32_t *)(bodies + rank * stride + where->side);
-    int order = order_of(words, capacity, how->powers ? 0x0fffffffu : 0x7fffffffu,
-                         (uint32_t)where->size);
-    if (order < 0) return -1;
+    int order = order_of(words, capacity, mask_of(how), (uint32_t)where->size);
+    if (order < 0) return BEYOND;
     falls |= order;
   }
   if (falls) threads = 1; /* nobody here writes such: one walk over all, for each rank */
@@ -592,7 +397,7 @@ int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_
       for (int64_t rank = 0; rank < ranks; rank++) {
         const uint8_t *body = bodies + rank * stride;
         const uint32_t *words = (const uint32_t *)(body + where->side);
-        int64_t i = falls ? 0 : first_from(how, words, capacity, at);
+        int64_t i = falls ? 0 : first_from(words, capacity, mask_of(how), at);
         for (; i < capacity && index_of(how, words[i]) < end; i++)
           room[index_of(how, words[i])] += part_of(how, where, body, words[i], weights[rank]);
       }

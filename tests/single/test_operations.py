@@ -417,7 +417,7 @@ def test_flat_and_back(shapes, dtype, seed):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """A folder of the sources alone."""
-    for name in (*building.NATIVE, building.OPERATIONS):
+    for name in (*building.NATIVE, *building.HEADERS, building.OPERATIONS):
         shutil.copy(building.HERE / name, tmp_path)
     monkeypatch.setattr(building, "HERE", tmp_path)
     monkeypatch.delenv("HVD_GRADCOMP_NATIVE", raising=False)
@@ -480,8 +480,10 @@ def test_a_build_that_fails_says_why(elsewhere, monkeypatch):
     assert result.exit_code == 1
     assert "the C library cannot be built" in result.output
     assert sorted(p.name for p in elsewhere.iterdir()) == [
+        "largest.c",
         "native.c",
         "native_tensorflow.cc",
+        "walks.h",
         "words.c",
     ]
     monkeypatch.setenv("PATH", "")

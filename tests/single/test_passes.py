@@ -7,44 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
-from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.collectives import Allgather
-from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.testing import World
 from hvd_gradcomp.wire import HEADER_BYTES
 from tests.methods import WORDS
+from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
 
-torch = pytest.importorskip("torch")
-TorchOps = pytest.importorskip("hvd_gradcomp.ops.torch").TorchOps
-pytestmark = pytest.mark.skipif(library() is None, reason="without the C library")
+pytestmark = NATIVE
 ONE_EACH = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompressor(tau=0.7)]
-
-
-def verbs():
-    ops = TorchOps()
-    ops.word_passes = None
-    return ops
-
-
-def layout_of(*sizes):
-    return Layout(tuple(f"layer{i}" for i in range(len(sizes))), tuple((n,) for n in sizes))
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def assert_alike(passes, reference):
-    for one, other in zip(passes.states, reference.states):
-        for (name, x), (_, y) in zip(leaves(one), leaves(other)):
-            assert torch.equal(x, y), name
-    for ours, theirs in zip(passes.traffic, reference.traffic):
-        assert all(map(torch.equal, (r.tensor for r in ours), (r.tensor for r in theirs)))
 
 
 def gradients(generator, layout, world, scale, share):
@@ -65,17 +36,14 @@ def gradients(generator, layout, world, scale, share):
     ranks=st.integers(1, 5),
     scale=st.sampled_from([1e-30, 0.3, 3.0, 1e20]),
     share=st.sampled_from([0.0, 0.002, 0.1, 1.0]),
-    threads=st.integers(1, 4),
+    count=st.integers(1, 4),
 )
 @settings(deadline=None, max_examples=20)
-def test_passes_do_what_the_verbs_do(
-    compressor, moments, sizes, seed, ranks, scale, share, threads
-):
+def test_passes_do_what_the_verbs_do(compressor, moments, sizes, seed, ranks, scale, share, count):
     """Six steps, in which the ladder goes up to the dense rung and windows rotate."""
-    layout, before = layout_of(*sizes), torch.get_num_threads()
+    layout = layout_of(*sizes)
     passes, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         for step in range(6):
             generator = torch.Generator().manual_seed(1000 * seed + step)
             given = gradients(generator, layout, passes, scale, share)
@@ -85,22 +53,20 @@ def test_passes_do_what_the_verbs_do(
             ours, theirs = passes.step(given, **extra), reference.step(given, **extra)
             assert all(map(torch.equal, ours, theirs))
             assert_alike(passes, reference)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
-def test_threads_cut_a_large_bucket_alike(compressor, threads):
+def test_threads_cut_a_large_bucket_alike(compressor):
     """Borders of pieces lie within layers, and the densities go from few elements to all."""
     layout = layout_of(40_000, 100, 70_001)
     found = []
     for count in (1, 3):
-        threads(count)
         world = World(compressor, TorchOps(), layout, 2)
         totals = []
-        for step, share in enumerate([0.001, 0.001, 0.3, 1.0, 1.0, 0.01]):
-            generator = torch.Generator().manual_seed(step)
-            totals += world.step(gradients(generator, layout, world, 1.0, share))
+        with threads(count):
+            for step, share in enumerate([0.001, 0.001, 0.3, 1.0, 1.0, 0.01]):
+                generator = torch.Generator().manual_seed(step)
+                totals += world.step(gradients(generator, layout, world, 1.0, share))
         found.append((world, totals))
     (one, totals), (other, same) = found
     assert all(map(torch.equal, totals, same))

@@ -1,0 +1,476 @@
+/* The passes of codecs/largest.py: the k largest of each group, and nothing is sorted for it.
+ *
+ * A group is a layer, or the model. Every result equals that of the verbs to the bit, whatever the
+ * number of threads; see words.c.
+ */
+#include "walks.h"
+
+#define SMALL 4096       /* a group up to here is not sampled */
+#define FINE 18          /* bits below a bin of the sample's histogram */
+#define SAMPLE_BINS 512  /* of a group */
+#define SAMPLE_RUN 16    /* neighbours that are looked at together */
+#define DIGIT 11         /* bits that one histogram of candidates tells apart */
+#define BLOCK 32         /* indices that are packed together */
+
+/* What a method does with an element, in numbers; see `Collecting` in rules.py. */
+typedef struct {
+  float momentum;
+  int32_t nesterov, masking;
+} collecting;
+
+/* What competes with what; see `Scope` in codecs/largest.py. */
+typedef struct {
+  place where;
+  const int64_t *offsets, *sizes, *strides; /* of layers */
+  int64_t elements;                         /* of all layers */
+  int32_t whole;                            /* whether all layers are one group */
+} scope;
+
+/* Elements, by their index and what they hold, as bits. Those of a group lie where it begins. */
+typedef struct {
+  uint32_t *index, *bits;
+  int64_t *count; /* of each group */
+} elements;
+
+/* Where the parts of a body lie, in bytes. */
+typedef struct {
+  int64_t capacity, blocks, room; /* blocks: of packed indices, in `room` words; else 0 */
+  int64_t index, deltas, values;  /* index: indices as they are, or the blocks' widths */
+} form;
+
+void add_momentum(float *r, float *u, const float *g, int64_t n, float momentum, int nesterov);
+
+static int64_t groups_of(const scope *of) { return of->whole ? 1 : of->where.layers; }
+
+static int64_t size_of(const scope *of, int64_t group) {
+  return of->whole ? of->elements : of->sizes[group];
+}
+
+/* Where a group begins; after the last one, where the bucket ends. */
+static int64_t start_of(const scope *of, int64_t group) {
+  if (group == 0) return 0;
+  return group < groups_of(of) ? of->offsets[group] : of->where.size;
+}
+
+/* -- finding --------------------------------------------------------------------------------- */
+
+/* What is as large as a bound and not zero, of the stretch from `at` to `end`. */
+static int64_t list_from(float bound, const float *r, int64_t at, int64_t end, uint32_t *index,
+                         uint32_t *bits) {
+  if (!(bound < INFINITY)) return 0;
+  /* Not below a float is beyond the one before it. */
+  const rule how = {.large = 1, .tau = bound > 0.0f ? float_of(bits_of(bound) - 1) : 0.0f};
+  uint32_t most = 0;
+  int64_t count = list(&how, r + at, r + at, end - at, (uint32_t)at, index, &most);
+  for (int64_t i = 0; i < count; i++) bits[i] = bits_of(r[index[i]]);
+  return count;
+}
+
+static void move(const elements *found, int64_t to, int64_t from, int64_t count) {
+  if (to == from) return;
+  memmove(found->index + to, found->index + from, sizeof(uint32_t) * (size_t)count);
+  memmove(found->bits + to, found->bits + from, sizeof(uint32_t) * (size_t)count);
+}
+
+/* Takes the gradient in, and finds what reaches the hint of its group; ascending.
+ *
+ * u: the velocity; NULL without momentum.
+ * Returns NO_MEMORY, or 0.
+ */
+int largest_find(const collecting *how, const scope *of, float *r, float *u, const float *g,
+                 const float *hint, const elements *found, int threads) {
+  int64_t n = of->where.size, groups = groups_of(of);
+  int64_t *counts = calloc((size_t)(threads * groups + 1), sizeof(int64_t));
+  if (!counts) return NO_MEMORY;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
+    for (int64_t at = start, end; at < stop; at = end) {
+      end = end_of(&of->where, at, stop);
+      int64_t group = of->whole ? 0 : layer_of(&of->where, at), first = start_of(of, group);
+      int64_t *count = counts + t * groups + group, out = (first > start ? first : start) + *count;
+      if (u)
+        add_momentum(r + at, u + at, g + at, end - at, how->momentum, how->nesterov);
+      else
+        add(r + at, r + at, g + at, end - at);
+      *count += list_from(hint[group], r, at, end, found->index + out, found->bits + out);
+    }
+  }
+  for (int64_t group = 0; group < groups; group++) {
+    int64_t first = start_of(of, group), total = 0;
+    for (int t = 0; t < threads; t++) {
+      int64_t start = border(n, CHUNK, t, threads), count = counts[t * groups + group];
+      move(found, first + total, first > start ? first : start, count);
+      total += count;
+    }
+    found->count[group] = total;
+  }
+  free(counts);
+  return 0;
+}
+
+/* Calls for each run of neighbours in a group's part of the sample. */
+#define EACH_RUN(does)                                                                            \
+  for (int64_t layer = of->whole ? 0 : group; layer < (of->whole ? of->where.layers : group + 1); \
+       layer++) {                                                                                 \
+    int64_t stop = of->offsets[layer] + of->sizes[layer], stride = of->strides[layer];            \
+    for (int64_t at = of->offsets[layer]; at < stop; at += SAMPLE_RUN * stride)                   \
+      for (int64_t i = at; i < stop && i < at + SAMPLE_RUN; i++) does;                            \
+  }
+
+/* What somewhat more than k elements of a group reach, to all appearance. */
+static float bound_by_sample(const scope *of, int64_t group, const float *r, int64_t wanted) {
+  int64_t counts[SAMPLE_BINS] = {0}, top = 0, below = 0, reached = 0;
+#define BIN(i) (int64_t)(MAGNITUDE(r[i]) >> FINE)
+  EACH_RUN(top = BIN(i) > top ? BIN(i) : top)
+  EACH_RUN(counts[top - BIN(i) < SAMPLE_BINS ? top - BIN(i) : SAMPLE_BINS - 1] += stride)
+#undef BIN
+  for (; below < SAMPLE_BINS; below++) {
+    reached += counts[below];
+    if (reached >= wanted) break;
+  }
+  return below < SAMPLE_BINS - 1 && top > below ? float_of((uint32_t)(top - below) << FINE) : 0.0f;
+}
+
+/* Looks again in groups of which fewer than k elements were found.
+ *
+ * slack: by how much a sample may be wrong about k, for each group.
+ */
+void largest_again(const scope *of, const float *r, const int64_t *k, const int64_t *slack,
+                   const elements *found, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
+  for (int64_t group = 0; group < groups_of(of); group++) {
+    if (found->count[group] >= k[group]) continue;
+    int64_t first = start_of(of, group), end = start_of(of, group + 1);
+    int large = size_of(of, group) > SMALL;
+    float bound = large ? bound_by_sample(of, group, r, k[group] + slack[group]) : 0.0f;
+    for (int scan = 0; scan < 3; scan++) {
+      int64_t count = list_from(bound, r, first, end, found->index + first, found->bits + first);
+      found->count[group] = count;
+      if (count >= k[group] || !(bound > 0.0f)) break;
+      bound = bound * (scan ? 0.0f : 0.25f);
+    }
+  }
+}
+
+/* -- choosing -------------------------------------------------------------------------------- */
+
+#define SIZE(i) (bits[i] & 0x7fffffffu)
+
+/* How many magnitudes lie in each bin of 2**shift, from `least` on. */
+typedef struct {
+  uint32_t least;
+  int shift;
+  int64_t counts[1 << DIGIT];
+} histogram;
+
+/* Those beyond the last bin are not counted. */
+static void fill(histogram *bins, const uint32_t *bits, int64_t n) {
+  memset(bins->counts, 0, sizeof bins->counts);
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bin = (SIZE(i) - bins->least) >> bins->shift;
+    if (bin < 1 << DIGIT) bins->counts[bin]++;
+  }
+}
+
+FAST static void extremes(const uint32_t *bits, int64_t n, int32_t *least, int32_t *most) {
+  int32_t low = 0x7fffffff, high = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int32_t size = (int32_t)SIZE(i);
+    low = size < low ? size : low;
+    high = size > high ? size : high;
+  }
+  *least = low, *most = high;
+}
+
+/* A histogram with all of them in it. */
+static void survey(histogram *bins, const uint32_t *bits, int64_t n) {
+  int32_t least, most;
+  extremes(bits, n, &least, &most);
+  bins->least = (uint32_t)least;
+  for (bins->shift = 0; (uint32_t)(most - least) >> bins->shift >> DIGIT;) bins->shift++;
+  fill(bins, bits, n);
+}
+
+/* The magnitude of the rank-th largest, counted from 1, as bits. */
+static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64_t rank) {
+  const histogram *bins = all;
+  histogram part;
+  for (int digit = DIGIT;;) {
+    int64_t bin = (1 << digit) - 1;
+    while (bins->counts[bin] < rank) rank -= bins->counts[bin--];
+    uint32_t least = bins->least + ((uint32_t)bin << bins->shift);
+    if (!bins->shift) return least;
+    digit = bins->shift < DIGIT ? bins->shift : DIGIT;
+    part.least = least, part.shift = bins->shift - digit;
+    bins = &part;
+    fill(&part, bits, n);
+  }
+}
+
+/* The index from which on the elements that are as large as the k-th are taken in turn. */
+static int64_t first_in_turn(const scope *of, int64_t group, int64_t turn, int64_t k) {
+  int64_t size = size_of(of, group);
+  int64_t number = (int64_t)((__int128)turn * k % (size ? size : 1)), layer = group;
+  while (of->whole && number >= of->sizes[layer]) number -= of->sizes[layer++];
+  return of->offsets[layer] + number;
+}
+
+/* Keeps `room` of those that are as large as the last, beginning at an index and then from the
+ * first on; and all others. Returns how many. */
+static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t last, int64_t room,
+                          int64_t from) {
+  int64_t ties = 0, early = 0, tie = 0, kept = 0;
+  for (int64_t i = 0; i < n; i++) {
+    ties += SIZE(i) == last;
+    early += (SIZE(i) == last) & (index[i] < from);
+  }
+  for (int64_t i = 0; i < n; i++) {
+    int equal = SIZE(i) == last;
+    tie += equal;
+    int64_t place = tie > early ? tie - early : tie + ties - early;
+    index[kept] = index[i], bits[kept] = bits[i];
+    kept += !equal | (place <= room);
+  }
+  return kept;
+}
+
+/* The k largest of a group's candidates, or all if there are fewer; ascending still.
+ *
+ * hint: what about 1.3 k elements reach.
+ */
+static void choose(const scope *of, int64_t group, int64_t turn, int64_t k, const elements *found,
+                   float *hint) {
+  uint32_t *index = found->index + start_of(of, group), *bits = found->bits + start_of(of, group);
+  int64_t n = found->count[group], kept = 0, greater = 0;
+  *hint = 0.0f;
+  if (n == 0 || n < k) return;
+  int64_t wished = k + k / 4 + (int64_t)(sqrt((double)k) * 4.0) + 8;
+  histogram all;
+  survey(&all, bits, n);
+  uint32_t last = nth(&all, bits, n, k > 1 ? k : 1);
+  *hint = float_of(nth(&all, bits, n, wished < n ? wished : n)) * (n < wished ? 0.97f : 1.0f);
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t size = SIZE(i);
+    index[kept] = index[i], bits[kept] = bits[i];
+    kept += size >= last;
+    greater += size > last;
+  }
+  if (kept > k)
+    kept = take_turns(index, bits, kept, last, k - greater, first_in_turn(of, group, turn, k));
+  found->count[group] = kept;
+}
+
+/* The k largest of each group, those of all groups together at the beginning of `found`, ascending.
+ *
+ * Returns how many they are.
+ */
+int64_t largest_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
+                       float *hint, int threads) {
+  int64_t groups = groups_of(of), total = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
+  for (int64_t group = 0; group < groups; group++)
+    choose(of, group, turn, k[group], found, hint + group);
+  for (int64_t group = 0; group < groups; group++) {
+    move(found, total, start_of(of, group), found->count[group]);
+    total += found->count[group];
+  }
+  return total;
+}
+
+/* -- bodies ---------------------------------------------------------------------------------- */
+
+/* A part that begins at `first`, then what lies before; `filling` after the last of `count`. */
+static void rotate(const uint32_t *items, int64_t count, int64_t capacity, int64_t first,
+                   uint32_t filling, uint32_t *out) {
+  int64_t head = count < first ? count : first, tail = count - head, turned = capacity - first;
+  memcpy(out, items + first, sizeof(uint32_t) * (size_t)tail);
+  for (int64_t i = tail; i < turned; i++) out[i] = filling;
+  memcpy(out + turned, items, sizeof(uint32_t) * (size_t)head);
+  for (int64_t i = turned + head; i < capacity; i++) out[i] = filling;
+}
+
+/* Packs indices in blocks, each to the bits that its largest difference needs, while there is room.
+ *
+ * index [blocks * BLOCK]. Returns how many blocks have room.
+ */
+FAST static int64_t pack(const form *as, uint32_t size, const uint32_t *index, uint8_t *widths,
+                         uint32_t *words) {
+  int64_t end = 0, fit = 0;
+  uint32_t before = 0;
+  for (int64_t block = 0; block < as->blocks; block++) {
+    const uint32_t *here = index + block * BLOCK;
+    uint32_t steps[BLOCK], any = 0;
+    for (int lane = 0; lane < BLOCK; lane++) {
+      uint32_t last = lane ? here[lane - 1] : before;
+      steps[lane] = here[lane] - last + (here[lane] < last ? size : 0);
+      any |= steps[lane];
+    }
+    before = here[BLOCK - 1];
+    int width = any ? 32 - __builtin_clz(any) : 0;
+    widths[block] = (uint8_t)width;
+    if (end + width <= as->room) {
+      for (int plane = 0; plane < width; plane++) {
+        uint32_t word = 0;
+        for (int lane = 0; lane < BLOCK; lane++) word |= (steps[lane] >> plane & 1) << lane;
+        words[end + plane] = word;
+      }
+      fit = block + 1;
+    }
+    end += width;
+  }
+  return fit;
+}
+
+/* The inverse; also of what nobody packed: indices lie within the bucket, whatever is given. */
+FAST static int64_t unpack(const form *as, int64_t size, const uint8_t *widths,
+                           const uint32_t *words, uint32_t *index) {
+  int most = 64 - __builtin_clzll((unsigned long long)size);
+  int64_t end = 0, at = 0, block = 0;
+  for (; block < as->blocks; block++) {
+    uint32_t steps[BLOCK] = {0};
+    int width = widths[block] < most ? widths[block] : most;
+    if (end + widths[block] > as->room) break;
+    for (int plane = 0; plane < width; plane++)
+      for (int lane = 0; lane < BLOCK; lane++)
+        steps[lane] |= (words[end + plane] >> lane & 1) << plane;
+    end += widths[block];
+    for (int lane = 0; lane < BLOCK; lane++) {
+      at += steps[lane];
+      while (at >= size) at -= size;
+      index[block * BLOCK + lane] = (uint32_t)at;
+    }
+  }
+  return block;
+}
+
+/* What a body says about indices: how many there are, and where they are now.
+ *
+ * scratch [blocks * BLOCK].
+ */
+static const uint32_t *indices_of(const form *as, const place *where, const uint8_t *body,
+                                  uint32_t *scratch, int64_t *count) {
+  *count = as->capacity;
+  if (!as->blocks) return (const uint32_t *)(body + as->index);
+  int64_t fit = unpack(as, where->size, body + as->index, (const uint32_t *)(body + as->deltas),
+                       scratch);
+  if (fit * BLOCK < *count) *count = fit * BLOCK;
+  return scratch;
+}
+
+/* Adds to `sent` those of `index` that a body of so many places has, from `first` on. */
+static void count_sent(const place *where, const uint32_t *index, int64_t count, int64_t capacity,
+                       int64_t first, int64_t places, int64_t *sent) {
+  int64_t stop = first + places < count ? first + places : count;
+  int64_t wrapped = first + places - capacity < count ? first + places - capacity : count;
+  if (stop > first) count_layers(where, ~0u, index + first, stop - first, sent);
+  if (wrapped > 0) count_layers(where, ~0u, index, wrapped, sent);
+}
+
+/* A body. Indices that have no room stay here, and the list begins elsewhere each turn.
+ *
+ * chosen: `count` elements, ascending. scratch [blocks * BLOCK].
+ * sent [layers]: how many of each layer are sent.
+ */
+void largest_write(const place *where, const form *as, const elements *chosen, int64_t count,
+                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent) {
+  uint32_t sink = (uint32_t)(where->size - 1), *values = (uint32_t *)(body + as->values);
+  int64_t capacity = as->capacity, first = 0, places = capacity;
+  memset(body, 0, (size_t)bytes);
+  memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
+  if (count > capacity) count = capacity;
+  while (count && chosen->index[count - 1] >= sink) count--;
+  if (as->blocks) {
+    first = turn % as->blocks * BLOCK;
+    rotate(chosen->index, count, capacity, first, sink, scratch);
+    for (int64_t i = capacity; i < as->blocks * BLOCK; i++) scratch[i] = sink;
+    int64_t fit = pack(as, (uint32_t)where->size, scratch, body + as->index,
+                       (uint32_t *)(body + as->deltas));
+    if (fit * BLOCK < places) places = fit * BLOCK;
+  } else
+    rotate(chosen->index, count, capacity, first, sink, (uint32_t *)(body + as->index));
+  rotate(chosen->bits, count, capacity, first, 0, values);
+  memset(values + places, 0, sizeof(uint32_t) * (size_t)(capacity - places));
+  count_sent(where, chosen->index, count, capacity, first, places, sent);
+}
+
+/* Takes out of r and u what a body of this rank says. */
+void largest_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
+                    uint32_t *scratch, float *r, float *u, int threads) {
+  int64_t count;
+  const uint32_t *index = indices_of(as, where, body, scratch, &count);
+  int stops = u && how->masking;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t i = 0; i < count; i++) {
+    r[index[i]] = 0.0f;
+    if (stops) u[index[i]] = 0.0f;
+  }
+  r[where->size - 1] = 0.0f;
+  if (u) u[where->size - 1] = 0.0f;
+}
+
+/* -- adding up ------------------------------------------------------------------------------- */
+
+/* What a rank sends: ascending up to `cut`, and ascending from there. */
+typedef struct {
+  const uint32_t *index;
+  const float *values;
+  int64_t count, cut;
+} share;
+
+static int64_t cut_of(const uint32_t *index, int64_t count) {
+  int64_t cut = count ? 1 : 0;
+  while (cut < count && index[cut] >= index[cut - 1]) cut++;
+  return cut;
+}
+
+static void add_between(const share *of, int64_t from, int64_t to, float weight, int64_t at,
+                        int64_t end, float *room) {
+  int64_t i = from + first_from(of->index + from, to - from, ~0u, at);
+  for (; i < to && of->index[i] < end; i++) {
+    float part = of->values[i] * weight;
+    room[of->index[i]] = room[of->index[i]] + part;
+  }
+}
+
+/* room = the sum of all ranks' elements times their weight, rank by rank in rank order.
+ *
+ * bodies: of all ranks, `stride` bytes apart. scratch [ranks * blocks * BLOCK].
+ * Returns BEYOND if an index lies beyond the bucket, NO_MEMORY, or 0.
+ */
+int largest_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
+                int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads) {
+  share *shares = malloc(sizeof(share) * (size_t)(ranks + 1));
+  int wild = 0, beyond = 0;
+  if (!shares) return NO_MEMORY;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : wild, beyond)
+  for (int64_t rank = 0; rank < ranks; rank++) {
+    const uint8_t *body = bodies + rank * stride;
+    share *of = shares + rank;
+    of->index = indices_of(as, where, body, scratch + rank * as->blocks * BLOCK, &of->count);
+    of->values = (const float *)(body + as->values);
+    of->cut = cut_of(of->index, of->count);
+    int before = order_of(of->index, of->cut, ~0u, (uint32_t)where->size);
+    int after = order_of(of->index + of->cut, of->count - of->cut, ~0u, (uint32_t)where->size);
+    beyond |= (before < 0) | (after < 0);
+    wild |= after > 0;
+  }
+  if (wild) threads = 1; /* nobody here writes such: one walk over all, for each rank */
+  int64_t grain = wild ? where->size : TILE;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && !beyond) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    int64_t stop = beyond ? 0 : border(where->size, grain, t + 1, threads);
+    for (int64_t at = border(where->size, grain, t, threads); at < stop; at += grain) {
+      int64_t end = at + grain < stop ? at + grain : stop;
+      memset(room + at, 0, sizeof(float) * (size_t)(end - at));
+      for (int64_t rank = 0; rank < ranks; rank++) {
+        const share *of = shares + rank;
+        add_between(of, 0, of->cut, weights[rank], at, end, room);
+        add_between(of, of->cut, of->count, weights[rank], at, end, room);
+      }
+    }
+  }
+  if (!beyond) room[where->size - 1] = 0.0f;
+  free(shares);
+  return beyond ? BEYOND : 0;
+}

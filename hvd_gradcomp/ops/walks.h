@@ -1,0 +1,209 @@
+/* What walks over a bucket share; see words.c and largest.c. */
+#ifndef HVD_GRADCOMP_WALKS_H
+#define HVD_GRADCOMP_WALKS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FAST
+#endif
+
+#define CHUNK 2048 /* elements that stay in the first-level cache, of four vectors */
+#define TILE 16384 /* of one vector */
+#define RUN 64
+
+/* What functions return that fail: there is no memory; an index lies beyond the bucket. */
+enum { NO_MEMORY = -1, BEYOND = -2 };
+
+/* What a method does with an element, in numbers; see `Rule` in rules.py. */
+typedef struct {
+  int32_t ambiguity; /* has second moments v, and sends where r*r > alpha*v */
+  int32_t large;     /* sends where |r| > tau */
+  int32_t powers;    /* codes are powers of two below the layer's largest; else plus or minus tau */
+  int32_t subtracts; /* what was sent is taken from r; else r = 0 */
+  int32_t corrects;  /* v of what was sent becomes max(v - 2*|r|*tau + tau*tau, 0); else 0 */
+  float alpha, tau, zeta, twice_tau, tau_squared;
+} rule;
+
+/* Where the layers lie. */
+typedef struct {
+  const int64_t *layer_of_block;
+  int64_t size, layers;
+  int32_t block_bits, side; /* side: bytes before words and places in a body */
+} place;
+
+static inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+/* Where piece t of `pieces` begins; a multiple of `grain`, and the end for the last. */
+static int64_t border(int64_t n, int64_t grain, int t, int pieces) {
+  int64_t grains = (n + grain - 1) / grain, at = grains * t / pieces * grain;
+  return at < n ? at : n;
+}
+
+/* -- places ---------------------------------------------------------------------------------- */
+
+static int64_t layer_of(const place *where, int64_t index) {
+  return where->layer_of_block[index >> where->block_bits];
+}
+
+/* Where the piece of one layer that begins at `at` ends: at most CHUNK further, and at `stop`. */
+static int64_t end_of(const place *where, int64_t at, int64_t stop) {
+  int64_t block = (int64_t)1 << where->block_bits, layer = layer_of(where, at);
+  int64_t end = (at / block + 1) * block;
+  while (end < stop && end - at < CHUNK && layer_of(where, end) == layer) end += block;
+  if (end - at > CHUNK) end = at + CHUNK;
+  return end < stop ? end : stop;
+}
+
+/* Adds to `sent` how many of the words are of each layer; mask: the bits of a word's index. */
+static void count_layers(const place *where, uint32_t mask, const uint32_t *words, int64_t count,
+                         int64_t *sent) {
+  for (int64_t i = 0, start = 0, layer = 0; i <= count; i++) {
+    int64_t next = i < count ? layer_of(where, words[i] & mask) : -1;
+    if (next == layer) continue;
+    sent[layer] += i - start;
+    start = i, layer = next;
+  }
+}
+
+/* 0 if words ascend, 1 if they do not, -1 if one lies beyond the bucket. */
+FAST static int order_of(const uint32_t *words, int64_t count, uint32_t mask, uint32_t size) {
+  uint32_t falls = 0, beyond = 0;
+  for (int64_t i = 0; i < count; i++) beyond |= (words[i] & mask) >= size;
+  for (int64_t i = 1; i < count; i++) falls |= (words[i] & mask) < (words[i - 1] & mask);
+  return beyond ? -1 : (int)falls;
+}
+
+/* The first of ascending words that does not lie before an index. */
+static int64_t first_from(const uint32_t *words, int64_t count, uint32_t mask, int64_t index) {
+  int64_t low = 0;
+  while (count > 0) {
+    int64_t half = count / 2;
+    if ((words[low + half] & mask) < index) {
+      low += half + 1;
+      count -= half + 1;
+    } else
+      count = half;
+  }
+  return low;
+}
+
+/* -- taking in and finding ------------------------------------------------------------------ */
+
+/* `from` may be x itself: nothing else overlaps. */
+FAST static void add(float *x, const float *from, const float *y, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) x[i] = from[i] + y[i];
+}
+
+#define UNAMBIGUOUS(i) (r[i] * r[i] > v[i] * how->alpha)
+#define LARGE(i) (fabsf(r[i]) > how->tau)
+#define WANTED(i) ((!how->ambiguity || UNAMBIGUOUS(i)) && (!how->large || LARGE(i)))
+#define MAGNITUDE(x) (bits_of(x) & 0x7fffffffu)
+
+/* The indices of what is wanted, and the largest magnitude among it, as bits. */
+static int64_t list_plainly(const rule *how, const float *r, const float *v, int64_t first,
+                            int64_t n, uint32_t base, uint32_t *out, uint32_t *most) {
+  int64_t count = 0;
+  for (int64_t i = first; i < n; i++)
+    if (WANTED(i)) {
+      out[count++] = base + (uint32_t)i;
+      if (MAGNITUDE(r[i]) > *most) *most = MAGNITUDE(r[i]);
+    }
+  return count;
+}
+
+#ifdef __x86_64__
+#include <immintrin.h>
+
+__attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, const float *r,
+                                                              const float *v, int64_t n,
+                                                              uint32_t base, uint32_t *out,
+                                                              uint32_t *most) {
+  const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  int64_t count = 0, run = 0;
+  for (; run + RUN <= n; run += RUN) {
+    uint64_t flags = 0;
+    for (int64_t part = 0; part < RUN; part += 8) {
+      const __m256 x = _mm256_loadu_ps(r + run + part);
+      uint32_t passes = 255;
+      if (how->ambiguity) {
+        const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(v + run + part), alpha);
+        passes = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(_mm256_mul_ps(x, x), y, _CMP_GT_OQ));
+      }
+      if (how->large)
+        passes &= (uint32_t)_mm256_movemask_ps(
+            _mm256_cmp_ps(_mm256_and_ps(x, magnitude), tau, _CMP_GT_OQ));
+      flags |= (uint64_t)passes << part;
+    }
+    for (; flags; flags &= flags - 1) {
+      int64_t i = run + __builtin_ctzll(flags);
+      out[count++] = base + (uint32_t)i;
+      if (MAGNITUDE(r[i]) > *most) *most = MAGNITUDE(r[i]);
+    }
+  }
+  return count + list_plainly(how, r, v, run, n, base, out + count, most);
+}
+
+__attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
+    const rule *how, const float *r, const float *v, int64_t n, uint32_t base, uint32_t *out,
+    uint32_t *most) {
+  const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);
+  const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i largest = _mm512_setzero_si512();
+  int64_t count = 0, run = 0;
+  for (; run + RUN <= n; run += RUN) {
+    __mmask16 passes[4];
+    for (int part = 0; part < 4; part++) {
+      const __m512 x = _mm512_loadu_ps(r + run + 16 * part);
+      passes[part] = 0xffff;
+      if (how->ambiguity) {
+        const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(v + run + 16 * part), alpha);
+        passes[part] = _mm512_cmp_ps_mask(_mm512_mul_ps(x, x), y, _CMP_GT_OQ);
+      }
+      if (how->large)
+        passes[part] = _mm512_mask_cmp_ps_mask(passes[part], _mm512_abs_ps(x), tau, _CMP_GT_OQ);
+    }
+    if (!(passes[0] | passes[1] | passes[2] | passes[3])) continue;
+    for (int part = 0; part < 4; part++) {
+      /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
+      int64_t i = run + 16 * part;
+      const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)(base + (uint32_t)i)), ahead);
+      const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(r + i)));
+      _mm512_storeu_si512(out + count, _mm512_maskz_compress_epi32(passes[part], here));
+      largest = _mm512_mask_max_epu32(largest, passes[part], largest, bits);
+      count += __builtin_popcount(passes[part]);
+    }
+  }
+  uint32_t here = _mm512_reduce_max_epu32(largest);
+  if (here > *most) *most = here;
+  return count + list_plainly(how, r, v, run, n, base, out + count, most);
+}
+
+static int64_t list(const rule *how, const float *r, const float *v, int64_t n, uint32_t base,
+                    uint32_t *out, uint32_t *most) {
+  if (__builtin_cpu_supports("avx512f")) return list_avx512(how, r, v, n, base, out, most);
+  if (__builtin_cpu_supports("avx2")) return list_avx2(how, r, v, n, base, out, most);
+  return list_plainly(how, r, v, 0, n, base, out, most);
+}
+#else
+#define list(how, r, v, n, base, out, most) list_plainly(how, r, v, 0, n, base, out, most)
+#endif
+
+#endif

@@ -1,0 +1,235 @@
+"""Passes of the top-k family against its verbs, to the bit; see test_passes.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import (
+    DGCCompressor,
+    EGCCompressor,
+    GradientDroppingCompressor,
+    SparseGDCompressor,
+)
+from hvd_gradcomp.collectives import Allgather
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
+from hvd_gradcomp.testing import World
+from hvd_gradcomp.wire import HEADER_BYTES
+from tests.methods import LARGEST
+from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
+
+pytestmark = NATIVE
+METHODS = [
+    *LARGEST,
+    SparseGDCompressor(density=0.001),
+    SparseGDCompressor(density=1.0),
+    DGCCompressor(density=0.01, momentum=0.9, masking=False),
+    GradientDroppingCompressor(ratio=0.99, index_coding="int32"),
+]
+ONE_EACH = [
+    SparseGDCompressor(density=0.01),
+    SparseGDCompressor(density=0.1, index_coding="int32"),
+    DGCCompressor(density=0.05, momentum=0.9),
+    EGCCompressor(K=20, momentum=0.9, entropy_interval=3),
+    GradientDroppingCompressor(ratio=0.9),
+]
+
+
+def gradients(generator, layout, world, kind, scale):
+    """Of all ranks; the scale differs by layer, and from step to step."""
+    found = []
+    for _ in range(world.size):
+        layers = []
+        for i, n in enumerate(layout.sizes):
+            x = torch.randn(n, generator=generator)
+            if kind == "ties":
+                x = torch.round(x)
+            elif kind == "equal":
+                x = torch.full((n,), -0.5)
+            elif kind == "few":
+                x = x * (torch.rand(n, generator=generator) < 0.004)
+            elif kind == "heavy":
+                x = x / torch.rand(n, generator=generator).clamp(min=1e-6)
+            layers.append(scale * 2.0**i * x)
+        found.append(world.flat(layers))
+    return found
+
+
+@pytest.mark.parametrize("compressor", METHODS, ids=repr)
+@given(
+    sizes=st.lists(st.sampled_from([1, 3, 255, 256, 700, 5000, 20_000]), min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+    ranks=st.integers(1, 5),
+    kinds=st.lists(
+        st.sampled_from(["noise", "ties", "equal", "few", "heavy"]), min_size=4, max_size=4
+    ),
+    scales=st.lists(st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e10]), min_size=4, max_size=4),
+    first=st.sampled_from([0, 1, 1000]),
+    count=st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=15)
+def test_passes_do_what_the_verbs_do(compressor, sizes, seed, ranks, kinds, scales, first, count):
+    """Hints that are too high and too low, groups with too few elements, ties, other turns."""
+    layout = layout_of(*sizes)
+    passes, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
+    passes.steps = reference.steps = first
+    with threads(count):
+        for step, (kind, scale) in enumerate(zip(kinds, scales)):
+            generator = torch.Generator().manual_seed(1000 * seed + step)
+            given = gradients(generator, layout, passes, kind, scale)
+            ours, theirs = passes.step(given), reference.step(given)
+            assert all(map(torch.equal, ours, theirs))
+            assert_alike(passes, reference)
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+def test_threads_cut_a_large_bucket_alike(compressor):
+    layout = layout_of(40_000, 100, 70_001)
+    worlds = [World(compressor, TorchOps(), layout, 2) for _ in range(3)]
+    for step, kind in enumerate(["noise", "ties", "heavy", "few", "equal", "noise"]):
+        totals = []
+        for count, world in zip((1, 3, 4), worlds):
+            generator = torch.Generator().manual_seed(step)
+            with threads(count):
+                totals.append(world.step(gradients(generator, layout, world, kind, 1.0)))
+        for world, total in zip(worlds[1:], totals[1:]):
+            assert all(map(torch.equal, totals[0], total))
+            assert_alike(worlds[0], world)
+
+
+def test_what_has_no_room_takes_turns(monkeypatch):
+    monkeypatch.setattr("hvd_gradcomp.codecs.indices._SPARE_BITS", -1.0)
+    layout, compressor = layout_of(20_000, 300), SparseGDCompressor(density=0.06)
+    passes, reference = (World(compressor, o, layout, 2) for o in (TorchOps(), verbs()))
+    for step in range(50):
+        generator = torch.Generator().manual_seed(step)
+        given = gradients(generator, layout, passes, "noise", 1.0)
+        assert all(map(torch.equal, passes.step(given), reference.step(given)))
+        assert_alike(passes, reference)
+    assert passes.states[0].sent.sum() < 50 * 1200, "there is not room for all"
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+@pytest.mark.parametrize("what", ["payload", "index", "nan"])
+def test_an_exchange_that_fails_settles_nothing(compressor, what):
+    """The memory holds the gradient of the step that failed, and a later step sends it."""
+    layout, fails = layout_of(600, 5000), []
+
+    def tamper(rank, request):
+        if rank == 1 and fails and isinstance(request, Allgather):
+            damaged = request.tensor.clone()
+            damaged[HEADER_BYTES - 4 if what == "payload" else HEADER_BYTES + 4] += 1
+            return request._replace(tensor=damaged)
+        return request
+
+    ends = []
+    for ops in (TorchOps(), verbs()):
+        world = World(compressor, ops, layout, 2, tamper=tamper)
+        generator = torch.Generator().manual_seed(1)
+        given = [gradients(generator, layout, world, "noise", 1.0) for _ in range(4)]
+        world.step(given[0])
+        if what == "nan":
+            given[1][0][5] = float("nan")
+        before = [x.clone() for x in world.states[0].memory]
+        fails[:] = [True] * (what != "nan")
+        with pytest.raises((PayloadError, NonFiniteGradientError)):
+            world.step(given[1])
+        fails.clear()
+        if what == "nan":
+            assert all(map(torch.equal, before, world.states[0].memory))
+        totals = [world.step(g) for g in given[2:]]
+        ends.append((world, totals))
+    (passes, totals), (reference, others) = ends
+    for ours, theirs in zip(totals, others):
+        assert all(map(torch.equal, ours, theirs))
+    assert_alike(passes, reference)
+
+
+@pytest.mark.parametrize("coding", ["delta", "int32"])
+@given(
+    sizes=st.sampled_from([(300, 200), (700,), (256, 1, 3000)]),
+    ranks=st.integers(1, 3),
+    count=st.integers(1, 3),
+    widths=st.sampled_from([0, 3, 40]),
+    near=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=120)
+def test_no_index_is_trusted(coding, sizes, ranks, count, widths, near, seed):
+    """Bodies that nobody wrote: the sum of the verbs, or an error, whatever the bytes."""
+    compressor, layout = SparseGDCompressor(density=0.1, index_coding=coding), layout_of(*sizes)
+    random, parts = np.random.default_rng(seed), compressor.parts(layout)
+    bodies = random.integers(0, 256, (ranks, compressor.body_bytes(layout)), dtype=np.uint8)
+    capacity = compressor.capacity(layout)
+    if coding == "delta" and widths:
+        blocks = parts["widths"].count
+        bodies[:, :blocks] = random.integers(0, widths, (ranks, blocks))
+    elif near:  # most random indices lie beyond the bucket
+        index = random.integers(0, layout.size, (ranks, capacity)).astype("<u4")
+        bodies[:, : 4 * capacity] = index.view(np.uint8)
+    values = random.standard_normal((ranks, capacity)).astype("<f4")
+    bodies[:, -4 * capacity :] = values.view(np.uint8)
+    weights = torch.full((ranks,), 0.5)
+
+    def total(ops):
+        room = torch.full((layout.size,), 7.0)
+        try:
+            given = torch.from_numpy(bodies)
+            return compressor.decode_sum(ops, layout, None, given, weights, room)
+        except PayloadError as error:
+            return str(error)
+
+    with threads(count):
+        ours, theirs = total(TorchOps()), total(verbs())
+    if isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+@dataclass(frozen=True)
+class Halving(SparseGDCompressor):
+    """A user's own: what is not sent fades."""
+
+    def collect(self, ops, memory, gradient):
+        return memory._replace(r=ops.accumulate(ops.scale(memory.r, 0.5), gradient))
+
+
+def test_a_method_of_verbs_goes_on_as_it_is():
+    class Late(DGCCompressor):
+        def settle(self, ops, memory, index):
+            return super().settle(ops, memory, index)
+
+    class Mixed(Halving, SparseGDCompressor):
+        """Neither is a rule inherited past another `collect`."""
+
+    assert DGCCompressor(momentum=0.9).rule is not None
+    assert Halving().rule is Late().rule is Mixed().rule is None
+    layout = layout_of(700, 5000)
+    worlds = [World(Halving(density=0.05), o, layout, 2) for o in (TorchOps(), verbs())]
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        given = gradients(generator, layout, worlds[0], "noise", 1.0)
+        ours, theirs = (world.step(given) for world in worlds)
+        assert all(map(torch.equal, ours, theirs))
+        assert_alike(*worlds)
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+def test_a_deflated_list_is_written_by_verbs(compressor):
+    """Passes do not know that code."""
+    from dataclasses import replace
+
+    deflated = replace(compressor, index_coding="deflate")
+    layout = layout_of(700, 5000)
+    assert deflated.form(layout) is None
+    world = World(deflated, TorchOps(), layout, 2)
+    plain = World(compressor, TorchOps(), layout, 2)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        given = gradients(generator, layout, world, "noise", 1.0)
+        assert all(map(torch.equal, world.step(given), plain.step(given)))
