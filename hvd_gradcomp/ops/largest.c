@@ -12,34 +12,6 @@
 #define DIGIT 11         /* bits that one histogram of candidates tells apart */
 #define BLOCK 32         /* indices that are packed together */
 
-/* What a method does with an element, in numbers; see `Collecting` in rules.py. */
-typedef struct {
-  float momentum;
-  int32_t nesterov, masking;
-} collecting;
-
-/* What competes with what; see `Scope` in codecs/largest.py. */
-typedef struct {
-  place where;
-  const int64_t *offsets, *sizes, *strides; /* of layers */
-  int64_t elements;                         /* of all layers */
-  int32_t whole;                            /* whether all layers are one group */
-} scope;
-
-/* Elements, by their index and what they hold, as bits. Those of a group lie where it begins. */
-typedef struct {
-  uint32_t *index, *bits;
-  int64_t *count; /* of each group */
-} elements;
-
-/* Where the parts of a body lie, in bytes. */
-typedef struct {
-  int64_t capacity, blocks, room; /* blocks: of packed indices, in `room` words; else 0 */
-  int64_t index, deltas, values;  /* index: indices as they are, or the blocks' widths */
-} form;
-
-void add_momentum(float *r, float *u, const float *g, int64_t n, float momentum, int nesterov);
-
 static int64_t groups_of(const scope *of) { return of->whole ? 1 : of->where.layers; }
 
 static int64_t size_of(const scope *of, int64_t group) {
@@ -74,11 +46,12 @@ static void move(const elements *found, int64_t to, int64_t from, int64_t count)
 
 /* Takes the gradient in, and finds what reaches the hint of its group; ascending.
  *
- * u: the velocity; NULL without momentum.
+ * r0: what r is before, which may be r. u: the velocity; NULL without momentum. u0: likewise.
  * Returns NO_MEMORY, or 0.
  */
-int largest_find(const collecting *how, const scope *of, float *r, float *u, const float *g,
-                 const float *hint, const elements *found, int threads) {
+int largest_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
+                 const float *u0, const float *g, const float *hint, const elements *found,
+                 int threads) {
   int64_t n = of->where.size, groups = groups_of(of);
   int64_t *counts = calloc((size_t)(threads * groups + 1), sizeof(int64_t));
   if (!counts) return NO_MEMORY;
@@ -90,9 +63,10 @@ int largest_find(const collecting *how, const scope *of, float *r, float *u, con
       int64_t group = of->whole ? 0 : layer_of(&of->where, at), first = start_of(of, group);
       int64_t *count = counts + t * groups + group, out = (first > start ? first : start) + *count;
       if (u)
-        add_momentum(r + at, u + at, g + at, end - at, how->momentum, how->nesterov);
+        add_momentum(r + at, u + at, r0 + at, u0 + at, g + at, end - at, how->momentum,
+                     how->nesterov);
       else
-        add(r + at, r + at, g + at, end - at);
+        add(r + at, r0 + at, g + at, end - at);
       *count += list_from(hint[group], r, at, end, found->index + out, found->bits + out);
     }
   }

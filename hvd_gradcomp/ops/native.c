@@ -27,15 +27,17 @@ typedef struct {
 
 /* -- momentum ------------------------------------------------------------------------------ */
 
-FAST void add_momentum(float *restrict r, float *restrict u, const float *restrict g, int64_t n,
-                       float momentum, int nesterov) {
+/* r0 may be r, and u0 u: nothing else overlaps. */
+FAST void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g,
+                       int64_t n, float momentum, int nesterov) {
+#pragma GCC ivdep
   for (int64_t i = 0; i < n; i++) {
-    float next = u[i] * momentum;
+    float next = u0[i] * momentum;
     next = next + g[i];
     u[i] = next;
     float ahead = next * momentum;
     ahead = ahead + g[i];
-    r[i] = r[i] + (nesterov ? ahead : next);
+    r[i] = r0[i] + (nesterov ? ahead : next);
   }
 }
 

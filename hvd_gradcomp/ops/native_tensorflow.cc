@@ -1,8 +1,8 @@
-// The functions of native.c and words.c as operations of TensorFlow, for tensors on a CPU.
+// The functions of native.c, words.c and largest.c as operations of TensorFlow, for tensors on a CPU.
 //
 // They shadow composites of ops/composites.py and give the same bits. Shapes are checked here, before
 // C walks over memory: whatever tensors come, the worst is an InvalidArgumentError. ops/tensorflow.py
-// calls them; ops/building.py compiles and links all three into one library. An operation has one
+// calls them; ops/building.py compiles and links them into one library. An operation has one
 // thread: TensorFlow runs those of several buckets at the same time.
 //
 // `bands` is {start, rows, length} for each band, one after another; see bands.py.
@@ -16,6 +16,8 @@
 #include "tensorflow/core/framework/tensor_util.h"
 
 extern "C" {
+#include "passes.h"
+
 struct band {
   int64_t start, rows, length;
 };
@@ -34,32 +36,6 @@ int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, fl
 void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
                const float *below, int64_t mean_stride, const float *weights);
-
-typedef struct {
-  int32_t ambiguity, large, powers, subtracts, corrects;
-  float alpha, tau, zeta, twice_tau, tau_squared;
-} rule;
-typedef struct {
-  const int64_t *layer_of_block;
-  int64_t size, layers;
-  int32_t block_bits, side;
-} place;
-int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *r0,
-                   const float *v0, const float *g, const float *q, uint32_t *found, uint8_t *flags,
-                   int32_t *top, int threads);
-int64_t words_code(const rule *how, const place *where, const float *r, uint32_t *found,
-                   int64_t count, const int32_t *top, int threads);
-int64_t words_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
-                    const int32_t *top, int64_t capacity, int64_t turn, float *v, uint8_t *body,
-                    int64_t *sent);
-int64_t words_places(const rule *how, const place *where, const float *r, uint8_t *flags,
-                     const int32_t *top, uint8_t *body, int64_t *sent, int threads);
-void words_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
-                  float *v, int threads);
-int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
-              int64_t ranks, int64_t capacity, const float *weights, float *room, int threads);
-void words_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
-                      int64_t ranks, const float *weights, float *room, int threads);
 }
 
 namespace {
@@ -210,8 +186,10 @@ REGISTER_OP("GradcompAddSigns")
     .Attr("from_zero: bool")
     .SHAPE(c->set_output(0, c->input(0)));
 
-// Words, and places where `capacity` is negative. `rule` is the numbers of that struct, `blocks` how
-// many blocks of 2 ** block_bits elements each layer has.
+// What all passes know of their bucket.
+#define BUCKET Attr("sizes: list(int)").Attr("block_bits: int >= 0").Attr("size: int >= 1")
+
+// Words, and places where `capacity` is negative. `rule` is the numbers of that struct.
 REGISTER_OP("GradcompWriteWords")
     .Input("memory: fields * float")
     .Input("gradient: float")
@@ -226,12 +204,11 @@ REGISTER_OP("GradcompWriteWords")
     .Attr("fields: int >= 1")
     .Attr("moments: int >= 0")
     .Attr("rule: list(float)")
-    .Attr("blocks: list(int)")
-    .Attr("block_bits: int >= 0")
-    .SHAPE(std::vector<int64_t> blocks; (void)c->GetAttr("blocks", &blocks).ok();
+    .BUCKET
+    .SHAPE(std::vector<int64_t> sizes; (void)c->GetAttr("sizes", &sizes).ok();
            c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
            c->set_output(1, c->Scalar()); c->set_output(2, c->Scalar());
-           c->set_output(3, c->Vector(static_cast<int64_t>(blocks.size())));
+           c->set_output(3, c->Vector(static_cast<int64_t>(sizes.size())));
            for (int i = 4; i < c->num_outputs(); i++) c->set_output(i, c->input(i - 4)));
 
 REGISTER_OP("GradcompAddWords")
@@ -241,8 +218,44 @@ REGISTER_OP("GradcompAddWords")
     .Input("capacity: int64")
     .Output("total: float")
     .Attr("rule: list(float)")
-    .Attr("blocks: list(int)")
-    .Attr("block_bits: int >= 0")
+    .BUCKET
+    .SHAPE(c->set_output(0, c->input(0)));
+
+REGISTER_OP("GradcompWriteLargest")
+    .Input("memory: fields * float")
+    .Input("gradient: float")
+    .Input("quota: int64")
+    .Input("slack: int64")
+    .Input("hint: float")
+    .Input("turn: int64")
+    .Output("body: uint8")
+    .Output("sent: int64")
+    .Output("per_layer: int64")
+    .Output("next: float")
+    .Output("settled: fields * float")
+    .Attr("fields: int >= 1")
+    .Attr("momentum: float")
+    .Attr("nesterov: bool")
+    .Attr("masking: bool")
+    .Attr("whole: bool")
+    .Attr("strides: list(int)")
+    .Attr("form: list(int)")
+    .BUCKET
+    .SHAPE(std::vector<int64_t> sizes, form; (void)c->GetAttr("sizes", &sizes).ok();
+           (void)c->GetAttr("form", &form).ok();
+           c->set_output(0, c->Vector(form.empty() ? InferenceContext::kUnknownDim : form[0]));
+           c->set_output(1, c->Scalar());
+           c->set_output(2, c->Vector(static_cast<int64_t>(sizes.size())));
+           int fields = c->num_outputs() - 4; c->set_output(3, c->input(fields + 3));
+           for (int i = 0; i < fields; i++) c->set_output(4 + i, c->input(i)));
+
+REGISTER_OP("GradcompAddLargest")
+    .Input("room: float")
+    .Input("bodies: uint8")
+    .Input("weights: float")
+    .Output("total: float")
+    .Attr("form: list(int)")
+    .BUCKET
     .SHAPE(c->set_output(0, c->input(0)));
 
 // Pieces of a vector to and from the tensors that they are; zeros between them.
@@ -673,45 +686,101 @@ class AddSigns : public OverGroups {
   bool from_zero_ = false;
 };
 
-// Base of what a rule for each element does to a bucket.
-class Words : public OpKernel {
+// Base of what is done to a bucket of `size` elements, in which each layer begins with a block.
+class OfBucket : public OpKernel {
  public:
-  explicit Words(OpKernelConstruction *c) : OpKernel(c) {
-    std::vector<float> numbers;
-    std::vector<int64_t> blocks;
-    int64_t bits = 0;
-    OP_REQUIRES_OK(c, c->GetAttr("rule", &numbers));
-    OP_REQUIRES_OK(c, c->GetAttr("blocks", &blocks));
+  explicit OfBucket(OpKernelConstruction *c) : OpKernel(c) {
+    int64_t bits = 0, size = 0, end = 0;
+    OP_REQUIRES_OK(c, c->GetAttr("sizes", &sizes_));
     OP_REQUIRES_OK(c, c->GetAttr("block_bits", &bits));
-    OP_REQUIRES(c, numbers.size() == 10,
-                InvalidArgument("a rule is 10 numbers, not ", numbers.size()));
-    OP_REQUIRES(c, !blocks.empty() && 2 <= bits && bits < 31,
+    OP_REQUIRES_OK(c, c->GetAttr("size", &size));
+    OP_REQUIRES(c, !sizes_.empty() && 2 <= bits && bits < 31,
                 InvalidArgument("a bucket has layers, and blocks of 4 to 2**30 elements"));
-    auto flag = [&](int i) { return static_cast<int32_t>(numbers[i] != 0); };
-    how_ = {flag(0),    flag(1),    flag(2),    flag(3),    flag(4),
-            numbers[5], numbers[6], numbers[7], numbers[8], numbers[9]};
-    int64_t layers = static_cast<int64_t>(blocks.size());
-    int64_t most = int64_t{1} << ((how_.powers ? 28 : 31) - bits), count = 0;
-    for (int64_t layer = 0; layer < layers; layer++) {
-      OP_REQUIRES(c, 0 <= blocks[layer] && blocks[layer] <= most - count,
-                  InvalidArgument("a bucket has at most ", most, " blocks"));
-      count += blocks[layer];
-      layer_of_block_.insert(layer_of_block_.end(), static_cast<size_t>(blocks[layer]), layer);
+    OP_REQUIRES(c, 0 < size && size < int64_t{1} << 31 && size % (int64_t{1} << bits) == 0,
+                InvalidArgument("a bucket is whole blocks, of fewer than 2**31 elements"));
+    for (int64_t elements : sizes_) {
+      OP_REQUIRES(c, 0 <= elements && elements < size - end,
+                  InvalidArgument("the layers do not fit into ", size, " elements"));
+      offsets_.push_back(end);
+      end += ((elements + (int64_t{1} << bits) - 1) >> bits) << bits;
+      layer_of_block_.resize(static_cast<size_t>(end >> bits),
+                             static_cast<int64_t>(offsets_.size()) - 1);
     }
-    OP_REQUIRES(c, count > 0, InvalidArgument("a bucket has at least one block"));
-    int32_t side = how_.powers ? static_cast<int32_t>((layers + 3) / 4 * 4) : 0;
-    where_ = {layer_of_block_.data(), count << bits, layers, static_cast<int32_t>(bits), side};
+    int64_t layers = static_cast<int64_t>(sizes_.size());
+    layer_of_block_.resize(static_cast<size_t>(size >> bits), layers - 1);  // the sink's too
+    where_ = {layer_of_block_.data(), size, layers, static_cast<int32_t>(bits), 0};
   }
 
  protected:
-  // Whether x is a vector of the whole bucket.
-  bool IsBucket(OpKernelContext *c, const char *what, const Tensor &x) {
-    if (x.dims() == 1 && x.dim_size(0) == where_.size) return true;
-    c->CtxFailure(InvalidArgument(what, " is ", x.shape().DebugString(), ", expected [",
-                                  where_.size, "]"));
+  // Whether x is a vector of so many elements.
+  bool Has(OpKernelContext *c, const char *what, const Tensor &x, int64_t elements) {
+    if (x.dims() == 1 && x.dim_size(0) == elements) return true;
+    c->CtxFailure(InvalidArgument(what, " is ", x.shape().DebugString(), ", expected [", elements,
+                                  "]"));
     return false;
   }
 
+  // The number that a scalar is, if it is not negative.
+  bool Number(OpKernelContext *c, const char *what, const Tensor &x, int64_t *number) {
+    if (x.dims() == 0 && (*number = x.scalar<int64_t>()()) >= 0) return true;
+    c->CtxFailure(InvalidArgument(what, " is a number that is not negative"));
+    return false;
+  }
+
+  // Bodies of all ranks, of so many bytes each.
+  const uint8_t *Bodies(OpKernelContext *c, const Tensor &bodies, int64_t ranks, int64_t bytes,
+                        Tensor *copy) {
+    if (bodies.dims() == 2 && bodies.dim_size(0) == ranks && bodies.dim_size(1) == bytes)
+      return static_cast<const uint8_t *>(Aligned(c, bodies, copy));
+    c->CtxFailure(InvalidArgument("bodies are ", bodies.shape().DebugString(), ", expected [",
+                                  ranks, ", ", bytes, "]"));
+    return nullptr;
+  }
+
+  // The memory, the first inputs: before the step, and from output `first` on what it becomes.
+  bool Memory(OpKernelContext *c, int fields, int first, const float **before, float **after) {
+    for (int i = 0; i < fields; i++) {
+      if (!Has(c, "memory", c->input(i), where_.size)) return false;
+      Tensor *settled = nullptr;
+      auto status =
+          c->forward_input_or_allocate_output({i}, first + i, c->input(i).shape(), &settled);
+      if (!status.ok()) {
+        c->CtxFailure(status);
+        return false;
+      }
+      before[i] = Floats(c->input(i));
+      after[i] = settled->flat<float>().data();
+    }
+    return true;
+  }
+
+  std::vector<int64_t> sizes_, offsets_;
+  place where_;
+
+ private:
+  std::vector<int64_t> layer_of_block_;
+};
+
+const char *const kBeyond =
+    "assertion failed: hvd_gradcomp: an index points outside of its bucket: a payload is damaged";
+
+// Base of what a rule for each element does.
+class Words : public OfBucket {
+ public:
+  explicit Words(OpKernelConstruction *c) : OfBucket(c) {
+    std::vector<float> numbers;
+    OP_REQUIRES_OK(c, c->GetAttr("rule", &numbers));
+    OP_REQUIRES(c, numbers.size() == 10,
+                InvalidArgument("a rule is 10 numbers, not ", numbers.size()));
+    auto flag = [&](int i) { return static_cast<int32_t>(numbers[i] != 0); };
+    how_ = {flag(0),    flag(1),    flag(2),    flag(3),    flag(4),
+            numbers[5], numbers[6], numbers[7], numbers[8], numbers[9]};
+    OP_REQUIRES(c, !how_.powers || where_.size <= 1 << 28,
+                InvalidArgument("with powers of two a bucket has at most 2**28 elements"));
+    if (how_.powers) where_.side = static_cast<int32_t>((where_.layers + 3) / 4 * 4);
+  }
+
+ protected:
   // How many words fit, negative for places; and the bytes of a body with them.
   bool Room(OpKernelContext *c, const Tensor &capacity, int64_t *words, int64_t *bytes) {
     if (capacity.dims() != 0 || capacity.scalar<int64_t>()() > where_.size) {
@@ -725,10 +794,6 @@ class Words : public OpKernel {
   }
 
   rule how_;
-  place where_;
-
- private:
-  std::vector<int64_t> layer_of_block_;
 };
 
 class WriteWords : public Words {
@@ -749,22 +814,14 @@ class WriteWords : public Words {
     int at = fields_;  // of the inputs, behind the memory
     const Tensor &gradient = c->input(at++);
     const Tensor *moment = moments_ ? &c->input(at++) : nullptr;
-    const Tensor &turn = c->input(at++);
-    int64_t capacity = 0, bytes = 0;
-    if (!IsBucket(c, "gradient", gradient) || !Room(c, c->input(at), &capacity, &bytes)) return;
-    if (moment && !IsBucket(c, "moment", *moment)) return;
-    OP_REQUIRES(c, turn.dims() == 0 && turn.scalar<int64_t>()() >= 0,
-                InvalidArgument("turn is a number that is not negative"));
+    int64_t turn = 0, capacity = 0, bytes = 0;
     float *fields[2] = {nullptr, nullptr};
     const float *before[2] = {nullptr, nullptr};
-    for (int i = 0; i < fields_; i++) {
-      if (!IsBucket(c, "memory", c->input(i))) return;
-      Tensor *settled = nullptr;
-      OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({i}, 4 + i, c->input(i).shape(),
-                                                            &settled));
-      before[i] = Floats(c->input(i));
-      fields[i] = settled->flat<float>().data();
-    }
+    if (!Number(c, "turn", c->input(at++), &turn) || !Room(c, c->input(at), &capacity, &bytes) ||
+        !Has(c, "gradient", gradient, where_.size) ||
+        (moment && !Has(c, "moment", *moment, where_.size)) ||
+        !Memory(c, fields_, 4, before, fields))
+      return;
     Tensor *body = nullptr, *sent = nullptr, *wanted = nullptr, *per_layer = nullptr, room, tops;
     bool dense = capacity < 0, in_place = dense && how_.powers;
     OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({bytes}), &body));
@@ -790,8 +847,7 @@ class WriteWords : public Words {
     } else if (count >= 0) {
       count = words_code(&how_, &where_, r, found, count, top, 1);
       if (count >= 0)
-        travel = words_write(&how_, &where_, found, count, top, capacity,
-                             turn.scalar<int64_t>()(), v, out, layers);
+        travel = words_write(&how_, &where_, found, count, top, capacity, turn, v, out, layers);
     }
     OP_REQUIRES(c, travel >= 0, ResourceExhausted("no memory to compress a bucket with"));
     words_settle(&how_, &where_, out, dense ? -1 : travel, r, v, 1);
@@ -808,26 +864,147 @@ class AddWords : public Words {
   using Words::Words;
 
   void Compute(OpKernelContext *c) override {
-    const Tensor &bodies = c->input(1), &weights = c->input(2);
+    const Tensor &weights = c->input(2);
     int64_t capacity = 0, bytes = 0, ranks = weights.NumElements();
-    if (!IsBucket(c, "room", c->input(0)) || !Room(c, c->input(3), &capacity, &bytes)) return;
-    OP_REQUIRES(c,
-                bodies.dims() == 2 && bodies.dim_size(0) == ranks && bodies.dim_size(1) == bytes,
-                InvalidArgument("bodies are ", bodies.shape().DebugString(), ", expected [", ranks,
-                                ", ", bytes, "]"));
     Tensor copy;
-    auto *from = static_cast<const uint8_t *>(Aligned(c, bodies, &copy));
+    if (!Has(c, "room", c->input(0), where_.size) || !Room(c, c->input(3), &capacity, &bytes))
+      return;
+    const uint8_t *bodies = Bodies(c, c->input(1), ranks, bytes, &copy);
     if (!c->status().ok()) return;
     Sum sum(c, true);
     if (!sum.out) return;
     const float *by_rank = Floats(weights);
     if (capacity < 0)
-      words_add_places(&how_, &where_, from, bytes, ranks, by_rank, sum.out, 1);
+      words_add_places(&how_, &where_, bodies, bytes, ranks, by_rank, sum.out, 1);
     else
       OP_REQUIRES(
-          c, !words_add(&how_, &where_, from, bytes, ranks, capacity, by_rank, sum.out, 1),
-          InvalidArgument("assertion failed: hvd_gradcomp: an index points outside of its bucket: "
-                          "a payload is damaged"));
+          c, !words_add(&how_, &where_, bodies, bytes, ranks, capacity, by_rank, sum.out, 1),
+          InvalidArgument(kBeyond));
+  }
+};
+
+// Base of what has the body of a number of elements. `form` is size, capacity and values of that
+// struct in rules.py, and its places.
+class Largest : public OfBucket {
+ public:
+  explicit Largest(OpKernelConstruction *c) : OfBucket(c) {
+    std::vector<int64_t> form;
+    OP_REQUIRES_OK(c, c->GetAttr("form", &form));
+    OP_REQUIRES(c, form.size() == 7, InvalidArgument("a form is 7 numbers, not ", form.size()));
+    bytes_ = form[0];
+    as_ = {form[1], form[3], form[4], form[5], form[6], form[2]};
+    auto fits = [&](int64_t first, int64_t items, int64_t each) {
+      return 0 <= first && first % 4 == 0 && 0 <= items && items <= where_.size * 2 &&
+             first + items * each <= bytes_;
+    };
+    bool packed = as_.blocks != 0;
+    OP_REQUIRES(c,
+                bytes_ % 4 == 0 && bytes_ < int64_t{1} << 40 &&
+                    fits(as_.values, as_.capacity, 4) &&
+                    fits(as_.index, packed ? as_.blocks : as_.capacity, packed ? 1 : 4) &&
+                    fits(packed ? as_.deltas : 0, packed ? as_.room : 0, 4) &&
+                    (!packed || as_.blocks == (as_.capacity + kGroup - 1) / kGroup),
+                InvalidArgument("the parts of the form do not fit together"));
+  }
+
+ protected:
+  // Bytes of memory for the unpacked indices of so many bodies.
+  int64_t Unpacked(int64_t bodies) const { return 4 * kGroup * as_.blocks * bodies; }
+
+  form as_;
+  int64_t bytes_ = 0;
+};
+
+class WriteLargest : public Largest {
+ public:
+  explicit WriteLargest(OpKernelConstruction *c) : Largest(c) {
+    bool nesterov = false, masking = false;
+    OP_REQUIRES_OK(c, c->GetAttr("momentum", &how_.momentum));
+    OP_REQUIRES_OK(c, c->GetAttr("nesterov", &nesterov));
+    OP_REQUIRES_OK(c, c->GetAttr("masking", &masking));
+    OP_REQUIRES_OK(c, c->GetAttr("fields", &fields_));
+    OP_REQUIRES_OK(c, c->GetAttr("whole", &whole_));
+    OP_REQUIRES_OK(c, c->GetAttr("strides", &strides_));
+    how_.nesterov = nesterov, how_.masking = masking;
+    OP_REQUIRES(c, fields_ == (how_.momentum != 0 ? 2 : 1),
+                InvalidArgument("a memory of ", fields_, " tensors for a momentum of ",
+                                how_.momentum));
+    OP_REQUIRES(c, strides_.size() == sizes_.size(), InvalidArgument("a stride for each layer"));
+    for (int64_t stride : strides_)
+      OP_REQUIRES(c, 0 < stride && stride <= where_.size, InvalidArgument("no such stride"));
+    for (int64_t size : sizes_) elements_ += size;
+  }
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &gradient = c->input(fields_), &quota = c->input(fields_ + 1);
+    const Tensor &slack = c->input(fields_ + 2), &hint = c->input(fields_ + 3);
+    int64_t turn = 0, groups = whole_ ? 1 : where_.layers;
+    float *fields[2] = {nullptr, nullptr};
+    const float *before[2] = {nullptr, nullptr};
+    if (!Number(c, "turn", c->input(fields_ + 4), &turn) || !Has(c, "quota", quota, groups) ||
+        !Has(c, "slack", slack, groups) || !Has(c, "hint", hint, groups) ||
+        !Has(c, "gradient", gradient, where_.size) || !Memory(c, fields_, 4, before, fields))
+      return;
+    auto *k = quota.flat<int64_t>().data(), *more = slack.flat<int64_t>().data();
+    for (int64_t i = 0; i < groups; i++)
+      OP_REQUIRES(c, 0 <= k[i] && k[i] <= where_.size && 0 <= more[i] && more[i] <= INT32_MAX,
+                  InvalidArgument("quota and slack are numbers of elements"));
+    Tensor *body = nullptr, *sent = nullptr, *per_layer = nullptr, *next = nullptr, counts, room;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({bytes_}), &body));
+    OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({}), &sent));
+    OP_REQUIRES_OK(c, c->allocate_output(2, TensorShape({where_.layers}), &per_layer));
+    OP_REQUIRES_OK(c, c->allocate_output(3, TensorShape({groups}), &next));
+    OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_INT64, TensorShape({groups}), &counts));
+    int64_t needed = 8 * where_.size + Unpacked(1);
+    OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_UINT8, TensorShape({needed}), &room));
+
+    auto *index = reinterpret_cast<uint32_t *>(room.flat<uint8_t>().data());
+    uint32_t *bits = index + where_.size, *scratch = bits + where_.size;
+    elements found = {index, bits, counts.flat<int64_t>().data()};
+    scope of = {where_,    offsets_.data(), sizes_.data(), strides_.data(),
+                elements_, static_cast<int32_t>(whole_)};
+    uint8_t *out = body->flat<uint8_t>().data();
+    float *r = fields[0], *u = fields[1];
+    int failed = largest_find(&how_, &of, r, u, before[0], before[1], Floats(gradient),
+                              Floats(hint), &found, 1);
+    OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a bucket with"));
+    largest_again(&of, r, k, more, &found, 1);
+    int64_t chosen = largest_choose(&of, turn, k, &found, next->flat<float>().data(), 1);
+    int64_t *layers = per_layer->flat<int64_t>().data(), total = 0;
+    largest_write(&where_, &as_, &found, chosen, turn, scratch, out, bytes_, layers);
+    largest_settle(&how_, &where_, &as_, out, scratch, r, u, 1);
+    for (int64_t i = 0; i < where_.layers; i++) total += layers[i];
+    sent->scalar<int64_t>()() = total;
+  }
+
+ private:
+  collecting how_ = {};
+  std::vector<int64_t> strides_;
+  int64_t elements_ = 0;
+  int fields_ = 0;
+  bool whole_ = false;
+};
+
+class AddLargest : public Largest {
+ public:
+  using Largest::Largest;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &weights = c->input(2);
+    int64_t ranks = weights.NumElements();
+    Tensor copy, scratch;
+    if (!Has(c, "room", c->input(0), where_.size)) return;
+    const uint8_t *bodies = Bodies(c, c->input(1), ranks, bytes_, &copy);
+    if (!c->status().ok()) return;
+    OP_REQUIRES_OK(
+        c, c->allocate_temp(tensorflow::DT_UINT8, TensorShape({Unpacked(ranks)}), &scratch));
+    Sum sum(c, true);
+    if (!sum.out) return;
+    int failed = largest_add(&where_, &as_, bodies, bytes_, ranks, Floats(weights),
+                             reinterpret_cast<uint32_t *>(scratch.flat<uint8_t>().data()), sum.out,
+                             1);
+    OP_REQUIRES(c, failed != BEYOND, InvalidArgument(kBeyond));
+    OP_REQUIRES(c, !failed, ResourceExhausted("no memory to decompress a bucket with"));
   }
 };
 
@@ -916,6 +1093,8 @@ ON_CPU(EncodeSigns);
 ON_CPU(AddSigns);
 ON_CPU(WriteWords);
 ON_CPU(AddWords);
+ON_CPU(WriteLargest);
+ON_CPU(AddLargest);
 ON_CPU(Flatten);
 ON_CPU(Cut);
 

@@ -181,7 +181,7 @@ class LargestPasses(Passes):
         room, count, fresh = self._room(8 * layout.size + indices), quota.clone(), hint.clone()
         start = room.data_ptr()
         found = ctypes.byref(_Elements(start, start + 4 * layout.size, _at(count)))
-        given = r, u, _at(gradient), _at(hint)
+        given = r, u, r, u, _at(gradient), _at(hint)
         _check(native.largest_find(taking, where, *given, found, threads))
         native.largest_again(where, r, _at(quota), _at(slack), found, threads)
         chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, Tensor, building
-from hvd_gradcomp.ops.tensorflow_passes import TensorFlowWordPasses
+from hvd_gradcomp.ops.tensorflow_passes import TensorFlowLargestPasses, TensorFlowWordPasses
 
 if TYPE_CHECKING:
     from hvd_gradcomp.bands import Bands
@@ -77,6 +77,7 @@ class TensorFlowOps(Ops):
         self.native = library() if on_host else None
         if self.native is not None:
             self.word_passes = TensorFlowWordPasses(self.native)
+            self.largest_passes = TensorFlowLargestPasses(self.native)
         self.verdicts: list[Tensor] | None = None
 
     def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:

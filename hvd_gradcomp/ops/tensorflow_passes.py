@@ -6,15 +6,17 @@ So what was sent is settled at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.rules import Rule, Written
+from hvd_gradcomp.ops.rules import Collecting, Form, Rule, Written
 
 if TYPE_CHECKING:
+    from hvd_gradcomp.codecs.largest import Scope
     from hvd_gradcomp.ladder import Rung
     from hvd_gradcomp.layout import Layout
 
@@ -66,19 +68,84 @@ class TensorFlowWordPasses:
             PayloadError: an index points outside of the bucket. In a graph that is TensorFlow's
                 error with the same text.
         """
-        try:
+        with _eager_errors():
             return self.native.gradcomp_add_words(
                 room, bodies, weights, _capacity(rung), **_numbers(rule, layout)
             )
-        except tf.errors.InvalidArgumentError as error:
-            raise PayloadError(error.message.rpartition("hvd_gradcomp: ")[2]) from None
+
+
+class TensorFlowLargestPasses:
+    """Those of the methods with a number of elements.
+
+    Args:
+        native: the operations.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def write(
+        self,
+        how: Collecting,
+        scope: Scope,
+        form: Form,
+        turn: Any,
+        quota: Tensor,
+        slack: Tensor,
+        hint: Tensor,
+        memory: Sequence[Tensor],
+        gradient: Tensor,
+    ) -> Written:
+        """One rank's step; as `passes.LargestPasses.write`, but that nothing is left to settle."""
+        layout = scope.layout
+        written = self.native.gradcomp_write_largest(
+            list(memory),
+            gradient,
+            quota,
+            slack,
+            hint,
+            tf.cast(turn, tf.int64),
+            **how._asdict(),
+            whole=scope.whole,
+            strides=layout.strides,
+            form=_flat(form),
+            **_bucket(layout),
+        )
+        sent, per_layer, hint = written.sent, written.per_layer, written.next
+        return Written(written.body, sent, sent, per_layer, written.settled, hint=hint)
+
+    def add(
+        self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, room: Tensor
+    ) -> Tensor:
+        """`sum over ranks of weights[rank] * what the rank sent`; raises as words' does."""
+        with _eager_errors():
+            return self.native.gradcomp_add_largest(
+                room, bodies, weights, form=_flat(form), **_bucket(layout)
+            )
+
+
+@contextmanager
+def _eager_errors() -> Iterator[None]:
+    """What an operation says about payloads, as what it is."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        said = error.message.rpartition("hvd_gradcomp: ")[2]
+        if said == error.message:
+            raise
+        raise PayloadError(said) from None
+
+
+def _flat(form: Form) -> list[int]:
+    return [form.size, form.capacity, form.values, *form.places]
+
+
+def _bucket(layout: Layout) -> dict[str, Any]:
+    return {"sizes": layout.sizes, "block_bits": layout.block_bits, "size": layout.size}
 
 
 def _numbers(rule: Rule, layout: Layout) -> dict[str, Any]:
-    blocks = [-(-size // layout.block) for size in layout.sizes]
-    blocks[-1] = layout.size // layout.block - sum(blocks[:-1])  # and the sink's
-    numbers = [float(number) for number in rule.numbers]
-    return {"rule": numbers, "blocks": blocks, "block_bits": layout.block_bits}
+    return {"rule": [float(number) for number in rule.numbers], **_bucket(layout)}
 
 
 def _capacity(rung: Rung) -> Tensor:

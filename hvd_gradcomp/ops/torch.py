@@ -447,8 +447,8 @@ class TorchOps(Ops):
         if self.native is None:
             return super().advance(r, u, gradient, momentum, nesterov)
         r, u = self.own(r), self.own(u)
-        pointers = (r.data_ptr(), u.data_ptr(), gradient.data_ptr())
-        self.native.add_momentum(*pointers, r.shape[0], momentum, nesterov)
+        both = r.data_ptr(), u.data_ptr()
+        self.native.add_momentum(*both, *both, gradient.data_ptr(), r.shape[0], momentum, nesterov)
         return r, u
 
     def bit_planes(self, groups: Tensor, bits: int) -> Tensor:

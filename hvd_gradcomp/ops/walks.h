@@ -3,9 +3,10 @@
 #define HVD_GRADCOMP_WALKS_H
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "passes.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -16,26 +17,6 @@
 #define CHUNK 2048 /* elements that stay in the first-level cache, of four vectors */
 #define TILE 16384 /* of one vector */
 #define RUN 64
-
-/* What functions return that fail: there is no memory; an index lies beyond the bucket. */
-enum { NO_MEMORY = -1, BEYOND = -2 };
-
-/* What a method does with an element, in numbers; see `Rule` in rules.py. */
-typedef struct {
-  int32_t ambiguity; /* has second moments v, and sends where r*r > alpha*v */
-  int32_t large;     /* sends where |r| > tau */
-  int32_t powers;    /* codes are powers of two below the layer's largest; else plus or minus tau */
-  int32_t subtracts; /* what was sent is taken from r; else r = 0 */
-  int32_t corrects;  /* v of what was sent becomes max(v - 2*|r|*tau + tau*tau, 0); else 0 */
-  float alpha, tau, zeta, twice_tau, tau_squared;
-} rule;
-
-/* Where the layers lie. */
-typedef struct {
-  const int64_t *layer_of_block;
-  int64_t size, layers;
-  int32_t block_bits, side; /* side: bytes before words and places in a body */
-} place;
 
 static inline uint32_t bits_of(float x) {
   uint32_t bits;

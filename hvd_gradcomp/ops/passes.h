@@ -1,0 +1,87 @@
+/* The passes, as words.c and largest.c write them; called by passes.py and native_tensorflow.cc. */
+#ifndef HVD_GRADCOMP_PASSES_H
+#define HVD_GRADCOMP_PASSES_H
+
+#include <stdint.h>
+
+/* What functions return that fail: there is no memory; an index lies beyond the bucket. */
+enum { NO_MEMORY = -1, BEYOND = -2 };
+
+/* What a method does with an element, in numbers; see `Rule` in rules.py. */
+typedef struct {
+  int32_t ambiguity; /* has second moments v, and sends where r*r > alpha*v */
+  int32_t large;     /* sends where |r| > tau */
+  int32_t powers;    /* codes are powers of two below the layer's largest; else plus or minus tau */
+  int32_t subtracts; /* what was sent is taken from r; else r = 0 */
+  int32_t corrects;  /* v of what was sent becomes max(v - 2*|r|*tau + tau*tau, 0); else 0 */
+  float alpha, tau, zeta, twice_tau, tau_squared;
+} rule;
+
+/* Where the layers lie. */
+typedef struct {
+  const int64_t *layer_of_block;
+  int64_t size, layers;
+  int32_t block_bits, side; /* side: bytes before words and places in a body */
+} place;
+
+/* How a memory takes a gradient in, in numbers; see `Collecting` in rules.py. */
+typedef struct {
+  float momentum;
+  int32_t nesterov, masking;
+} collecting;
+
+/* What competes with what; see `Scope` in codecs/largest.py. */
+typedef struct {
+  place where;
+  const int64_t *offsets, *sizes, *strides; /* of layers */
+  int64_t elements;                         /* of all layers */
+  int32_t whole;                            /* whether all layers are one group */
+} scope;
+
+/* Elements, by their index and what they hold, as bits. Those of a group lie where it begins. */
+typedef struct {
+  uint32_t *index, *bits;
+  int64_t *count; /* of each group */
+} elements;
+
+/* Where the parts of a body lie, in bytes. */
+typedef struct {
+  int64_t capacity, blocks, room; /* blocks: of packed indices, in `room` words; else 0 */
+  int64_t index, deltas, values;  /* index: indices as they are, or the blocks' widths */
+} form;
+
+int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *r0,
+                   const float *v0, const float *g, const float *q, uint32_t *found, uint8_t *flags,
+                   int32_t *top, int threads);
+int64_t words_code(const rule *how, const place *where, const float *r, uint32_t *found,
+                   int64_t count, const int32_t *top, int threads);
+int64_t words_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
+                    const int32_t *top, int64_t capacity, int64_t turn, float *v, uint8_t *body,
+                    int64_t *sent);
+int64_t words_places(const rule *how, const place *where, const float *r, uint8_t *flags,
+                     const int32_t *top, uint8_t *body, int64_t *sent, int threads);
+void words_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
+                  float *v, int threads);
+int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+              int64_t ranks, int64_t capacity, const float *weights, float *room, int threads);
+void words_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+                      int64_t ranks, const float *weights, float *room, int threads);
+int largest_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
+                 const float *u0, const float *g, const float *hint, const elements *found,
+                 int threads);
+void largest_again(const scope *of, const float *r, const int64_t *k, const int64_t *slack,
+                   const elements *found, int threads);
+int64_t largest_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
+                       float *hint, int threads);
+void largest_write(const place *where, const form *as, const elements *chosen, int64_t count,
+                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent);
+void largest_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
+                    uint32_t *scratch, float *r, float *u, int threads);
+int largest_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
+                int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads);
+
+/* In native.c: u = momentum * u0 + g, r = r0 + u, or a step ahead. r0 may be r, and u0 u. */
+void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g, int64_t n,
+                  float momentum, int nesterov);
+
+#endif
