@@ -77,9 +77,9 @@ compat: $(compat) ## Horovod's own tests and examples, stock beside ours; COMPAT
 demo: $(horovod) ## train on real digits with and without compression, on PyTorch and Keras 3
 	@$(run) -m examples.demo $(ARGS)
 
-bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a GPU
-	@$(run) -m benchmarks.codecs --device $(DEVICE) $(ARGS)
-	@$(run) -m benchmarks.learned --device $(DEVICE)
+bench: $(horovod) ## method x framework x density: copies, ms, first step; 20 minutes, or ARGS=--quick
+	@$(run) -m benchmarks.curve $(ARGS)
+	@$(run) -m benchmarks.learned
 
 # SETUP=0 with the PyTorch and the Horovod that were built for the GPU; none is downloaded or built.
 gpu: DEVICE := cuda
