@@ -48,7 +48,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older compat demo bench gpu bench-loopback bench-steps \
+.PHONY: help setup check test test-older asan compat demo bench gpu bench-loopback bench-steps \
 	hosts hosts-possible soak images test-image clean-images docs tutorial clean
 
 help: ## list the targets
@@ -70,6 +70,9 @@ test: $(site) $(clients) ## all tests: in one process, then with several ranks
 test-older: $(VENV_OLDER)/.stamp ## what one process can test, on PyTorch 2.0 and TensorFlow 2.13
 	@$(VENV_OLDER)/bin/python -m pytest -p torch --doctest-modules \
 		--doctest-ignore-import-errors hvd_gradcomp tests/single $(ARGS)
+
+asan: $(frameworks) ## what is written in C under AddressSanitizer, with damaged input; minutes
+	@tests/asan.sh $(python) $(ARGS)
 
 compat: $(compat) ## Horovod's own tests and examples, stock beside ours; COMPAT_SOURCE=its checkout
 	@$(run) -m tests.compat $(ARGS)
