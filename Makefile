@@ -48,7 +48,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older compat demo bench gpu bench-loopback bench-steps \
+.PHONY: help setup check test test-older asan compat demo bench gpu bench-loopback bench-steps \
 	hosts hosts-possible soak images test-image clean-images docs tutorial clean
 
 help: ## list the targets
@@ -71,15 +71,18 @@ test-older: $(VENV_OLDER)/.stamp ## what one process can test, on PyTorch 2.0 an
 	@$(VENV_OLDER)/bin/python -m pytest -p torch --doctest-modules \
 		--doctest-ignore-import-errors hvd_gradcomp tests/single $(ARGS)
 
+asan: $(frameworks) ## what is written in C under AddressSanitizer, with damaged input; minutes
+	@tests/asan.sh $(python) $(ARGS)
+
 compat: $(compat) ## Horovod's own tests and examples, stock beside ours; COMPAT_SOURCE=its checkout
 	@$(run) -m tests.compat $(ARGS)
 
 demo: $(horovod) ## train on real digits with and without compression, on PyTorch and Keras 3
 	@$(run) -m examples.demo $(ARGS)
 
-bench: $(frameworks) ## encode and decode in units of one copy; DEVICE=cuda on a GPU
-	@$(run) -m benchmarks.codecs --device $(DEVICE) $(ARGS)
-	@$(run) -m benchmarks.learned --device $(DEVICE)
+bench: $(horovod) ## method x framework x density: copies, ms, first step; 20 minutes, or ARGS=--quick
+	@$(run) -m benchmarks.curve $(ARGS)
+	@$(run) -m benchmarks.learned
 
 # SETUP=0 with the PyTorch and the Horovod that were built for the GPU; none is downloaded or built.
 gpu: DEVICE := cuda

@@ -1,1 +1,1 @@
-"""Measurements: run with `make bench`, or `python -m benchmarks.codecs --help`."""
+"""Measurements: run with `make bench`, or `python -m benchmarks.curve --help`."""

@@ -1,16 +1,18 @@
 """Encode and decode of one step, in units of copying the same gradient once.
 
     python -m benchmarks.codecs                  # ResNet-50's 161 shapes, one thread
+    python -m benchmarks.codecs --only Variance "DGC 1"
     python -m benchmarks.codecs --device cuda    # needs torch only, no Horovod
     python -m benchmarks.codecs --undo           # what `nonfinite="skip"` costs, with a scaler too
 
-Each row is the median over steps, after the capacity has settled, of one rank's encode (all
-buckets) and of decoding the payloads of `--ranks` ranks. `copies` is their sum over one
-`out.copy_(g)` of the whole gradient, measured in turn with them. Thresholds are set so that the
-element ratio is at least `--ratio`. `pack` is laying the gradients of 161 layers into the buckets,
-which Horovod's own fusion buffer does as well; it is not part of `copies`. `extra` is the largest
-memory beyond state, gradient and result, in buckets; `calls` are framework operator calls per step
-(on a GPU: the kernels and copies that were launched).
+A row is one rank's encode (all buckets) and decoding the payloads of `--ranks` ranks, at a point
+of `benchmarks.points`. `copies` is their sum over one `out.copy_(g)` of the whole gradient, which
+takes turns with them: the median over steps after the payloads have their size, and beside it the
+`worst` of the first 30 steps (each step's median over three beginnings). `speedup` is how much
+faster encode is with `--threads` threads, which take turns with one. `pack` is laying the gradients
+of 161 layers into the buckets, which Horovod's own fusion buffer does as well; it is not part of
+`copies`. `extra` is the largest memory beyond state, gradient and result, in buckets; `calls` are
+framework operator calls per step (on a GPU: the kernels and copies that were launched).
 """
 
 from __future__ import annotations
@@ -21,36 +23,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_gradcomp import (
-    Compressor,
-    DGCCompressor,
-    EGCCompressor,
-    FP16Compressor,
-    GradientDroppingCompressor,
-    HybridCompressor,
-    NoneCompressor,
-    OneBitCompressor,
-    QSGDCompressor,
-    ScaleComCompressor,
-    SparseGDCompressor,
-    StromCompressor,
-    TernGradCompressor,
-    VarianceCompressor,
-)
+from benchmarks import points
+from hvd_gradcomp import Compressor
 from hvd_gradcomp.aggregator import Context, leaves
 from hvd_gradcomp.collectives import Allgather, Switch
-from hvd_gradcomp.description import brief
 from hvd_gradcomp.layout import plan_buckets
 from hvd_gradcomp.models import resnet50
 from hvd_gradcomp.ops.torch import TorchOps
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
+FIRST, BEGINNINGS = 30, 3  # steps that are looked at one by one, and how often
+_noise = cache(points.Noise)
 
 
 class _Calls(TorchDispatchMode):
@@ -100,43 +90,46 @@ def _peak_bytes(body: Callable[[], Any], device: str) -> tuple[int, Any]:
 
 
 class Step:
-    """One rank's buckets of a model, with gradients that a threshold can pick few of."""
+    """One rank's buckets of a model, with gradients of heavy-tailed noise."""
 
     def __init__(
         self,
         compressor: Compressor,
-        device: str,
-        ranks: int,
-        seed: int,
-        bucket_bytes: int,
-        undoes: bool,
+        device: str = "cpu",
+        ranks: int = 2,
+        bucket_bytes: int = BUCKET_BYTES,
+        undoes: bool = False,
     ) -> None:
-        self.compressor, self.ranks, self.undoes = compressor, ranks, undoes
+        self.compressor, self.device, self.ranks, self.undoes = compressor, device, ranks, undoes
         self.ops = TorchOps(device)
         layers = [(name, shape, "float32") for name, shape in reversed(resnet50())]
         if compressor.whole_model:
             bucket_bytes = 1 << 40
         self.layouts = plan_buckets(layers, bucket_bytes, compressor.block)
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.elements = sum(layout.elements for layout in self.layouts)
+        self.noise = _noise(self.elements, 1, device)
         self.layers = [
             [torch.empty(s, device=device) for s in layout.shapes] for layout in self.layouts
         ]
         self.gradients = [self.ops.zeros((layout.size,)) for layout in self.layouts]
+        self.targets = [torch.empty_like(g) for g in self.gradients]
         self.moments = [self.ops.zeros((layout.size,)) for layout in self.layouts]
-        self.draw()
         self.states = [compressor.init(self.ops, layout) for layout in self.layouts]
         self.step = 0
         self.before: list[Any] = [None] * len(self.states)
         self.requests: list[Any] = []
         self.programs: list[Any] = []
-        self.sent = self.collectives = 0  # bytes, and how many, of this rank so far
+        self.bytes = self.collectives = 0  # that this rank handed over so far, and how many
         self.total: Any = None
 
+    @property
+    def sent(self) -> int:
+        """Elements so far."""
+        return sum(int(s.sent.sum()) if hasattr(s, "sent") else 0 for s in self.states)
+
     def draw(self) -> None:
-        """New gradients: noise, so that few elements become large or unambiguous at a time."""
-        for tensors in self.layers:
-            for x in tensors:
-                x.normal_(generator=self.generator)
+        """New gradients."""
+        self.noise.fill(x for tensors in self.layers for x in tensors)
         self.pack()
         if self.compressor.uses_moments:
             for moment, g in zip(self.moments, self.gradients):
@@ -173,7 +166,7 @@ class Step:
                 reply = stop.value
                 continue
             if not isinstance(request, Switch):
-                self.sent += request.tensor.numel() * request.tensor.element_size()
+                self.bytes += request.tensor.numel() * request.tensor.element_size()
                 self.collectives += 1
                 return request
             programs.append(request.branches[int(request.index)]())
@@ -204,80 +197,86 @@ def _clock(device: str) -> float:
     return time.perf_counter()
 
 
-def measure(
-    compressor: Compressor,
-    device: str,
-    steps: int,
-    ranks: int,
-    bucket_bytes: int,
-    undoes: bool = False,
-) -> dict[str, Any]:
-    """One row."""
-    step = Step(compressor, device, ranks, 1, bucket_bytes, undoes)
-    flats = step.gradients
-    targets = [torch.empty_like(g) for g in flats]
-    rows: dict[str, list[float]] = {"copy": [], "pack": [], "encode": [], "decode": []}
-    sent_before = payload = collectives = 0
-    warmup = 64  # the ladder rests, and the elements' histories have drifted apart
-    for turn in range(warmup + steps):
-        step.draw()
-        marks = [_clock(device)]
-        for target, g in zip(targets, flats):
-            target.copy_(g)
-        marks.append(_clock(device))
-        step.pack()
-        marks.append(_clock(device))
-        step.requests, step.programs = [], []
-        encode = decode = 0.0
-        results = []
-        for bucket in range(len(step.layouts)):
-            start = _clock(device)
-            step.encode(bucket)
-            encode += _clock(device) - start
-            reply = step.reply(bucket)
-            start = _clock(device)
-            results.append(step.decode(bucket, reply))
-            decode += _clock(device) - start
-        step.step += 1
-        if turn == warmup - 1:
-            sent_before, payload, collectives = _sent(step), step.sent, step.collectives
-        if turn >= warmup:
-            rows["copy"].append(marks[1] - marks[0])
-            rows["pack"].append(marks[2] - marks[1])
-            rows["encode"].append(encode)
-            rows["decode"].append(decode)
-    sent, payload = _sent(step) - sent_before, step.sent - payload
-    collectives = step.collectives - collectives
-    calls, extra = _count(step, device)
-    copy = statistics.median(rows["copy"])
-    elements = sum(layout.elements for layout in step.layouts)
-    both = [e + d for e, d in zip(rows["encode"], rows["decode"])]
-    return {
-        "method": repr(compressor),
+class Turn(NamedTuple):
+    """Seconds of a step's parts."""
+
+    copy: float
+    pack: float
+    encode: float
+    decode: float
+
+    @property
+    def work(self) -> float:
+        return self.encode + self.decode
+
+
+def take(step: Step, threads: int = 1) -> Turn:
+    """The next step; on so many threads, but for the copy."""
+    device = step.device
+    step.draw()
+    marks = [_clock(device)]
+    for target, g in zip(step.targets, step.gradients):
+        target.copy_(g)
+    marks.append(_clock(device))
+    step.pack()
+    marks.append(_clock(device))
+    step.requests, step.programs = [], []
+    encode = decode = 0.0
+    results = []
+    torch.set_num_threads(threads)
+    for bucket in range(len(step.layouts)):
+        start = _clock(device)
+        step.encode(bucket)
+        encode += _clock(device) - start
+        reply = step.reply(bucket)
+        start = _clock(device)
+        results.append(step.decode(bucket, reply))
+        decode += _clock(device) - start
+    torch.set_num_threads(1)
+    step.step += 1
+    return Turn(marks[1] - marks[0], marks[2] - marks[1], encode, decode)
+
+
+def measure(begin: Callable[[], Step], steps: int, threads: int = 1) -> tuple[Step, dict[str, Any]]:
+    """A row, and the step that it ends at; `threads` take turns with one if there are more."""
+    beginnings = []
+    for _ in range(BEGINNINGS):
+        step = begin()
+        beginnings.append([take(step).work for _ in range(FIRST)])
+    for _ in range(FIRST, points.SETTLE):
+        take(step)
+    sent, volume, collectives = step.sent, step.bytes, step.collectives
+    turns, faster = [], []
+    for _ in range(steps):
+        turns.append(take(step))
+        if threads > 1:
+            faster.append(take(step, threads).encode)
+    made = steps * (2 if faster else 1)
+    sent = step.sent - sent
+    copy, pack, encode, decode = map(statistics.median, zip(*turns))
+    works = [turn.work / copy for turn in turns]
+    return step, {
+        "compressor": repr(step.compressor),
         "copy_ms": 1e3 * copy,
-        "pack": statistics.median(rows["pack"]) / copy,
-        "encode": statistics.median(rows["encode"]) / copy,
-        "decode": statistics.median(rows["decode"]) / copy,
-        "copies": statistics.median(both) / copy,
-        "spread": [min(both) / copy, max(both) / copy],
-        "bytes": payload // steps,
-        "element_ratio": elements * steps / sent if sent else float(elements > 0),
-        "collectives_per_bucket": collectives / steps / len(step.layouts),
+        "pack": pack / copy,
+        "encode": encode / copy,
+        "decode": decode / copy,
+        "copies": statistics.median(works),
+        "spread": [min(works), max(works)],
+        "worst": max(map(statistics.median, zip(*beginnings))) / copy,
+        "speedup": encode / statistics.median(faster) if faster else None,
+        "bytes": (step.bytes - volume) // made,
+        "element_ratio": step.elements * made / sent if sent else 1.0,
+        "collectives_per_bucket": (step.collectives - collectives) / made / len(step.layouts),
         "buckets": len(step.layouts),
-        "calls": calls,
-        "extra_buckets": extra,
     }
 
 
-def _sent(step: Step) -> int:
-    return sum(int(s.sent.sum()) if hasattr(s, "sent") else 0 for s in step.states)
-
-
-def _count(step: Step, device: str) -> tuple[int, float]:
+def costs(step: Step) -> dict[str, Any]:
     """Calls (on a GPU launches) of a step; the most extra memory of a bucket in its own sizes."""
     calls, extra = 0, 0.0
     step.requests, step.programs = [], []
-    count = _launches if device == "cuda" else _operators
+    count = _launches if step.device == "cuda" else _operators
     for bucket in range(len(step.layouts)):
         encoding, _ = count(lambda bucket=bucket: step.encode(bucket))
         reply = step.reply(bucket)
@@ -286,57 +285,14 @@ def _count(step: Step, device: str) -> tuple[int, float]:
     step.step += 1
     step.requests, step.programs = [], []
     for bucket, layout in enumerate(step.layouts):
-        encoding, _ = _peak_bytes(lambda bucket=bucket: step.encode(bucket), device)
+        encoding, _ = _peak_bytes(lambda bucket=bucket: step.encode(bucket), step.device)
         reply = step.reply(bucket)
         decoding, _ = _peak_bytes(
-            lambda bucket=bucket, reply=reply: step.decode(bucket, reply), device
+            lambda bucket=bucket, reply=reply: step.decode(bucket, reply), step.device
         )
         extra = max(extra, encoding / (4 * layout.size), decoding / (4 * layout.size))
     step.step += 1
-    return calls, extra
-
-
-def thresholds(ratio: float) -> list[tuple[str, Callable[[float], Compressor]]]:
-    """Methods by a threshold; a bench needs the one that gives the ratio."""
-    return [
-        ("Strom", lambda t: StromCompressor(tau=t)),
-        ("Variance", lambda t: VarianceCompressor(alpha=t)),
-        ("Hybrid", lambda t: HybridCompressor(tau=0.1, alpha=t)),
-    ]
-
-
-def tuned(make: Callable[[float], Compressor], ratio: float) -> Compressor:
-    """The threshold at which noise is sent once in `ratio` elements."""
-    low, high = 1e-3, 1e9
-    for _ in range(24):
-        middle = (low * high) ** 0.5
-        if _ratio(make(middle)) < ratio:
-            low = middle
-        else:
-            high = middle
-    return make(high)
-
-
-def _ratio(compressor: Compressor) -> float:
-    from hvd_gradcomp.layout import Layout
-
-    ops, layout = TorchOps(), Layout(("w",), ((50_000,),))
-    generator = torch.Generator().manual_seed(2)
-    state = compressor.init(ops, layout)
-    steps, settle, before = 64 + 15, 64, 0
-    for step in range(steps):
-        gradient = torch.zeros(layout.size)
-        gradient[:50_000].normal_(generator=generator)
-        extra = {"moment": gradient * gradient} if compressor.uses_moments else {}
-        program = compressor.aggregate(ops, Context(layout, 0, 1, step), gradient, state, **extra)
-        try:
-            program.send(next(program).tensor[None])
-        except StopIteration as stop:
-            state = stop.value[1]
-        if step == settle - 1:
-            before = int(state.sent.sum())
-    sent = int(state.sent.sum()) - before
-    return 50_000 * (steps - settle) / max(sent, 1)
+    return {"calls": calls, "extra_buckets": extra}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -344,47 +300,41 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--ratio", type=float, default=500.0, help="least element ratio")
-    parser.add_argument("--bucket-bytes", type=int, default=None)
+    parser.add_argument("--threads", type=int, default=1, help="that take turns with one")
+    parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES)
     parser.add_argument("--undo", action="store_true", help="steps that could be undone")
-    parser.add_argument("--only", default="", help="methods whose name has this in it")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="POINT", help='such as Strom "DGC 1"'
+    )
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    bucket_bytes = options.bucket_bytes or BUCKET_BYTES
-    methods: list[Compressor] = [NoneCompressor(), FP16Compressor()]
-    methods += [tuned(make, 1.1 * options.ratio) for _, make in thresholds(options.ratio)]
-    methods += [
-        SparseGDCompressor(density=0.001),
-        DGCCompressor(density=0.001, momentum=0.9),
-        EGCCompressor(K=1024, momentum=0.9),
-        GradientDroppingCompressor(ratio=0.999),
-        GradientDroppingCompressor(ratio=0.99),
-        ScaleComCompressor(density=0.001),
-        QSGDCompressor(bits=4, exchange="allgather"),
-        QSGDCompressor(bits=4, exchange="two_shot"),
-        TernGradCompressor(),
-        OneBitCompressor(),
-    ]
-    if options.only:
-        methods = [m for m in methods if options.only in repr(m)]
     rows = []
     print(f"ResNet-50, 161 shapes, {options.ranks} ranks, {options.device}, one thread")
-    head = ("pack", "encode", "decode", "copies", "min", "max", "MB", "ratio", "colls", "calls")
-    print(f"{'method':<34}" + "".join(f"{h:>9}" for h in head) + f"{'extra':>7}")
-    for compressor in methods:
-        steps, undoes = options.steps, options.undo
-        row = measure(compressor, options.device, steps, options.ranks, bucket_bytes, undoes)
+    head = ("pack", "encode", "decode", "copies", "min", "max", "worst", "speedup", "MB", "ratio")
+    print(f"{'point':<24}" + "".join(f"{h:>8}" for h in (*head, "colls", "calls", "extra")))
+    for point in points.chosen(points.every(), options.only):
+        compressor = point.make()
+
+        def begin(compressor: Compressor = compressor) -> Step:
+            return Step(
+                compressor, options.device, options.ranks, options.bucket_bytes, options.undo
+            )
+
+        step, row = measure(begin, options.steps, options.threads)
+        row |= {"point": point.name, **costs(step)}
         rows.append(row)
-        name = brief(compressor)
+        times = [row[key] for key in head[:4]] + row["spread"] + [row["worst"]]
+        speedup = f"{row['speedup']:.2f}" if row["speedup"] else ""
         print(
-            f"{name:<34}{row['pack']:>9.2f}{row['encode']:>9.2f}{row['decode']:>9.2f}"
-            f"{row['copies']:>9.2f}{row['spread'][0]:>9.2f}{row['spread'][1]:>9.2f}"
-            f"{row['bytes'] / 1e6:>9.3f}{row['element_ratio']:>9.0f}"
-            f"{row['collectives_per_bucket']:>9.0f}{row['calls']:>9}{row['extra_buckets']:>7.2f}"
+            f"{point.name:<24}"
+            + "".join(f"{x:>8.2f}" for x in times)
+            + f"{speedup:>8}{row['bytes'] / 1e6:>8.3f}{row['element_ratio']:>8.1f}"
+            f"{row['collectives_per_bucket']:>8.0f}{row['calls']:>8}{row['extra_buckets']:>8.2f}",
+            flush=True,
         )
-        sys.stdout.flush()
-    print(f"{rows[0]['buckets']} buckets; one copy takes {rows[0]['copy_ms']:.1f} ms here")
+    if rows:
+        print(f"{rows[0]['buckets']} buckets; one copy takes {rows[0]['copy_ms']:.1f} ms here")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     return 0

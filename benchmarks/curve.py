@@ -1,0 +1,302 @@
+"""Method x framework x density: copies, ms and the first step, beside the bars they are held to.
+
+    make bench ARGS="--folder docs/measured"               # all of it, about 20 minutes
+    python -m benchmarks.curve --quick                     # one density of each method
+    python -m benchmarks.curve --only Variance "DGC 1 %" --parts exchanges --frameworks PyTorch tape
+    python -m benchmarks.curve --show docs/measured/curve.json     # and draws it anew
+
+Two parts, on this machine. *Codecs* (`benchmarks.codecs`): encode, and decode for two ranks, on
+PyTorch in one thread, in copies of the gradient; the worst of the first 30 steps; and how much
+faster encode is with `--threads`. *Exchanges* (`benchmarks.exchanges`): ResNet-50's 161 gradients
+between two ranks over gloo, one thread each. `/ dense` is PyTorch's time over that of dense
+allreduce in the same rounds, `/ PyTorch` a framework's over PyTorch's. Where, and of what noise,
+says `benchmarks.points`; `ratio` is the element ratio that was reached. Keras is measured at the
+middle density of each method, everywhere with `--full`.
+
+Not measured: a link between hosts (`make hosts`), GPUs, methods that learn (`benchmarks.learned`).
+With `--check` a bar that does not hold is exit status 1. Results go to `curve.json` in `--folder`
+and are drawn beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks import points
+from benchmarks.points import DENSE, FRAMEWORKS, KERAS, PYTORCH, TAPE, Point
+
+WORST = 2.0  # times the steady copies, in the first steps
+OF_DENSE, RATIOS = 1.3, (4.0, 30.0)  # PyTorch's time, at these element ratios
+OF_PYTORCH, FIRST = 1.5, 15.0  # TensorFlow's times, and its first step in seconds
+SPEEDUP = 1.6  # of encode by two threads
+PARTS = ("codecs", "exchanges")
+
+Result = dict[str, Any]
+
+
+# -- measuring -------------------------------------------------------------------------------
+
+
+def codecs(asked: Sequence[Point], options: argparse.Namespace) -> Iterator[tuple[Point, Result]]:
+    """Each point's row of `benchmarks.codecs`."""
+    import torch
+
+    from benchmarks.codecs import Step, measure
+
+    torch.set_num_threads(1)
+    for point in track(asked, "codecs"):
+        begin = partial(Step, point.make())
+        yield point, measure(begin, 2 * options.rounds + 1, options.threads)[1]
+
+
+def exchanges(asked: Sequence[Point], options: argparse.Namespace) -> Result:
+    """What `benchmarks.exchanges` writes: as far as it came, if it fails."""
+    from hvd_gradcomp.models import resnet50
+
+    listed = [
+        {
+            "name": point.name,
+            "compressor": repr(point.make()),
+            "frameworks": frameworks_at(point, options),
+        }
+        for point in track(asked, "thresholds")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder, "points.json"), Path(folder, "result.json")
+        given.write_text(json.dumps({"layers": resnet50(), "points": listed}))
+        launcher = str(Path(sys.executable).with_name("horovodrun"))
+        worker = [sys.executable, "-m", "benchmarks.exchanges", str(given), str(found)]
+        command = [launcher, "--gloo", "-np", "2", *worker, "--rounds", str(options.rounds)]
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **os.environ}
+        code = subprocess.run(command, env=environment).returncode
+        result = json.loads(found.read_text()) if found.exists() else {"rows": {}}
+        return {**result, "failed": code != 0}
+
+
+def frameworks_at(point: Point, options: argparse.Namespace) -> list[str]:
+    everywhere = options.full or point.middle
+    return [name for name in options.frameworks if name != KERAS or everywhere]
+
+
+def machine() -> Result:
+    packages = {}
+    for name in ("hvd_gradcomp", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"cores": os.cpu_count(), "system": platform.machine(), "packages": packages}
+
+
+def run(asked: Sequence[Point], options: argparse.Namespace) -> Result:
+    """Measures, and writes what there is after every point."""
+    path = options.folder / "curve.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {
+        point.name: {
+            "method": point.method,
+            "asked": point.asked,
+            "bar": point.copies,
+            "exchange": {},
+        }
+        for point in asked
+    }
+    result: Result = {
+        "machine": machine(),
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "rows": rows,
+        "failed": False,
+    }
+    if "codecs" in options.parts:
+        for point, row in codecs(asked, options):
+            rows[point.name]["codec"] = row
+            path.write_text(json.dumps(result, indent=1))
+    if "exchanges" in options.parts:
+        found = exchanges(asked, options)
+        for name, row in found["rows"].items():
+            rows[name]["exchange"] = row
+        result |= {"copy_ms_of_ranks": found.get("copy_ms"), "failed": found["failed"]}
+        path.write_text(json.dumps(result, indent=1))
+    return result
+
+
+# -- what was found --------------------------------------------------------------------------
+
+
+def over(row: Result, framework: str, other: str) -> float | None:
+    """How many times as long as another's the exchange on a framework takes."""
+    times = [row["exchange"].get(name, {}).get("ms") for name in (framework, other)]
+    return times[0] / times[1] if all(times) else None
+
+
+def ratio(row: Result) -> float | None:
+    """The element ratio that was reached: between ranks, or else by the codec alone."""
+    found = [*row["exchange"].values(), row.get("codec", {})]
+    return next((each["element_ratio"] for each in found if "element_ratio" in each), None)
+
+
+def bars(row: Result, threads: int) -> Iterator[tuple[str, float | None, float]]:
+    """What a row is held to: its name, what was found and the most it may be."""
+    if row["bar"] is None:
+        return
+    codec = row.get("codec")
+    if codec:
+        yield "copies", codec["copies"], row["bar"]
+        yield "worst step over steady", codec["worst"] / codec["copies"], WORST
+        if threads == 2:
+            yield "encode, two threads over one", 1 / codec["speedup"], 1 / SPEEDUP
+    sent_of = ratio(row)
+    if sent_of and RATIOS[0] <= sent_of <= RATIOS[1]:
+        yield "PyTorch over dense", over(row, PYTORCH, DENSE), OF_DENSE
+    for name in (TAPE, KERAS):
+        yield f"{name} over PyTorch", over(row, name, PYTORCH), OF_PYTORCH
+        yield f"{name}, first step, s", row["exchange"].get(name, {}).get("first_s"), FIRST
+
+
+def verdicts(result: Result) -> tuple[list[str], bool]:
+    """A line for each bar that does not hold, and how many do; whether all."""
+    lines, count = [], 0
+    for name, row in result["rows"].items():
+        for what, value, most in bars(row, result["threads"]):
+            count += value is not None
+            if value is not None and value > most:
+                lines.append(f"{name}: {what} {value:.2f} FAILS, at most {most:.2f}")
+    return [*lines, f"{count - len(lines)} of {count} bars hold"], not lines
+
+
+def table(result: Result) -> Table:
+    shown = Table(box=box.MARKDOWN)
+    shown.add_column("method", no_wrap=True)
+    heads = ["asked", "ratio", "copies", "worst of 30", f"encode, {result['threads']} threads"]
+    heads += ["PyTorch, ms", "/ dense"]
+    for name in (TAPE, KERAS):
+        heads += [f"{name}, ms", "/ PyTorch", "first, s"]
+    for head in heads:
+        shown.add_column(head, justify="right")
+    for row in result["rows"].values():
+        shown.add_row(row["method"], row["asked"], *cells(row))
+    return shown
+
+
+def cells(row: Result) -> list[str]:
+    def said(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    codec, exchange = row.get("codec", {}), row["exchange"]
+    shown = [said(ratio(row), 1), *(said(codec.get(key), 1) for key in ("copies", "worst"))]
+    shown.append(said(codec.get("speedup"), 1))
+    for name, other in ((PYTORCH, DENSE), (TAPE, PYTORCH), (KERAS, PYTORCH)):
+        shown.append(said(exchange.get(name, {}).get("ms"), 0))
+        shown.append(said(over(row, name, other), 2))
+        if name != PYTORCH:
+            shown.append(said(exchange.get(name, {}).get("first_s"), 1))
+    return shown
+
+
+def copies_take(result: Result) -> str:
+    """What a copy of the gradient took, on which all depends."""
+    alone = [row["codec"]["copy_ms"] for row in result["rows"].values() if "codec" in row]
+    lines = [f"{min(alone):.1f} to {max(alone):.1f} ms in one process"] if alone else []
+    if result.get("copy_ms_of_ranks"):
+        lines.append(f"{result['copy_ms_of_ranks']:.1f} ms in two at a time")
+    return f"a copy of the gradient (102 MB): {', '.join(lines) or 'not measured'}"
+
+
+# -- the figure ------------------------------------------------------------------------------
+
+
+def draw(result: Result, path: Path) -> None:
+    """A line of the figure for each point: copies, ms, seconds of the first step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = list(result["rows"].values())
+    figure, panels = pyplot.subplots(
+        1, 3, figsize=(12, 1.4 + 0.21 * len(rows)), sharey=True, layout="constrained"
+    )
+
+    def dots(axes: Any, found: list[float | None], label: str, **how: Any) -> None:
+        places = [place for place, value in enumerate(found) if value is not None]
+        values = [value for value in found if value is not None]
+        axes.plot(values, places, label=label, linestyle="", **{"markersize": 4, **how})
+
+    work = [row.get("codec", {}) for row in rows]
+    dots(panels[0], [w.get("worst") for w in work], "worst of 30", marker="x", color="C7")
+    dots(panels[0], [w.get("copies") for w in work], "steady", marker="o", color="C0")
+    dots(panels[0], [row["bar"] for row in rows], "bar", marker="|", markersize=9, color="C3")
+    for place, name in enumerate((DENSE, *FRAMEWORKS)):
+        how = {"marker": "o", "color": f"C{place}"}
+        if name == DENSE:
+            how = {"marker": "|", "markersize": 9, "color": "C7"}
+        parts = [row["exchange"].get(name, {}) for row in rows]
+        dots(panels[1], [part.get("ms") for part in parts], name, **how)
+        if name in (TAPE, KERAS):
+            dots(panels[2], [part.get("first_s") for part in parts], name, **how)
+    panels[2].axvline(FIRST, color="C3", linewidth=1, label="bar")
+    titles = ("copies of the gradient, one thread", "ms an exchange, two ranks", "first step, s")
+    for axes, title in zip(panels, titles):
+        axes.set_xscale("log")
+        axes.set_title(title, fontsize=9)
+        axes.grid(which="both", alpha=0.3)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.05), ncols=4)
+    panels[0].set_yticks(range(len(rows)), list(result["rows"]), fontsize=7)
+    panels[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="POINT", help='such as Strom "DGC 1"'
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS)
+    parser.add_argument("--quick", action="store_true", help="one density of each method")
+    parser.add_argument("--full", action="store_true", help="Keras at every density")
+    parser.add_argument("--rounds", type=int, default=7, help="that are measured, of each")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a bar does not hold")
+    parser.add_argument("--folder", type=Path, default=Path("results/bench"))
+    parser.add_argument("--show", type=Path, metavar="JSON", help="what was measured before")
+    options = parser.parse_args()
+    asked = points.chosen(points.every(), options.only)
+    asked = [point for point in asked if point.middle or not options.quick]
+    if not asked:
+        parser.error(
+            f"no point is called so; there are {', '.join(p.name for p in points.every())}"
+        )
+    path = options.show or options.folder / "curve.json"
+    result = json.loads(path.read_text()) if options.show else run(asked, options)
+    draw(result, path.with_suffix(".png"))
+    names = {point.name for point in asked}
+    result["rows"] = {name: row for name, row in result["rows"].items() if name in names}
+    lines, held = verdicts(result)
+    console = Console(width=180)
+    console.print(table(result))
+    console.print(*lines, copies_take(result), sep="\n", markup=False, highlight=False)
+    print(f"results: {path} and {path.with_suffix('.png').name}")
+    return int(result["failed"] or (options.check and not held))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

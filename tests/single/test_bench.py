@@ -1,0 +1,106 @@
+"""What `make bench` does with its points and with what it finds; times are not tested."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks import codecs, curve, points
+from hvd_gradcomp import SparseGDCompressor, StromCompressor
+
+SMALL = [("a.weight", (64, 700)), ("a.bias", (64,)), ("b.weight", (90, 80))]
+
+
+def named(*only):
+    return [point.name for point in points.chosen(points.every(), only)]
+
+
+def test_points_are_called_as_one_would():
+    every = named()
+    assert len({*every}) == len(every)
+    assert named("dgc 1") == ["DGC 1 %"]
+    assert named("Strom") == ["Strom 500", "Strom 100", "Strom 16", "Strom 4"]
+    assert named("QSGD two", "dense") == ["dense", "QSGD, two shots"]
+    assert named("DG") == []
+
+
+def test_each_method_has_one_point_in_the_middle_and_bars():
+    every = points.every()
+    middle = [point.method for point in every if point.middle]
+    assert middle == [*dict.fromkeys(point.method for point in every)]
+    assert [point.method for point in every if point.copies is None] == ["dense", "half precision"]
+
+
+def test_a_threshold_is_found_that_reaches_the_ratio(monkeypatch):
+    monkeypatch.setattr(points, "_SAMPLE", 20_000)
+    compressor = points.tuned(lambda t: StromCompressor(tau=t), 16.0)
+    assert 16.0 <= points.reached(compressor) < 18.0
+
+
+def test_noise_has_heavy_tails_and_is_another_in_each_step():
+    first, second = torch.empty(2, 100_000)
+    noise = points.Noise(100_000, 1)
+    noise.fill([first])
+    noise.fill([second[:10], second[10:]])
+    assert not torch.equal(first, second)
+    assert first.abs().max() > 15 * first.abs().median()
+    again = torch.empty(100_000)
+    points.Noise(100_000, 1).fill([again])
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_codecs_measure_a_model(monkeypatch, threads):
+    monkeypatch.setattr(codecs, "resnet50", lambda: SMALL)
+    begin = partial(codecs.Step, SparseGDCompressor(density=0.01), bucket_bytes=150_000)
+    step, row = codecs.measure(begin, 3, threads)
+    assert row["buckets"] == len(step.layouts) > 1
+    assert row["element_ratio"] == pytest.approx(100, rel=0.02)
+    assert row["copies"] > 0 and row["worst"] > 0
+    assert (row["speedup"] is None) == (threads == 1)
+
+
+def result():
+    """DGC holds its bars but one; of QSGD half is missing."""
+    times = {"dense": 200.0, "PyTorch": 150.0, "tape": 330.0, "Keras": 200.0}
+    exchange = {name: {"ms": ms, "first_s": 9.0} for name, ms in times.items()}
+    exchange["PyTorch"]["element_ratio"] = 10.0
+    codec = {"copies": 11.0, "worst": 12.0, "speedup": 1.7, "copy_ms": 5.0, "element_ratio": 10.1}
+    return {
+        "threads": 2,
+        "failed": False,
+        "rows": {
+            "DGC 10 %": {
+                "method": "DGC",
+                "asked": "10 %",
+                "bar": 12.0,
+                "codec": codec,
+                "exchange": exchange,
+            },
+            "QSGD": {"method": "QSGD", "asked": "", "bar": 7.0, "exchange": {}},
+        },
+    }
+
+
+def test_bars_that_fail_are_named():
+    lines, held = curve.verdicts(result())
+    assert not held
+    assert lines == [
+        "DGC 10 %: tape over PyTorch 2.20 FAILS, at most 1.50",
+        "7 of 8 bars hold",
+    ]
+
+
+def test_what_is_shown(tmp_path):
+    dgc, qsgd = map(curve.cells, result()["rows"].values())
+    assert dgc == [
+        *("10.0", "11.0", "12.0", "1.7", "150", "0.75"),
+        *("330", "2.20", "9.0", "200", "1.33", "9.0"),
+    ]
+    assert {*qsgd} == {""}
+    assert curve.table(result()).row_count == 2
+    assert "5.0 ms" in curve.copies_take(result())
+    curve.draw(result(), tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
