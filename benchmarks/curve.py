@@ -255,9 +255,11 @@ def draw(result: Result, path: Path) -> None:
     titles = ("copies of the gradient, one thread", "ms an exchange, two ranks", "first step, s")
     for axes, title in zip(panels, titles):
         axes.set_xscale("log")
-        axes.set_title(title, fontsize=9)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        axes.set_xlabel(title)
         axes.grid(which="both", alpha=0.3)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.05), ncols=4)
+        axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     panels[0].set_yticks(range(len(rows)), list(result["rows"]), fontsize=7)
     panels[0].invert_yaxis()
     figure.savefig(path, dpi=110)

@@ -25,6 +25,7 @@ import statistics
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +40,63 @@ from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.measure import CompressedExchange, DenseExchange, Exchange, Layers
 
 
+class Feed:
+    """Each step's gradients."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.tensors = [torch.zeros(shape) for _, shape in layers]
+        elements = sum(tensor.numel() for tensor in self.tensors)
+        self._noise = Noise(elements, 1000 + horovod.rank())
+
+    @cached_property
+    def variables(self) -> list[Any]:
+        """TensorFlow's, which hold what was drawn."""
+        import tensorflow as tf
+
+        return [tf.Variable(tensor.numpy()) for tensor in self.tensors]
+
+    @cached_property
+    def trained(self) -> list[Any]:
+        """Keras's, for every optimizer: their memory would not come back."""
+        import keras
+
+        return [keras.Variable(tensor.numpy()) for tensor in self.tensors]
+
+    def draw(self) -> list[torch.Tensor]:
+        self._noise.fill(self.tensors)
+        return self.tensors
+
+    def copy_ms(self, rounds: int = 9) -> float:
+        """What a copy of all gradients takes, while the other ranks copy theirs."""
+        source = torch.cat([tensor.flatten() for tensor in self.draw()])
+        target, times = torch.empty_like(source), []
+        for _ in range(rounds):
+            horovod.barrier()
+            start = time.perf_counter()
+            target.copy_(source)
+            times.append(time.perf_counter() - start)
+        return 1e3 * statistics.median(times)
+
+
 class Graph(Exchange):
     """An exchange in a `tf.function`, of gradients that lie in variables.
 
     Args:
-        tensors: what `perform` will be given, by their shapes.
         compressor: None for stock Horovod.
+        feed: what `perform` will be given.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], compressor: Compressor | None) -> None:
+    def __init__(self, compressor: Compressor | None, feed: Feed) -> None:
         import tensorflow as tf
 
-        self.compressor = compressor
-        self.given = [tf.Variable(tf.zeros(tuple(t.shape))) for t in tensors]
-        self.variables = [tf.Variable(v, name=f"layer{i}") for i, v in enumerate(self.given)]
-        self.prepare()
+        self.compressor, self.given = compressor, feed.variables
+        self.prepare(feed)
         self.step = tf.function(self.exchange)
 
-    def prepare(self) -> None:
-        """Before the first step."""
+    @abstractmethod
+    def prepare(self, feed: Feed) -> None:
+        """Makes what trains."""
 
     @abstractmethod
     def exchange(self) -> Any:
@@ -74,6 +113,11 @@ class Graph(Exchange):
 
 
 class Tape(Graph):
+    def prepare(self, feed: Feed) -> None:
+        import tensorflow as tf
+
+        self.variables = [tf.Variable(v, name=f"layer{i}") for i, v in enumerate(self.given)]
+
     def exchange(self) -> Any:
         import horovod.tensorflow as stock
         import tensorflow as tf
@@ -98,15 +142,15 @@ class Tape(Graph):
 
 
 class Fit(Graph):
-    def prepare(self) -> None:
+    def prepare(self, feed: Feed) -> None:
         import keras
 
         import hvd_gradcomp.tensorflow.keras as hvd
 
-        self.variables = [keras.Variable(v.value()) for v in self.variables]
         self.optimizer = hvd.DistributedOptimizer(
             keras.optimizers.SGD(1e-3), compression=self.compressor or NoneCompressor()
         )
+        self.variables = feed.trained
         self.optimizer.build(self.variables)
 
     def exchange(self) -> Any:
@@ -120,33 +164,8 @@ class Fit(Graph):
 
 def way(framework: str, compressor: Compressor | None, feed: Feed) -> Exchange:
     if framework != PYTORCH:
-        return (Tape if framework == TAPE else Fit)(feed.tensors, compressor)
+        return (Tape if framework == TAPE else Fit)(compressor, feed)
     return DenseExchange() if compressor is None else CompressedExchange(compressor, feed.layers)
-
-
-class Feed:
-    """Each step's gradients."""
-
-    def __init__(self, layers: Layers) -> None:
-        self.layers = layers
-        self.tensors = [torch.empty(shape) for _, shape in layers]
-        elements = sum(tensor.numel() for tensor in self.tensors)
-        self._noise = Noise(elements, 1000 + horovod.rank())
-
-    def draw(self) -> list[torch.Tensor]:
-        self._noise.fill(self.tensors)
-        return self.tensors
-
-    def copy_ms(self, rounds: int = 9) -> float:
-        """What a copy of all gradients takes, while the other ranks copy theirs."""
-        source = torch.cat([tensor.flatten() for tensor in self.draw()])
-        target, times = torch.empty_like(source), []
-        for _ in range(rounds):
-            horovod.barrier()
-            start = time.perf_counter()
-            target.copy_(source)
-            times.append(time.perf_counter() - start)
-        return 1e3 * statistics.median(times)
 
 
 def measure(
