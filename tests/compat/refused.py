@@ -17,8 +17,8 @@ SESSION = (
 NOT_KERAS = "a TypeError: an optimizer of TensorFlow 1, for sessions; takes Keras 3's, and tapes"
 
 ADASUM = (
-    "a ValueError: Adasum combines full gradients pair by pair, and cannot work on compressed ones; "
-    "on gloo stock Horovod has none either"
+    "a ValueError: Adasum combines full gradients pair by pair, and cannot work on compressed "
+    "ones; on gloo stock Horovod has none either"
 )
 
 _SETS = "parallel/test_tensorflow_process_sets.py::TensorFlowProcessSetsTests"
