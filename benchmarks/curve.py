@@ -254,11 +254,9 @@ def draw(result: Result, path: Path) -> None:
     panels[2].axvline(FIRST, color="C3", linewidth=1, label="bar")
     titles = ("copies of the gradient, one thread", "ms an exchange, two ranks", "first step, s")
     for axes, title in zip(panels, titles):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
+        axes.set_xlim(left=0)
         axes.set_xlabel(title)
-        axes.grid(which="both", alpha=0.3)
+        axes.grid(alpha=0.3)
         axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     panels[0].set_yticks(range(len(rows)), list(result["rows"]), fontsize=7)
     panels[0].invert_yaxis()

@@ -55,7 +55,7 @@ int largest_find(const collecting *how, const scope *of, float *r, float *u, con
   int64_t n = of->where.size, groups = groups_of(of);
   int64_t *counts = calloc((size_t)(threads * groups + 1), sizeof(int64_t));
   if (!counts) return NO_MEMORY;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  IN_PIECES
   for (int t = 0; t < threads; t++) {
     int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
     for (int64_t at = start, end; at < stop; at = end) {
@@ -374,7 +374,7 @@ void largest_settle(const collecting *how, const place *where, const form *as, c
   int64_t count;
   const uint32_t *index = indices_of(as, where, body, scratch, &count);
   int stops = u && how->masking;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  IN_PIECES
   for (int64_t i = 0; i < count; i++) {
     r[index[i]] = 0.0f;
     if (stops) u[index[i]] = 0.0f;

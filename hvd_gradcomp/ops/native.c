@@ -11,15 +11,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FAST
-#endif
+#include "pieces.h"
 
 #define GROUP 32
 #define CHUNK 4096
 #define TINY 0x1p-100f
+#define MANY (1 << 18) /* words, from which on threads pay */
 
 typedef struct {
   int64_t start, rows, length;
@@ -302,10 +299,19 @@ FAST void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *g
   }
 }
 
-/* Sum of words, each times 2 * place + 17, modulo 2**32. */
-FAST uint32_t weighted_sum(const uint32_t *words, int64_t n) {
+FAST static uint32_t weighted(const uint32_t *words, int64_t first, int64_t stop) {
   uint32_t sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += words[i] * (uint32_t)(2 * i + 17);
+  for (int64_t i = first; i < stop; i++) sum += words[i] * (uint32_t)(2 * i + 17);
+  return sum;
+}
+
+/* Sum of words, each times 2 * place + 17, modulo 2**32. */
+uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads) {
+  uint32_t sum = 0;
+  if (n < MANY) threads = 1;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : sum)
+  for (int t = 0; t < threads; t++)
+    sum += weighted(words, border(n, CHUNK, t, threads), border(n, CHUNK, t + 1, threads));
   return sum;
 }
 
@@ -335,10 +341,28 @@ FAST static float largest_magnitude(const float *x, int64_t n) {
   return value;
 }
 
-void group_maxima(const band *bands, int64_t count, const float *x, float *out) {
-  for (int64_t b = 0; b < count; b++)
-    for (int64_t row = 0; row < bands[b].rows; row++)
-      *out++ = largest_magnitude(x + bands[b].start + row * bands[b].length, bands[b].length);
+/* Of which band a group is: its elements, and how many. */
+static const float *group_of(const band *bands, const float *x, int64_t group, int64_t *length) {
+  while (group >= bands->rows) group -= (bands++)->rows;
+  *length = bands->length;
+  return x + bands->start + group * bands->length;
+}
+
+static int64_t groups_in(const band *bands, int64_t count) {
+  int64_t groups = 0;
+  for (int64_t b = 0; b < count; b++) groups += bands[b].rows;
+  return groups;
+}
+
+void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads) {
+  int64_t groups = groups_in(bands, count);
+  IN_PIECES
+  for (int t = 0; t < threads; t++)
+    for (int64_t g = border(groups, 1, t, threads); g < border(groups, 1, t + 1, threads); g++) {
+      int64_t n;
+      const float *group = group_of(bands, x, g, &n);
+      out[g] = largest_magnitude(group, n);
+    }
 }
 
 static int64_t longest(const band *bands, int64_t count) {
@@ -356,17 +380,21 @@ FAST static void squares(const float *x, int64_t n, float *out) {
   if (n > 1 && n % 2) out[0] = out[0] + x[n - 1] * x[n - 1];
 }
 
-int group_squares(const band *bands, int64_t count, const float *x, float *out) {
-  float *scratch = malloc(sizeof(float) * (size_t)(longest(bands, count) / 2 + 1));
-  if (!scratch) return -1;
-  for (int64_t b = 0; b < count; b++)
-    for (int64_t row = 0; row < bands[b].rows; row++) {
-      int64_t n = bands[b].length;
-      squares(x + bands[b].start + row * n, n, scratch);
+int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads) {
+  int64_t groups = groups_in(bands, count), half = longest(bands, count) / 2 + 1;
+  float *room = malloc(sizeof(float) * (size_t)(half * threads));
+  if (!room) return -1;
+  IN_PIECES
+  for (int t = 0; t < threads; t++)
+    for (int64_t g = border(groups, 1, t, threads); g < border(groups, 1, t + 1, threads); g++) {
+      float *scratch = room + half * t;
+      int64_t n;
+      const float *group = group_of(bands, x, g, &n);
+      squares(group, n, scratch);
       fold(scratch, n > 1 ? n / 2 : 1);
-      *out++ = scratch[0];
+      out[g] = scratch[0];
     }
-  free(scratch);
+  free(room);
   return 0;
 }
 
@@ -434,6 +462,20 @@ typedef struct {
   int64_t count, at, row, group;
 } walk;
 
+/* One that has come to an element. */
+static walk walk_from(const band *bands, int64_t count, int64_t begin) {
+  walk w = {bands, count, 0, 0, 0};
+  for (; w.at < count; w.at++) {
+    const band *b = bands + w.at;
+    int64_t ended = begin > b->start ? (begin - b->start) / b->length : 0;
+    w.row = ended < b->rows ? ended : b->rows;
+    w.group += w.row;
+    if (w.row < b->rows) return w;
+  }
+  w.row = 0;
+  return w;
+}
+
 /* The next piece of a row in [begin, end): 1 and where, or 0. */
 static int next_piece(walk *w, int64_t begin, int64_t end, int64_t *from, int64_t *to,
                       int64_t *group) {
@@ -453,22 +495,28 @@ static int next_piece(walk *w, int64_t begin, int64_t end, int64_t *from, int64_
 }
 
 void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
-                   int bits, uint32_t key1, uint32_t key2, uint32_t *words) {
-  uint8_t codes[CHUNK];
-  int levels = (1 << (bits - 1)) - 1, more;
-  walk w = {bands, count, 0, 0, 0};
-  for (int64_t begin = 0; begin < n; begin += CHUNK) {
-    int64_t end = begin + CHUNK < n ? begin + CHUNK : n, from, to, group;
-    memset(codes, 0, CHUNK);
-    do {
-      more = next_piece(&w, begin, end, &from, &to, &group);
-      if (more) {
-        float inverse = scale[group] >= TINY ? (float)levels / scale[group] : 0.0f;
-        level_codes(x + from, to - from, inverse, levels, (uint32_t)from + key1, key2,
-                    codes + from - begin);
-      }
-    } while (more == 1);
-    pack_codes(codes, end - begin, bits, words + begin / GROUP * bits);
+                   int bits, uint32_t key1, uint32_t key2, uint32_t *words, int threads) {
+  int levels = (1 << (bits - 1)) - 1;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    uint8_t codes[CHUNK];
+    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    walk w = walk_from(bands, count, begin);
+    for (; begin < stop; begin = end) {
+      int64_t from, to, group;
+      int more;
+      end = begin + CHUNK < n ? begin + CHUNK : n;
+      memset(codes, 0, CHUNK);
+      do {
+        more = next_piece(&w, begin, end, &from, &to, &group);
+        if (more) {
+          float inverse = scale[group] >= TINY ? (float)levels / scale[group] : 0.0f;
+          level_codes(x + from, to - from, inverse, levels, (uint32_t)from + key1, key2,
+                      codes + from - begin);
+        }
+      } while (more == 1);
+      pack_codes(codes, end - begin, bits, words + begin / GROUP * bits);
+    }
   }
 }
 
@@ -484,81 +532,99 @@ static void begin_sum(float *out, const float *base, int64_t begin, int64_t end)
 /* out = base + the sum over ranks, rank by rank; strides in words and floats. */
 void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
-                int64_t scale_stride, int bits, const float *weights) {
-  uint8_t codes[CHUNK];
-  int levels = (1 << (bits - 1)) - 1, more;
-  walk w = {bands, count, 0, 0, 0};
-  for (int64_t begin = 0; begin < n; begin += CHUNK) {
-    int64_t end = begin + CHUNK < n ? begin + CHUNK : n, from, to, group;
-    walk start = w;
-    begin_sum(out, base, begin, end);
-    for (int64_t rank = 0; rank < ranks; rank++) {
-      const float *scales = scale + rank * scale_stride;
-      w = start;
-      unpack_codes(words + rank * word_stride + begin / GROUP * bits, end - begin, bits, codes);
-      do {
-        more = next_piece(&w, begin, end, &from, &to, &group);
-        if (more) {
-          float unit = scales[group] >= TINY ? scales[group] * (float)(1.0 / levels) : 0.0f;
-          add_level_values(out + from, codes + from - begin, to - from, unit, levels,
-                           weights[rank]);
-        }
-      } while (more == 1);
+                int64_t scale_stride, int bits, const float *weights, int threads) {
+  int levels = (1 << (bits - 1)) - 1;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    uint8_t codes[CHUNK];
+    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    walk w = walk_from(bands, count, begin);
+    for (; begin < stop; begin = end) {
+      int64_t from, to, group;
+      int more;
+      walk start = w;
+      end = begin + CHUNK < n ? begin + CHUNK : n;
+      begin_sum(out, base, begin, end);
+      for (int64_t rank = 0; rank < ranks; rank++) {
+        const float *scales = scale + rank * scale_stride;
+        w = start;
+        unpack_codes(words + rank * word_stride + begin / GROUP * bits, end - begin, bits, codes);
+        do {
+          more = next_piece(&w, begin, end, &from, &to, &group);
+          if (more) {
+            float unit = scales[group] >= TINY ? scales[group] * (float)(1.0 / levels) : 0.0f;
+            add_level_values(out + from, codes + from - begin, to - from, unit, levels,
+                             weights[rank]);
+          }
+        } while (more == 1);
+      }
     }
   }
 }
 
 int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
-                 float *below, uint32_t *words) {
-  uint8_t codes[CHUNK];
-  int64_t half = longest(bands, count) / 2 + 1;
-  float *scratch = malloc(2 * sizeof(float) * (size_t)half);
-  if (!scratch) return -1;
-  for (int64_t b = 0; b < count; b++)
-    for (int64_t row = 0; row < bands[b].rows; row++) {
-      int64_t size = bands[b].length, folded = size > 1 ? size / 2 : 1;
-      int64_t negative =
-          split(x + bands[b].start + row * size, size, scratch, scratch + half);
-      fold(scratch, folded);
-      fold(scratch + half, folded);
-      *above++ = scratch[0] / (float)(size - negative > 1 ? size - negative : 1);
-      *below++ = scratch[half] / (float)(negative > 1 ? negative : 1);
+                 float *below, uint32_t *words, int threads) {
+  int64_t groups = groups_in(bands, count), half = longest(bands, count) / 2 + 1;
+  float *room = malloc(2 * sizeof(float) * (size_t)(half * threads));
+  if (!room) return -1;
+  IN_PIECES
+  for (int t = 0; t < threads; t++)
+    for (int64_t g = border(groups, 1, t, threads); g < border(groups, 1, t + 1, threads); g++) {
+      float *ups = room + 2 * half * t, *downs = ups + half;
+      int64_t size;
+      const float *group = group_of(bands, x, g, &size);
+      int64_t folded = size > 1 ? size / 2 : 1, negative = split(group, size, ups, downs);
+      fold(ups, folded);
+      fold(downs, folded);
+      above[g] = ups[0] / (float)(size - negative > 1 ? size - negative : 1);
+      below[g] = downs[0] / (float)(negative > 1 ? negative : 1);
     }
-  free(scratch);
-  walk w = {bands, count, 0, 0, 0};
-  for (int64_t begin = 0; begin < n; begin += CHUNK) {
-    int64_t end = begin + CHUNK < n ? begin + CHUNK : n, from, to, group;
-    int more;
-    memset(codes, 0, CHUNK);
-    do {
-      more = next_piece(&w, begin, end, &from, &to, &group);
-      if (more) sign_codes(x + from, to - from, codes + from - begin);
-    } while (more == 1);
-    pack_codes(codes, end - begin, 1, words + begin / GROUP);
+  free(room);
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    uint8_t codes[CHUNK];
+    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    walk w = walk_from(bands, count, begin);
+    for (; begin < stop; begin = end) {
+      int64_t from, to, group;
+      int more;
+      end = begin + CHUNK < n ? begin + CHUNK : n;
+      memset(codes, 0, CHUNK);
+      do {
+        more = next_piece(&w, begin, end, &from, &to, &group);
+        if (more) sign_codes(x + from, to - from, codes + from - begin);
+      } while (more == 1);
+      pack_codes(codes, end - begin, 1, words + begin / GROUP);
+    }
   }
   return 0;
 }
 
 void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
-               const float *below, int64_t mean_stride, const float *weights) {
-  uint8_t codes[CHUNK];
-  walk w = {bands, count, 0, 0, 0};
-  for (int64_t begin = 0; begin < n; begin += CHUNK) {
-    int64_t end = begin + CHUNK < n ? begin + CHUNK : n, from, to, group;
-    walk start = w;
-    int more;
-    begin_sum(out, base, begin, end);
-    for (int64_t rank = 0; rank < ranks; rank++) {
-      w = start;
-      unpack_codes(words + rank * word_stride + begin / GROUP, end - begin, 1, codes);
-      do {
-        more = next_piece(&w, begin, end, &from, &to, &group);
-        if (more)
-          add_sign_values(out + from, codes + from - begin, to - from,
-                          above[rank * mean_stride + group] * weights[rank],
-                          below[rank * mean_stride + group] * weights[rank]);
-      } while (more == 1);
+               const float *below, int64_t mean_stride, const float *weights, int threads) {
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    uint8_t codes[CHUNK];
+    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    walk w = walk_from(bands, count, begin);
+    for (; begin < stop; begin = end) {
+      int64_t from, to, group;
+      int more;
+      walk start = w;
+      end = begin + CHUNK < n ? begin + CHUNK : n;
+      begin_sum(out, base, begin, end);
+      for (int64_t rank = 0; rank < ranks; rank++) {
+        w = start;
+        unpack_codes(words + rank * word_stride + begin / GROUP, end - begin, 1, codes);
+        do {
+          more = next_piece(&w, begin, end, &from, &to, &group);
+          if (more)
+            add_sign_values(out + from, codes + from - begin, to - from,
+                            above[rank * mean_stride + group] * weights[rank],
+                            below[rank * mean_stride + group] * weights[rank]);
+        } while (more == 1);
+      }
     }
   }
 }

@@ -31,12 +31,12 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "sort": (_I, (_P, _N)),
     "bit_planes": (None, (_P, _N, _I, _P)),
     "from_bit_planes": (None, (_P, _N, _I, _P)),
-    "weighted_sum": (_U, (_P, _N)),
-    "group_maxima": (None, (_P, _N, _P, _P)),
-    "group_squares": (_I, (_P, _N, _P, _P)),
-    "encode_levels": (None, (_P, _N, _P, _N, _P, _I, _U, _U, _P)),
-    "add_levels": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _N, _I, _P)),
-    "encode_signs": (_I, (_P, _N, _P, _N, _P, _P, _P)),
+    "weighted_sum": (_U, (_P, _N, _I)),
+    "group_maxima": (None, (_P, _N, _P, _P, _I)),
+    "group_squares": (_I, (_P, _N, _P, _P, _I)),
+    "encode_levels": (None, (_P, _N, _P, _N, _P, _I, _U, _U, _P, _I)),
+    "add_levels": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _N, _I, _P, _I)),
+    "encode_signs": (_I, (_P, _N, _P, _N, _P, _P, _P, _I)),
     "words_find": (_N, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
     "words_code": (_N, (_P, _P, _P, _P, _N, _P, _I)),
     "words_write": (_N, (_P, _P, _P, _N, _P, _N, _N, _P, _P, _P)),
@@ -50,7 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "largest_write": (None, (_P, _P, _P, _N, _N, _P, _P, _N, _P)),
     "largest_settle": (None, (_P, _P, _P, _P, _P, _P, _P, _I)),
     "largest_add": (_I, (_P, _P, _P, _N, _N, _P, _P, _P, _I)),
-    "add_signs": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _P, _N, _P)),
+    "add_signs": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _P, _N, _P, _I)),
 }
 
 

@@ -23,19 +23,19 @@ struct band {
 };
 void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
 void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
-uint32_t weighted_sum(const uint32_t *words, int64_t n);
-void group_maxima(const band *bands, int64_t count, const float *x, float *out);
-int group_squares(const band *bands, int64_t count, const float *x, float *out);
+uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads);
+void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
+int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
 void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
-                   int bits, uint32_t key1, uint32_t key2, uint32_t *words);
+                   int bits, uint32_t key1, uint32_t key2, uint32_t *words, int threads);
 void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
-                int64_t scale_stride, int bits, const float *weights);
+                int64_t scale_stride, int bits, const float *weights, int threads);
 int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
-                 float *below, uint32_t *words);
+                 float *below, uint32_t *words, int threads);
 void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
-               const float *below, int64_t mean_stride, const float *weights);
+               const float *below, int64_t mean_stride, const float *weights, int threads);
 }
 
 namespace {
@@ -373,13 +373,13 @@ class WeightedSum : public OpKernel {
     auto *from = static_cast<const uint32_t *>(Aligned(c, data, &copy));
     if (!c->status().ok()) return;
     for (int64_t row = 0; row < rows.num_elements(); row++)
-      out[row] = weighted_sum(from + row * words, words);
+      out[row] = weighted_sum(from + row * words, words, 1);
   }
 };
 
 // The weighted sum of a frame's words, and of its body.
 uint32_t Checksum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n) {
-  uint32_t sum = weighted_sum(body, n);
+  uint32_t sum = weighted_sum(body, n, 1);
   for (int64_t i = 0; i < count; i++) sum += words[i] * static_cast<uint32_t>(2 * i + 1);
   return sum;
 }
@@ -551,7 +551,7 @@ class GroupMaxima : public OverGroups {
   void Compute(OpKernelContext *c) override {
     if (!Fits(c, c->input(0), false)) return;
     float *out = NewFloats(c, 0, TensorShape({groups_}));
-    if (out) group_maxima(bands_.data(), count(), Floats(c->input(0)), out);
+    if (out) group_maxima(bands_.data(), count(), Floats(c->input(0)), out, 1);
   }
 };
 
@@ -563,7 +563,7 @@ class GroupSquares : public OverGroups {
     if (!Fits(c, c->input(0), false)) return;
     float *out = NewFloats(c, 0, TensorShape({groups_}));
     if (!out) return;
-    int failed = group_squares(bands_.data(), count(), Floats(c->input(0)), out);
+    int failed = group_squares(bands_.data(), count(), Floats(c->input(0)), out, 1);
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a layer with"));
   }
 };
@@ -592,7 +592,7 @@ class EncodeLevels : public Levels {
     auto *keys = key.flat<int64_t>().data();
     if (out)
       encode_levels(bands_.data(), count(), Floats(x), n, Floats(scale), bits_,
-                    static_cast<uint32_t>(keys[0]), static_cast<uint32_t>(keys[1]), out);
+                    static_cast<uint32_t>(keys[0]), static_cast<uint32_t>(keys[1]), out, 1);
   }
 };
 
@@ -633,7 +633,7 @@ class AddLevels : public Levels {
     Sum sum(c, from_zero_);
     if (sum.out)
       add_levels(bands_.data(), count(), sum.base, sum.out, n, ranks, words, packed.dim_size(1) / 4,
-                 scales, scale.dim_size(1), bits_, Floats(weights));
+                 scales, scale.dim_size(1), bits_, Floats(weights), 1);
   }
 
  private:
@@ -652,7 +652,7 @@ class EncodeSigns : public OverGroups {
     float *below = NewFloats(c, 1, TensorShape({groups_}));
     uint32_t *words = NewWords(c, 2, n / 8);
     if (!c->status().ok()) return;
-    int failed = encode_signs(bands_.data(), count(), Floats(x), n, above, below, words);
+    int failed = encode_signs(bands_.data(), count(), Floats(x), n, above, below, words, 1);
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a layer with"));
   }
 };
@@ -679,7 +679,7 @@ class AddSigns : public OverGroups {
     Sum sum(c, from_zero_);
     if (sum.out)
       add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words, packed.dim_size(1) / 4, highs,
-                lows, above.dim_size(1), Floats(weights));
+                lows, above.dim_size(1), Floats(weights), 1);
   }
 
  private:

@@ -78,7 +78,7 @@ class WordPasses(Passes):
             gradient: float32 [size].
             moment: float32 [size]; None where the step is the sample.
         """
-        how, where, threads = self._rule(rule), self._where(rule, layout), _threads()
+        how, where, threads = self._rule(rule), self._where(rule, layout), torch.get_num_threads()
         memory = [self.ops.own(x) for x in memory]
         r, v = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
         top = torch.empty(len(layout.names), dtype=torch.int32, device="cpu")
@@ -102,7 +102,7 @@ class WordPasses(Passes):
 
         def settle() -> None:
             number = -1 if rung.dense else sent
-            self.native.words_settle(how, where, _at(body), number, r, v, _threads())
+            self.native.words_settle(how, where, _at(body), number, r, v, torch.get_num_threads())
 
         return Written(body, sent, wanted, per_layer, memory, settle)
 
@@ -128,7 +128,7 @@ class WordPasses(Passes):
         """
         how, where, room = self._rule(rule), self._where(rule, layout), self.ops.room(room)
         ranks = how, where, _at(bodies), bodies.stride(0), bodies.shape[0]
-        into = _at(weights), _at(room), _threads()
+        into = _at(weights), _at(room), torch.get_num_threads()
         if rung.dense:
             self.native.words_add_places(*ranks, *into)
         else:
@@ -170,7 +170,7 @@ class LargestPasses(Passes):
             memory: r and, with momentum, u; float32 [size]. Donating.
             gradient: float32 [size].
         """
-        native, layout, threads = self.native, scope.layout, _threads()
+        native, layout, threads = self.native, scope.layout, torch.get_num_threads()
         memory = [self.ops.own(x) for x in memory]
         r, u = _at(memory[0]), _at(memory[1]) if how.momentum else None
         where, place = ctypes.byref(self._scope(scope)), ctypes.byref(self._place(layout))
@@ -190,7 +190,7 @@ class LargestPasses(Passes):
 
         def settle() -> None:
             sent = _at(body), _at(self._room(indices))
-            native.largest_settle(taking, place, shape, *sent, r, u, _threads())
+            native.largest_settle(taking, place, shape, *sent, r, u, torch.get_num_threads())
 
         return Written(body, int(per_layer.sum()), chosen, per_layer, memory, settle, fresh)
 
@@ -212,7 +212,9 @@ class LargestPasses(Passes):
         scratch = self._room(4 * form.places.blocks * GROUP * ranks)
         given = _at(bodies), bodies.stride(0), ranks, _at(weights), _at(scratch)
         place = ctypes.byref(self._place(layout))
-        _check(self.native.largest_add(place, _form(form), *given, _at(room), _threads()))
+        _check(
+            self.native.largest_add(place, _form(form), *given, _at(room), torch.get_num_threads())
+        )
         return room
 
     def _scope(self, scope: Scope) -> _Scope:
@@ -293,7 +295,3 @@ def _check(count: int) -> int:
     if count < 0:
         raise MemoryError("no memory to compress a bucket with")
     return count
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

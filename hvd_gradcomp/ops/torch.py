@@ -471,21 +471,27 @@ class TorchOps(Ops):
         if self.native is None:
             return super().weighted_sum(data)
         rows = [row.contiguous() for row in data.reshape(data.shape[:-1].numel(), -1)]
-        sums = [self.native.weighted_sum(r.data_ptr(), r.shape[0] // 4) for r in rows]
+        sums = [
+            self.native.weighted_sum(r.data_ptr(), r.shape[0] // 4, torch.get_num_threads())
+            for r in rows
+        ]
         return self._given(sums, torch.int64).view(data.shape[:-1])
 
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_maxima(bands, x)
         out = self._empty(bands.groups)
-        self.native.group_maxima(*self._of(bands), x.data_ptr(), out.data_ptr())
+        self.native.group_maxima(
+            *self._of(bands), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        )
         return out
 
     def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_squares(bands, x)
         out = self._empty(bands.groups)
-        _check(self.native.group_squares(*self._of(bands), x.data_ptr(), out.data_ptr()))
+        given = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        _check(self.native.group_squares(*self._of(bands), *given))
         return out
 
     def encode_levels(
@@ -502,6 +508,7 @@ class TorchOps(Ops):
             bits,
             *key.tolist(),
             packed.data_ptr(),
+            torch.get_num_threads(),
         )
         return packed
 
@@ -531,6 +538,7 @@ class TorchOps(Ops):
             scale.stride(0),
             bits,
             weights.data_ptr(),
+            torch.get_num_threads(),
         )
         return room
 
@@ -540,7 +548,8 @@ class TorchOps(Ops):
         above, below = self._empty(2, bands.groups)
         packed = self._empty(x.shape[0] // 8, dtype=torch.uint8)
         out = (above.data_ptr(), below.data_ptr(), packed.data_ptr())
-        _check(self.native.encode_signs(*self._of(bands), x.data_ptr(), x.shape[0], *out))
+        given = x.data_ptr(), x.shape[0], *out, torch.get_num_threads()
+        _check(self.native.encode_signs(*self._of(bands), *given))
         return above, below, packed
 
     def add_signs(
@@ -569,6 +578,7 @@ class TorchOps(Ops):
             below.data_ptr(),
             above.stride(0),
             weights.data_ptr(),
+            torch.get_num_threads(),
         )
         return room
 

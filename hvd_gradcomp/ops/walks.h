@@ -7,12 +7,7 @@
 #include <string.h>
 
 #include "passes.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FAST
-#endif
+#include "pieces.h"
 
 #define CHUNK 2048 /* elements that stay in the first-level cache, of four vectors */
 #define TILE 16384 /* of one vector */
@@ -28,12 +23,6 @@ static inline float float_of(uint32_t bits) {
   float x;
   memcpy(&x, &bits, 4);
   return x;
-}
-
-/* Where piece t of `pieces` begins; a multiple of `grain`, and the end for the last. */
-static int64_t border(int64_t n, int64_t grain, int t, int pieces) {
-  int64_t grains = (n + grain - 1) / grain, at = grains * t / pieces * grain;
-  return at < n ? at : n;
 }
 
 /* -- places ---------------------------------------------------------------------------------- */

@@ -79,7 +79,7 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
     free(tops);
     return -1;
   }
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  IN_PIECES
   for (int t = 0; t < threads; t++) {
     int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
     int64_t count = 0;
@@ -140,7 +140,7 @@ int64_t words_code(const rule *how, const place *where, const float *r, uint32_t
                    int64_t count, const int32_t *top, int threads) {
   int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
   if (!starts) return -1;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  IN_PIECES
   for (int t = 0; t < threads; t++) {
     int64_t start = border(count, 1, t, threads), stop = border(count, 1, t + 1, threads);
     int64_t kept = start;
@@ -267,7 +267,7 @@ int64_t words_places(const rule *how, const place *where, const float *r, uint8_
   int64_t n = where->size, total = 0;
   write_side(how, where, top, body);
   memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  IN_PIECES
   for (int t = 0; t < threads; t++) {
     int64_t stop = border(n, CHUNK, t + 1, threads);
     for (int64_t at = border(n, CHUNK, t, threads), end; at < stop; at = end) {
@@ -340,12 +340,12 @@ void words_settle(const rule *how, const place *where, const uint8_t *body, int6
   const int8_t *exponents = (const int8_t *)body;
   if (count >= 0) {
     const uint32_t *words = (const uint32_t *)(body + where->side);
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    IN_PIECES
     for (int64_t i = 0; i < count; i++) settle(how, where, exponents, words[i], r, v);
     return;
   }
   const uint8_t *places = body + where->side;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  IN_PIECES
   for (int t = 0; t < threads; t++) {
     uint8_t codes[CHUNK];
     int64_t stop = border(where->size, CHUNK, t + 1, threads);
@@ -388,7 +388,7 @@ int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_
   }
   if (falls) threads = 1; /* nobody here writes such: one walk over all, for each rank */
   int64_t grain = falls ? where->size : TILE;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  IN_PIECES
   for (int t = 0; t < threads; t++) {
     int64_t stop = border(where->size, grain, t + 1, threads);
     for (int64_t at = border(where->size, grain, t, threads); at < stop; at += grain) {
@@ -432,7 +432,7 @@ FAST static void add_signs_of(float *room, const uint8_t *codes, int64_t n, floa
 /* The same of places. */
 void words_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
                       int64_t ranks, const float *weights, float *room, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  IN_PIECES
   for (int t = 0; t < threads; t++) {
     uint8_t codes[CHUNK];
     int64_t stop = border(where->size, CHUNK, t + 1, threads);

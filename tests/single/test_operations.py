@@ -505,6 +505,7 @@ def test_a_build_that_fails_says_why(elsewhere, monkeypatch):
         "native.c",
         "native_tensorflow.cc",
         "passes.h",
+        "pieces.h",
         "walks.h",
         "words.c",
     ]

@@ -17,6 +17,7 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import QUANTIZED
+from tests.passes import NATIVE, assert_alike, threads
 
 FAST = settings(max_examples=30, deadline=None)
 SHAPES = ((40, 7), (13,), (70, 3, 3), (1000,))
@@ -37,7 +38,7 @@ def noise(layout, seed, ranks, steps=1):
     return [
         [
             world.flat(
-                [torch.randn(s, generator=generator) * (i + 1) for i, s in enumerate(SHAPES)]
+                [torch.randn(s, generator=generator) * (i + 1) for i, s in enumerate(layout.shapes)]
             )
             for _ in range(ranks)
         ]
@@ -222,6 +223,36 @@ def test_native_and_composite_verbs_agree(compressor):
         assert torch.equal(own(layout, totals[0]), own(layout, totals[1]))
         for a, b in zip(*(world.traffic for world in worlds)):
             assert all(torch.equal(x.tensor, y.tensor) for x, y in zip(a, b))
+
+
+@NATIVE
+@pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
+@given(
+    shapes=st.lists(st.sampled_from([(1,), (700,), (65, 31), (300, 50)]), min_size=1, max_size=4),
+    count=st.integers(2, 5),
+    seed=st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=10)
+def test_threads_cut_a_bucket_alike(compressor, shapes, count, seed):
+    """Borders of pieces lie within groups, and there are more threads than groups."""
+    layout = layout_of(shapes)
+    one, other = (World(compressor, TorchOps(), layout, 3) for _ in range(2))
+    for given_ in noise(layout, seed, 3, steps=3):
+        with threads(1):
+            totals = one.step(given_)
+        with threads(count):
+            assert all(map(torch.equal, totals, other.step(given_)))
+        assert_alike(one, other)
+
+
+@NATIVE
+def test_the_checksum_of_much_is_that_of_one_thread():
+    data = torch.randint(0, 256, (5_000_004,), dtype=torch.uint8)
+    sums = []
+    for count in (1, 2, 5):
+        with threads(count):
+            sums.append(int(TorchOps().weighted_sum(data)))
+    assert sums == sums[:1] * 3
 
 
 def test_bytes_of_an_element():

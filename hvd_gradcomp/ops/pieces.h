@@ -1,0 +1,22 @@
+/* How what is written in C uses a processor: its vectors, and several threads. */
+#ifndef HVD_GRADCOMP_PIECES_H
+#define HVD_GRADCOMP_PIECES_H
+
+#include <stdint.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FAST
+#endif
+
+/* What follows is a loop over pieces, of which each is one thread's. */
+#define IN_PIECES _Pragma("omp parallel for num_threads(threads) if (threads > 1) schedule(static)")
+
+/* Where piece t of `pieces` begins; a multiple of `grain`, and the end for the last. */
+static int64_t border(int64_t n, int64_t grain, int t, int pieces) {
+  int64_t grains = (n + grain - 1) / grain, at = grains * t / pieces * grain;
+  return at < n ? at : n;
+}
+
+#endif
