@@ -83,6 +83,10 @@ class Ladder:
 
         The state may be that of a longer ladder: of fewer ranks, or of another phase.
         """
+        if ops.climb is not None:
+            numbers = ops.climb(self.capacities, PATIENCE, state)
+            rung, capacity, dense, calm, peak, changes = numbers
+            return Rung(rung, capacity, dense), LadderState(rung, calm, peak, state.needed, changes)
         last, calm, peak, needed, changes = (ops.staged(x) for x in state)
         last, peak = (ops.pick(x > self.top, self.top, x) for x in (last, peak))
         demand = ops.bisect(self.capacities, needed)

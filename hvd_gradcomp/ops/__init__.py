@@ -47,10 +47,12 @@ class Ops(Composites, ABC):
         word_passes: `passes.WordPasses`, or the like of another framework; None where there are
             none.
         largest_passes: the same of `passes.LargestPasses`.
+        climb: what `Ladder.climb` does, at once; None where there is no better way than its verbs.
     """
 
     dynamic_shapes: bool
     word_passes: Any = None
+    climb: Any = None
     largest_passes: Any = None
 
     # -- making ------------------------------------------------------------------------------

@@ -186,6 +186,20 @@ REGISTER_OP("GradcompAddSigns")
     .Attr("from_zero: bool")
     .SHAPE(c->set_output(0, c->input(0)));
 
+// `Ladder.climb`; the state is that of `LadderState`.
+REGISTER_OP("GradcompClimb")
+    .Input("state: fields * int64")
+    .Output("rung: int64")
+    .Output("capacity: int64")
+    .Output("dense: bool")
+    .Output("calm: int64")
+    .Output("peak: int64")
+    .Output("changes: int64")
+    .Attr("fields: int >= 5")
+    .Attr("capacities: list(int)")
+    .Attr("patience: int >= 1")
+    .SHAPE(for (int i = 0; i < c->num_outputs(); i++) c->set_output(i, c->Scalar()));
+
 // What all passes know of their bucket.
 #define BUCKET Attr("sizes: list(int)").Attr("block_bits: int >= 0").Attr("size: int >= 1")
 
@@ -686,6 +700,48 @@ class AddSigns : public OverGroups {
   bool from_zero_ = false;
 };
 
+class Climb : public OpKernel {
+ public:
+  explicit Climb(OpKernelConstruction *c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("capacities", &capacities_));
+    OP_REQUIRES_OK(c, c->GetAttr("patience", &patience_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    int64_t state[5], top = static_cast<int64_t>(capacities_.size()), demand = 0;
+    for (int i = 0; i < 5; i++) {
+      OP_REQUIRES(c, c->input(i).dims() == 0, InvalidArgument("the state is five numbers"));
+      state[i] = c->input(i).scalar<int64_t>()();
+    }
+    int64_t last = Within(state[0], top), calm = state[1], peak = Within(state[2], top);
+    for (int64_t capacity : capacities_) demand += capacity < state[3];
+    bool below = demand < last;
+    calm = below ? calm + 1 : 0;
+    peak = !below ? 0 : demand > peak ? demand : peak;
+    bool rested = calm >= patience_;
+    int64_t rung = rested ? peak : below ? last : demand;
+    Set(c, 0, rung);
+    Set(c, 1, rung < top ? capacities_[static_cast<size_t>(rung)] : 0);
+    Set(c, 2, rung == top);
+    Set(c, 3, rested ? 0 : calm);
+    Set(c, 4, rested ? 0 : peak);
+    Set(c, 5, state[4] + (rung != last));
+  }
+
+ private:
+  static int64_t Within(int64_t rung, int64_t top) { return rung < 0 ? 0 : rung < top ? rung : top; }
+
+  template <typename T>
+  static void Set(OpKernelContext *c, int index, T number) {
+    Tensor *out = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(index, TensorShape({}), &out));
+    out->scalar<T>()() = number;
+  }
+
+  std::vector<int64_t> capacities_;
+  int64_t patience_ = 1;
+};
+
 // Base of what is done to a bucket of `size` elements, in which each layer begins with a block.
 class OfBucket : public OpKernel {
  public:
@@ -1091,6 +1147,7 @@ ON_CPU(EncodeLevels);
 ON_CPU(AddLevels);
 ON_CPU(EncodeSigns);
 ON_CPU(AddSigns);
+ON_CPU(Climb);
 ON_CPU(WriteWords);
 ON_CPU(AddWords);
 ON_CPU(WriteLargest);

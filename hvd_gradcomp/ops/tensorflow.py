@@ -378,6 +378,15 @@ class TensorFlowOps(Ops):
     def settled(self) -> Any:
         return tf.reduce_all(tf.stack(self.verdicts)) if self.verdicts else True
 
+    @property
+    def climb(self) -> Any:
+        """In a graph one operation in place of sixty."""
+        return None if self.native is None or tf.executing_eagerly() else self._climb
+
+    def _climb(self, capacities: Sequence[int], patience: int, state: Sequence[Tensor]) -> Any:
+        assert self.native is not None
+        return self.native.gradcomp_climb(list(state), capacities=capacities, patience=patience)
+
     # -- buckets -------------------------------------------------------------------------------
 
     def flatten(self, layout: Layout, values: Sequence[Tensor | None], dtype: str) -> Tensor:

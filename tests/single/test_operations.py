@@ -17,7 +17,7 @@ from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.bands import Band, Bands
 from hvd_gradcomp.cli import doctor
 from hvd_gradcomp.codecs.largest import Scope
-from hvd_gradcomp.ladder import Rung
+from hvd_gradcomp.ladder import PATIENCE, Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import PayloadError, building
 from hvd_gradcomp.ops.composites import Field
@@ -404,6 +404,23 @@ def test_passes_refuse_what_does_not_fit():
     for given_ in ((body[:, :-4], weights, r), (body, noise(1, 2), r), (body, weights, r[:-1])):
         with pytest.raises(tf.errors.InvalidArgumentError):
             passes.add(layout, form, *given_)
+
+
+@built
+@given(
+    capacities=st.lists(st.integers(1, 50), max_size=6, unique=True).map(sorted),
+    state=st.tuples(*[st.integers(0, n) for n in (9, 20, 9, 60, 100)]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_ladder_is_climbed_alike(capacities, state):
+    ladder = Ladder(capacities)
+    given_ = LadderState(*(tf.constant(x, tf.int64) for x in state))
+    room, after = ladder.climb(verbs(), given_)
+    rung, capacity, dense, calm, peak, changes = TensorFlowOps()._climb(
+        capacities, PATIENCE, given_
+    )
+    assert (room.index, room.capacity, room.dense) == (rung, capacity, dense)
+    assert (after.calm, after.peak, after.changes) == (calm, peak, changes)
 
 
 @given(
