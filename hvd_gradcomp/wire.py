@@ -159,7 +159,7 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
     if intact is not None:
         intact = intact & finite
     header = expected._replace(sent=words[:, 4], wanted=words[:, 5], intact=intact)
-    return header, cut(buffers)[1]
+    return header, bodies_of(buffers)
 
 
 def examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,9 +171,9 @@ def examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tenso
     return intact, words[:, 6] == 0
 
 
-def cut(buffers: Tensor) -> tuple[Tensor, Tensor]:
-    """Headers [world, 32] and bodies [world, bytes]."""
-    return buffers[:, :HEADER_BYTES], buffers[:, HEADER_BYTES:]
+def bodies_of(buffers: Tensor) -> Tensor:
+    """What follows the headers; [world, bytes]."""
+    return buffers[:, HEADER_BYTES:]
 
 
 def _examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, list[Tensor]]:

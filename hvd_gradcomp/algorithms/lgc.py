@@ -760,7 +760,7 @@ class LGCCompressor(MomentumCorrected):
         )
         verdict = ops.where(finite, _FINE, _NOT_FINITE)
         verdict = ops.where(whole > 0, verdict, _DAMAGED)
-        _, bodies = wire.cut(workers)
+        bodies = wire.bodies_of(workers)
         payload = wire.unpack_body(ops, self.innovation_parts(layout), bodies)
         losses = ops.reshape(payload.pop("loss"), (-1,))
         values = ops.reshape(payload.pop("values"), (ranks, self.innovations(layout)))
@@ -770,7 +770,7 @@ class LGCCompressor(MomentumCorrected):
             )
             for rank in range(ranks)
         ]
-        _, body = wire.cut(extra)
+        body = wire.bodies_of(extra)
         code_parts = wire.unpack_body(ops, self.code_parts(layout), body)
         code_parts = {name: part[0] for name, part in code_parts.items()}
         places = ops.sort(self.coding.decode(ops, layout, code_parts, capacity))
