@@ -315,6 +315,18 @@ uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads) {
   return sum;
 }
 
+/* Whether there is neither a NaN nor an infinity. */
+FAST int all_finite(const float *x, int64_t n) {
+  int32_t most = 0; /* beyond the largest finite magnitude, as bits, lie those */
+  for (int64_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  return most < 0x7f800000;
+}
+
 /* -- sums and extremes of groups ------------------------------------------------------------- */
 
 /* x[0..n) is folded in halves, in place; the sum is x[0]. */

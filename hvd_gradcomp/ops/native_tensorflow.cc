@@ -23,6 +23,7 @@ struct band {
 };
 void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
 void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
+int all_finite(const float *x, int64_t n);
 uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads);
 void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
@@ -99,6 +100,11 @@ REGISTER_OP("GradcompWeightedSum")
     .SHAPE(ShapeHandle rows = c->UnknownShape(); ShapeHandle x = c->input(0);
            if (c->RankKnown(x) && c->Rank(x) >= 1) (void)c->Subshape(x, 0, -1, &rows).ok();
            c->set_output(0, rows));
+
+REGISTER_OP("GradcompFinite")
+    .Input("x: float")
+    .Output("finite: bool")
+    .SHAPE(c->set_output(0, c->Scalar()));
 
 REGISTER_OP("GradcompFrame")
     .Input("words: int64")
@@ -388,6 +394,17 @@ class WeightedSum : public OpKernel {
     if (!c->status().ok()) return;
     for (int64_t row = 0; row < rows.num_elements(); row++)
       out[row] = weighted_sum(from + row * words, words, 1);
+  }
+};
+
+class Finite : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext *c) override {
+    Tensor *out = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({}), &out));
+    out->scalar<bool>()() = all_finite(Floats(c->input(0)), c->input(0).NumElements());
   }
 };
 
@@ -1138,6 +1155,7 @@ class Cut : public InPieces {
 ON_CPU(BitPlanes);
 ON_CPU(FromBitPlanes);
 ON_CPU(WeightedSum);
+ON_CPU(Finite);
 ON_CPU(Frame);
 ON_CPU(Examine);
 ON_CPU(Key);

@@ -225,7 +225,10 @@ class TensorFlowOps(Ops):
         return self.nonzero(tf.reshape((magnitude >= bound[:, None]) & (magnitude > 0), (-1,)))
 
     def finite(self, x: Tensor) -> Any:
-        finite = tf.reduce_all(tf.math.is_finite(x))
+        if self.native is not None and x.dtype == tf.float32:
+            finite = self.native.gradcomp_finite(x)
+        else:
+            finite = tf.reduce_all(tf.math.is_finite(x))
         return bool(finite) if tf.executing_eagerly() else finite
 
     def nonzero(self, mask: Tensor) -> Tensor:

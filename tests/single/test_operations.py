@@ -158,6 +158,16 @@ def test_frames(rows, words, count, damaged, seed):
 
 
 @built
+@pytest.mark.parametrize("shape", [(0,), (1,), (1000,), (33, 7)])
+@pytest.mark.parametrize("what", [1.0, 3.4028235e38, float("nan"), -float("nan"), float("-inf")])
+def test_finiteness(shape, what):
+    x = np.full(shape, -3.4e38, np.float32)
+    x.flat[-1:] = what
+    agree(lambda ops, x: tf.constant(ops.finite(x)), tf.constant(x), graph=False)
+    assert TensorFlowOps().finite(tf.constant(x)) == (bool(np.isfinite(x).all()))
+
+
+@built
 @FEW
 @given(st.integers(0, 1 << 40), st.integers(0, (1 << 32) - 1))
 def test_keys(step, salt):
