@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hvd_gradcomp.ops.torch import TorchOps
 
 
-_BEYOND = -2  # in walks.h
+_BEYOND = -2  # in passes.h
 
 
 class Passes:
@@ -224,7 +224,7 @@ class LargestPasses(Passes):
 
 
 class _Rule(ctypes.Structure):
-    """`rule` in words.c."""
+    """`rule` in passes.h."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("ambiguity", "large", "powers")),
@@ -234,7 +234,7 @@ class _Rule(ctypes.Structure):
 
 
 class _Place(ctypes.Structure):
-    """`place` in words.c."""
+    """`place` in passes.h."""
 
     _fields_ = [
         ("layer_of_block", ctypes.c_void_p),
@@ -246,7 +246,7 @@ class _Place(ctypes.Structure):
 
 
 class _Collecting(ctypes.Structure):
-    """`collecting` in largest.c."""
+    """`collecting` in passes.h."""
 
     _fields_ = [
         ("momentum", ctypes.c_float),
@@ -256,7 +256,7 @@ class _Collecting(ctypes.Structure):
 
 
 class _Scope(ctypes.Structure):
-    """`scope` in largest.c."""
+    """`scope` in passes.h."""
 
     _fields_ = [
         ("where", _Place),
@@ -267,13 +267,13 @@ class _Scope(ctypes.Structure):
 
 
 class _Elements(ctypes.Structure):
-    """`elements` in largest.c."""
+    """`elements` in passes.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("index", "bits", "count")]
 
 
 class _Form(ctypes.Structure):
-    """`form` in largest.c."""
+    """`form` in passes.h."""
 
     _fields_ = [
         (name, ctypes.c_int64)
