@@ -105,18 +105,26 @@ class EGCCompressor(MomentumCorrected):
 
 
 def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> Tensor:
-    """Bits of each layer's histogram over equal bins between its extremes; float64 [layers]."""
-    table, block = ops.table(layout, "layer_of_block"), layout.block
-    layers = len(layout.names)
-    number = ops.arange(layout.size) - _of_blocks(
-        ops, layout, ops.gather(ops.words(layout.offsets), table)
-    )
-    own = number < _of_blocks(ops, layout, ops.gather(ops.words(layout.sizes), table))
+    """Bits of each layer's histogram over equal bins between its extremes; float64 [layers].
+
+    Padding is zero: it is taken out of the few blocks that have some, and of what was counted.
+    """
+    table, block, layers = ops.table(layout, "layer_of_block"), layout.block, len(layout.names)
+    last = layout.size // block - 1
+    ends = [(o + size - 1) // block for o, size in zip(layout.offsets, layout.sizes)]
+    used = [o + size - block * end for o, size, end in zip(layout.offsets, layout.sizes, ends)]
+    if ends[-1] != last:  # the sink's own block
+        ends, used = [*ends, last], [*used, 0]
+    edge = ops.reshape(ops.words(ends), (-1, 1))
+    elements = ops.arange(block)
+    own = elements < ops.reshape(ops.words(used), (-1, 1))
 
     def largest(x: Tensor) -> Tensor:
         """Of each layer; the bits of a float32 order like integers, once their sign is folded."""
-        rows = ops.reshape(ops.where(own, x, float("-inf")), (-1, block))
-        bits = ops.float_bits(ops.max(rows, -1))
+        cut = ops.gather(x, ops.reshape(edge * block + elements, (-1,)))
+        cut = ops.where(own, ops.reshape(cut, (-1, block)), float("-inf"))
+        most = ops.max(ops.reshape(x, (-1, block)), -1)
+        bits = ops.float_bits(ops.put(most, ops.words(ends), ops.max(cut, -1)))
         folded = ops.where(bits >= 1 << 31, (1 << 32) - 1 - bits, bits + (1 << 31))
         top = ops.segment_max(folded, table, layers)
         return ops.bits_float(ops.where(top >= 1 << 31, top - (1 << 31), (1 << 32) - 1 - top))
@@ -126,22 +134,19 @@ def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> 
     step = ops.where(span > 0, bins / ops.where(span > 0, span, 1.0), 0.0)
     rows = ops.reshape(gradient, (-1, block)) - ops.reshape(ops.gather(low, table), (-1, 1))
     place = ops.scale(rows, ops.reshape(ops.gather(step, table), (-1, 1)))  # [blocks, block]
-    own = ops.reshape(own, (-1, block))
+    place_of_zero = ops.scale(0.0 - low, step)  # [layers]
     sizes = ops.words(layout.sizes)
+    starts = [offset // block for offset in layout.offsets]
+    padding = ops.words([block * (b - a) for a, b in zip(starts, [*starts[1:], last + 1])]) - sizes
     above, entropy = sizes, ops.cast(sizes * 0, "float64")
     for upper in range(1, bins + 1):
         if upper < bins:
-            flags = ops.cast((place >= upper) & own, "int64")
-            beyond = ops.segment_sum(ops.sum(flags, -1), table, layers)
+            flags = ops.cast(place >= upper, "float32")  # whose sums over a block are exact
+            beyond = ops.segment_sum(ops.cast(ops.sum(flags, -1), "int64"), table, layers)
+            beyond = beyond - padding * ops.cast(place_of_zero >= upper, "int64")
         else:
             beyond = sizes * 0
         share = ops.cast(above - beyond, "float64") / ops.cast(sizes, "float64")
         entropy = entropy - share * ops.log2(ops.maximum(share, 1e-300))
         above = beyond
     return entropy
-
-
-def _of_blocks(ops: Ops, layout: Layout, values: Tensor) -> Tensor:
-    """For each element the value of its block."""
-    none = ops.full((1, layout.block), 0)
-    return ops.reshape(ops.reshape(values, (-1, 1)) + none, (layout.size,))

@@ -17,6 +17,7 @@ from hvd_gradcomp import (
     ScaleComCompressor,
     SparseGDCompressor,
 )
+from hvd_gradcomp.algorithms.egc import entropy_of_layers
 from hvd_gradcomp.codecs.indices import CODINGS
 from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.layout import Layout
@@ -277,6 +278,27 @@ def test_entropy_says_how_much_is_sent():
     share = 0.01
     entropy = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
     assert world.states[0].sent.tolist() == [100, round(100 * entropy), 1]
+
+
+@FAST
+@given(
+    st.lists(st.sampled_from([1, 2, 255, 256, 257, 511, 512, 700]), min_size=1, max_size=4),
+    st.integers(2, 9),
+    st.sampled_from([-3.0, 0.0, 3.0]),
+    st.integers(0, 99),
+)
+def test_entropy_is_that_of_the_elements_without_padding(sizes, bins, shift, seed):
+    layout = Layout(tuple(map(str, range(len(sizes)))), tuple((size,) for size in sizes))
+    random, gradient, bits = np.random.default_rng(seed), torch.zeros(layout.size), []
+    for offset, size in zip(layout.offsets, sizes):
+        x = (random.standard_normal(size) + shift).astype(np.float32)
+        gradient[offset : offset + size] = torch.from_numpy(x)
+        span = x.max() - x.min()
+        place = np.floor((x - x.min()) * (np.float32(bins) / (span if span else 1)))
+        share = np.bincount(np.minimum(place, bins - 1).astype(int)) / size
+        bits.append(-sum(p * math.log2(p) for p in share if p))
+    found = entropy_of_layers(TorchOps(), layout, gradient, bins)
+    assert found.tolist() == pytest.approx(bits, abs=1e-9)
 
 
 def test_a_warm_up_sends_less_and_less():
