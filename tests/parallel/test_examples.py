@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parallel
 
 def run(*command: str) -> str:
     full = [*HOROVODRUN, "--gloo", "-np", "2", sys.executable, "-m", *command]
-    done = subprocess.run(full, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(full, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
