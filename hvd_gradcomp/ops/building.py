@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NATIVE = ("native.c", "words.c", "largest.c")
-HEADERS = ("passes.h", "pieces.h", "walks.h")
+HEADERS = ("native.h", "passes.h", "pieces.h", "walks.h")
 OPERATIONS = "native_tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

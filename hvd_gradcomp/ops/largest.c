@@ -3,6 +3,7 @@
  * A group is a layer, or the model. Every result equals that of the verbs to the bit, whatever the
  * number of threads; see words.c.
  */
+#include "native.h"
 #include "walks.h"
 
 #define SMALL 4096       /* a group up to here is not sampled */

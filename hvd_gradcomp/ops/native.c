@@ -3,14 +3,13 @@
  * Every result equals the composite's to the bit: the same operations in the same order, no fused
  * multiply-add (compiled with -ffp-contract=off), sums folded in halves. No Python, no framework;
  * ops/native.py calls this through ctypes.
- *
- * A band is {start, rows, length}: `rows` groups of `length` neighbours each, see bands.py.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "native.h"
 #include "pieces.h"
 
 #define GROUP 32
@@ -18,13 +17,8 @@
 #define TINY 0x1p-100f
 #define MANY (1 << 18) /* words, from which on threads pay */
 
-typedef struct {
-  int64_t start, rows, length;
-} band;
-
 /* -- momentum ------------------------------------------------------------------------------ */
 
-/* r0 may be r, and u0 u: nothing else overlaps. */
 FAST void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g,
                        int64_t n, float momentum, int nesterov) {
 #pragma GCC ivdep

@@ -16,27 +16,8 @@
 #include "tensorflow/core/framework/tensor_util.h"
 
 extern "C" {
+#include "native.h"
 #include "passes.h"
-
-struct band {
-  int64_t start, rows, length;
-};
-void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
-void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
-int all_finite(const float *x, int64_t n);
-uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads);
-void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
-int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
-void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
-                   int bits, uint32_t key1, uint32_t key2, uint32_t *words, int threads);
-void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
-                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
-                int64_t scale_stride, int bits, const float *weights, int threads);
-int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
-                 float *below, uint32_t *words, int threads);
-void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
-               int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
-               const float *below, int64_t mean_stride, const float *weights, int threads);
 }
 
 namespace {

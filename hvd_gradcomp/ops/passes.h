@@ -80,8 +80,4 @@ void largest_settle(const collecting *how, const place *where, const form *as, c
 int largest_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
                 int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads);
 
-/* In native.c: u = momentum * u0 + g, r = r0 + u, or a step ahead. r0 may be r, and u0 u. */
-void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g, int64_t n,
-                  float momentum, int nesterov);
-
 #endif

@@ -530,6 +530,7 @@ def test_a_build_that_fails_says_why(elsewhere, monkeypatch):
     assert sorted(p.name for p in elsewhere.iterdir()) == [
         "largest.c",
         "native.c",
+        "native.h",
         "native_tensorflow.cc",
         "passes.h",
         "pieces.h",

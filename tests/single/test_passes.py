@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.collectives import Allgather
-from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building, passes
 from hvd_gradcomp.testing import World
 from hvd_gradcomp.wire import HEADER_BYTES
 from tests.methods import WORDS
@@ -153,3 +157,35 @@ def test_a_rule_is_not_inherited_by_another_gate():
 
     assert StromCompressor().rule is not None
     assert Other().rule is None
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no compiler")
+def test_what_c_and_python_hand_each_other_has_one_shape(tmp_path):
+    shapes = {
+        "rule": passes._Rule,
+        "place": passes._Place,
+        "collecting": passes._Collecting,
+        "scope": passes._Scope,
+        "elements": passes._Elements,
+        "form": passes._Form,
+    }
+    lines = [
+        f'printf("{name} {field} %zu\\n", offsetof({name}, {field}));'
+        for name, shape in shapes.items()
+        for field, _ in shape._fields_
+    ]
+    lines += [f'printf("{name} whole %zu\\n", sizeof({name}));' for name in shapes]
+    lines.append('printf("beyond is %d\\n", BEYOND);')
+    source = tmp_path / "shapes.c"
+    heads = '#include <stddef.h>\n#include <stdio.h>\n#include "passes.h"\n'
+    source.write_text(f"{heads}int main(void) {{\n{''.join(lines)}\nreturn 0;\n}}\n")
+    program = tmp_path / "shapes"
+    subprocess.run(["gcc", f"-I{building.HERE}", source, "-o", program], check=True)
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    expected = [
+        f"{name} {field} {getattr(shape, field).offset}"
+        for name, shape in shapes.items()
+        for field, _ in shape._fields_
+    ]
+    expected += [f"{name} whole {ctypes.sizeof(shape)}" for name, shape in shapes.items()]
+    assert said.splitlines() == [*expected, f"beyond is {passes._BEYOND}"]
