@@ -124,7 +124,7 @@ class Composites:
 
     def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
         """Of words, each times 2 * place + 1, and a body; or of rows of both."""
-        weights = self.arange(words.shape[-1]) * 2 + 1
+        weights = self.arange(self.length(words)) * 2 + 1
         return (self.sum(words * weights, -1) + self.weighted_sum(body)) % (1 << 32)
 
     # -- random numbers ----------------------------------------------------------------------

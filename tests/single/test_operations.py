@@ -56,6 +56,12 @@ def agree(function, *arguments, graph=True):
             assert mine.numpy().tobytes() == theirs.numpy().tobytes()
 
 
+def test_a_checksum_of_unknown_length_needs_no_operation():
+    given_ = tf.constant([[1, 2, 3]], tf.int64), tf.constant([[4, 5, 6, 7]], tf.uint8)
+    unknown = given_as_unknown(lambda *a: verbs().checksum(*a), given_)
+    assert unknown.numpy() == verbs().checksum(*given_).numpy()
+
+
 @st.composite
 def grouped(draw):
     """Bands, and how many elements there are: with gaps, and what is in no band at the end."""
