@@ -54,7 +54,11 @@ class QuantizedCompressor(Compressor):
 
     @abstractmethod
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The groups of a layer, in order, as (how many, elements of each)."""
+        """The groups of a layer, in order, as (how many, elements of each).
+
+        Args:
+            shape: with the outputs first, however the framework stores it.
+        """
 
     @abstractmethod
     def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
@@ -211,7 +215,7 @@ class LevelsCompressor(QuantizedCompressor):
 @lru_cache(maxsize=256)
 def _bands_of(codec: QuantizedCompressor, layout: Layout) -> Bands:
     bands: list[Band] = []
-    for offset, shape in zip(layout.offsets, layout.shapes):
+    for offset, shape in zip(layout.offsets, layout.outputs_first):
         for count, length in codec.rows(shape):
             bands.append(Band(offset, count, length))
             offset += count * length
