@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     TITLES,
@@ -358,24 +359,28 @@ def microbatch_gradients(
     """Loss, gradients and second moments of a batch that is cut into equal micro-batches.
 
     With `c_j` what micro-batch j contributes to the gradient `g`, and `B` samples in all, the
-    moment is `sum_j c_j**2 - g**2 * (1/passes - 1/B)`, not below 0: the unbiased estimate of the
-    sum over samples.
+    moment is `a * sum_j c_j**2 + (1 - a) * g**2`, `a = (1 - 1/B) / (1 - 1/passes)`. For samples
+    that are drawn independently its expectation is that of the sum over samples (Tsuzuku et al.
+    2018, Algorithm 1) of what each contributes, squared. It is never negative, but for rounding.
 
     Args:
         loss: `loss(*pieces)`, a mean over the samples of a piece.
         sources: the variables.
         batch: tensors whose first axis counts the samples, a multiple of `passes`.
-        passes: how many micro-batches; the more, the sharper the moments and the slower the step.
+        passes: how many micro-batches, at least 2; the more, the sharper the moments and the
+            slower the step.
 
     Returns:
-        (mean loss, gradients, moments); the last two in the order of `sources`. Hand the moments
-        to `DistributedGradientTape(..., moments=moments)`, or use `reduce_gradients`.
+        (mean loss, gradients, moments); the last two in the order of `sources`, in their shapes and
+        dtypes. Hand the moments to `DistributedGradientTape(..., moments=moments)`, or use
+        `reduce_gradients`.
+
+    Raises:
+        ValueError: `passes` is less than 2.
     """
     if passes < 2:
         raise ValueError(f"passes must be at least 2, got {passes}")
     pieces = [tf.split(x, passes) for x in batch]
-    samples = batch[0].shape[0]
-    share = 1.0 / passes - (1.0 / samples if samples else 0.0)
     total, gradients, squares = 0.0, None, None
     for piece in zip(*pieces):
         with tf.GradientTape() as tape:
@@ -388,7 +393,11 @@ def microbatch_gradients(
             gradients = [a + g for a, g in zip(gradients, found)]
             squares = [s + g * g for s, g in zip(squares, found)]
     assert gradients is not None and squares is not None
-    moments = [tf.maximum(s - g * g * share, 0.0) for s, g in zip(squares, gradients)]
+    weight = weight_of_passes(passes, tf.cast(tf.shape(batch[0])[0], tf.float64))
+    moments = []
+    for square, g in zip(squares, gradients):
+        a = tf.cast(weight, g.dtype)
+        moments.append(tf.maximum(a * square + (1 - a) * g * g, 0))
     return total, gradients, moments
 
 
