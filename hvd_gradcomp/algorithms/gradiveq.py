@@ -20,6 +20,8 @@ from hvd_gradcomp.aggregator import Compressor, Context, Program
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
 from hvd_gradcomp.codecs.pca import components, dimension
+from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
+from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.collectives import Allreduce, Broadcast, Switch
 from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.layout import Layout
@@ -142,7 +144,8 @@ class GradiVeQCompressor(Compressor):
         feedback: keep on each rank what its projection left out, `r`, and add `4 / compress_steps`
             of `r` to each gradient that is compressed. Since a basis never takes what it leaves
             out, `r` grows through a cycle and drains into the next one's basis; all of it at once
-            would throw the model off. Sampling leaves `r` alone.
+            would throw the model off. Sampling sends nothing of `r`; what QSGD's or TernGrad's codes
+            miss there is added to it (what FP16 rounds off is not).
 
     Differs from the paper: the loss is measured by bucket; one rank computes the basis, so that all
     have the same bits; feedback (off by default). Weights of transposed convolutions are cut as if
@@ -336,9 +339,14 @@ class GradiVeQCompressor(Compressor):
         return (yield Switch(phase, (whole, sample, learn, compress)))
 
     def _whole(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
-        total, inner = yield from self.between.aggregate(ops, context, gradient, state.sampling)
-        sent = state.sent + ops.words(context.layout.sizes)
-        return total, state._replace(sampling=inner, sent=sent)
+        between = self.between
+        state = state._replace(sent=state.sent + ops.words(context.layout.sizes))
+        if self.feedback and isinstance(between, LevelsCompressor):  # which keeps nothing itself
+            keeping = Keeping(between).aggregate(ops, context, gradient, Residual(state.r))
+            total, kept = yield from keeping
+            return total, state._replace(r=kept.r)
+        total, inner = yield from between.aggregate(ops, context, gradient, state.sampling)
+        return total, state._replace(sampling=inner)
 
     def _recorded(self, ops: Ops, layout: Layout, total: Tensor, row: Any, state: Any) -> Any:
         """The state with the first slice of each group of this step's result."""

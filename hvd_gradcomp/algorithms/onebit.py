@@ -98,7 +98,7 @@ class OneBitCompressor(QuantizedCompressor):
         return ops.add_signs(bands, base, room, codes, above, below, weights)
 
     def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Residual:
-        return Residual(self._less(ops, bands, x, state.r, payload))
+        return Residual(self.less(ops, bands, x, state.r, payload))
 
     def keep_nothing(self, ops: Ops, state: Any) -> Residual:
         return Residual(ops.clear(state.r))
@@ -106,14 +106,7 @@ class OneBitCompressor(QuantizedCompressor):
     def keep_of_sum(
         self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
     ) -> Residual:
-        return Residual(
-            ops.add_slice(state.r, start, self._less(ops, bands, total, total, payload))
-        )
-
-    def _less(self, ops: Ops, bands: Bands, x: Tensor, room: Tensor, payload: Payload) -> Tensor:
-        """What is left of x when the payload is taken off."""
-        one = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
-        return self.add_decoded(ops, bands, x, room, one, ops.full((1,), -1.0, "float32"))
+        return Residual(ops.add_slice(state.r, start, self.less(ops, bands, total, total, payload)))
 
     def inherit(
         self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor
