@@ -46,6 +46,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 from hvd_gradcomp.torch import lending, moments, parameters
+from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.rounds import Rounds
 from hvd_gradcomp.torch.scaling import LossScaling
 
@@ -85,10 +86,6 @@ def _leaving_dense(
         return compressor
     rules = [(assignment.Named(glob.escape(name)), NoneCompressor()) for name in apart]
     return assignment.Partition((*rules, (assignment.Named("*"), compressor)))
-
-
-def _layer(name: str, parameter: torch.nn.Parameter) -> tuple[str, tuple[int, ...], str]:
-    return name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 
 
 @dataclass
@@ -237,7 +234,7 @@ class Engine:
         self.gathered: dict[str, int] = {}  # values of sparse gradients, by the layer's name
         self._agreed = self._judged = False
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
-        self.layers = [_layer(*named) for named in named_parameters]
+        self.layers = layers_of(named_parameters)
         assigned = assignment.assign(compressor, self.layers, self.seat[1])
         self.moments = self._moment_source(
             [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
@@ -322,7 +319,10 @@ class Engine:
         verbs = {device: TorchOps(device) for device in devices}
         ranks = self.seat[1]
         target = self._bucket_bytes or BUCKET_BYTES
-        self.used = [_layer(*named) for named in named_parameters]
+        known = {layer[0]: layer for layer in self.layers}
+        new = layers_of([pair for pair in named_parameters if pair[0] not in known])
+        known |= {layer[0]: layer for layer in new}
+        self.used = [known[name] for name, _ in named_parameters]
         there = {name for bucket in placed for name in bucket.layout.names}
         left_out = [place for place, layer in enumerate(self.used) if layer[0] in there]
         plan = assignment.plan(self.compressor, self.used, target, devices, left_out, ranks)
@@ -416,7 +416,7 @@ class Engine:
             bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
         self._named = everything
         self._name_of.update((p, name) for name, p in named_parameters)
-        self.layers += [_layer(*named) for named in named_parameters]
+        self.layers += self.used[len(self.used) - len(named_parameters) :]
         self._settle_on([*self.buckets, *new])
         self._watch(new)
         self._agreed = False
