@@ -133,7 +133,8 @@ class GradiVeQCompressor(Compressor):
     Args:
         slice_size: elements of a slice; None takes `filters * depth` if that is at most `max_slice`
             and not the whole layer (a 1x1 kernel), else the largest multiple of the filters that
-            is at most `max_slice`; shorter where a basis would have fewer samples than dimensions.
+            is at most `max_slice`; shorter, down to the filters, where a basis would have fewer
+            samples than dimensions.
             Of a layer with fewer elements, all.
         max_slice: see there. Larger finds more correlation and costs more: time in proportion,
             state with the square.
@@ -308,12 +309,13 @@ class GradiVeQCompressor(Compressor):
             most = filters * depth
         elif filters <= most:
             most = most // filters * filters
+        length = 1
         for length in range(most, 0, -min(filters, most)):
             count = -(-size // length)
             samples = self.sample_steps * min(self.reuse or count, count)
             if samples > self.asked(length):
-                return length
-        return max(most, 1)
+                break
+        return length
 
     @property
     def cycle_steps(self) -> int:

@@ -115,11 +115,10 @@ class GradiVeQ:
         else:
             most = min(self.max_slice, size)
             length = most // F * F or most
-        first = length
         while self.sample_steps * self.sharing(-(-size // length)) <= self.wanted(length):
+            if length <= F:
+                break
             length -= F  # shorter slices, of which there are more, until there are enough samples
-            if length <= 0:
-                return first
         return length
 
     def sharing(self, slices):
