@@ -85,7 +85,7 @@ class Slices(NamedTuple):
         return ops.reshape(flat, (self.slices, self.length))
 
     def joined(self, ops: Ops, slices: Tensor) -> Tensor:
-        """The inverse of `cut`; [size]."""
+        """The inverse of `cut`; [size], or in as many axes, one after another."""
         ordered = ops.reshape(slices, (-1,))[: self.size]
         if not self._turned:
             return ordered
@@ -93,7 +93,7 @@ class Slices(NamedTuple):
         back = [self.order.index(axis) for axis in range(1, len(self.order))]
         rows = ops.reshape(ordered, tuple(self.shape[axis] for axis in self.order))
         rows = ops.reshape(ops.transpose(rows, (*back, len(rest))), (-1, filters))
-        return ops.reshape(ops.transpose(rows, (1, 0)), (self.size,))
+        return ops.transpose(rows, (1, 0))
 
     def _filters_last(self, ops: Ops, flat: Tensor) -> Tensor:
         """The layer in the order of slices. A matrix first, then whole rows: memory is far away."""
@@ -504,7 +504,7 @@ class GradiVeQCompressor(Compressor):
             share = 1.0 / (weight * context.size)
             missed = gradient - self.decode(ops, layout, code, state, share)
             state = state._replace(r=state.r * (1.0 - self.drain) + missed)
-        mean = self.decode(ops, layout, total[:-1], state)
+        mean = self.decode(ops, layout, total[:-1], state, room=gradient)
         sent = state.sent + self._coefficients(ops, layout, state)
         return mean, state._replace(loss=loss, sent=sent)
 
@@ -548,16 +548,27 @@ class GradiVeQCompressor(Compressor):
             mine = slices[first : first + members]
             code = ops.matmul(mine, basis)
             codes.append(ops.reshape(code, (-1,)))
-            whole, beside = ops.inner(mine, mine), ops.inner(ops.sum(mine, 0), offset) * 2.0
+            whole = ops.inner(mine, mine)
+            beside = ops.sum(ops.matmul(mine, ops.transpose(offset, (1, 0)))) * 2.0
             beside = beside - ops.inner(offset, offset) * float(members)
             energy = energy + whole
             lost = lost + ops.maximum(whole - ops.inner(code, code) - beside, 0.0)
         return ops.concat(codes), energy, lost
 
     def decode(
-        self, ops: Ops, layout: Layout, code: Tensor, state: Any, share: float = 1.0
+        self,
+        ops: Ops,
+        layout: Layout,
+        code: Tensor,
+        state: Any,
+        share: float = 1.0,
+        room: Tensor | None = None,
     ) -> Tensor:
-        """What coefficients stand for; with a `share` of the mean's part outside the basis."""
+        """What coefficients stand for; with a `share` of the mean's part outside the basis.
+
+        Args:
+            room: where the result may lie; donating. None for nowhere yet.
+        """
         pieces: list[Any] = []
         rows: list[Any] = []
         done, start = 0, 0
@@ -565,8 +576,8 @@ class GradiVeQCompressor(Compressor):
             members = cut.members(group)
             mine = ops.reshape(code[start : start + members * used], (members, used))
             start = start + members * used
-            back = ops.matmul(mine, ops.transpose(basis, (1, 0)))
-            rows.append(ops.reshape(back + offset * share, (-1,)))
+            back = ops.matmul_plus(mine, ops.transpose(basis, (1, 0)), offset * share)
+            rows.append(ops.reshape(back, (-1,)))
             if group == cut.groups - 1:
                 if cut.start > done:
                     pieces.append(ops.zeros((cut.start - done,)))
@@ -574,7 +585,9 @@ class GradiVeQCompressor(Compressor):
                 rows, done = [], cut.start + cut.size
         if layout.size > done:
             pieces.append(ops.zeros((layout.size - done,)))
-        return ops.concat(pieces)
+        if room is not None:
+            return ops.assemble(room, pieces)
+        return ops.concat([ops.reshape(piece, (-1,)) for piece in pieces])
 
     def _coefficients(self, ops: Ops, layout: Layout, state: Any) -> Tensor:
         """How many each layer sends; int64 [layers]."""
