@@ -30,6 +30,7 @@ from hvd_gradcomp.wrappers import part
 
 _DEFAULT_LOSS = 0.01
 _SAMPLES = 3  # for each dimension, where there are so many
+_FILLED = 1.05  # zeros that fill up the last slice are projected too
 _LEAST_RATIO = 4  # that a loss_threshold has room for at once
 _DRAIN = 4.0  # times that the residual could be sent in a cycle
 SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
@@ -134,7 +135,7 @@ class GradiVeQCompressor(Compressor):
         slice_size: elements of a slice; None takes `filters * depth` if that is at most `max_slice`
             and not the whole layer (a 1x1 kernel), else the largest multiple of the filters that
             is at most `max_slice`; shorter, down to the filters, where a basis would have fewer
-            samples than dimensions.
+            samples than dimensions, or zeros would fill up more than a twentieth.
             Of a layer with fewer elements, all.
         max_slice: see there. Larger finds more correlation and costs more: time in proportion,
             state with the square.
@@ -295,27 +296,28 @@ class GradiVeQCompressor(Compressor):
         depth = shape[order[-2]] if len(shape) > 1 else 1
         length = self._length(filters, depth, size)
         count = -(-size // length)
-        reuse = min(self.reuse or count, count)
+        reuse = max(1, min(self.reuse or count, count))
         rows = self._rows(length, reuse)
         room = self._room(length, rows)
         return Slices(start, size, shape, order, length, count, reuse, rows, room)
 
     def _length(self, filters: int, depth: int, size: int) -> int:
         """Of a layer's slices."""
-        if self.slice_size is not None:
-            return max(1, min(self.slice_size, size))
+        if self.slice_size is not None or not size:
+            return max(1, min(self.slice_size or 1, size))
         most = min(self.max_slice, size)
         if filters * depth < size and filters * depth <= most:
             most = filters * depth
         elif filters <= most:
             most = most // filters * filters
-        length = 1
-        for length in range(most, 0, -min(filters, most)):
-            count = -(-size // length)
-            samples = self.sample_steps * min(self.reuse or count, count)
-            if samples > self.asked(length):
-                break
-        return length
+        lengths = range(most, 0, -min(filters, most))
+        enough = [n for n in lengths if self._samples(-(-size // n)) > self.asked(n)]
+        full = [n for n in enough if -(-size // n) * n <= _FILLED * size]
+        return (full or enough or lengths[-1:])[0]
+
+    def _samples(self, slices: int) -> int:
+        """How many a basis can have in a cycle."""
+        return self.sample_steps * min(self.reuse or slices, slices)
 
     @property
     def cycle_steps(self) -> int:

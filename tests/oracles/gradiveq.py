@@ -115,11 +115,15 @@ class GradiVeQ:
         else:
             most = min(self.max_slice, size)
             length = most // F * F or most
-        while self.sample_steps * self.sharing(-(-size // length)) <= self.wanted(length):
-            if length <= F:
-                break
-            length -= F  # shorter slices, of which there are more, until there are enough samples
-        return length
+        found = shortest = None
+        while length > 0:  # shorter slices, of which there are more, until samples are enough
+            count = -(-size // length)
+            if self.sample_steps * self.sharing(count) > self.wanted(length):
+                found = found or length
+                if count * length <= 1.05 * size:  # and few zeros are needed to fill the last one
+                    return length
+            shortest, length = length, length - F
+        return found or shortest
 
     def sharing(self, slices):
         """How many slices have one compressor."""

@@ -403,6 +403,8 @@ def test_the_ratio_that_was_asked_for_is_done(ratio):
     for one, layout in planned:
         for cut in one.slices(layout):
             assert cut.room == max(1, int(cut.length / ratio)), cut
+            if cut.length % ratio == 0:
+                assert cut.slices * cut.room <= 1.05 * cut.size / ratio, "few zeros are projected"
             filters = cut.shape[0]
             assert cut.length % filters == 0, "gradients of one input stay together"
     assert not worth.warnings(compressor, planned, 2)
