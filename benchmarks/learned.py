@@ -55,8 +55,8 @@ def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
     codes = encode()
 
     def decode() -> None:
-        for (layout, _, state), code in zip(buckets, codes):
-            compressor.decode(ops, layout, code, state)
+        for (layout, gradient, state), code in zip(buckets, codes):
+            compressor.decode(ops, layout, code, state, room=gradient)
 
     def products() -> None:
         for slices, basis in pairs:

@@ -3,12 +3,12 @@
     python -m benchmarks.projection          # digits, the network of examples.pytorch.learned
 
 Trains two ranks in one process without compression, so that bases are judged and not used. After
-`--warmup` steps the mean gradient is sampled for 100 steps, and bases at `--ratio` are made from
-all slices or from the first one of each layer. Then, by age of the basis, the share of the energy
-`||s - s'||^2 / ||s||^2` that is left out of all convolutions: of the ranks' mean gradient with a
-basis for each slice, of the same with one basis a layer, and of one rank's own gradient with one a
-layer. `samples` is the first of these on the samples themselves: what the dimension alone makes
-it.
+`--warmup` steps the mean gradient is sampled for `--samples` steps, and bases at `--ratio` are made
+for each slice, and for each layer from slices in turn. Then, by age of the basis, the share of the
+energy `||s - s'||^2 / ||s||^2` that is left out of all convolutions: of the ranks' mean gradient
+with a basis for each slice, of the same with one basis a layer, and of one rank's own gradient with
+one a layer. `samples` is the first of these on the samples themselves: what the dimension alone
+makes it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from hvd_gradcomp.aggregator import Context
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 
-RANKS, SAMPLES = 2, 100
+RANKS = 2
 AGES = (1, 10, 50, 100, 200, 400)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ratio", type=float, default=8)
+    parser.add_argument("--samples", type=int, default=25)
     parser.add_argument("--max-slice", type=int, default=1024)
     parser.add_argument("--warmup", type=int, nargs="*", default=[20, 200, 600])
     parser.add_argument("--batch-size", type=int, default=32, help="a rank")
@@ -56,7 +57,7 @@ def main() -> None:
         kinds = {
             kind: GradiVeQCompressor(
                 ratio=options.ratio,
-                sample_steps=SAMPLES,
+                sample_steps=options.samples,
                 max_slice=options.max_slice,
                 reuse=reuse,
             )
@@ -86,11 +87,11 @@ def main() -> None:
             return float(lost / energy)
 
         seen = []
-        for step in range(warmup + SAMPLES + AGES[-1]):
+        for step in range(warmup + options.samples + AGES[-1]):
             own = gradients()
             mean = sum(own) / RANKS
-            age = step - warmup - SAMPLES + 1
-            if 0 <= step - warmup < SAMPLES:
+            age = step - warmup - options.samples + 1
+            if 0 <= step - warmup < options.samples:
                 seen.append(mean)
                 for kind, one in kinds.items():
                     states[kind] = one._recorded(ops, layout, mean, step - warmup, states[kind])
@@ -101,7 +102,7 @@ def main() -> None:
                         program.send(next(program).tensor)
                     except StopIteration as stop:
                         states[kind] = stop.value
-                again = sum(left_out("a slice", one) for one in seen) / SAMPLES
+                again = sum(left_out("a slice", one) for one in seen) / options.samples
             if age in AGES:
                 rows.append(
                     {

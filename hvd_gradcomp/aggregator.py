@@ -114,7 +114,11 @@ class Compressor(ABC):
         return False
 
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
-        """About what a layer takes of a payload; None where that depends on the gradients."""
+        """About what a layer takes of a payload; None where that depends on the gradients.
+
+        Args:
+            shape: with the outputs first, as `Layout.outputs_first` has it.
+        """
         del shape
         return None
 

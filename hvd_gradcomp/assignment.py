@@ -24,7 +24,7 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.layers import ROLES, Layer, Traits, traits_of
-from hvd_gradcomp.layout import Layout, plan_buckets
+from hvd_gradcomp.layout import Layout, outputs_first, plan_buckets
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.wrappers import corrected, part
 
@@ -235,12 +235,15 @@ def partition(
     return Partition(tuple(made))
 
 
-def assign(compressor: Compressor, layers: Sequence[Layer], ranks: int = 1) -> list[Compressor]:
+def assign(
+    compressor: Compressor, layers: Sequence[Layer], ranks: int = 1, filters_last: bool = False
+) -> list[Compressor]:
     """The compressor of each layer, by the rules at the head of this file.
 
     Args:
         layers: (name, shape, dtype) in the order of the model.
         ranks: how many exchange.
+        filters_last: see `Layout`.
 
     Raises:
         ValueError: a compressor does not fit the layers or the ranks; or a momentum is to be taken
@@ -255,8 +258,8 @@ def assign(compressor: Compressor, layers: Sequence[Layer], ranks: int = 1) -> l
         )
     momentum, nesterov = correction[0], bool(correction[1])
     assigned = []
-    for (_, shape, _), one in zip(layers, chosen):
-        share = one.layer_bytes(shape)
+    for (name, shape, _), one in zip(layers, chosen):
+        share = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
         if share is not None and share >= 4 * prod(shape):
             one = NoneCompressor()
         assigned.append(corrected(one, momentum, nesterov))
@@ -284,7 +287,7 @@ def plan(
     """
     groups: dict[tuple[Any, Compressor], list[Layer]] = {}
     places = devices or [None] * len(layers)
-    assigned = assign(compressor, layers, ranks)
+    assigned = assign(compressor, layers, ranks, filters_last)
     described = [
         item for place, item in enumerate(zip(layers, assigned, places)) if place not in left_out
     ]

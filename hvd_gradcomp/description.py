@@ -10,7 +10,7 @@ from tabulate import tabulate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.assignment import assign
 from hvd_gradcomp.layers import Layer
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.layout import Layout, outputs_first
 from hvd_gradcomp.worth import at_work, goes_dense
 from hvd_gradcomp.wrappers import MomentumAfter
 
@@ -21,19 +21,22 @@ def describe(
     buckets: int,
     ranks: int = 1,
     moments: Sequence[str] = (),
+    filters_last: bool = False,
 ) -> str:
     """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it.
 
     Args:
         moments: how each layer's second moments are found, for a column more.
+        filters_last: see `Layout`.
     """
     rows: list[tuple[str, ...]] = []
     dense = expected = 0.0
-    assigned = assign(compressor, layers, ranks)
-    whole = {one: _of(one, layers, assigned) for one in dict.fromkeys(assigned)}
+    assigned = assign(compressor, layers, ranks, filters_last)
+    whole = {one: _of(one, layers, assigned, filters_last) for one in dict.fromkeys(assigned)}
     summed = {one for one, layout in whole.items() if goes_dense(at_work(one), layout, ranks)}
     for (name, shape, _), one in zip(layers, assigned):
-        size, share = 4 * prod(shape), one.layer_bytes(shape)
+        size = 4 * prod(shape)
+        share = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
         if share is not None and one in summed:
             share = size
         dense, expected = dense + size, expected + (share or 0.0)
@@ -49,11 +52,13 @@ def describe(
     return tabulate(rows, head, colalign=align)
 
 
-def _of(one: Compressor, layers: Sequence[Layer], assigned: Sequence[Compressor]) -> Layout:
+def _of(
+    one: Compressor, layers: Sequence[Layer], assigned: Sequence[Compressor], filters_last: bool
+) -> Layout:
     """All layers that one compressor takes."""
     mine = [layer for layer, other in zip(layers, assigned) if other == one]
     names, shapes, _ = zip(*mine)
-    return Layout(names, tuple(map(tuple, shapes)), block=one.block)
+    return Layout(names, tuple(map(tuple, shapes)), block=one.block, filters_last=filters_last)
 
 
 def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> str:

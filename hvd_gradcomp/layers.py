@@ -5,10 +5,52 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Layer = tuple[str, Sequence[int], str]  # name, shape, dtype
 ROLES = ("first", "last", "bias", "norm", "embedding")
+
+
+_NO_CONVOLUTION = re.compile(
+    r"embed|posit|token|attention|attn|einsum|expert|(^|[./])(query|key|value|in_proj)"
+)
+
+
+class Weight(tuple[str, Sequence[int], str]):
+    """A `Layer` of which the frontend knows what it belongs to.
+
+    Attributes:
+        convolves: whether that is a convolution, and this its kernel.
+    """
+
+    convolves: bool
+
+    def __new__(cls, name: str, shape: Sequence[int], dtype: str, convolves: bool) -> Weight:
+        self = super().__new__(cls, (name, shape, dtype))
+        self.convolves = convolves
+        return self
+
+    def __getnewargs__(self) -> Any:
+        return (*self, self.convolves)
+
+
+def convolves(layer: Layer) -> bool:
+    """Whether a layer is the kernel of a convolution.
+
+    By what it belongs to, where the frontend knows; otherwise three to five axes are a kernel's,
+    unless the name speaks of embeddings, attention or experts.
+
+    >>> convolves(("conv.weight", (8, 4, 3, 3), "float32"))
+    True
+    >>> convolves(("attention/query/kernel", (64, 8, 8), "float32"))
+    False
+    >>> convolves(Weight("mixed.weight", (10, 20, 20), "float32", convolves=False))
+    False
+    """
+    if isinstance(layer, Weight):
+        return layer.convolves
+    name, shape, _ = layer
+    return 3 <= len(shape) <= 5 and not _NO_CONVOLUTION.search(name.lower())
 
 
 class Traits(NamedTuple):

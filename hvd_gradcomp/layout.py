@@ -59,6 +59,13 @@ class Layout:
         return tuple(prod(shape) for shape in self.shapes)
 
     @cached_property
+    def outputs_first(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes as a framework has them that stores filters first; see `outputs_first`."""
+        if not self.filters_last:
+            return self.shapes
+        return tuple(outputs_first(*layer) for layer in zip(self.names, self.shapes))
+
+    @cached_property
     def elements(self) -> int:
         """Elements of all layers, without padding."""
         return sum(self.sizes)
@@ -162,6 +169,22 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash  # layouts key caches in the hot path: hash the names once
+
+
+def outputs_first(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape that PyTorch gives to weights that TensorFlow stores in this one.
+
+    Whatever a weight belongs to, TensorFlow has its outputs last and its inputs before them, behind
+    the places of a kernel. Only tables of embeddings are stored alike; those of Keras are named so.
+
+    >>> outputs_first("conv/kernel", (3, 5, 64, 128)), outputs_first("dense/kernel", (10, 4))
+    ((128, 64, 3, 5), (4, 10))
+    >>> outputs_first("embedding/embeddings", (1000, 16)), outputs_first("conv/bias", (128,))
+    ((1000, 16), (128,))
+    """
+    if len(shape) < 2 or name.rpartition("/")[2].startswith("embedding"):
+        return tuple(shape)
+    return (shape[-1], shape[-2], *shape[:-2])
 
 
 def plan_buckets(

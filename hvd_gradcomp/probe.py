@@ -34,6 +34,7 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.pca import components
 from hvd_gradcomp.collectives import Allreduce, Collective
+from hvd_gradcomp.layers import convolves
 from hvd_gradcomp.ops import Ops, Tensor
 
 _ROWS = 8  # fewer recorded steps say nothing about a basis
@@ -279,9 +280,9 @@ class Probe:
 
     Of each layer `sample` elements at most are looked at, one in so many, with a step that has no
     factor in common with the layer's size, so that it does not keep to one filter. Convolutions
-    (three axes and more; `convolutions` of them, spread over the depth) are also recorded, over
-    `history` probed steps: two neighbouring slices, flattened as in GradiVeQ, filters next to each
-    other, then depth, then places.
+    (three to five axes, and no name that speaks of attention, embeddings or experts; `convolutions`
+    of them, spread over the depth) are also recorded, over `history` probed steps: two neighbouring
+    slices, flattened as in GradiVeQ, filters next to each other, then depth, then places.
 
     The figures of a reading:
 
@@ -394,7 +395,7 @@ class Probe:
         sliced = {
             name: tuple(sorted({m for m in self.slice_sizes if 2 * m <= prod(shape)}))
             for name, shape in layers
-            if len(shape) >= 3
+            if convolves((name, shape, ""))
         }
         able = [name for name in names if sliced.get(name)]
         few = min(self.convolutions, len(able))

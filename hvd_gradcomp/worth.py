@@ -49,9 +49,9 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
     if isinstance(compressor, GradiVeQCompressor) and compressor not in dict(kinds):
         listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
         return [
-            f"GradiVeQ compresses nothing: none of {len(names)} layers is a convolution (three or "
-            f"more axes) that takes fewer bytes so, {4 * elements:,} dense: {listed}. Use another "
-            f"method; these all go to other={compressor.others}"
+            f"GradiVeQ compresses nothing: none of {len(names)} layers is a convolution that takes "
+            f"fewer bytes so, {4 * elements:,} dense: {listed}. Use another method; these all go "
+            f"to other={compressor.others}"
         ]
     if _compresses(compressor) and not any(_compresses(one) for one, _ in plan):
         return [
@@ -67,6 +67,7 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
             said.append(_of_lgc(one, _total(lgc_course(one, x, ranks) for x in layouts)))
         elif isinstance(one, GradiVeQCompressor):
             said.append(_of_gradiveq(one, _total(gradiveq_course(one, x, ranks) for x in layouts)))
+            said.append(_of_ratio(one, layouts))
         elif all(goes_dense(one, x, ranks) for x in layouts):
             said.append(_of_dense(one, 4 * sum(x.elements for x in layouts), ranks))
     return [line for line in said if line]
@@ -133,6 +134,25 @@ def _of_gradiveq(one: GradiVeQCompressor, course: Course) -> str:
         f"step and rank, the mean over a cycle of {one.cycle_steps} steps ({step:,.0f} in a "
         f"compressed one, {learning:,.0f} in all to learn the bases), where dense ones take "
         f"{dense:,.0f}. Raise ratio= or compress_steps=, or use another method. It is {one}"
+    )
+
+
+def _of_ratio(one: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
+    """Where a basis cannot have as many dimensions as the ratio asks for."""
+    fewer = [
+        (f"{name} {cut.length / cut.room:.3g}", one.steps_for(cut))
+        for layout in layouts
+        for name, cut in zip(layout.names, one.slices(layout))
+        if cut.room < one.asked(cut.length)
+    ]
+    if not fewer:
+        return ""
+    listed = ", ".join(name for name, _ in fewer[:8]) + (", ..." if len(fewer) > 8 else "")
+    return (
+        f"GradiVeQ compresses {len(fewer)} layers by more than ratio={one.ratio!r}: {listed}. A "
+        "basis has fewer dimensions than samples: ask for sample_steps="
+        f"{max(n for _, n in fewer)}, a smaller slice_size=, or more slices that share a basis "
+        f"(reuse=). It is {one}"
     )
 
 

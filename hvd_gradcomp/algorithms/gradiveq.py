@@ -1,7 +1,7 @@
 """GradiVeQ (Yu et al. 2018; 002): a linear projection that commutes with the sum over ranks.
 
 slices   of a layer, so that gradients of one input lie together
-sample   what the ranks' mean was, for some steps
+sample   what the ranks' mean was, for some steps, a few slices of each in turn
 basis    its principal components, computed by one rank and given to all
 encode   coefficients, whose sum over ranks is all that the ranks exchange
 """
@@ -19,14 +19,19 @@ from hvd_gradcomp import ops as verbs
 from hvd_gradcomp.aggregator import Compressor, Context, Program
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
-from hvd_gradcomp.codecs.pca import components, dimension
+from hvd_gradcomp.codecs.pca import Components, components, dimension
+from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
+from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.collectives import Allreduce, Broadcast, Switch
-from hvd_gradcomp.layers import Layer
+from hvd_gradcomp.layers import Layer, convolves
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.wrappers import part
 
 _DEFAULT_LOSS = 0.01
+_SAMPLES = 3  # for each dimension, where there are so many
+_FILLED = 1.05  # zeros that fill up the last slice are projected too
+_LEAST_RATIO = 4  # that a loss_threshold has room for at once
 _DRAIN = 4.0  # times that the residual could be sent in a cycle
 SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
 
@@ -34,7 +39,9 @@ SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
 class GradiVeQState(NamedTuple):
     """State of one bucket. All but `sampling` and `r` is equal on all ranks."""
 
-    samples: Tensor  # float32 [sample_steps * sum over groups of their slice's length]
+    samples: (
+        Tensor  # float32 [sample_steps * sum over groups of (rows * length + 1)], the energy last
+    )
     basis: Tensor  # float32 [sum over groups of length * room]
     offset: Tensor  # float32 [sum over groups of length], the mean's part outside the basis
     dimensions: Tensor  # int64 [groups], on the host
@@ -58,6 +65,7 @@ class Slices(NamedTuple):
     length: int  # of a slice
     slices: int  # the last one filled up with zeros
     reuse: int  # neighbours that share a basis
+    rows: int  # slices of each basis that a sampling step records
     room: int  # the most dimensions that a basis may have
 
     @property
@@ -78,7 +86,7 @@ class Slices(NamedTuple):
         return ops.reshape(flat, (self.slices, self.length))
 
     def joined(self, ops: Ops, slices: Tensor) -> Tensor:
-        """The inverse of `cut`; [size]."""
+        """The inverse of `cut`; [size], or in as many axes, one after another."""
         ordered = ops.reshape(slices, (-1,))[: self.size]
         if not self._turned:
             return ordered
@@ -86,7 +94,7 @@ class Slices(NamedTuple):
         back = [self.order.index(axis) for axis in range(1, len(self.order))]
         rows = ops.reshape(ordered, tuple(self.shape[axis] for axis in self.order))
         rows = ops.reshape(ops.transpose(rows, (*back, len(rest))), (-1, filters))
-        return ops.reshape(ops.transpose(rows, (1, 0)), (self.size,))
+        return ops.transpose(rows, (1, 0))
 
     def _filters_last(self, ops: Ops, flat: Tensor) -> Tensor:
         """The layer in the order of slices. A matrix first, then whole rows: memory is far away."""
@@ -110,52 +118,69 @@ class GradiVeQCompressor(Compressor):
 
     A layer is flattened so that the gradients of all filters at one place lie together, then along
     depth, width and height, and cut into slices `s`. After `warmup_steps` uncompressed steps,
-    cycles of two phases follow. For `sample_steps` the mean gradient is exchanged whole and the
-    first slice of every `reuse` is recorded. One rank computes the samples' mean `mu` and principal
-    components `U` and broadcasts them. For `compress_steps` each rank sends `z = U^T s` only; the
-    ranks' mean of `z` gives back `U (z - U^T mu) + mu`.
+    cycles of two phases follow. For `sample_steps` the mean gradient is exchanged whole and slices
+    of it are recorded, a few of every `reuse` each step, in turn. One rank computes the samples'
+    mean `mu` and principal components `U`, of the covariance over all these slices, and broadcasts
+    them. For `compress_steps` each rank sends `z = U^T s` only; the ranks' mean of `z` gives back
+    `U (z - U^T mu) + mu`.
 
     What travels: while compressing, 4 bytes a coefficient (`d` of them a slice) and 8 bytes a
     bucket, by allreduce; while sampling, what `sampling` sends; once a cycle a broadcast of
     `4 * (length * (d + 1) + 1)` bytes a basis, `d` being the most that it may have. State, besides
-    that of `sampling`: samples and basis, `4 * length * (sample_steps + d + 1)` bytes each; with
-    `feedback` 4 bytes an element. Memory and time do not depend on the number of ranks.
+    that of `sampling`: a basis, `4 * length * (d + 1)` bytes, and its samples, about three times as
+    much (at least a slice for each of `sample_steps`); with `feedback` 4 bytes an element. Memory
+    and time do not depend on the number of ranks.
 
     Args:
-        slice_size: elements of a slice; None takes `filters * depth` if that is at most
-            `max_slice`, else the largest multiple of the filters that is. Of a layer with fewer
-            elements, all.
-        max_slice: see there. Larger finds more correlation and costs more.
-        loss_threshold: the share of the samples' energy that a basis may leave out, in (0, 1); it
-            fixes `d` each cycle. Larger sends less. 0.01 unless a `ratio` is given.
-        ratio: fixes `d = max(1, length // ratio)` instead, at least 1. Larger sends less.
+        slice_size: elements of a slice; None takes `filters * depth` if that is at most `max_slice`
+            and not the whole layer (a 1x1 kernel), else the largest multiple of the filters that
+            is at most `max_slice`; shorter, down to the filters, where a basis would have fewer
+            samples than dimensions, or zeros would fill up more than a twentieth.
+            Of a layer with fewer elements, all.
+        max_slice: see there. Larger finds more correlation and costs more: time in proportion,
+            state with the square.
+        loss_threshold: the share of the samples' energy that a basis may leave out, in (0, 1). Each
+            cycle `d` is the smallest for which a basis of the first three quarters of the samples
+            leaves out no more of the last quarter; then the basis is made of all. At most
+            `length / 4` or `sample_steps - 1` dimensions, whichever is more. Larger sends less.
+            0.01 unless a `ratio` is given.
+        ratio: fixes `d = max(1, length // ratio)` instead, at least 1. Larger sends less. Where
+            `slice_size` or `reuse` leave fewer samples than that, `d` is one less than these, and a
+            warning at the first step says so.
         reuse: slices that share a basis; None for one basis a layer.
         warmup_steps: steps before the first cycle, at least 0.
-        sample_steps: samples of a cycle, at least 2. They bound `d` by `sample_steps - 1`.
-        compress_steps: compressed steps of a cycle, at least 1.
+        sample_steps: sampling steps of a cycle, at least 2.
+        compress_steps: compressed steps of a cycle, at least 1. More: fewer bytes and older bases.
         resample_loss: the next cycle starts early once the mean over ranks of the local loss
             `||s - s'||^2 / ||s||^2` exceeds this, in (0, 1]; None never.
         sampling: how warm-up and sampling steps are exchanged: "none", "qsgd" (4 bits), or a
             compressor.
-        other: the compressor of layers that are no convolution (fewer than three axes); None sends
-            them dense.
+        other: the compressor of layers that are no convolution; None sends them dense. PyTorch's
+            and Keras's layers are known by their class; of others the name and the number of axes
+            decide. `partition` decides as its user likes.
         feedback: keep on each rank what its projection left out, `r`, and add `4 / compress_steps`
             of `r` to each gradient that is compressed. Since a basis never takes what it leaves
             out, `r` grows through a cycle and drains into the next one's basis; all of it at once
-            would throw the model off. Sampling leaves `r` alone.
+            would throw the model off. Sampling sends nothing of `r`; what the codes of QSGD or
+            TernGrad miss there is added to it (what FP16 rounds off is not).
 
-    Differs from the paper: the loss is measured by bucket; one rank computes the basis, so that all
-    have the same bits; feedback (off by default). Weights of transposed convolutions are cut as if
-    they were stored like others. Products are rounded as the framework does it, so PyTorch and
-    TensorFlow send the same coefficients but for the last bits.
+    Differs from the paper: samples come from all slices that share a basis, not from the first
+    only, and each sampling step counts alike, whatever its energy. So 25 samples are enough, and
+    cycles are a quarter as long (the paper has 100 and 400), which leaves out about half as much;
+    slices are capped; the dimension is chosen on samples that were held out; the loss is measured
+    by bucket; one rank computes the basis, so that all have the same bits; feedback (off by
+    default). Weights of transposed convolutions are cut as if they were stored like others.
+    Products are rounded as the framework does it, so PyTorch and TensorFlow send the same
+    coefficients but for the last bits.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or both `loss_threshold` and `ratio` are
             given.
         TypeError: `sampling` or `other` is no compressor, or one that takes momentum over.
 
-    >>> GradiVeQCompressor(ratio=8).room(1024), GradiVeQCompressor(ratio=8).room(72)
-    (99, 9)
+    >>> cut = GradiVeQCompressor(ratio=8).slices_of((64, 16, 3, 3), filters_last=False)
+    >>> cut.slices, cut.length, cut.room
+    (9, 1024, 128)
     """
 
     slice_size: int | None = None
@@ -164,8 +189,8 @@ class GradiVeQCompressor(Compressor):
     ratio: float | None = None
     reuse: int | None = None
     warmup_steps: int = 100
-    sample_steps: int = 100
-    compress_steps: int = 400
+    sample_steps: int = 25
+    compress_steps: int = 100
     resample_loss: float | None = None
     sampling: Any = "none"
     other: Any = None
@@ -227,16 +252,37 @@ class GradiVeQCompressor(Compressor):
     # -- sizes -------------------------------------------------------------------------------
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
-        convolutions = [len(shape) > 2 for _, shape, _ in layers]
+        convolutions = list(map(convolves, layers))
         others = iter(
             self.others.of_layers([x for x, mine in zip(layers, convolutions) if not mine], ranks)
         )
         return [self if mine else next(others) for mine in convolutions]
 
-    def room(self, length: int) -> int:
-        """The most dimensions of a basis for slices of a length."""
-        most = min(length, self.sample_steps - 1)
-        return most if self.ratio is None else min(most, max(1, int(length / self.ratio)))
+    def _rows(self, length: int, members: int) -> int:
+        """How many slices a sampling step records of those that share a basis."""
+        wanted = _SAMPLES * self.asked(length) + 1
+        return min(members, -(-wanted // self.sample_steps))
+
+    def asked(self, length: int) -> int:
+        """Dimensions of a basis for slices of a length, if there are samples enough."""
+        return max(1, int(length / (_LEAST_RATIO if self.ratio is None else self.ratio)))
+
+    def steps_for(self, cut: Slices) -> int:
+        """Sampling steps that give so many samples."""
+        return self.asked(cut.length) // cut.reuse + 1
+
+    def _room(self, length: int, rows: int) -> int:
+        """The most dimensions of a basis."""
+        samples = rows * self.sample_steps
+        if self.ratio is not None:
+            return max(1, min(length, samples - 1, self.asked(length)))
+        fitted = self._fitted_steps * rows
+        return max(1, min(length, fitted - 1, max(self.sample_steps - 1, self.asked(length))))
+
+    @property
+    def _fitted_steps(self) -> int:
+        """Sampling steps that a basis is fitted to before its dimension is chosen on the others."""
+        return self.sample_steps - self.sample_steps // 4
 
     def slices(self, layout: Layout) -> tuple[Slices, ...]:
         """How each layer is cut."""
@@ -248,13 +294,30 @@ class GradiVeQCompressor(Compressor):
         order = axes if filters_last else (*axes[2:], *axes[:2][::-1])
         filters = shape[order[-1]] if shape else 1
         depth = shape[order[-2]] if len(shape) > 1 else 1
-        length = self.slice_size or filters * depth
-        if self.slice_size is None and length > self.max_slice:
-            length = max(self.max_slice // filters * filters, 0) or self.max_slice
-        length = max(min(length, size), 1)
+        length = self._length(filters, depth, size)
         count = -(-size // length)
-        reuse = min(self.reuse or count, count)
-        return Slices(start, size, shape, order, length, count, reuse, self.room(length))
+        reuse = max(1, min(self.reuse or count, count))
+        rows = self._rows(length, reuse)
+        room = self._room(length, rows)
+        return Slices(start, size, shape, order, length, count, reuse, rows, room)
+
+    def _length(self, filters: int, depth: int, size: int) -> int:
+        """Of a layer's slices."""
+        if self.slice_size is not None or not size:
+            return max(1, min(self.slice_size or 1, size))
+        most = min(self.max_slice, size)
+        if filters * depth < size and filters * depth <= most:
+            most = filters * depth
+        elif filters <= most:
+            most = most // filters * filters
+        lengths = range(most, 0, -min(filters, most))
+        enough = [n for n in lengths if self._samples(-(-size // n)) > self.asked(n)]
+        full = [n for n in enough if -(-size // n) * n <= _FILLED * size]
+        return (full or enough or lengths[-1:])[0]
+
+    def _samples(self, slices: int) -> int:
+        """How many a basis can have in a cycle."""
+        return self.sample_steps * min(self.reuse or slices, slices)
 
     @property
     def cycle_steps(self) -> int:
@@ -294,9 +357,10 @@ class GradiVeQCompressor(Compressor):
     def start(self, ops: Ops, layout: Layout, ranks: int) -> GradiVeQState:
         cuts = self.slices(layout)
         lengths = sum(s.groups * s.length for s in cuts)
+        recorded = sum(s.groups * (s.rows * s.length + 1) for s in cuts)
         dimensions = [s.room for s in cuts for _ in range(s.groups)]
         return GradiVeQState(
-            samples=ops.zeros((self.sample_steps * lengths,)),
+            samples=ops.zeros((self.sample_steps * recorded,)),
             basis=ops.zeros((sum(s.groups * s.length * s.room for s in cuts),)),
             offset=ops.zeros((lengths,)),
             dimensions=ops.stage(ops.words(dimensions)),
@@ -336,16 +400,27 @@ class GradiVeQCompressor(Compressor):
         return (yield Switch(phase, (whole, sample, learn, compress)))
 
     def _whole(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
-        total, inner = yield from self.between.aggregate(ops, context, gradient, state.sampling)
-        sent = state.sent + ops.words(context.layout.sizes)
-        return total, state._replace(sampling=inner, sent=sent)
+        between = self.between
+        state = state._replace(sent=state.sent + ops.words(context.layout.sizes))
+        if self.feedback and isinstance(between, LevelsCompressor):  # which keeps nothing itself
+            keeping = Keeping(between).aggregate(ops, context, gradient, Residual(state.r))
+            total, kept = yield from keeping
+            return total, state._replace(r=kept.r)
+        total, inner = yield from between.aggregate(ops, context, gradient, state.sampling)
+        return total, state._replace(sampling=inner)
 
     def _recorded(self, ops: Ops, layout: Layout, total: Tensor, row: Any, state: Any) -> Any:
-        """The state with the first slice of each group of this step's result."""
-        pieces = []
+        """The state with some slices of each basis of this step's result, and their energy."""
+        pieces: list[Any] = []
         for cut in self.slices(layout):
             slices = cut.cut(ops, total)
-            pieces += [slices[group * cut.reuse] for group in range(cut.groups)]
+            for group in range(cut.groups):
+                first, members = group * cut.reuse, cut.members(group)
+                turn = (ops.arange(cut.rows) + row * cut.rows) % members * cut.length
+                place = ops.reshape(turn, (-1, 1)) + ops.reshape(ops.arange(cut.length), (1, -1))
+                mine = ops.reshape(slices[first : first + members], (-1,))
+                pieces.append(ops.gather(mine, ops.reshape(place, (-1,))))
+                pieces.append(ops.reshape(ops.inner(mine, mine), (1,)))
         taken = ops.concat(pieces)
         taken = ops.where(taken - taken == 0, taken, 0.0)  # one that is not finite says nothing
         place = ops.arange(taken.shape[0]) + row * taken.shape[0]
@@ -374,12 +449,11 @@ class GradiVeQCompressor(Compressor):
         start = 0
         for cut in self.slices(layout):
             for _ in range(cut.groups):
-                found = components(ops, samples[:, start : start + cut.length])
+                end = start + cut.rows * cut.length
+                mine, energy = samples[:, start:end], samples[:, end]
+                start = end + 1
+                found, used = self._basis(ops, cut, mine, ops.cast(energy, "float64"))
                 count = found.energy.shape[0]
-                if self.loss_threshold is None:
-                    used = ops.full((1,), cut.room)
-                else:
-                    used = dimension(ops, found.energy, self.loss_threshold, cut.room)
                 basis = found.vectors[:, count - cut.room :]  # [length, room], the strongest last
                 column = ops.arange(cut.room) >= cut.room - used
                 basis = ops.where(column, basis, 0.0)
@@ -388,8 +462,31 @@ class GradiVeQCompressor(Compressor):
                 bases.append(ops.reshape(ops.cast(basis, "float32"), (-1,)))
                 offsets.append(ops.reshape(ops.cast(mean - inside, "float32"), (-1,)))
                 dimensions.append(ops.cast(used, "float32"))
-                start += cut.length
         return ops.concat((*bases, *offsets, *dimensions))
+
+    def _basis(
+        self, ops: Ops, cut: Slices, samples: Tensor, energy: Tensor
+    ) -> tuple[Components, Tensor]:
+        """Components of samples [steps, rows * length], and how many of them are used.
+
+        Each step counts alike, whatever its energy: what shall be small is the share left out.
+        """
+        weight = ops.where(energy > 0, 1.0 / ops.where(energy > 0, energy, 1.0), 0.0)
+
+        def part(first: int, last: int) -> tuple[Tensor, Tensor]:
+            rows = ops.reshape(samples[first:last], (-1, cut.length))
+            each = ops.reshape(weight[first:last], (-1, 1)) * ops.full(
+                (1, cut.rows), 1.0, "float64"
+            )
+            return rows, ops.reshape(each, (-1,))
+
+        everything = components(ops, *part(0, self.sample_steps))
+        if self.loss_threshold is None:
+            return everything, ops.full((1,), cut.room)
+        fitted = self._fitted_steps
+        found = components(ops, *part(0, fitted))
+        held = part(fitted if fitted < self.sample_steps else 0, self.sample_steps)
+        return everything, dimension(ops, found, *held, self.loss_threshold, cut.room)
 
     def _compressed(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         layout, weight = context.layout, context.prescale * context.postscale
@@ -409,7 +506,7 @@ class GradiVeQCompressor(Compressor):
             share = 1.0 / (weight * context.size)
             missed = gradient - self.decode(ops, layout, code, state, share)
             state = state._replace(r=state.r * (1.0 - self.drain) + missed)
-        mean = self.decode(ops, layout, total[:-1], state)
+        mean = self.decode(ops, layout, total[:-1], state, room=gradient)
         sent = state.sent + self._coefficients(ops, layout, state)
         return mean, state._replace(loss=loss, sent=sent)
 
@@ -453,16 +550,27 @@ class GradiVeQCompressor(Compressor):
             mine = slices[first : first + members]
             code = ops.matmul(mine, basis)
             codes.append(ops.reshape(code, (-1,)))
-            whole, beside = ops.inner(mine, mine), ops.inner(ops.sum(mine, 0), offset) * 2.0
+            whole = ops.inner(mine, mine)
+            beside = ops.sum(ops.matmul(mine, ops.transpose(offset, (1, 0)))) * 2.0
             beside = beside - ops.inner(offset, offset) * float(members)
             energy = energy + whole
             lost = lost + ops.maximum(whole - ops.inner(code, code) - beside, 0.0)
         return ops.concat(codes), energy, lost
 
     def decode(
-        self, ops: Ops, layout: Layout, code: Tensor, state: Any, share: float = 1.0
+        self,
+        ops: Ops,
+        layout: Layout,
+        code: Tensor,
+        state: Any,
+        share: float = 1.0,
+        room: Tensor | None = None,
     ) -> Tensor:
-        """What coefficients stand for; with a `share` of the mean's part outside the basis."""
+        """What coefficients stand for; with a `share` of the mean's part outside the basis.
+
+        Args:
+            room: where the result may lie; donating. None for nowhere yet.
+        """
         pieces: list[Any] = []
         rows: list[Any] = []
         done, start = 0, 0
@@ -470,8 +578,8 @@ class GradiVeQCompressor(Compressor):
             members = cut.members(group)
             mine = ops.reshape(code[start : start + members * used], (members, used))
             start = start + members * used
-            back = ops.matmul(mine, ops.transpose(basis, (1, 0)))
-            rows.append(ops.reshape(back + offset * share, (-1,)))
+            back = ops.matmul_plus(mine, ops.transpose(basis, (1, 0)), offset * share)
+            rows.append(ops.reshape(back, (-1,)))
             if group == cut.groups - 1:
                 if cut.start > done:
                     pieces.append(ops.zeros((cut.start - done,)))
@@ -479,7 +587,9 @@ class GradiVeQCompressor(Compressor):
                 rows, done = [], cut.start + cut.size
         if layout.size > done:
             pieces.append(ops.zeros((layout.size - done,)))
-        return ops.concat(pieces)
+        if room is not None:
+            return ops.assemble(room, pieces)
+        return ops.concat([ops.reshape(piece, (-1,)) for piece in pieces])
 
     def _coefficients(self, ops: Ops, layout: Layout, state: Any) -> Tensor:
         """How many each layer sends; int64 [layers]."""

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from hvd_gradcomp import validate
+from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.bands import Bands
 from hvd_gradcomp.codecs.quantized import EXCHANGES, Payload, QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
@@ -20,11 +21,14 @@ class OneBitCompressor(QuantizedCompressor):
     """Sends the sign of each element and two means for each column (Seide et al. 2014).
 
     Each step: `r += g`; an element is sent as the mean of the elements of its column that have its
-    sign, and `r` keeps the difference. A column is one index of the layer's first axis; a layer
-    with one axis is one column.
+    sign, and `r` keeps the difference. A column is what leads to one output: one index of the first
+    axis of PyTorch's weights and of the last of TensorFlow's (of a table of embeddings, one row); a
+    layer with one axis is one column. TensorFlow's weights travel in PyTorch's order, so both
+    frameworks send the same codes.
 
     What travels: 1 bit an element and two float32 a column, by allgather; by alltoall and
-    allgather (two-shot) where that moves fewer bytes. State: `r`, 4 bytes an element.
+    allgather (two-shot) where that moves fewer bytes. State: `r`, 4 bytes an element, in the order
+    of the framework.
 
     Args:
         exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
@@ -54,6 +58,22 @@ class OneBitCompressor(QuantizedCompressor):
         columns = shape[0] if len(shape) > 1 else 1
         return ((columns, prod(shape) // columns),)
 
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+    ) -> Program:
+        layout = context.layout
+        if layout.outputs_first == layout.shapes:
+            return super().aggregate(ops, context, gradient, state, **extra)
+        return self._turned(ops, context, gradient, state)
+
+    def _turned(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
+        """The same of layers that are stored with their outputs last."""
+        layout = context.layout
+        gradient, r = (_with_columns(ops, layout, x) for x in (gradient, state.r))
+        total, state = yield from super().aggregate(ops, context, gradient, Residual(r))
+        total, r = (_with_columns(ops, layout, x, back=True) for x in (total, state.r))
+        return total, Residual(r)
+
     def init(self, ops: Ops, layout: Layout) -> Residual:
         return Residual(ops.zeros((layout.size,)))
 
@@ -78,7 +98,7 @@ class OneBitCompressor(QuantizedCompressor):
         return ops.add_signs(bands, base, room, codes, above, below, weights)
 
     def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Residual:
-        return Residual(self._less(ops, bands, x, state.r, payload))
+        return Residual(self.less(ops, bands, x, state.r, payload))
 
     def keep_nothing(self, ops: Ops, state: Any) -> Residual:
         return Residual(ops.clear(state.r))
@@ -86,14 +106,7 @@ class OneBitCompressor(QuantizedCompressor):
     def keep_of_sum(
         self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
     ) -> Residual:
-        return Residual(
-            ops.add_slice(state.r, start, self._less(ops, bands, total, total, payload))
-        )
-
-    def _less(self, ops: Ops, bands: Bands, x: Tensor, room: Tensor, payload: Payload) -> Tensor:
-        """What is left of x when the payload is taken off."""
-        one = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
-        return self.add_decoded(ops, bands, x, room, one, ops.full((1,), -1.0, "float32"))
+        return Residual(ops.add_slice(state.r, start, self.less(ops, bands, total, total, payload)))
 
     def inherit(
         self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor
@@ -102,3 +115,19 @@ class OneBitCompressor(QuantizedCompressor):
 
     def residual(self, state: Any) -> Tensor:
         return state.r
+
+
+def _with_columns(ops: Ops, layout: Layout, x: Tensor, back: bool = False) -> Tensor:
+    """A bucket in the order of `Layout.outputs_first`, where columns are in one piece, or back."""
+    pieces: list[Any] = []
+    ends = (*layout.offsets[1:], layout.size)
+    for start, size, end, stored, turned in zip(
+        layout.offsets, layout.sizes, ends, layout.shapes, layout.outputs_first
+    ):
+        layer = x[start : start + size]
+        if stored != turned:
+            places, (inputs, outputs) = prod(stored[:-2]), stored[-2:]
+            shape = (outputs, inputs, places) if back else (places, inputs, outputs)
+            layer = ops.reshape(ops.transpose(ops.reshape(layer, shape), (2, 1, 0)), (size,))
+        pieces += [layer, x[start + size : end]]
+    return ops.concat(pieces)

@@ -9,7 +9,7 @@ variance (section 4.4 and appendix A).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_gradcomp import validate
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo
@@ -20,6 +20,30 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.rules import Rule
 
 MOMENTS = ("auto", "sample", "microbatch", "step")
+
+
+def weight_of_passes(passes: int, samples: Any = None) -> Any:
+    """`a` in `q = a * sum_j c_j**2 + (1 - a) * g**2`, the second moment from micro-batches.
+
+    Pass j of `m` contributes `c_j`, and `g` is their sum. Of `B` samples that contribute with mean
+    `mu / B` and variance `s / B**2` each,
+
+        E sum_j c_j**2 = mu**2 / m + s / B        E g**2 = mu**2 + s / B
+
+    and `q` shall have the expectation of their sum of squares, `(mu**2 + s) / B`: so
+    `a = (1 - 1/B) / (1 - 1/m)`. As many passes as samples give `a = 1`, each pass a sample. Since
+    `g**2 <= m * sum_j c_j**2` (Cauchy), `q >= m/B * sum_j c_j**2`: it is below 0 by rounding only,
+    and setting it to 0 there costs nothing.
+
+    Args:
+        passes: `m`, at least 2, of equally many samples.
+        samples: `B`, a number or a scalar tensor; None where it is unknown, for infinitely many.
+            Then `q` leaves out `mu**2 / B`, so it is too small by that.
+
+    >>> weight_of_passes(4, 32), weight_of_passes(4)
+    (1.2916666666666667, 1.3333333333333333)
+    """
+    return (1.0 - (0.0 if samples is None else 1.0 / samples)) / (1.0 - 1.0 / passes)
 
 
 class Ambiguity(NamedTuple):
@@ -59,7 +83,8 @@ class VarianceCompressor(WordCompressor):
             paper uses 1 to 2.
         zeta: decay of `v` each step, in (0, 1]; smaller sends delayed elements sooner.
         moments: where `q` comes from. "sample": exact, per sample, see `track_moments`;
-            "microbatch": from the passes of `backward_passes_per_step`; "step": `q = g*g`, the
+            "microbatch": estimated from the passes of `backward_passes_per_step`, right on average
+            where the batch size is known (`weight_of_passes`); "step": `q = g*g`, the
             step is the sample, and then the first step of an element never passes for
             `alpha >= 1`; "auto": the first of these that is set up.
         feedback_rounding: keep in `r` what rounding to a power of two takes.

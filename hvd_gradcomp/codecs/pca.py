@@ -17,33 +17,54 @@ class Components(NamedTuple):
     energy: Tensor  # float64 [n] ascending; their sum is the variance of the samples
 
 
-def components(ops: Ops, samples: Tensor) -> Components:
+def components(ops: Ops, samples: Tensor, weights: Tensor | None = None) -> Components:
     """All components of samples that there can be, `n = min(count, m)`.
 
     Args:
         samples: float32 [count, m].
+        weights: float64 [count], what each counts for, not negative; None for all alike.
     """
     count, length = samples.shape
     x = ops.cast(samples, "float64")
-    mean = ops.reshape(ops.sum(x, 0), (1, length)) * (1.0 / count)
-    x = x - mean
+    if weights is None:
+        weights = ops.full((count,), 1.0 / count, "float64")
+    else:
+        total = ops.sum(weights)
+        weights = weights / ops.where(total > 0, total, 1.0)
+    weights = ops.reshape(weights, (count, 1))
+    mean = ops.reshape(ops.sum(x * weights, 0), (1, length))
+    x = (x - mean) * ops.sqrt(weights)
     across = ops.transpose(x, (1, 0))
     if count >= length:
-        energy, vectors = ops.eigh(ops.matmul(across, x) * (1.0 / count))
+        energy, vectors = ops.eigh(ops.matmul(across, x))
         energy = ops.maximum(energy, 0.0)
         used = energy > energy[-1:] * _RANK
         vectors = ops.where(used, vectors, 0.0)
     else:  # the same from inner products of samples, of which there are fewer
-        energy, mixtures = ops.eigh(ops.matmul(x, across) * (1.0 / count))
+        energy, mixtures = ops.eigh(ops.matmul(x, across))
         energy = ops.maximum(energy, 0.0)
         used = energy > energy[-1:] * _RANK
-        norm = ops.sqrt(ops.where(used, energy * float(count), 1.0))
+        norm = ops.sqrt(ops.where(used, energy, 1.0))
         vectors = ops.matmul(across, ops.where(used, mixtures / norm, 0.0))
     return Components(ops.reshape(mean, (length,)), vectors, ops.where(used, energy, 0.0))
 
 
-def dimension(ops: Ops, energy: Tensor, loss: float, most: int) -> Tensor:
-    """The fewest components that leave out at most `loss` of the energy; int64 [1] in [1, most]."""
-    left_out = ops.cumsum(energy) <= ops.sum(energy) * loss
-    count = energy.shape[0] - ops.sum(ops.cast(left_out, "int64"))
-    return ops.maximum(ops.minimum(ops.reshape(count, (1,)), most), 1)
+def dimension(
+    ops: Ops, found: Components, samples: Tensor, weights: Tensor, loss: float, most: int
+) -> Tensor:
+    """The fewest components that leave out at most `loss` of samples; int64 [1] in [1, most].
+
+    Args:
+        found: fitted to other samples than these.
+        samples: float32 [count, m].
+        weights: float64 [count], what each counts for.
+    """
+    x, weights = ops.cast(samples, "float64"), ops.reshape(weights, (-1, 1))
+    whole = ops.sum(x * x * weights)
+    x = x - ops.reshape(found.mean, (1, -1))
+    held = ops.matmul(x, found.vectors)
+    held = ops.sum(held * held * weights, 0)  # by each component, the strongest last
+    left_out = ops.sum(x * x * weights) - ops.sum(held) + ops.cumsum(held)
+    weak = ops.sum(ops.cast(left_out <= whole * loss, "int64"))
+    count = ops.reshape(held.shape[0] - weak, (1,))
+    return ops.maximum(ops.minimum(count, most), 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
@@ -54,7 +55,11 @@ class QuantizedCompressor(Compressor):
 
     @abstractmethod
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The groups of a layer, in order, as (how many, elements of each)."""
+        """The groups of a layer, in order, as (how many, elements of each).
+
+        Args:
+            shape: with the outputs first, however the framework stores it.
+        """
 
     @abstractmethod
     def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
@@ -78,6 +83,11 @@ class QuantizedCompressor(Compressor):
             payload: parts [world, ...].
             weights: float32 [world].
         """
+
+    def less(self, ops: Ops, bands: Bands, x: Tensor, room: Tensor, payload: Payload) -> Tensor:
+        """What is left of x when this rank's payload is taken off; see `add_decoded`."""
+        one = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
+        return self.add_decoded(ops, bands, x, room, one, ops.full((1,), -1.0, "float32"))
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -182,6 +192,48 @@ class QuantizedCompressor(Compressor):
         return payload
 
 
+@dataclass(frozen=True)
+class Keeping(QuantizedCompressor):
+    """A method that keeps nothing, with a residual that takes in what its codes miss.
+
+    The residual is not sent, it is for another method to do so. `r` with what was sent, summed over
+    the ranks, is what there was.
+    """
+
+    codec: QuantizedCompressor
+
+    def __post_init__(self) -> None:
+        for name in ("algorithm", "bits", "side", "seed", "exchange"):
+            object.__setattr__(self, name, getattr(self.codec, name))
+
+    def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return self.codec.rows(shape)
+
+    def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
+        return self.codec.encode(ops, bands, x, key)
+
+    def add_decoded(
+        self,
+        ops: Ops,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        payload: Payload,
+        weights: Tensor,
+    ) -> Tensor:
+        return self.codec.add_decoded(ops, bands, base, room, payload, weights)
+
+    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Any:
+        there = ops.accumulate(state.r, x)
+        return state._replace(r=self.less(ops, bands, there, there, payload))
+
+    def keep_of_sum(
+        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
+    ) -> Any:
+        missed = self.less(ops, bands, total, total, payload)
+        return state._replace(r=ops.add_slice(state.r, start, missed))
+
+
 class LevelsCompressor(QuantizedCompressor):
     """QSGD and TernGrad: levels of one scale a group, rounded at random, so right on average."""
 
@@ -211,7 +263,7 @@ class LevelsCompressor(QuantizedCompressor):
 @lru_cache(maxsize=256)
 def _bands_of(codec: QuantizedCompressor, layout: Layout) -> Bands:
     bands: list[Band] = []
-    for offset, shape in zip(layout.offsets, layout.shapes):
+    for offset, shape in zip(layout.offsets, layout.outputs_first):
         for count, length in codec.rows(shape):
             bands.append(Band(offset, count, length))
             offset += count * length

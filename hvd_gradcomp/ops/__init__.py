@@ -182,7 +182,8 @@ class Ops(Composites, ABC):
     def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
         """The pieces one after another, cut to the length of room. Donating for room.
 
-        A piece may be the part of room where it belongs.
+        A piece may be the part of room where it belongs; or have several axes, in any order of
+        memory, and then fit whole.
         """
 
     @abstractmethod
@@ -245,6 +246,10 @@ class Ops(Composites, ABC):
     @abstractmethod
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         """[..., a, b] times [..., b, c]; leading axes are broadcast."""
+
+    @abstractmethod
+    def matmul_plus(self, x: Tensor, y: Tensor, row: Tensor) -> Tensor:
+        """[a, b] times [b, c], and `row` [1, c] added to each row, in one walk where it can be."""
 
     @abstractmethod
     def inner(self, x: Tensor, y: Tensor) -> Tensor:

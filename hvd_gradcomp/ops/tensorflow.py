@@ -192,7 +192,7 @@ class TensorFlowOps(Ops):
         return y
 
     def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        return tf.concat(list(pieces), 0)[: room.shape[0]]
+        return tf.concat([tf.reshape(x, (-1,)) for x in pieces], 0)[: room.shape[0]]
 
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
         y = y[: max(x.shape[0] - start, 0)]
@@ -242,6 +242,9 @@ class TensorFlowOps(Ops):
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         return tf.matmul(x, y)
+
+    def matmul_plus(self, x: Tensor, y: Tensor, row: Tensor) -> Tensor:
+        return tf.matmul(x, y) + row
 
     def inner(self, x: Tensor, y: Tensor) -> Tensor:
         return tf.reduce_sum(tf.reshape(x, (-1,)) * tf.reshape(y, (-1,)))

@@ -236,10 +236,12 @@ class TorchOps(Ops):
     def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
         room, start = self.own(room), 0
         for piece in pieces:
-            place = room[start : start + piece.shape[0]]
-            if place.shape[0] and place.data_ptr() != piece.data_ptr():
+            place = room[start : start + piece.numel()]
+            if piece.dim() > 1:
+                place.view(piece.shape).copy_(piece)
+            elif place.shape[0] and place.data_ptr() != piece.data_ptr():
                 place.copy_(piece[: place.shape[0]])
-            start += piece.shape[0]
+            start += piece.numel()
         return room
 
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
@@ -306,6 +308,9 @@ class TorchOps(Ops):
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.matmul(x, y)
+
+    def matmul_plus(self, x: Tensor, y: Tensor, row: Tensor) -> Tensor:
+        return torch.addmm(row, x, y)
 
     def inner(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.dot(x.reshape(-1), y.reshape(-1))

@@ -59,6 +59,7 @@ from hvd_gradcomp.collectives import (
     Switch,
     goes_as_sum,
 )
+from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps, assertion
@@ -68,7 +69,7 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
 GPU_BUCKET_BYTES = 25 << 20
 
-Layers = Sequence[tuple[str, tuple[int, ...], str]]
+Layers = Sequence[Layer]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 living: weakref.WeakSet[Engine] = weakref.WeakSet()
 TITLES = Names("gradcomp")

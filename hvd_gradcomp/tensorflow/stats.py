@@ -39,7 +39,7 @@ def describe(source: Any) -> str:
     """
     engine = engine_of(source)
     table = description.describe(
-        engine.compressor, engine.layers, len(engine.layouts), engine.seat[1]
+        engine.compressor, engine.layers, len(engine.layouts), engine.seat[1], filters_last=True
     )
     print(table)
     return table

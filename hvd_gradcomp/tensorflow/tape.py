@@ -7,7 +7,9 @@ are asked about, not to a tape.
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ import tensorflow as tf
 
 from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.algorithms.variance import weight_of_passes
+from hvd_gradcomp.layers import Layer, Weight
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     TITLES,
@@ -322,16 +326,16 @@ def drop_engines(engines: Iterable[Engine]) -> None:
         del _known[key]
 
 
-def named_layers(
-    sources: Sequence[Any], names: Sequence[str | None] | None = None
-) -> list[tuple[str, tuple[int, ...], str]]:
+def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = None) -> list[Layer]:
     """(name, shape, dtype) of each, as all ranks call it; `names` where they are known better.
 
     Keras numbers layers as they are made (`dense_7`), so ranks that made different models before
     would disagree: the numbers are left out, and the place makes names unique. A model that was
     loaded from a file calls its layers without its own name: the last two parts count.
     """
-    layers, seen = [], set()
+    layers: list[Layer] = []
+    seen: set[str] = set()
+    kernels = _kernels([s for s in sources if tf.TensorShape(s.shape).rank not in (None, 0, 1, 2)])
     for place, source in enumerate(sources):
         given = (names[place] if names else None) or getattr(source, "path", None)
         name = str(given or getattr(source, "name", None) or "source")
@@ -343,8 +347,35 @@ def named_layers(
         shape = tf.TensorShape(source.shape)
         if not shape.is_fully_defined():
             raise ValueError(f"{name} has shape {shape}; a fixed one is needed")
-        layers.append((name, tuple(shape.as_list()), tf.as_dtype(source.dtype).name))
+        described = name, tuple(shape.as_list()), tf.as_dtype(source.dtype).name
+        known = kernels.get(id(plain_variable(source)))
+        layers.append(described if known is None else Weight(*described, convolves=known))
     return layers
+
+
+def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
+    """Whether each belongs to a convolution of Keras; without those that no layer of Keras holds.
+
+    Neither a tape nor an optimizer is told of layers, so these are looked for among all objects
+    there are. A type is asked, not an object: some load what they stand for when asked.
+    """
+    found: dict[int, bool] = {}
+    keras = sys.modules.get("keras")
+    wanted = {id(plain_variable(source)) for source in sources}
+    if keras is None or not wanted:
+        return found
+    for layer in gc.get_objects():
+        kind = type(layer)
+        if not issubclass(kind, keras.layers.Layer) or getattr(layer, "_layers", None):
+            continue  # one that is made of layers holds what is theirs
+        convolution = any(re.search(r"Conv\d", cls.__name__) for cls in kind.__mro__)
+        if not convolution and not kind.__module__.startswith("keras."):
+            continue  # a user's own
+        for weight in getattr(layer, "weights", ()):
+            place = id(plain_variable(weight))
+            if place in wanted:
+                found[place] = convolution or found.get(place, False)
+    return found
 
 
 def _identity(source: Any) -> Any:
@@ -358,24 +389,28 @@ def microbatch_gradients(
     """Loss, gradients and second moments of a batch that is cut into equal micro-batches.
 
     With `c_j` what micro-batch j contributes to the gradient `g`, and `B` samples in all, the
-    moment is `sum_j c_j**2 - g**2 * (1/passes - 1/B)`, not below 0: the unbiased estimate of the
-    sum over samples.
+    moment is `a * sum_j c_j**2 + (1 - a) * g**2`, `a = (1 - 1/B) / (1 - 1/passes)`. For samples
+    that are drawn independently its expectation is that of the sum over samples (Tsuzuku et al.
+    2018, Algorithm 1) of what each contributes, squared. It is never negative, but for rounding.
 
     Args:
         loss: `loss(*pieces)`, a mean over the samples of a piece.
         sources: the variables.
         batch: tensors whose first axis counts the samples, a multiple of `passes`.
-        passes: how many micro-batches; the more, the sharper the moments and the slower the step.
+        passes: how many micro-batches, at least 2; the more, the sharper the moments and the
+            slower the step.
 
     Returns:
-        (mean loss, gradients, moments); the last two in the order of `sources`. Hand the moments
-        to `DistributedGradientTape(..., moments=moments)`, or use `reduce_gradients`.
+        (mean loss, gradients, moments); the last two in the order of `sources`, in their shapes and
+        dtypes. Hand the moments to `DistributedGradientTape(..., moments=moments)`, or use
+        `reduce_gradients`.
+
+    Raises:
+        ValueError: `passes` is less than 2.
     """
     if passes < 2:
         raise ValueError(f"passes must be at least 2, got {passes}")
     pieces = [tf.split(x, passes) for x in batch]
-    samples = batch[0].shape[0]
-    share = 1.0 / passes - (1.0 / samples if samples else 0.0)
     total, gradients, squares = 0.0, None, None
     for piece in zip(*pieces):
         with tf.GradientTape() as tape:
@@ -388,7 +423,11 @@ def microbatch_gradients(
             gradients = [a + g for a, g in zip(gradients, found)]
             squares = [s + g * g for s, g in zip(squares, found)]
     assert gradients is not None and squares is not None
-    moments = [tf.maximum(s - g * g * share, 0.0) for s, g in zip(squares, gradients)]
+    weight = weight_of_passes(passes, tf.cast(tf.shape(batch[0])[0], tf.float64))
+    moments = []
+    for square, g in zip(squares, gradients):
+        a = tf.cast(weight, g.dtype)
+        moments.append(tf.maximum(a * square + (1 - a) * g * g, 0))
     return total, gradients, moments
 
 

@@ -28,6 +28,7 @@ from horovod.torch import mpi_ops
 from hvd_gradcomp import assignment, failures, handshake, hierarchy, timeline, worth
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State, leaves
 from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.collectives import (
     Allgather,
     Allreduce,
@@ -45,6 +46,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 from hvd_gradcomp.torch import lending, moments, parameters
+from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.rounds import Rounds
 from hvd_gradcomp.torch.scaling import LossScaling
 
@@ -84,10 +86,6 @@ def _leaving_dense(
         return compressor
     rules = [(assignment.Named(glob.escape(name)), NoneCompressor()) for name in apart]
     return assignment.Partition((*rules, (assignment.Named("*"), compressor)))
-
-
-def _layer(name: str, parameter: torch.nn.Parameter) -> tuple[str, tuple[int, ...], str]:
-    return name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 
 
 @dataclass
@@ -236,13 +234,14 @@ class Engine:
         self.gathered: dict[str, int] = {}  # values of sparse gradients, by the layer's name
         self._agreed = self._judged = False
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
-        self.layers = [_layer(*named) for named in named_parameters]
+        self.layers = layers_of(named_parameters)
         assigned = assignment.assign(compressor, self.layers, self.seat[1])
         self.moments = self._moment_source(
             [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
         )
         self._settle_on(list(self._plan(self._named)))
         self._counted: dict[torch.nn.Parameter, int] = {}
+        self._made = 0  # passes of this step; a layer contributes nothing to those without it
         self.rounds = Rounds()
         self._open = False  # a program of this step has started
         self._errors: list[Exception] = []  # that programs of this step have ended with
@@ -320,7 +319,10 @@ class Engine:
         verbs = {device: TorchOps(device) for device in devices}
         ranks = self.seat[1]
         target = self._bucket_bytes or BUCKET_BYTES
-        self.used = [_layer(*named) for named in named_parameters]
+        known = {layer[0]: layer for layer in self.layers}
+        new = layers_of([pair for pair in named_parameters if pair[0] not in known])
+        known |= {layer[0]: layer for layer in new}
+        self.used = [known[name] for name, _ in named_parameters]
         there = {name for bucket in placed for name in bucket.layout.names}
         left_out = [place for place, layer in enumerate(self.used) if layer[0] in there]
         plan = assignment.plan(self.compressor, self.used, target, devices, left_out, ranks)
@@ -414,7 +416,7 @@ class Engine:
             bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
         self._named = everything
         self._name_of.update((p, name) for name, p in named_parameters)
-        self.layers += [_layer(*named) for named in named_parameters]
+        self.layers += self.used[len(self.used) - len(named_parameters) :]
         self._settle_on([*self.buckets, *new])
         self._watch(new)
         self._agreed = False
@@ -438,6 +440,7 @@ class Engine:
                 square.zero_()
             square.addcmul_(dense, dense)
             self._counted[parameter] = self._counted.get(parameter, 0) + 1
+            self._made = max(self._made, self._counted[parameter])
 
         return hook
 
@@ -651,15 +654,16 @@ class Engine:
             else:
                 self.scaling.unscale(moment, view, power=2)
             return
-        count = self._counted.pop(parameter, 0)
-        if count == 0:
+        if self._counted.pop(parameter, 0) == 0:
             view.zero_()
             return
-        # sum_j c_j**2 - g**2 * (1/m - 1/B), where pass j contributes c_j to g.
-        share = 1.0 / count - (1.0 / self.batch_size if self.batch_size else 0.0)
         gradient = bucket.views[slot].to(view.dtype)
+        if self._made < 2:  # a step that ends with its first pass is one sample
+            torch.square(gradient, out=view)
+            return
+        weight = weight_of_passes(self._made, self.batch_size)
         self.scaling.unscale(view, view, power=2)
-        view.addcmul_(gradient, gradient, value=-share).clamp_(min=0.0)
+        view.mul_(weight).addcmul_(gradient, gradient, value=1.0 - weight).clamp_(min=0.0)
 
     def _start(self, bucket: Bucket) -> None:
         self._open = True
@@ -787,6 +791,8 @@ class Engine:
 
     def forget_passes(self, those: Collection[torch.nn.Parameter] | None = None) -> None:
         """Forgets what passes have contributed, to the moments of all or of these parameters."""
+        if those is None:
+            self._made = 0
         for p in list(self._counted) if those is None else those:
             self._counted.pop(p, None)
 
@@ -809,7 +815,7 @@ class Engine:
 
     def clear(self) -> None:
         """Ends a step, once all results were taken: lets go of them, and of what was frozen."""
-        self._frozen = None
+        self._frozen, self._made = None, 0
         self.scaling.end_step()
         if self._arrived:  # in a step that was left out, of layers that it had not used
             self._arrived.clear()
@@ -822,7 +828,7 @@ class Engine:
         self._frozen = None
         self.compare_again()
         self._open, self._errors = False, []
-        self._counted.clear()
+        self.forget_passes()
         if self._arrived:
             self._arrived.clear()
         self.scaling.end_step()

@@ -71,8 +71,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         sparse_as_dense: compress sparse gradients as dense ones. Otherwise they are gathered by
             Horovod, uncompressed.
         process_set: the ranks that take part.
-        batch_size: samples that a rank sees for each step, over all passes. Sharpens
-            `moments="microbatch"`; unknown batch sizes count as large.
+        batch_size: samples that a rank sees for each step, over all passes. With it
+            `moments="microbatch"` are right on average; without it batches count as large, and
+            moments leave out the square of the mean gradient over the number of samples.
         bucket_bytes: target size of a bucket; 25 MiB if None.
         hierarchical: reduce inside each host as dense tensors, and exchange compressed between
             hosts; to the compressor a host is one rank, with the samples of all its own. All hosts

@@ -10,18 +10,57 @@ A parameter's hooks belong to the optimizer that it joined last.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvd_gradcomp.aggregator import leaves
+from hvd_gradcomp.layers import Layer, Weight
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.engine import Bucket
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have hooks
+_OPEN = {"torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.utils.parametrize"}
+
+
+def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Layer]:
+    """(name, shape, dtype) of each, with what the module that holds it makes of it."""
+    kernels = _kernels([p for _, p in named_parameters if p.dim() > 2])
+    layers: list[Layer] = []
+    for name, p in named_parameters:
+        described = name, tuple(p.shape), str(p.dtype).removeprefix("torch.")
+        known = kernels.get(id(p))
+        layers.append(described if known is None else Weight(*described, convolves=known))
+    return layers
+
+
+def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
+    """Whether each belongs to a convolution; without those that only a user's own class knows.
+
+    An optimizer is given parameters and not their modules, so these are looked for among all
+    objects there are. A type is asked, not an object: some load what they stand for when asked.
+    """
+    wanted, found = {id(p) for p in parameters}, dict[int, bool]()
+    for module in gc.get_objects() if wanted else ():
+        if not issubclass(type(module), torch.nn.Module):
+            continue
+        for held in module.__dict__.get("_parameters", {}).values():
+            if id(held) not in wanted:
+                continue
+            if issubclass(type(module), torch.nn.modules.conv._ConvNd):
+                found[id(held)] = True
+            elif any(_says(cls.__module__) for cls in type(module).__mro__):
+                found.setdefault(id(held), False)
+    return found
+
+
+def _says(module: str) -> bool:
+    """Whether PyTorch's classes that are defined there compute something of their own."""
+    return module.startswith("torch.nn.") and module not in _OPEN
 
 
 def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:

@@ -43,7 +43,8 @@ class GradiVeQ:
         self.compress_steps, self.resample_loss = compress_steps, resample_loss
         self.feedback = feedback
         self.residuals = [[np.zeros(shape) for shape in shapes] for _ in range(ranks)]
-        self.samples = [{} for _ in shapes]  # of each layer, by group
+        self.samples = [{} for _ in shapes]  # of each layer, by group: (step, slice, weight)
+        self.recorded = 0  # sampling steps of this cycle
         self.compressors = [{} for _ in shapes]  # likewise, (mu, U)
         self.phase = self.loss = None
         self.schedule = self.phases()
@@ -106,12 +107,31 @@ class GradiVeQ:
         D = 1
         if len(shape) > 1:
             D = shape[-2] if self.filters_last else shape[1]
-        length = F * D
+        size = int(np.prod(shape))
         if self.slice_size is not None:
-            length = self.slice_size
-        elif length > self.max_slice:
-            length = self.max_slice // F * F or self.max_slice
-        return min(length, int(np.prod(shape)))
+            return min(self.slice_size, size)
+        if size > F * D and self.max_slice >= F * D:
+            length = F * D
+        else:
+            most = min(self.max_slice, size)
+            length = most // F * F or most
+        found = shortest = None
+        while length > 0:  # shorter slices, of which there are more, until samples are enough
+            count = -(-size // length)
+            if self.sample_steps * self.sharing(count) > self.wanted(length):
+                found = found or length
+                if count * length <= 1.05 * size:  # and few zeros are needed to fill the last one
+                    return length
+            shortest, length = length, length - F
+        return found or shortest
+
+    def sharing(self, slices):
+        """How many slices have one compressor."""
+        return slices if self.reuse is None else min(self.reuse, slices)
+
+    def wanted(self, K):
+        """Dimensions that samples shall be enough for."""
+        return max(1, int(K / (4 if self.ratio is None else self.ratio)))
 
     def slices(self, layer, g):
         """The last one is filled up with zeros."""
@@ -134,42 +154,75 @@ class GradiVeQ:
     # -- sampling ------------------------------------------------------------------------------
 
     def sample(self, means):
+        """Some slices of each compressor a step, in turn; each step counts by its energy's inverse.
+
+        The paper takes the first slice only, and all steps alike.
+        """
+        t = self.recorded
         for layer, mean in enumerate(means):
-            known = set()
+            members = {}
             for number, s in enumerate(self.slices(layer, mean)):
-                group = self.group(number)
-                if group not in known:  # its first slice
-                    known.add(group)
-                    self.samples[layer].setdefault(group, []).append(s)
-        if len(self.samples[0][0]) == self.sample_steps:
+                members.setdefault(self.group(number), []).append(s)
+            K, shared = self.length(layer), len(members[0])
+            rows = min(shared, -(-(3 * self.wanted(K) + 1) // self.sample_steps))
+            for group, slices in members.items():
+                energy = sum(float((s**2).sum()) for s in slices)
+                weight = 1 / energy if energy > 0 else 0.0
+                for i in range(rows):
+                    s = slices[(t * rows + i) % len(slices)]
+                    self.samples[layer].setdefault(group, []).append((t, s, weight))
+        self.recorded += 1
+        if self.recorded == self.sample_steps:
             for layer, groups in enumerate(self.samples):
                 for group, samples in groups.items():
                     self.compressors[layer][group] = self.learned(samples)
             self.samples = [{} for _ in self.shapes]
+            self.recorded = 0
 
     def learned(self, samples):
         """`mu` and `U`: the eigenvectors of the covariance, the most significant ones."""
-        K = len(samples[0])
-        mu = np.zeros(K)
-        for s in samples:
-            mu += s / len(samples)
-        covariance = np.zeros((K, K))
-        for s in samples:
-            covariance += np.outer(s - mu, s - mu) / len(samples)
-        values, vectors = np.linalg.eigh(covariance)
-        values, vectors = values[::-1].clip(min=0), vectors[:, ::-1]  # the largest first
-        room = min(K, self.sample_steps - 1)
+        K = len(samples[0][1])
+        everything = self.components(samples)
+        fitted = self.sample_steps - self.sample_steps // 4
+        rows = len(samples) // self.sample_steps
         if self.ratio is not None:
-            d = min(room, max(1, int(K / self.ratio)))
-        else:
-            d = 1  # (6)
-            while d < room and values[d:].sum() > self.loss_threshold * values.sum():
+            d = max(1, min(K, len(samples) - 1, self.wanted(K)))
+        else:  # (6), of samples that the basis was not fitted to
+            held = [x for x in samples if x[0] >= fitted] or samples
+            mu, U, _ = self.components([x for x in samples if x[0] < fitted])
+            room = min(K, fitted * rows - 1, max(self.sample_steps - 1, self.wanted(K)))
+            whole = sum(w * float(s @ s) for _, s, w in held)
+            d = 1
+            while d < room:
+                left = sum(w * self.left_out(s - mu, U[:, :d]) for _, s, w in held)
+                if left <= self.loss_threshold * whole:
+                    break
                 d += 1
+        mu, vectors, values = everything
         U = np.zeros((K, d))
-        for i in range(d):
+        for i in range(min(d, vectors.shape[1])):
             if values[i] > 1e-9 * values[0]:
                 U[:, i] = vectors[:, i]
         return mu, U
+
+    @staticmethod
+    def left_out(s, U):
+        rest = s - U @ (U.T @ s)
+        return float(rest @ rest)
+
+    @staticmethod
+    def components(samples):
+        """Mean, eigenvectors and eigenvalues of the covariance, the largest first."""
+        K = len(samples[0][1])
+        total = sum(w for _, _, w in samples) or 1.0
+        mu = np.zeros(K)
+        for _, s, w in samples:
+            mu += w / total * s
+        covariance = np.zeros((K, K))
+        for _, s, w in samples:
+            covariance += w / total * np.outer(s - mu, s - mu)
+        values, vectors = np.linalg.eigh(covariance)
+        return mu, vectors[:, ::-1], values[::-1].clip(min=0)
 
     # -- compressed ----------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,13 +16,16 @@ from hvd_gradcomp import (
     GradiVeQCompressor,
     NoneCompressor,
     NonFiniteGradientError,
+    OneBitCompressor,
     QSGDCompressor,
+    TernGradCompressor,
     after,
     partition,
     worth,
 )
 from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.assignment import assign, plan
+from hvd_gradcomp.layers import Weight, convolves
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
@@ -126,19 +131,34 @@ def test_the_projection_is_linear(seed, data):
 
 
 @pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
-@pytest.mark.parametrize("sampling", ["none", "qsgd"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        "none",
+        "qsgd",
+        QSGDCompressor(exchange="two_shot"),
+        TernGradCompressor(exchange="allgather"),
+        OneBitCompressor(),
+    ],
+    ids=str,
+)
 def test_with_feedback_the_sum_over_ranks_loses_nothing(sampling, average):
+    """In no step, whatever carries the samples."""
     compressor = GradiVeQCompressor(ratio=6, feedback=True, sampling=sampling, **SHORT)
     world = World(compressor, TorchOps(), layout_of(compressor), RANKS, average=average)
     share = RANKS if average else 1
+
+    def kept():
+        inner = compressor.between.residual
+        both = [[state.r, inner(state.sampling)] for state in world.states]
+        return sum(x.double() for some in both for x in some if x is not None)
+
     for step in range(40):
         flat = [world.flat([torch.from_numpy(x) for x in rank]) for rank in gradients(step)]
-        before = sum(state.r.double() for state in world.states)
+        before = kept()
         total = world.step(flat)[0]
-        kept = sum(state.r.double() for state in world.states)
         there = before + sum(g.double() for g in flat)
-        if len(world.traffic) == 1 or sampling == "none":
-            torch.testing.assert_close(kept + share * total.double(), there, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(kept() + share * total.double(), there, rtol=1e-4, atol=1e-3)
 
 
 def test_bytes_of_a_cycle_equal_the_formula():
@@ -370,3 +390,149 @@ def test_inside_stock_horovod_once_a_basis_is_set(framework):
     other = tensor(np.ones((4, 4), np.float32))
     code, context = fitted.compress(other)
     assert np.array_equal(np.asarray(fitted.decompress(code, context)), np.asarray(other))
+
+
+@pytest.mark.parametrize("ratio", [2, 4, 8, 16])
+def test_the_ratio_that_was_asked_for_is_done(ratio):
+    """By default, whatever the layer; where it cannot be, a warning says why."""
+    shapes = [(16, 3, 3, 3), (64, 32, 3, 3), (256, 128, 3, 3), (512, 512, 1, 1), (96, 1, 7, 7)]
+    shapes += [(64, 16, 1, 1), (512, 2048, 1, 1), (128, 64, 5)]
+    layers = [(f"conv{i}.weight", shape, "float32") for i, shape in enumerate(shapes)]
+    compressor = GradiVeQCompressor(ratio=ratio)
+    planned = plan(compressor, layers, 1 << 30)
+    for one, layout in planned:
+        for cut in one.slices(layout):
+            assert cut.room == max(1, int(cut.length / ratio)), cut
+            if cut.length % ratio == 0:
+                assert cut.slices * cut.room <= 1.05 * cut.size / ratio, "few zeros are projected"
+            filters = cut.shape[0]
+            assert cut.length % filters == 0, "gradients of one input stay together"
+    assert not worth.warnings(compressor, planned, 2)
+    short = GradiVeQCompressor(ratio=ratio, slice_size=1024, sample_steps=2, reuse=1)
+    ((one, layout),) = plan(short, layers[2:3], 1 << 30)
+    if ratio < 512:
+        (line,) = [x for x in worth.warnings(short, [(one, layout)], 2) if "ratio" in x[:80]]
+        assert f"1 layers by more than ratio={ratio}: conv2.weight 1.02e+03" in line
+        steps = 1024 // ratio + 1
+        assert f"ask for sample_steps={steps}, a smaller slice_size=" in line
+        enough = GradiVeQCompressor(ratio=ratio, slice_size=1024, sample_steps=steps, reuse=1)
+        assert enough.slices(layout)[0].room == 1024 // ratio
+
+
+def test_samples_come_from_all_slices():
+    """Energy in directions that the first slice has nothing of is not left out."""
+    compressor = GradiVeQCompressor(ratio=8, warmup_steps=0, sample_steps=8, compress_steps=4)
+    layout = layout_of(compressor, ((16, 4, 3, 3),))
+    world = World(compressor, TorchOps(), layout, 1)
+    (cut,) = compressor.slices(layout)
+    assert (cut.length, cut.slices) == (64, 9), "F*D, as in the paper"
+    random = np.random.default_rng(1)
+    directions = random.standard_normal((2, 64))
+    for _ in range(12):
+        slices = np.zeros((9, 64))
+        slices[5:] = random.standard_normal((4, 2)) @ directions
+        kernel = slices.reshape(3, 3, 4, 16).transpose(3, 2, 0, 1)
+        given = torch.from_numpy(np.ascontiguousarray(kernel.reshape(-1), "f4"))
+        total = world.step([given])[0]
+        torch.testing.assert_close(total, given, rtol=1e-3, atol=1e-3)
+    assert float(world.states[0].loss) < 1e-4
+
+
+def test_each_sample_counts_alike_whatever_its_energy():
+    """One step with a gradient 1,000 times as large does not take all of the basis."""
+    compressor = GradiVeQCompressor(ratio=32, warmup_steps=0, sample_steps=10, compress_steps=4)
+    layout = layout_of(compressor, ((16, 4, 3, 3),))
+    random = np.random.default_rng(1)
+    usual, other = random.standard_normal((2, 2, 64))
+    world = World(compressor, TorchOps(), layout, 1)
+    for step in range(11):
+        rows = random.standard_normal((9, 2)) @ (1000 * other if step == 3 else usual)
+        kernel = rows.reshape(3, 3, 4, 16).transpose(3, 2, 0, 1)
+        world.step([torch.from_numpy(np.ascontiguousarray(kernel.reshape(-1), "f4"))])
+    assert float(world.states[0].loss) < 0.1
+
+
+def test_the_threshold_holds_for_gradients_that_the_basis_has_not_seen():
+    """White gradients have no few directions: fitted samples hide it, held-out ones show it."""
+    compressor = GradiVeQCompressor(
+        loss_threshold=0.3, slice_size=32, warmup_steps=0, sample_steps=12, compress_steps=8
+    )
+    layout = layout_of(compressor, ((3, 3, 4, 8),), filters_last=True)  # slices lie in order
+    world = World(compressor, TorchOps(), layout, 1)
+    random = np.random.default_rng(1)
+    (cut,) = compressor.slices(layout)
+    for _ in range(20):
+        world.step([torch.from_numpy(random.standard_normal(layout.size).astype("f4"))])
+    assert cut.room < 32
+    # 0.3 cannot be met with these samples: all that there is room for is used, and no less.
+    assert world.states[0].dimensions.tolist() == [cut.room]
+    few = np.linalg.qr(random.standard_normal((32, 4)))[0]
+    world = World(compressor, TorchOps(), layout, 1)
+    for _ in range(20):
+        rows = random.standard_normal((9, 4)) @ few.T + 0.1 * random.standard_normal((9, 32))
+        world.step([torch.from_numpy(rows.reshape(-1).astype("f4"))])
+    assert float(world.states[0].loss) <= 0.3 and world.states[0].dimensions.tolist()[0] <= 5
+
+
+def test_a_layer_is_a_convolution_by_what_it_belongs_to():
+    named = {
+        "conv.weight": ((8, 4, 3, 3), True),
+        "features/conv1d/kernel": ((3, 4, 8), True),
+        "variable": ((3, 3, 4, 8), True),
+        "attention/query/kernel": ((64, 8, 8), False),
+        "multi_head_attention/attention_output/kernel": ((8, 8, 64), False),
+        "pos_embed": ((1, 197, 768), False),
+        "cls_token": ((1, 1, 768), False),
+        "experts.up": ((8, 64, 256), False),
+        "fc.weight": ((10, 20), False),
+        "six": ((2, 2, 2, 2, 2, 2), False),
+    }
+    for name, (shape, expected) in named.items():
+        assert convolves((name, shape, "float32")) is expected, name
+    known = Weight("attention.weight", (8, 4, 3), "float32", convolves=True)
+    assert convolves(known) and known == ("attention.weight", (8, 4, 3), "float32")
+    assert convolves(pickle.loads(pickle.dumps(known)))
+
+
+def test_pytorch_knows_what_its_modules_are():
+    from hvd_gradcomp.torch.parameters import layers_of
+
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.filters = torch.nn.Parameter(torch.ones(4, 3, 3, 3))
+            self.pos_embed = torch.nn.Parameter(torch.ones(1, 9, 4))
+
+    class Own(torch.nn.Conv2d):
+        pass
+
+    model = torch.nn.Sequential(
+        torch.nn.Conv1d(4, 8, 3),
+        torch.nn.ConvTranspose2d(3, 5, 2),
+        torch.nn.Bilinear(4, 5, 6),
+        Own(3, 4, 3),
+        Odd(),
+        torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv2d(2, 3, 3)),
+    )
+    found = {layer[0]: convolves(layer) for layer in layers_of(list(model.named_parameters()))}
+    weight = "5.parametrizations.weight.original1"
+    assert {name for name, kernel in found.items() if kernel} >= {
+        *("0.weight", "1.weight", "3.weight", "4.filters", weight),
+    }
+    assert not any(found[name] for name in ("2.weight", "4.pos_embed", "0.bias", "2.bias"))
+
+
+def test_keras_knows_what_its_layers_are():
+    keras = pytest.importorskip("keras", minversion="3")
+    from hvd_gradcomp.tensorflow.tape import named_layers
+
+    inputs = keras.Input((6, 8))
+    x = keras.layers.Conv1D(16, 3, name="features")(inputs)
+    x = keras.layers.MultiHeadAttention(2, 8, name="mixed")(x, x)
+    x = keras.layers.EinsumDense("abc,cde->abde", (None, 2, 5), name="folded")(x)
+    outputs = keras.layers.TimeDistributed(keras.layers.Conv1D(4, 2, padding="same"))(x)
+    model = keras.Model(inputs, outputs)
+    layers = named_layers(model.trainable_variables)
+    kernels = [name for name, *_ in filter(convolves, layers)]
+    assert len([shape for _, shape, _ in layers if len(shape) > 2]) == 7
+    assert len(kernels) == 2 and kernels[0] == "features/kernel", kernels

@@ -28,6 +28,7 @@ from keras.optimizers import LossScaleOptimizer
 from hvd_gradcomp import __version__, configuration, validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
+from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -97,7 +98,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         process_set: the ranks that take part.
         scale_local_gradients: divide by the number of ranks what is not exchanged; see
             `PartialDistributedOptimizer`.
-        batch_size: samples that a rank sees for each exchange; sharpens `moments="microbatch"`.
+        batch_size: samples that a rank sees for each exchange, over all passes. With it
+            `moments="microbatch"` are right on average; without it batches count as large, and
+            moments leave out the square of the mean gradient over the number of samples.
         hierarchical: reduce inside each host as dense tensors, and exchange compressed between
             hosts; to the compressor a host is one rank, with the samples of all its own. All hosts
             have the same number of ranks. Needs `hvd.init(process_sets="dynamic")` where that is
@@ -617,9 +620,9 @@ class _Reducing:
             return None
         if sampled:
             return [s.value() for s in self._squared]
-        share = 1.0 / self._passes - (1.0 / self._batch_size if self._batch_size else 0.0)
+        weight = weight_of_passes(self._passes, self._batch_size)
         return [
-            tf.maximum(s.value() - a.value() * a.value() * share, 0.0)
+            tf.maximum(weight * s.value() + (1.0 - weight) * a.value() * a.value(), 0.0)
             for s, a in zip(self._squared, self._added)
         ]
 

@@ -1,0 +1,149 @@
+"""Weights that PyTorch stores [outputs, inputs, ...] and TensorFlow [..., inputs, outputs].
+
+The same training sends the same on both: each method that looks at a layer, and not only at its
+elements, is run on TorchOps over PyTorch's shapes and on TensorFlowOps over TensorFlow's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+from hvd_gradcomp import (
+    DGCCompressor,
+    EGCCompressor,
+    GradiVeQCompressor,
+    HybridCompressor,
+    LGCCompressor,
+    OneBitCompressor,
+    SparseGDCompressor,
+    StromCompressor,
+    VarianceCompressor,
+    wire,
+)
+from hvd_gradcomp.assignment import assign, plan
+from hvd_gradcomp.layout import Layout, outputs_first
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+
+NAMES = ("conv/kernel", "conv/bias", "table/embeddings", "dense/kernel", "last/kernel")
+# As TensorFlow has them; a table of embeddings is stored alike.
+LAST = ((3, 2, 8, 16), (16,), (20, 6), (48, 30), (30, 10))
+FIRST = ((16, 8, 3, 2), (16,), (20, 6), (30, 48), (10, 30))
+RANKS = 2
+# What is sent must fit: what does not is left where the bucket ends, in either order.
+BY_LAYER = [
+    VarianceCompressor(alpha=4.0),
+    HybridCompressor(tau=7.0),
+    StromCompressor(tau=7.0),
+    SparseGDCompressor(density=0.05),
+    DGCCompressor(density=0.05, momentum=0.9),
+    EGCCompressor(K=20, momentum=0.9),
+    LGCCompressor(alpha=0.05, full_steps=3, train_steps=8, momentum=0.9),
+    OneBitCompressor(),
+    OneBitCompressor(exchange="two_shot"),
+    GradiVeQCompressor(ratio=4, warmup_steps=1, sample_steps=5, compress_steps=6),
+]
+
+
+def as_stored_last(first, last):
+    """The same weights, as TensorFlow has them."""
+    if first.shape == last:
+        return first
+    return np.ascontiguousarray(first.transpose(*range(2, first.ndim), 1, 0))
+
+
+def worlds(compressor, names=NAMES, first=FIRST, last=LAST):
+    block = compressor.block
+    return (
+        World(compressor, TorchOps(), Layout(names, first, block=block), RANKS),
+        World(
+            compressor,
+            TensorFlowOps(),
+            Layout(names, last, block=block, filters_last=True),
+            RANKS,
+        ),
+    )
+
+
+def step(both, seed):
+    """Both worlds by one step; the totals of all layers, each as TensorFlow stores it."""
+    random = np.random.default_rng(seed)
+    shapes = both[0].layout.shapes, both[1].layout.shapes
+    given = [[random.standard_normal(s).astype("f4") for s in shapes[0]] for _ in range(RANKS)]
+    one = both[0].step([both[0].flat([torch.from_numpy(x) for x in rank]) for rank in given])[0]
+    turned = [[as_stored_last(x, s) for x, s in zip(rank, shapes[1])] for rank in given]
+    two = both[1].step([both[1].flat([tf.constant(x) for x in rank]) for rank in turned])[0]
+    layout, found = both[0].layout, []
+    for start, size, here, there in zip(layout.offsets, layout.sizes, *shapes):
+        piece = one.numpy()[start : start + size].reshape(here)
+        other = two.numpy()[start : start + size].reshape(there)
+        found.append((as_stored_last(piece, there), other))
+    return found
+
+
+def bodies(world):
+    """What travels behind the headers, [round][rank]."""
+    return [
+        [np.asarray(request.tensor)[..., wire.HEADER_BYTES :] for request in requests]
+        for requests in world.traffic
+    ]
+
+
+@pytest.mark.parametrize("compressor", BY_LAYER, ids=repr)
+def test_the_same_training_sends_the_same_elements(compressor):
+    both = worlds(compressor)
+    for seed in range(10):
+        for one, other in step(both, seed):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+    counts = [w.compressor.elements_sent(w.layout, w.states[0], w.steps) for w in both]
+    assert list(map(int, counts[0])) == list(map(int, counts[1]))
+    residuals = [w.compressor.residual(w.states[0]) for w in both]
+    if residuals[0] is not None:
+        for start, size, here, there in zip(
+            both[0].layout.offsets, both[0].layout.sizes, FIRST, LAST
+        ):
+            mine, theirs = (np.asarray(r)[start : start + size] for r in residuals)
+            mine = as_stored_last(mine.reshape(here), there)
+            np.testing.assert_allclose(mine, theirs.reshape(there), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "two_shot"])
+def test_one_bit_sends_the_same_bytes(exchange):
+    both = worlds(OneBitCompressor(exchange))
+    assert [c.groups for c in map(both[0].compressor.bands, (w.layout for w in both))] == [77, 77]
+    for seed in range(5):
+        step(both, seed)
+        for one, other in zip(bodies(both[0]), bodies(both[1])):
+            for rank in range(RANKS):
+                assert one[rank].shape == other[rank].shape
+                assert one[rank].tobytes() == other[rank].tobytes()
+
+
+def test_gradiveq_sends_the_same_coefficients():
+    compressor = GradiVeQCompressor(ratio=4, warmup_steps=1, sample_steps=5, compress_steps=6)
+    both = worlds(compressor, NAMES[:1], FIRST[:1], LAST[:1])
+    for seed in range(9):
+        step(both, seed)
+    (one,), (other,) = (w.traffic for w in both)
+    assert one[0].tensor.shape[0] < both[0].layout.size
+    # A component's sign is the eigensolver's; what travels is equal but for it, and for rounding.
+    one, other = (np.abs(np.asarray(requests[0].tensor)) for requests in (one, other))
+    np.testing.assert_allclose(one[:-2], other[:-2], rtol=1e-3, atol=1e-3)
+
+
+def test_a_layer_is_judged_by_its_columns_wherever_they_are():
+    """One column of 1,000 pays in one bit; 1,000 columns of one element do not."""
+    assert [outputs_first(*pair) for pair in zip(NAMES, LAST)] == list(FIRST)
+    for shapes, filters_last in (((1, 1000), False), ((1000, 1), True)):
+        (one,) = assign(OneBitCompressor(), [("w/kernel", shapes, "float32")], 1, filters_last)
+        assert one == OneBitCompressor()
+        layers = [("w/kernel", shapes, "float32")]
+        ((planned, layout),) = plan(OneBitCompressor(), layers, 1 << 20, filters_last=filters_last)
+        assert planned == OneBitCompressor() and planned.bands(layout).groups == 1
+    kernel = (3, 3, 64, 128)
+    layout = Layout(("conv/kernel",), (kernel,), block=OneBitCompressor.block, filters_last=True)
+    assert OneBitCompressor().bands(layout).bands == ((0, 128, 576),)
