@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import LGCCompressor, NonFiniteGradientError, PayloadError, partition
 from hvd_gradcomp.aggregator import leaves
-from hvd_gradcomp.algorithms.lgc import _strongest
+from hvd_gradcomp.algorithms.lgc.vectors import strongest
 from hvd_gradcomp.assignment import assign, plan
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.indices import Deflate, _deflated, _inflated
@@ -524,8 +524,8 @@ def test_deflated_indices_that_do_not_fit_wait_in_turn():
 def test_the_strongest():
     ops = TorchOps()
     values = torch.tensor([0.5, -3.0, 0.0, 2.0, -2.0, 0.1])
-    assert _strongest(ops, values, 3).tolist() == [1, 3, 4]
-    assert _strongest(ops, values, 2).tolist() == [1, 3]
+    assert strongest(ops, values, 3).tolist() == [1, 3, 4]
+    assert strongest(ops, values, 2).tolist() == [1, 3]
 
 
 def test_all_ranks_draw_alike():

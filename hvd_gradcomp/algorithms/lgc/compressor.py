@@ -1,0 +1,209 @@
+"""The public class: what it keeps, and which phase it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.algorithms.lgc import ring, server, training, vectors
+from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
+from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.codecs.sparse import Memory
+from hvd_gradcomp.collectives import Switch
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+_NOT_CONVERGED = (
+    "LGC: the loss of the autoencoder has not fallen to {bound} of the gradient's energy by the "
+    "end of its {steps} training steps, so values go on to travel uncompressed. Try a larger "
+    "ae_lr or train_steps, then call hvd.retrain(optimizer); compression_stats(...).losses has "
+    "the loss"
+)
+
+
+class LGCState(NamedTuple):
+    """State of the model's one bucket."""
+
+    memory: Memory  # rank-local
+    owed: Any  # float32 [size] with exact feedback, else (); see `LGCCompressor`; rank-local
+    encoder: Tensor  # float32 [parameters], rank-local: trained by one rank, then sent to others
+    decoder: Tensor  # float32 [heads, parameters], rank-local
+    late: Tensor  # float32 [], sum of the loss over the last tenth of the training, rank-local
+    local: Tensor  # float32 [], what this rank's last reconstruction missed, rank-local
+    loss: Tensor  # float32 [], the mean of that over ranks; while training the trainer's
+    start: Tensor  # int64 [] step at which the training began, on the host
+    ready: Tensor  # int64 [] whether the autoencoder has converged, on the host
+    drifted: Tensor  # int64 [] whether it has to be trained again, on the host
+    sent: Tensor  # int64 [layers], elements that this rank has selected and sent so far
+
+
+@dataclass(frozen=True)
+class LGCCompressor(LGCSettings):
+    """Sends a learned code of the largest accumulated velocities (Abrahamyan et al. 2021).
+
+    For `full_steps` gradients are exchanged whole. Then momentum is corrected and the residual kept
+    as in DGC, and of each layer `k = max(1, round(n * alpha))` elements are selected; their values,
+    one vector for the whole model, are scaled to unit RMS. For `train_steps` the values travel, and
+    one rank trains an autoencoder on them, one step of gradient descent each. From then on:
+
+    * `pattern="ring_allreduce"`: the leader of the step, drawn from a seed that all ranks share,
+      broadcasts its indices; all ranks encode their values there; the codes are added up by an
+      allreduce and every rank decodes the mean (Algorithm 2, equations 8 to 11).
+    * `pattern="parameter_server"`: `common_rank` sends indices and code; every rank sends its
+      innovation, the largest tenth of its own values. The master decodes each worker's vector, puts
+      innovations that lie outside the indices where they belong, and broadcasts the mean
+      (Algorithm 1, equations 2 to 7).
+
+    The first layer is sent dense, the last one as `DGCCompressor(density=alpha)` does.
+
+    What travels, compressed: by the ring, 1 byte an element selected (a float32 for four), by
+    allreduce, and the leader's packed indices, by broadcast. To the master, values and packed
+    indices of the innovation, and from one worker a quarter of its values and all indices; back,
+    values and packed indices of all that is not zero. The parameters of the autoencoder (0.69 MB
+    the encoder, 0.17 MB a decoder) travel once. State: `r`, `u` and, with exact feedback, `owed`,
+    12 bytes an element, and the autoencoder's parameters.
+
+    Args:
+        pattern: "ring_allreduce" or "parameter_server".
+        alpha: share of the elements of a layer that are selected, in (0, 1]; smaller sends less.
+        full_steps: steps before anything is left out, at least 1.
+        train_steps: steps of the autoencoder's training, at least 1.
+        innovation: share of the selected elements that a worker sends itself, in (0, 1]
+            (parameter server only); smaller sends less.
+        ae_lr: learning rate of the autoencoder, positive.
+        lambda_rec, lambda_sim: weights of the losses (6) and (5), not negative (parameter server
+            only).
+        master: the rank that trains the autoencoder, and reconstructs with a parameter server; it
+            is a worker too.
+        common_rank: the worker that sends the code; None for the one after the master.
+        first_layer: names of the layers that are sent dense, patterns of the shell's kind or the
+            names of modules; None for the first layer that has a matrix or more, in the order of
+            use: PyTorch sees it in the first step, on TensorFlow it is that of the variables.
+        last_layer: the same for layers that are sent by top-k without the autoencoder.
+        index_coding: "deflate" (DEFLATE, on the host), "delta", packed, or "int32", plain.
+        feedback: "exact" keeps on each rank what it selected less what came back, so the sum over
+            ranks loses nothing (see below); "paper" counts what was selected as sent.
+        momentum, nesterov, masking: see `DGCCompressor`.
+        retrain_loss: train the autoencoder again once the mean over ranks of
+            `||selected - reconstructed||^2 / ||selected||^2` exceeds this; None never.
+        seed: of the draws and of the autoencoder's first parameters.
+
+    *Exact feedback.* What a rank selected less the mean that came back is for the most part what
+    this rank has and others have not. It adds up to zero over ranks, so no exchange ever takes it
+    away: kept in `r` it would grow without bound and, being large, be selected again and again.
+    Hence two places. `r`, by which elements are selected, keeps what this rank knows to be
+    missing: by the ring its values less its own reconstruction of them, with a server what it
+    selected and the answer does not mention. The rest is `owed`: it is added to the values once
+    the element is selected again.
+
+    Differs from the paper: feedback (above). The gradient of each network is clipped to norm 10,
+    without which plain descent on the printed loss diverges; its first parameters pass a signal on
+    (see `codecs.autoencoder`). An autoencoder whose mean loss over the last tenth of its training
+    is above 0.95 of the energy is not used: values go on to travel, and a warning says so.
+    Workers' vectors are trained on, and reconstructed, at the places of the common rank. PyTorch
+    and TensorFlow agree but for the last bits.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range; a rank does not exist; the model has no layer
+            between the first and the last one, or fewer than 16 elements are selected.
+
+    >>> LGCCompressor(alpha=0.01).pattern
+    'ring_allreduce'
+    """
+
+    def velocity(self, state: Any) -> Tensor | None:
+        return state.memory.u if self.momentum else None
+
+    def init(self, ops: Ops, layout: Layout) -> LGCState:
+        return self.start(ops, layout, 1)
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> LGCState:
+        self.check_ranks(ranks)
+        self.check(layout)
+        encoder, decoder = self._untrained(ops, ranks if self.by_server else 1)
+        nothing = ops.full((), float("nan"), "float32")
+        return LGCState(
+            memory=self.remember(ops, layout),
+            owed=ops.zeros((layout.size,)) if self.feedback == "exact" else (),
+            encoder=encoder,
+            decoder=decoder,
+            late=ops.zeros(()),
+            local=nothing,
+            loss=nothing * 1,
+            start=ops.host(self.full_steps),
+            ready=ops.host(0),
+            drifted=ops.host(0),
+            sent=ops.zeros((len(layout.names),), "int64"),
+        )
+
+    def _untrained(self, ops: Ops, heads: int) -> tuple[Tensor, Tensor]:
+        decoder = autoencoder.initial_decoder(ops, self.by_server, self.seed + 1)
+        return autoencoder.initial_encoder(ops, self.seed), ops.stack([decoder] * heads)
+
+    def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
+        if step < self.full_steps:
+            return state
+        return self._restarted(ops, state, state.decoder.shape[0])._replace(start=ops.host(step))
+
+    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> Any:
+        # Decoders are one a rank, and who is new has no encoder; nor, in the first phase, the
+        # velocity that the others have in common.
+        self.check_ranks(ranks)
+        state = self._restarted(ops, state, ranks if self.by_server else 1)
+        if self.momentum and step < self.full_steps:
+            state = state._replace(memory=state.memory._replace(u=state.memory.u * 0))
+        return state._replace(start=ops.host(max(int(step), self.full_steps)))
+
+    def _restarted(self, ops: Ops, state: Any, heads: int) -> Any:
+        encoder, decoder = self._untrained(ops, heads)
+        nothing = ops.host(0)
+        return state._replace(
+            encoder=encoder,
+            decoder=decoder,
+            late=ops.zeros(()),
+            ready=nothing,
+            drifted=nothing * 1,
+        )
+
+    def owner(self, path: str, step: int) -> int | None:
+        # The master trains; and in the first phase all have the velocity in common.
+        common = path == "memory.u" and step <= self.full_steps
+        return self.master if common or path in ("encoder", "decoder", "late", "loss") else None
+
+    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
+        whole = min(steps, self.full_steps)
+        return [int(n) + whole * size for n, size in zip(state.sent, layout.sizes)]
+
+    def losses(self, state: Any) -> dict[str, float]:
+        return {"autoencoder": float(state.loss)}
+
+    def residual(self, state: Any) -> Tensor:
+        return state.memory.r + state.owed if self.feedback == "exact" else state.memory.r
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+    ) -> Program:
+        del extra
+        start, ready = ops.staged(state.start), ops.staged(state.ready)
+        again = ops.staged(state.drifted) > 0
+        start = ops.pick(again, context.step, start)
+        ready = ops.pick(again, 0, ready)
+        host = ops.host
+        state = state._replace(start=host(start), ready=host(ready), drifted=host(0))
+        steps, elapsed = self.train_steps, context.step - start
+        if context.rank == self.master:
+            message = _NOT_CONVERGED.format(bound=training.CONVERGED, steps=steps)
+            ops.warn((elapsed == steps) & (ready != 1), message)
+        phase = ops.bisect((-1, steps - 2, steps - 1), elapsed)
+        phase = ops.pick((elapsed >= steps) & (ready != 1), 4, phase)
+        program = server.program if self.by_server else ring.program
+        branches = (
+            lambda: vectors.whole(self, ops, context, gradient, state),
+            lambda: program(self, ops, context, gradient, state, elapsed, train=True),
+            lambda: program(self, ops, context, gradient, state, elapsed, train=True, last=True),
+            lambda: program(self, ops, context, gradient, state, elapsed, compress=True),
+            lambda: program(self, ops, context, gradient, state, elapsed),
+        )
+        return (yield Switch(phase, branches))
