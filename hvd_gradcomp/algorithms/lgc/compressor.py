@@ -37,6 +37,7 @@ class LGCState(NamedTuple):
     ready: Tensor  # int64 [] whether the autoencoder has converged, on the host
     drifted: Tensor  # int64 [] whether it has to be trained again, on the host
     sent: Tensor  # int64 [layers], elements that this rank has selected and sent so far
+    hint: Tensor  # float32 [layers], where to look first in the next step; rank-local
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class LGCCompressor(LGCSettings):
             ready=ops.host(0),
             drifted=ops.host(0),
             sent=ops.zeros((len(layout.names),), "int64"),
+            hint=self.unknown(ops, layout),
         )
 
     def _untrained(self, ops: Ops, heads: int) -> tuple[Tensor, Tensor]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import training, vectors
+from hvd_gradcomp.algorithms.lgc.settings import OTHERS, LGCSettings
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.collectives import Allgather, Broadcast, Gather
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
-
-if TYPE_CHECKING:
-    from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
 
 _FINE, _NOT_FINITE, _DAMAGED = 0, 1, 2
 
@@ -33,25 +30,23 @@ def program(
     """One step of a rank, after the first phase."""
     layout = context.layout
     finite, gradient = exchanges.checked(ops, gradient)
-    memory = vectors.advanced(lgc, ops, gradient, state)
-    parts, index, values = vectors.selected(lgc, ops, context, memory, state)
-    state = vectors.counted(lgc, ops, layout, state, index)
+    taken = vectors.taken_in(lgc, ops, context, finite, gradient, state)
+    state = state._replace(memory=taken.memory, hint=taken.hint)
     if compress:
-        chosen = (parts, index, values)
-        return (yield from served(lgc, ops, context, memory, state, chosen, finite))
-    parts["values"] = values
-    body = wire.pack_body(ops, lgc.parts(layout), parts)
-    buffers = yield Allgather(vectors.sealed(lgc, ops, context, finite, body))
+        return (yield from served(lgc, ops, context, finite, taken.index, gradient, state))
+    given = lgc.parts(layout)
+    parts, index, _ = lgc.coding.encode(ops, layout, given, taken.index, context.step)
+    parts["values"] = vectors.with_owed(lgc, ops, state, index)
+    buffers = yield Allgather(
+        vectors.sealed(lgc, ops, context, finite, wire.pack_body(ops, given, parts))
+    )
     header, bodies = vectors.opened(lgc, ops, context, buffers)
     weights = exchanges.weights_of(ops, context, header)
-    room = ops.zeros((layout.size,))
-    mean = lgc.decode_sum(ops, layout, None, bodies, weights, room)  # type: ignore[arg-type]
-    memory = lgc.settled(ops, lgc.settle(ops, memory, index))
-    state = vectors.owing(lgc, ops, state._replace(memory=memory), index, 0.0)
+    mean = lgc.decode_sum(ops, layout, None, bodies, weights, gradient)  # type: ignore[arg-type]
+    state = vectors.settled(lgc, ops, vectors.counted(ops, layout, state, index), index)
     if train and context.rank == lgc.master:
-        state = training.learned(
-            lgc, ops, state, elapsed, training.server_loss(lgc, ops, context, bodies)
-        )
+        loss = training.server_loss(lgc, ops, context, bodies)
+        state = training.learned(lgc, ops, state, elapsed, loss)
     if train and last:
         state = yield from training.handed_out(lgc, ops, context, state)
     return mean, state
@@ -61,77 +56,96 @@ def served(
     lgc: LGCSettings,
     ops: Ops,
     context: Context,
-    memory: Memory,
-    state: Any,
-    chosen: tuple[dict[str, Tensor], Tensor, Tensor],
     finite: Any,
+    index: Tensor,
+    gradient: Tensor,
+    state: Any,
 ) -> Program:
     """A compressed step, of a rank that has chosen."""
     layout, ranks, rank = context.layout, context.size, context.rank
-    common = lgc.common(ranks)
-    parts, index, values = chosen
-    strong = vectors.strongest(ops, values, lgc.innovations(layout))
-    coded, innovated, place = lgc.coding.encode(
-        ops,
-        layout,
-        lgc.innovation_parts(layout),
-        ops.gather(index, strong),
-        context.step,
-    )
-    own = ops.where(innovated < layout.sink, ops.gather(ops.gather(values, strong), place), 0.0)
-    coded |= {"values": own, "loss": ops.reshape(state.local, (1,))}
-    body = wire.pack_body(ops, lgc.innovation_parts(layout), coded)
-    mine = vectors.sealed(lgc, ops, context, finite, body)
+    common, capacity = lgc.common(ranks), lgc.capacity(layout)
+    message = []
     if rank == common:
-        scale = vectors.rms(ops, values, lgc.capacity(layout))
-        vector = vectors.at(ops, layout, index, values, ops.sort(index))
-        x = ops.reshape(vectors.scaled(ops, vector, scale), (1, -1))
+        given = lgc.coding.parts(layout, capacity)
+        parts, index, _ = lgc.coding.encode(ops, layout, given, index, context.step)
+        index = ops.sort(index)
+        values = vectors.with_owed(lgc, ops, state, index)
+        scale = vectors.rms(ops, values, capacity)
+        x = ops.reshape(vectors.scaled(ops, values, scale), (1, -1))
         code = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
         body = wire.pack_body(ops, lgc.code_parts(layout), {**parts, "scale": scale, "code": code})
-        mine = ops.concat((mine, vectors.sealed(lgc, ops, context, finite, body)))
+        message.append(vectors.sealed(lgc, ops, context, finite, body))
+    else:
+        values = vectors.with_owed(lgc, ops, state, index)
+    state = vectors.counted(ops, layout, state, index)
+    strong = vectors.strongest(ops, values, lgc.innovations(layout))
+    given = lgc.innovation_parts(layout)
+    parts, innovated, place = lgc.coding.encode(
+        ops, layout, given, ops.gather(index, strong), context.step
+    )
+    own = ops.gather(ops.gather(values, strong), place)
+    parts["values"] = ops.where(innovated < layout.sink, own, 0.0)
+    parts["loss"] = ops.reshape(state.local, (1,))
+    body = wire.pack_body(ops, given, parts)
+    message.insert(0, vectors.sealed(lgc, ops, context, finite, body))
     size = lgc.compressed_bytes(layout, ranks)
     lengths = tuple(size["worker"] + size["common"] * (r == common) for r in range(ranks))
-    everything = yield Gather(mine, lgc.master, lengths)
+    everything = yield Gather(ops.concat(message), lgc.master, lengths)
     if rank == lgc.master:
-        answer = answered_by_master(lgc, ops, context, state, everything, lengths)
+        answer = reconstructed(lgc, ops, context, state, everything, lengths)
     else:
         answer = ops.zeros((size["master"],), "uint8")
     answer = yield Broadcast(answer, lgc.master)
-    header, bodies = vectors.opened(lgc, ops, context, ops.reshape(answer, (1, -1)))
-    back = wire.unpack_body(ops, lgc.back_parts(layout, ranks), bodies)
-    back = {name: part[0] for name, part in back.items()}
-    verdict = back.pop("verdict")
-    sound = ops.require({wire.DAMAGED: verdict != _DAMAGED}, PayloadError)
-    fine = ops.require({wire.NOT_FINITE: verdict != _NOT_FINITE}, NonFiniteGradientError)
-    changed = lgc.coding.decode(ops, layout, back, lgc.returned(layout, ranks))
-    if sound is not None:
-        good = ops.sum(ops.cast(sound & fine & header.intact, "int64")) == ranks
-        changed = ops.where(good, changed, layout.sink)
-    decoded = ops.where(changed < layout.sink, back["values"], 0.0)
-    mean = ops.clear_last(ops.put(ops.zeros((layout.size,)), changed, decoded))
-    missed = values - ops.gather(mean, index)
+    changed, mean, loss = answered(lgc, ops, context, answer)
+    total = ops.clear_last(ops.put(ops.clear(gradient), changed, mean))
+    missed = values - ops.gather(total, index)
     if lgc.feedback == "exact":
         # What was selected and came back, as something else, goes over to what is owed.
-        known = ops.clear_last(ops.put(ops.zeros((layout.size,)), changed, 1.0))
-        answered = ops.gather(known, index) > 0
-        r = ops.put(memory[0], index, ops.where(answered, 0.0, ops.gather(memory[0], index)))
-        owed = ops.gather(state.owed, index)
-        state = vectors.owing(lgc, ops, state, index, ops.where(answered, values, owed))
-        owed = ops.gather(state.owed, changed) - decoded
+        _, there = vectors.among(ops, ops.sort(changed), index)
+        kept, owed = (ops.gather(x, index) for x in (state.memory.r, state.owed))
+        state = vectors.owing(lgc, ops, state, index, ops.where(there, values, owed))
+        owed = ops.gather(state.owed, changed) - mean
         state = vectors.owing(lgc, ops, state, changed, owed)
-        memory = memory._replace(r=r)
+        memory = state.memory
+        memory = memory._replace(r=ops.put(memory.r, index, ops.where(there, 0.0, kept)))
         if lgc.momentum and lgc.masking:  # of what this rank has sent
             u = ops.put(memory.u, innovated, 0.0)
             memory = memory._replace(u=ops.put(u, index, 0.0) if rank == common else u)
+        state = state._replace(memory=lgc.settled(ops, memory))
     else:
-        memory = lgc.settle(ops, memory, index)
-    local = vectors.share(ops, missed, values)
-    state = state._replace(memory=lgc.settled(ops, memory), local=local)
-    state = training.watched(lgc, ops, state, back["loss"])
-    return mean * (context.prescale * context.postscale * ranks), state
+        state = vectors.settled(lgc, ops, state, index)
+    state = state._replace(local=vectors.share(ops, missed, values))
+    state = training.watched(lgc, ops, state, loss)
+    return ops.scale(total, context.prescale * context.postscale * ranks), state
 
 
-def answered_by_master(
+def answered(
+    lgc: LGCSettings, ops: Ops, context: Context, answer: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the master has sent: the indices of what changes, the mean there, and the loss.
+
+    Raises:
+        PayloadError, NonFiniteGradientError: on all ranks, if the master was sent such.
+    """
+    layout, ranks = context.layout, context.size
+    header, bodies = vectors.opened(lgc, ops, context, ops.reshape(answer, (1, -1)))
+    back = wire.unpack_body(ops, lgc.back_parts(layout, ranks), bodies)
+    back = {name: part[0] for name, part in back.items()}
+    verdict = back["verdict"]
+    sound = ops.require({wire.DAMAGED: verdict != _DAMAGED}, PayloadError)
+    fine = ops.require({wire.NOT_FINITE: verdict != _NOT_FINITE}, NonFiniteGradientError)
+    places = ops.sort(lgc.coding.decode(ops, layout, back, lgc.capacity(layout)))
+    others = {name.removeprefix(OTHERS): part for name, part in back.items() if OTHERS in name}
+    outside = lgc.coding.decode(ops, layout, others, lgc.outside(layout, ranks))
+    changed = ops.concat((places, outside))
+    if sound is not None:
+        good = ops.sum(ops.cast(sound & fine & header.intact, "int64")) == ranks
+        changed = ops.where(good, changed, layout.sink)
+    mean = ops.cast(back["values"], "float32") * back["unit"]
+    return changed, ops.where(changed < layout.sink, mean, 0.0), back["loss"]
+
+
+def reconstructed(
     lgc: LGCSettings,
     ops: Ops,
     context: Context,
@@ -144,7 +158,7 @@ def answered_by_master(
     It must not fail alone while the others wait for it, so what is damaged becomes a verdict.
     """
     layout, ranks, common = context.layout, context.size, lgc.common(context.size)
-    capacity = lgc.capacity(layout)
+    capacity, count = lgc.capacity(layout), lgc.innovations(layout)
     base = lgc.compressed_bytes(layout, ranks)["worker"]
     starts = [sum(lengths[:rank]) for rank in range(ranks)]
     workers = ops.stack([everything[start : start + base] for start in starts])
@@ -158,40 +172,41 @@ def answered_by_master(
     whole = intact * ops.where(ops.arange(ranks) == common, ops.cast(more, "int64"), intact * 0 + 1)
     verdict = ops.where(finite, _FINE, _NOT_FINITE)
     verdict = ops.where(whole > 0, verdict, _DAMAGED)
-    bodies = wire.bodies_of(workers)
-    payload = wire.unpack_body(ops, lgc.innovation_parts(layout), bodies)
+
+    payload = wire.unpack_body(ops, lgc.innovation_parts(layout), wire.bodies_of(workers))
     losses = ops.reshape(payload.pop("loss"), (-1,))
-    values = ops.reshape(payload.pop("values"), (ranks, lgc.innovations(layout)))
-    index = [
-        lgc.coding.decode(
-            ops, layout, {n: p[rank] for n, p in payload.items()}, lgc.innovations(layout)
-        )
-        for rank in range(ranks)
-    ]
-    body = wire.bodies_of(extra)
-    code_parts = wire.unpack_body(ops, lgc.code_parts(layout), body)
-    code_parts = {name: part[0] for name, part in code_parts.items()}
-    places = ops.sort(lgc.coding.decode(ops, layout, code_parts, capacity))
-    scale, code = code_parts["scale"], ops.reshape(code_parts["code"], (1, -1))
-    channels = [
-        vectors.scaled(ops, vectors.at(ops, layout, index[rank], values[rank], places), scale)
-        for rank in range(ranks)
-    ]
-    decoded = autoencoder.decode(ops, state.decoder, code, ops.stack(channels))
-    mean = ops.sum(decoded, 0)[:capacity] * (scale * (1.0 / ranks))
-    total = ops.put(ops.zeros((layout.size,)), places, ops.where(places < layout.sink, mean, 0.0))
-    inside = ops.put(ops.zeros((layout.size,)), places, 1.0)
+    values = ops.reshape(payload.pop("values"), (ranks, count))
+    innovations = []
     for rank in range(ranks):
-        outside = ops.where(ops.gather(inside, index[rank]) == 0, values[rank], 0.0)
-        total = ops.add_at(total, index[rank], outside * (1.0 / ranks))
-    changed = _distinct(ops, ops.concat((places, *index)), layout.sink)
-    changed = changed[: lgc.returned(layout, ranks)]
-    parts = lgc.back_parts(layout, ranks)
-    coded, changed, _ = lgc.coding.encode(ops, layout, parts, changed, context.step)
-    coded["values"] = ops.where(changed < layout.sink, ops.gather(total, changed), 0.0)
-    coded["loss"] = ops.reshape(ops.sum(losses) * (1.0 / ranks), (1,))
-    coded["verdict"] = verdict
-    return vectors.sealed(lgc, ops, context, True, wire.pack_body(ops, parts, coded))
+        mine = {name: part[rank] for name, part in payload.items()}
+        index = lgc.coding.decode(ops, layout, mine, count)
+        innovations.append(vectors.in_order(ops, index, values[rank]))
+    given = wire.unpack_body(ops, lgc.code_parts(layout), wire.bodies_of(extra))
+    given = {name: part[0] for name, part in given.items()}
+    places = ops.sort(lgc.coding.decode(ops, layout, given, capacity))
+    scale, code = given["scale"], ops.reshape(given["code"], (1, -1))
+    channels = [vectors.at(ops, *one, places) for one in innovations]
+    decoded = autoencoder.decode(
+        ops, state.decoder, code, ops.stack([vectors.scaled(ops, x, scale) for x in channels])
+    )
+    mean = ops.sum(decoded, 0)[:capacity] * (scale * (1.0 / ranks))
+
+    lonely = [ops.where(vectors.among(ops, places, i)[1], layout.sink, i) for i, _ in innovations]
+    outside = _distinct(ops, ops.concat(lonely), layout.sink)[: lgc.outside(layout, ranks)]
+    rest = lgc.coding.parts(layout, lgc.outside(layout, ranks))
+    others, outside, _ = lgc.coding.encode(ops, layout, rest, outside, context.step)
+    found = [vectors.at(ops, *one, outside) for one in innovations]
+    changed = ops.concat((places, outside))
+    mean = ops.concat((mean, ops.sum(ops.stack(found), 0) * (1.0 / ranks)))
+    mean = ops.where(changed < layout.sink, mean, 0.0)
+    unit = ops.reshape(ops.max(ops.abs(mean)), (1,))
+    unit = ops.where(unit > 0, unit, 1.0)
+    back = {name: given[name] for name in lgc.coding.parts(layout, capacity)}
+    back |= {OTHERS + name: part for name, part in others.items()}
+    back |= {"values": mean / unit, "unit": unit, "verdict": verdict}
+    back["loss"] = ops.reshape(ops.sum(losses) * (1.0 / ranks), (1,))
+    body = wire.pack_body(ops, lgc.back_parts(layout, ranks), back)
+    return vectors.sealed(lgc, ops, context, True, body)
 
 
 def _distinct(ops: Ops, index: Tensor, sink: int) -> Tensor:

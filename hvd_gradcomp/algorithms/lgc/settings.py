@@ -19,6 +19,7 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.wrappers import after
 
 PATTERNS = ("ring_allreduce", "parameter_server")
+OTHERS = "other "  # begins the names of parts that hold other indices than the common rank's
 
 
 @dataclass(frozen=True)
@@ -184,18 +185,21 @@ class LGCSettings(MomentumCorrected):
         }
 
     def back_parts(self, layout: Layout, ranks: int) -> dict[str, wire.Part]:
-        """What the master broadcasts."""
-        count = self.returned(layout, ranks)
+        """What the master broadcasts: the common rank's indices, others, and values of both."""
+        capacity, outside = self.capacity(layout), self.outside(layout, ranks)
+        others = self.coding.parts(layout, outside)
         return {
-            **self.coding.parts(layout, count),
-            "values": wire.Part("float32", count),
+            **self.coding.parts(layout, capacity),
+            **{OTHERS + name: part for name, part in others.items()},
+            "values": wire.Part("float16", capacity + outside),
+            "unit": wire.Part("float32", 1),
             "loss": wire.Part("float32", 1),
             "verdict": wire.Part("uint32", ranks),
         }
 
-    def returned(self, layout: Layout, ranks: int) -> int:
-        """The most elements that the master sends back."""
-        return min(self.capacity(layout) + ranks * self.innovations(layout), layout.size - 1)
+    def outside(self, layout: Layout, ranks: int) -> int:
+        """The most elements that the master sends back besides those of the common rank."""
+        return min(ranks * self.innovations(layout), layout.size - 1)
 
     def compressed_bytes(self, layout: Layout, ranks: int) -> dict[str, int]:
         """Bytes that are handed to collectives in a compressed step, headers included.

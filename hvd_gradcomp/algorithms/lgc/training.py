@@ -74,19 +74,20 @@ def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) ->
     payload = wire.unpack_body(ops, lgc.parts(layout), bodies)
     capacity = lgc.capacity(layout)
     values = ops.reshape(payload.pop("values"), (ranks, capacity))
-    index = [
-        lgc.coding.decode(ops, layout, {n: p[rank] for n, p in payload.items()}, capacity)
-        for rank in range(ranks)
-    ]
-    common = exchanges.drawn(context.step, lgc.seed + 1, ranks)
-    places = ops.concat(index)[common * capacity : (common + 1) * capacity]
-    places = ops.sort(ops.reshape(places, (capacity,)))  # they travel in turned order
-    found, channels = [], []
+    sent = []
     for rank in range(ranks):
-        strong = vectors.strongest(ops, values[rank], lgc.innovations(layout))
-        where = ops.gather(index[rank], strong)
-        found.append(vectors.at(ops, layout, index[rank], values[rank], places))
-        channels.append(vectors.at(ops, layout, where, ops.gather(values[rank], strong), places))
+        mine = {name: part[rank] for name, part in payload.items()}
+        index = lgc.coding.decode(ops, layout, mine, capacity)
+        sent.append(vectors.in_order(ops, index, values[rank]))
+    common = exchanges.drawn(context.step, lgc.seed + 1, ranks)
+    places = ops.concat([index for index, _ in sent])[common * capacity : (common + 1) * capacity]
+    places = ops.reshape(places, (capacity,))
+    found, channels = [], []
+    for index, own in sent:
+        strong = vectors.strongest(ops, own, lgc.innovations(layout))
+        found.append(vectors.at(ops, index, own, places))
+        innovation = ops.gather(index, strong), ops.gather(own, strong)
+        channels.append(vectors.at(ops, *innovation, places))
     own = ops.concat(found)[common * capacity : (common + 1) * capacity]
     scale = vectors.rms(ops, ops.reshape(own, (capacity,)), capacity)
     x = ops.stack([vectors.scaled(ops, vector, scale) for vector in found])

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.largest import Scope
+from hvd_gradcomp.codecs.largest import Scope, largest
 from hvd_gradcomp.codecs.selection import layer_of
 from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Form, Places
 
 if TYPE_CHECKING:
     from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
 
 _MAGNITUDE = (1 << 31) - 1
+
+
+class Taken(NamedTuple):
+    """The memory with the gradient in it, and what is largest there."""
+
+    memory: Memory
+    index: Tensor  # int64 [selected], ascending; unused slots, at the end, hold the sink
+    hint: Tensor  # float32 [layers], where to look first in the next step
 
 
 def whole(lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
@@ -33,24 +42,64 @@ def whole(lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state:
     return ahead, state._replace(memory=state.memory._replace(u=u))
 
 
-def advanced(lgc: LGCSettings, ops: Ops, gradient: Tensor, state: Any) -> Memory:
-    """The memory with the gradient in it; the old one stays, in case the step fails."""
-    return lgc.collect(ops, type(state.memory)(*(x * 1 for x in state.memory)), gradient)
+def taken_in(
+    lgc: LGCSettings,
+    ops: Ops,
+    context: Context,
+    finite: Any,
+    gradient: Tensor,
+    state: Any,
+    chooses: Any = True,
+) -> Taken:
+    """Takes the gradient in, and looks for the largest elements of each layer. Settles nothing.
 
+    A gradient that is known not to be finite is left out: the step is going to fail.
 
-def selected(
-    lgc: LGCSettings, ops: Ops, context: Context, memory: Memory, state: Any
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The largest elements of each layer: parts that say which, their indices, their values."""
+    Args:
+        chooses: whether this rank does; a bool, or a scalar in a graph. Else it finds nothing.
+    """
     layout = context.layout
-    scope, quota = Scope(layout, whole=False), ops.words(lgc.most(layout))
-    parts, index, code, _ = lgc.select(ops, scope, context.step, memory[0], quota, None)
-    index, code = (ops.reshape(x, (lgc.capacity(layout),)) for x in (index, code))
-    return parts, index, with_owed(lgc, ops, state, index, ops.bits_float(code))
+    most, capacity = lgc.most(layout), lgc.capacity(layout)
+    nothing = ops.full((capacity,), layout.sink)
+    if finite is False:
+        return Taken(state.memory, nothing, state.hint)
+    flag, scope = ops.words((chooses,)), Scope(layout, whole=False)
+    hint = ops.where(flag > 0, state.hint, float("inf"))
+    if ops.largest_passes is not None and lgc.rule is not None:
+        # A body of plain indices and values: how indices travel is none of the pass's business.
+        written = ops.largest_passes.write(
+            lgc.rule._replace(masking=False),
+            scope,
+            Form(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0)),
+            context.step,
+            ops.words(most) * flag,
+            ops.words(scope.slack(most)),
+            hint,
+            state.memory,
+            gradient,
+        )
+        index = ops.from_bytes(written.body[: 4 * capacity], "uint32")
+        values = ops.from_bytes(written.body[4 * capacity :], "float32")
+        memory = type(state.memory)(*written.memory)
+        # TensorFlow's pass has settled already, and what finds no room in a payload must stay.
+        memory = memory._replace(r=ops.put(memory.r, index, values))
+        return Taken(memory, index, ops.where(flag > 0, written.hint, state.hint))
+    found, memory = lgc.collected(ops, scope, gradient, state._replace(hint=hint))
+
+    def choose() -> tuple[Tensor, Tensor]:
+        selection, code, hint = largest(
+            ops, scope, memory.r, ops.words(most), most, context.step, found
+        )
+        sent = selection.cut(code, capacity, context.step)
+        return ops.reshape(sent.index, (capacity,)), hint
+
+    index, hint = ops.cond(chooses, choose, lambda: (nothing, state.hint))
+    return Taken(memory, ops.sort(index), hint)
 
 
-def with_owed(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor, values: Tensor) -> Tensor:
-    """Values of `r` at some places, with what is owed there."""
+def with_owed(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor) -> Tensor:
+    """Values of `r` at some places, with what is owed there; 0 in the sink."""
+    values = ops.gather(state.memory.r, index)
     return values + ops.gather(state.owed, index) if lgc.feedback == "exact" else values
 
 
@@ -58,8 +107,13 @@ def owing(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor, values: Any) ->
     """The state with other values owed at some places."""
     if lgc.feedback == "paper":
         return state
-    owed = ops.put(state.owed * 1, index, values)
-    return state._replace(owed=ops.clear_last(owed))
+    return state._replace(owed=ops.clear_last(ops.put(state.owed, index, values)))
+
+
+def settled(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor) -> Any:
+    """The state once values have arrived as they are."""
+    memory = lgc.settled(ops, lgc.settle(ops, state.memory, index))
+    return owing(lgc, ops, state._replace(memory=memory), index, 0.0)
 
 
 def sealed(lgc: LGCSettings, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
@@ -74,11 +128,18 @@ def opened(
     return wire.open_sealed(ops, exchanges.header_of(lgc, context), buffers)
 
 
-def counted(lgc: LGCSettings, ops: Ops, layout: Layout, state: Any, index: Tensor) -> Any:
+def counted(ops: Ops, layout: Layout, state: Any, index: Tensor) -> Any:
     """The state with what was sent counted."""
+    return state._replace(sent=state.sent + per_layer(ops, layout, index))
+
+
+def per_layer(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
+    """How many of the elements are of each layer, the sink excepted; int64 [layers]."""
     real = ops.cast(index < layout.sink, "int64")
-    per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
-    return state._replace(sent=state.sent + per_layer)
+    return ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
+
+
+# -- in units of the autoencoder ---------------------------------------------------------------
 
 
 def rms(ops: Ops, values: Tensor, count: int) -> Tensor:
@@ -99,6 +160,9 @@ def share(ops: Ops, missed: Tensor, values: Tensor) -> Tensor:
     return ops.where(energy > 0, ops.sum(missed * missed) / ops.where(energy > 0, energy, 1.0), 0.0)
 
 
+# -- short vectors -----------------------------------------------------------------------------
+
+
 def strongest(ops: Ops, values: Tensor, count: int) -> Tensor:
     """Places of the largest magnitudes, ascending; int64 [count]. Of equals the first."""
     length = values.shape[0]
@@ -107,7 +171,20 @@ def strongest(ops: Ops, values: Tensor, count: int) -> Tensor:
     return ops.sort(ranked % length)
 
 
-def at(ops: Ops, layout: Layout, index: Tensor, values: Tensor, places: Tensor) -> Tensor:
-    """A sparse vector's values at other places, 0 where it has none."""
-    dense = ops.put(ops.zeros((layout.size,)), index, values)
-    return ops.gather(ops.clear_last(dense), places)
+def in_order(ops: Ops, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices that travelled in turned order, ascending, with their values."""
+    count = index.shape[0]
+    place = ops.sort(index * count + ops.arange(count)) % count
+    return ops.gather(index, place), ops.gather(values, place)
+
+
+def among(ops: Ops, ascending: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each index stands among ascending ones; and whether it does."""
+    place = ops.minimum(ops.count_below(ascending, index), ascending.shape[0] - 1)
+    return place, ops.gather(ascending, place) == index
+
+
+def at(ops: Ops, index: Tensor, values: Tensor, places: Tensor) -> Tensor:
+    """A sparse vector's values at other places, 0 where it has none; indices ascending."""
+    place, there = among(ops, index, places)
+    return ops.where(there, ops.gather(values, place), 0.0)
