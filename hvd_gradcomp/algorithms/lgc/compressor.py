@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import ring, server, training, vectors
-from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
+from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.collectives import Switch
@@ -23,6 +23,9 @@ _NOT_CONVERGED = (
 )
 
 
+_LEARNED = ("encoder", "decoder", "late", "seen", "loss")
+
+
 class LGCState(NamedTuple):
     """State of the model's one bucket."""
 
@@ -30,9 +33,11 @@ class LGCState(NamedTuple):
     owed: Any  # float32 [size] with exact feedback, else (); see `LGCCompressor`; rank-local
     encoder: Tensor  # float32 [parameters], rank-local: trained by one rank, then sent to others
     decoder: Tensor  # float32 [heads, parameters], rank-local
+    moments: Any  # training.Moments with Adam, else (); rank-local
     late: Tensor  # float32 [], sum of the loss over the last tenth of the training, rank-local
-    local: Tensor  # float32 [], what this rank's last reconstruction missed, rank-local
-    loss: Tensor  # float32 [], the mean of that over ranks; while training the trainer's
+    seen: Tensor  # float32 [2], fading sums of what was missed and of what there was; the master's
+    asked: Any  # float32 [2, SAMPLED], what this rank had, and what came; server only; rank-local
+    loss: Tensor  # float32 [], the quotient of `seen`; while training the trainer's
     start: Tensor  # int64 [] step at which the training began, on the host
     ready: Tensor  # int64 [] whether the autoencoder has converged, on the host
     drifted: Tensor  # int64 [] whether it has to be trained again, on the host
@@ -45,35 +50,44 @@ class LGCCompressor(LGCSettings):
     """Sends a learned code of the largest accumulated velocities (Abrahamyan et al. 2021).
 
     For `full_steps` gradients are exchanged whole. Then momentum is corrected and the residual kept
-    as in DGC, and of each layer `k = max(1, round(n * alpha))` elements are selected; their values,
-    one vector for the whole model, are scaled to unit RMS. For `train_steps` the values travel, and
-    one rank trains an autoencoder on them, one step of gradient descent each. From then on:
+    as in DGC, and of each layer `k = max(1, round(n * alpha))` elements are selected; their values
+    are one vector for the whole model. Of these one rank's are the measure: its signs are taken out
+    of all ranks' vectors, and each layer is divided by the RMS that it has there. For `train_steps`
+    the values travel, and one rank trains an autoencoder on them. From then on:
 
     * `pattern="ring_allreduce"`: the leader of the step, drawn from a seed that all ranks share,
-      broadcasts its indices; all ranks encode their values there; the codes are added up by an
-      allreduce and every rank decodes the mean (Algorithm 2, equations 8 to 11).
-    * `pattern="parameter_server"`: `common_rank` sends indices and code; every rank sends its
-      innovation, the largest tenth of its own values. The master decodes each worker's vector, puts
-      innovations that lie outside the indices where they belong, and broadcasts the mean
-      (Algorithm 1, equations 2 to 7).
+      broadcasts its indices, signs and RMS; all ranks encode their values there; the codes are
+      added up by an allreduce and every rank decodes the mean (Algorithm 2, equations 8 to 11).
+    * `pattern="parameter_server"`: `common_rank` sends indices, signs, RMS and code; every rank
+      sends its innovation, the largest tenth of what it has selected of each layer. The master
+      decodes each worker's vector, puts innovations that lie outside the indices where they
+      belong, and broadcasts the mean (Algorithm 1, equations 2 to 7).
 
     The first layer is sent dense, the last one as `DGCCompressor(density=alpha)` does.
 
-    What travels, compressed: by the ring, 1 byte an element selected (a float32 for four), by
-    allreduce, and the leader's packed indices, by broadcast. To the master, values and packed
-    indices of the innovation, and from one worker a quarter of its values and all indices; back,
-    values and packed indices of all that is not zero. The parameters of the autoencoder (0.69 MB
-    the encoder, 0.17 MB a decoder) travel once. State: `r`, `u` and, with exact feedback, `owed`,
-    12 bytes an element, and the autoencoder's parameters.
+    What travels, compressed: by the ring, 1 byte an element selected (a float32 for four) and 64
+    bytes, by allreduce; by broadcast, packed indices from the leader, 1 bit an element for signs,
+    and 4 bytes a layer. To the master, values and packed indices of the innovation and 64 bytes,
+    and from one worker what the ring's leader sends and a code; back, packed indices, and half
+    precision for all that is not zero. `compressed_bytes` has the formula. The parameters of the
+    autoencoder (0.69 MB the encoder, 0.17 MB a decoder) travel once a training. State: `r`, `u`
+    and, with exact feedback, `owed`, 12 bytes an element, and the autoencoder's parameters, three
+    times with Adam.
 
     Args:
         pattern: "ring_allreduce" or "parameter_server".
         alpha: share of the elements of a layer that are selected, in (0, 1]; smaller sends less.
         full_steps: steps before anything is left out, at least 1.
         train_steps: steps of the autoencoder's training, at least 1.
-        innovation: share of the selected elements that a worker sends itself, in (0, 1]
-            (parameter server only); smaller sends less.
+        innovation: share of the selected elements of a layer that a worker sends itself, in (0, 1]
+            (parameter server only); smaller sends less. At least one of each layer.
+        signs: whether signs travel, one bit an element from one rank, and the code has only
+            magnitudes to hold; False is the paper's form.
+        scale: "layer" divides each layer by its RMS; "model" all by one, the paper's form.
         ae_lr: learning rate of the autoencoder, positive.
+        ae_optimizer: of the autoencoder: "sgd", descent with clipped gradients, or "adam".
+        ae_steps: of the autoencoder on each iteration's vectors, at least 1. More learns more from
+            as many iterations, and takes the trainer as much longer.
         lambda_rec, lambda_sim: weights of the losses (6) and (5), not negative (parameter server
             only).
         master: the rank that trains the autoencoder, and reconstructs with a parameter server; it
@@ -87,8 +101,10 @@ class LGCCompressor(LGCSettings):
         feedback: "exact" keeps on each rank what it selected less what came back, so the sum over
             ranks loses nothing (see below); "paper" counts what was selected as sent.
         momentum, nesterov, masking: see `DGCCompressor`.
-        retrain_loss: train the autoencoder again once the mean over ranks of
-            `||selected - reconstructed||^2 / ||selected||^2` exceeds this; None never.
+        retrain_loss: train the autoencoder again once the loss, see below, exceeds this; None
+            never.
+        retrain_every: train it again after so many steps with codes, at least 1; None never. It
+            goes on from the parameters that it has.
         seed: of the draws and of the autoencoder's first parameters.
 
     *Exact feedback.* What a rank selected less the mean that came back is for the most part what
@@ -99,12 +115,19 @@ class LGCCompressor(LGCSettings):
     selected and the answer does not mention. The rest is `owed`: it is added to the values once
     the element is selected again.
 
-    Differs from the paper: feedback (above). The gradient of each network is clipped to norm 10,
-    without which plain descent on the printed loss diverges; its first parameters pass a signal on
-    (see `codecs.autoencoder`). An autoencoder whose mean loss over the last tenth of its training
-    is above 0.95 of the energy is not used: values go on to travel, and a warning says so.
-    Workers' vectors are trained on, and reconstructed, at the places of the common rank. PyTorch
-    and TensorFlow agree but for the last bits.
+    *The loss*, in `compression_stats(...).losses`: `||asked - decoded||^2 / ||asked||^2`, where
+    `asked` is the mean over ranks of the vectors that the autoencoder stands for, at the places of
+    the leader or the common rank. No rank knows that mean, so each says what it has at 16 of the
+    places, others in each step; sums of squares fade by a tenth a step. A server shows it a step
+    late.
+
+    Differs from the paper: signs, RMS by layer and feedback (above). The gradient of each network
+    is clipped to norm 10, without which plain descent on the printed loss diverges; its first
+    parameters pass a signal on (see `codecs.autoencoder`). An autoencoder whose mean loss over the
+    last tenth of its training is above 0.95 of the energy is not used: values go on to travel, and
+    a warning says so. With a server the code that it is trained on is always the common rank's, as
+    it is later, not one drawn at random. Workers' vectors are trained on, and reconstructed, at the
+    places of the common rank. PyTorch and TensorFlow agree but for the last bits.
 
     Raises:
         ValueError: a hyper-parameter is out of range; a rank does not exist; the model has no layer
@@ -130,9 +153,11 @@ class LGCCompressor(LGCSettings):
             owed=ops.zeros((layout.size,)) if self.feedback == "exact" else (),
             encoder=encoder,
             decoder=decoder,
+            moments=training.no_moments(self, ops, encoder, decoder),
             late=ops.zeros(()),
-            local=nothing,
-            loss=nothing * 1,
+            seen=ops.zeros((2,)),
+            asked=ops.zeros((2, SAMPLED)) if self.by_server else (),
+            loss=nothing,
             start=ops.host(self.full_steps),
             ready=ops.host(0),
             drifted=ops.host(0),
@@ -164,7 +189,10 @@ class LGCCompressor(LGCSettings):
         return state._replace(
             encoder=encoder,
             decoder=decoder,
+            moments=training.no_moments(self, ops, encoder, decoder),
             late=ops.zeros(()),
+            seen=ops.zeros((2,)),
+            asked=ops.zeros((2, SAMPLED)) if self.by_server else (),
             ready=nothing,
             drifted=nothing * 1,
         )
@@ -172,7 +200,8 @@ class LGCCompressor(LGCSettings):
     def owner(self, path: str, step: int) -> int | None:
         # The master trains; and in the first phase all have the velocity in common.
         common = path == "memory.u" and step <= self.full_steps
-        return self.master if common or path in ("encoder", "decoder", "late", "loss") else None
+        learned = path.startswith("moments") or path in _LEARNED
+        return self.master if common or learned else None
 
     def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
         whole = min(steps, self.full_steps)
@@ -190,6 +219,8 @@ class LGCCompressor(LGCSettings):
         del extra
         start, ready = ops.staged(state.start), ops.staged(state.ready)
         again = ops.staged(state.drifted) > 0
+        if self.retrain_every is not None:
+            again = again | (context.step - start >= self.train_steps + self.retrain_every)
         start = ops.pick(again, context.step, start)
         ready = ops.pick(again, 0, ready)
         host = ops.host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hvd_gradcomp import exchanges, wire
@@ -30,12 +31,14 @@ def program(
     finite, gradient = exchanges.checked(ops, gradient)
     taken = vectors.taken_in(lgc, ops, context, finite, gradient, state, leader == context.rank)
     state = state._replace(memory=taken.memory, hint=taken.hint)
-    index, scale = yield from places(lgc, ops, context, leader, finite, taken.index, state)
+    index, given = yield from places(
+        lgc, ops, context, leader, finite, taken.index, state, compress
+    )
     values = vectors.with_owed(lgc, ops, state, index)
     state = vectors.counted(ops, layout, state, index)
     poison = exchanges.poison(ops, finite)
     if compress:
-        total, state = yield from coded(lgc, ops, context, state, index, values, scale, poison)
+        total, state = yield from coded(lgc, ops, context, state, index, values, given, poison)
     elif train:
         buffers = yield Allgather(
             vectors.sealed(lgc, ops, context, finite, ops.to_bytes(values, "float32"))
@@ -49,7 +52,8 @@ def program(
             total = total + weighted[rank]
         state = vectors.settled(lgc, ops, state, index)
         if context.rank == lgc.master:
-            state = training.learned(lgc, ops, state, elapsed, training.ring_loss(ops, sent, scale))
+            loss = training.ring_loss(lgc, ops, context, leader, index, sent)
+            state = training.learned(lgc, ops, state, elapsed, loss)
         if last:
             state = yield from training.handed_out(lgc, ops, context, state)
     else:
@@ -68,15 +72,20 @@ def places(
     finite: Any,
     chosen: Tensor,
     state: Any,
+    compress: bool,
 ) -> Any:
-    """The leader's indices, ascending, and the RMS of its values."""
+    """The leader's indices, ascending, and, for codes, what its values are measured in."""
     layout = context.layout
-    parts, capacity = lgc.choice_parts(layout), lgc.capacity(layout)
+    capacity = lgc.capacity(layout)
+    coding = lgc.coding.parts(layout, capacity)
+    parts = lgc.choice_parts(layout) if compress else coding
 
     def payload() -> Tensor:
-        coding = lgc.coding.parts(layout, capacity)
         mine, sent, _ = lgc.coding.encode(ops, layout, coding, chosen, context.step)
-        mine["scale"] = vectors.rms(ops, vectors.with_owed(lgc, ops, state, sent), capacity)
+        if compress:
+            sent = ops.sort(sent)
+            values = vectors.with_owed(lgc, ops, state, sent)
+            mine |= vectors.measure(lgc, ops, layout, sent, values)
         return vectors.sealed(lgc, ops, context, finite, wire.pack_body(ops, parts, mine))
 
     size = sealed_bytes(parts)
@@ -86,7 +95,7 @@ def places(
     index = lgc.coding.decode(ops, layout, mine, capacity)
     if header.intact is not None:
         index = ops.where(header.intact, index, layout.sink)
-    return ops.sort(index), mine["scale"]
+    return ops.sort(index), mine
 
 
 def coded(
@@ -96,25 +105,29 @@ def coded(
     state: Any,
     index: Tensor,
     values: Tensor,
-    scale: Tensor,
+    given: Mapping[str, Tensor],
     poison: Tensor,
 ) -> Any:
     """Codes instead of values: what comes back, and the state after it."""
-    selected = values.shape[0]
-    x = ops.reshape(vectors.scaled(ops, values, scale), (1, -1))
-    code = autoencoder.encode(ops, state.encoder, x)
-    said = ops.concat((ops.reshape(code, (-1,)), ops.reshape(state.local, (1,)), poison))
-    total = yield Allreduce(said, 1.0, 1.0 / context.size)
+    layout, selected = context.layout, values.shape[0]
+    unit = vectors.unit(lgc, ops, layout, index, given)
+    x = ops.reshape(vectors.measured(ops, values, unit), (1, -1))
+    code = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
+    spots = training.spots(ops, context.step, selected)
+    total = yield Allreduce(
+        ops.concat((code, ops.gather(values, spots), poison)), 1.0, 1.0 / context.size
+    )
     total = exchanges.unpoisoned(ops, total)
-    both = ops.stack((total[:-1], ops.reshape(code, (-1,))))
-    decoded = autoencoder.decode(ops, state.decoder, both)[:, :selected] * scale
-    back, mine = (ops.where(index < context.layout.sink, decoded[row], 0.0) for row in (0, 1))
-    missed = values - mine
+    length, exact = code.shape[0], lgc.feedback == "exact"
+    codes = ops.stack((total[:length], code) if exact else (total[:length],))
+    decoded = autoencoder.decode(ops, state.decoder, codes)[:, :selected] * unit
+    back = ops.where(index < layout.sink, decoded[0], 0.0)
     state = vectors.settled(lgc, ops, state, index)
-    if lgc.feedback == "exact":
-        memory = state.memory
-        memory = memory._replace(r=ops.clear_last(ops.put(memory.r, index, missed)))
+    if exact:
+        mine, memory = ops.where(index < layout.sink, decoded[1], 0.0), state.memory
+        memory = memory._replace(r=ops.clear_last(ops.put(memory.r, index, values - mine)))
         state = vectors.owing(lgc, ops, state._replace(memory=memory), index, mine - back)
-    local = vectors.share(ops, missed, values)
-    state = training.watched(lgc, ops, state._replace(local=local), total[-1:])
+    asked = total[length:]
+    state = training.watched(ops, state, asked, ops.gather(back, spots) - asked)
+    state = training.judged(lgc, ops, state)
     return back * (context.prescale * context.postscale * context.size), state

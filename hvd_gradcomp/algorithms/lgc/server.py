@@ -8,7 +8,7 @@ from typing import Any
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import training, vectors
-from hvd_gradcomp.algorithms.lgc.settings import OTHERS, LGCSettings
+from hvd_gradcomp.algorithms.lgc.settings import OTHERS, SAMPLED, LGCSettings
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.collectives import Allgather, Broadcast, Gather
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
@@ -70,35 +70,34 @@ def served(
         parts, index, _ = lgc.coding.encode(ops, layout, given, index, context.step)
         index = ops.sort(index)
         values = vectors.with_owed(lgc, ops, state, index)
-        scale = vectors.rms(ops, values, capacity)
-        x = ops.reshape(vectors.scaled(ops, values, scale), (1, -1))
-        code = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
-        body = wire.pack_body(ops, lgc.code_parts(layout), {**parts, "scale": scale, "code": code})
+        parts |= vectors.measure(lgc, ops, layout, index, values)
+        unit = vectors.unit(lgc, ops, layout, index, parts)
+        x = ops.reshape(vectors.measured(ops, values, unit), (1, -1))
+        parts["code"] = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
+        body = wire.pack_body(ops, lgc.code_parts(layout), parts)
         message.append(vectors.sealed(lgc, ops, context, finite, body))
     else:
         values = vectors.with_owed(lgc, ops, state, index)
     state = vectors.counted(ops, layout, state, index)
-    strong = vectors.strongest(ops, values, lgc.innovations(layout))
+    innovated, own = vectors.innovation(lgc, ops, layout, index, values)
     given = lgc.innovation_parts(layout)
-    parts, innovated, place = lgc.coding.encode(
-        ops, layout, given, ops.gather(index, strong), context.step
-    )
-    own = ops.gather(ops.gather(values, strong), place)
-    parts["values"] = ops.where(innovated < layout.sink, own, 0.0)
-    parts["loss"] = ops.reshape(state.local, (1,))
+    parts, innovated, place = lgc.coding.encode(ops, layout, given, innovated, context.step)
+    parts["values"] = ops.where(innovated < layout.sink, ops.gather(own, place), 0.0)
+    parts["asked"] = state.asked[0]
     body = wire.pack_body(ops, given, parts)
     message.insert(0, vectors.sealed(lgc, ops, context, finite, body))
     size = lgc.compressed_bytes(layout, ranks)
     lengths = tuple(size["worker"] + size["common"] * (r == common) for r in range(ranks))
     everything = yield Gather(ops.concat(message), lgc.master, lengths)
     if rank == lgc.master:
-        answer = reconstructed(lgc, ops, context, state, everything, lengths)
+        answer, state = reconstructed(lgc, ops, context, state, everything, lengths)
     else:
         answer = ops.zeros((size["master"],), "uint8")
     answer = yield Broadcast(answer, lgc.master)
     changed, mean, loss = answered(lgc, ops, context, answer)
     total = ops.clear_last(ops.put(ops.clear(gradient), changed, mean))
-    missed = values - ops.gather(total, index)
+    spots = training.spots(ops, context.step, capacity)
+    own = vectors.at(ops, index, values, ops.gather(changed, spots))
     if lgc.feedback == "exact":
         # What was selected and came back, as something else, goes over to what is owed.
         _, there = vectors.among(ops, ops.sort(changed), index)
@@ -114,8 +113,9 @@ def served(
         state = state._replace(memory=lgc.settled(ops, memory))
     else:
         state = vectors.settled(lgc, ops, state, index)
-    state = state._replace(local=vectors.share(ops, missed, values))
-    state = training.watched(lgc, ops, state, loss)
+    asked = ops.stack((own, ops.gather(mean, spots)))
+    loss = ops.reshape(loss, ()) * 1.0
+    state = training.judged(lgc, ops, state._replace(asked=asked, loss=loss))
     return ops.scale(total, context.prescale * context.postscale * ranks), state
 
 
@@ -141,7 +141,7 @@ def answered(
     if sound is not None:
         good = ops.sum(ops.cast(sound & fine & header.intact, "int64")) == ranks
         changed = ops.where(good, changed, layout.sink)
-    mean = ops.cast(back["values"], "float32") * back["unit"]
+    mean = ops.cast(back["values"], "float32") * back["most"]
     return changed, ops.where(changed < layout.sink, mean, 0.0), back["loss"]
 
 
@@ -152,8 +152,8 @@ def reconstructed(
     state: Any,
     everything: Tensor,
     lengths: Sequence[int],
-) -> Tensor:
-    """The master's way back: the mean of what it reconstructs, or who is to blame.
+) -> tuple[Tensor, Any]:
+    """The master's way back: the mean of what it reconstructs, or who is to blame; and its state.
 
     It must not fail alone while the others wait for it, so what is damaged becomes a verdict.
     """
@@ -174,7 +174,9 @@ def reconstructed(
     verdict = ops.where(whole > 0, verdict, _DAMAGED)
 
     payload = wire.unpack_body(ops, lgc.innovation_parts(layout), wire.bodies_of(workers))
-    losses = ops.reshape(payload.pop("loss"), (-1,))
+    asked = ops.reshape(payload.pop("asked"), (ranks, SAMPLED))
+    asked = ops.sum(asked, 0) * (1.0 / ranks)
+    state = training.watched(ops, state, asked, state.asked[1] - asked)
     values = ops.reshape(payload.pop("values"), (ranks, count))
     innovations = []
     for rank in range(ranks):
@@ -184,12 +186,12 @@ def reconstructed(
     given = wire.unpack_body(ops, lgc.code_parts(layout), wire.bodies_of(extra))
     given = {name: part[0] for name, part in given.items()}
     places = ops.sort(lgc.coding.decode(ops, layout, given, capacity))
-    scale, code = given["scale"], ops.reshape(given["code"], (1, -1))
+    unit, code = vectors.unit(lgc, ops, layout, places, given), ops.reshape(given["code"], (1, -1))
     channels = [vectors.at(ops, *one, places) for one in innovations]
     decoded = autoencoder.decode(
-        ops, state.decoder, code, ops.stack([vectors.scaled(ops, x, scale) for x in channels])
+        ops, state.decoder, code, ops.stack([vectors.measured(ops, x, unit) for x in channels])
     )
-    mean = ops.sum(decoded, 0)[:capacity] * (scale * (1.0 / ranks))
+    mean = ops.sum(decoded, 0)[:capacity] * (unit * (1.0 / ranks))
 
     lonely = [ops.where(vectors.among(ops, places, i)[1], layout.sink, i) for i, _ in innovations]
     outside = _distinct(ops, ops.concat(lonely), layout.sink)[: lgc.outside(layout, ranks)]
@@ -199,14 +201,14 @@ def reconstructed(
     changed = ops.concat((places, outside))
     mean = ops.concat((mean, ops.sum(ops.stack(found), 0) * (1.0 / ranks)))
     mean = ops.where(changed < layout.sink, mean, 0.0)
-    unit = ops.reshape(ops.max(ops.abs(mean)), (1,))
-    unit = ops.where(unit > 0, unit, 1.0)
+    most = ops.reshape(ops.max(ops.abs(mean)), (1,))
+    most = ops.where(most > 0, most, 1.0)
     back = {name: given[name] for name in lgc.coding.parts(layout, capacity)}
     back |= {OTHERS + name: part for name, part in others.items()}
-    back |= {"values": mean / unit, "unit": unit, "verdict": verdict}
-    back["loss"] = ops.reshape(ops.sum(losses) * (1.0 / ranks), (1,))
+    back |= {"values": mean / most, "most": most, "verdict": verdict}
+    back["loss"] = ops.reshape(state.loss, (1,))
     body = wire.pack_body(ops, lgc.back_parts(layout, ranks), back)
-    return vectors.sealed(lgc, ops, context, True, body)
+    return vectors.sealed(lgc, ops, context, True, body), state
 
 
 def _distinct(ops: Ops, index: Tensor, sink: int) -> Tensor:

@@ -16,9 +16,13 @@ from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.layers import Layer, traits_of
 from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.wrappers import after
 
 PATTERNS = ("ring_allreduce", "parameter_server")
+OPTIMIZERS = ("sgd", "adam")
+SCALES = ("layer", "model")
+SAMPLED = 16  # elements of which ranks say what they have, to know what the code misses
 OTHERS = "other "  # begins the names of parts that hold other indices than the common rank's
 
 
@@ -31,7 +35,11 @@ class LGCSettings(MomentumCorrected):
     full_steps: int = 200
     train_steps: int = 300
     innovation: float = 0.1
+    signs: bool = True
+    scale: str = "layer"
     ae_lr: float = 0.001
+    ae_optimizer: str = "sgd"
+    ae_steps: int = 1
     lambda_rec: float = 1.0
     lambda_sim: float = 0.5
     master: int = 0
@@ -44,19 +52,24 @@ class LGCSettings(MomentumCorrected):
     nesterov: bool | None = None
     masking: bool = True
     retrain_loss: float | None = None
+    retrain_every: int | None = None
     seed: int = 0
 
     algorithm = 18
     replicated = frozenset({"start", "ready", "drifted"})
+    begins_anew = frozenset({"hint", "asked"})
     whole_model = True
 
     def __post_init__(self) -> None:
         validate.one_of(self, "pattern", PATTERNS)
         for name in ("alpha", "innovation"):
             validate.real(self, name, low=0, high=1, closed="]")
-        for name in ("full_steps", "train_steps"):
+        for name in ("full_steps", "train_steps", "ae_steps"):
             validate.whole(self, name, low=1)
         validate.real(self, "ae_lr", low=0)
+        validate.one_of(self, "ae_optimizer", OPTIMIZERS)
+        validate.boolean(self, "signs")
+        validate.one_of(self, "scale", SCALES)
         for name in ("lambda_rec", "lambda_sim"):
             validate.real(self, name, low=0, closed="[")
         validate.whole(self, "master", low=0)
@@ -71,6 +84,8 @@ class LGCSettings(MomentumCorrected):
         self._validate_momentum()
         if self.retrain_loss is not None:
             validate.real(self, "retrain_loss", low=0)
+        if self.retrain_every is not None:
+            validate.whole(self, "retrain_every", low=1)
         validate.whole(self, "seed", low=0)
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
@@ -144,6 +159,11 @@ class LGCSettings(MomentumCorrected):
                 f"elements ({', '.join(layout.names[:8])}); the autoencoder needs a vector of at "
                 f"least {autoencoder.STRIDE}. Raise alpha, or use DGCCompressor"
             )
+        if selected * len(layout.names) >= 1 << 32:  # they are ranked by layer in 63 bits
+            raise ValueError(
+                f"LGCCompressor: alpha={self.alpha} selects {selected} elements of "
+                f"{len(layout.names)} layers, more than can be ranked. Lower alpha"
+            )
 
     def count(self, size: int) -> int:
         return count_of(size, self.alpha)
@@ -159,16 +179,26 @@ class LGCSettings(MomentumCorrected):
 
     def innovations(self, layout: Layout) -> int:
         """How many elements a worker sends itself."""
-        return count_of(self.capacity(layout), self.innovation)
+        return sum(self.innovations_of(layout))
+
+    def innovations_of(self, layout: Layout) -> tuple[int, ...]:
+        """The same of each layer."""
+        return tuple(count_of(count, self.innovation) for count in self.most(layout))
 
     def code_length(self, layout: Layout) -> int:
         """Elements of a code."""
         return autoencoder.code_length(self.capacity(layout))
 
     def choice_parts(self, layout: Layout) -> dict[str, wire.Part]:
-        """What the leader broadcasts."""
+        """What the leader broadcasts where codes follow: indices, and what values are measured in.
+
+        While values travel the indices alone.
+        """
         capacity = self.capacity(layout)
-        return {**self.coding.parts(layout, capacity), "scale": wire.Part("float32", 1)}
+        signs = {"signs": wire.Part("uint32", -(-capacity // GROUP))} if self.signs else {}
+        scales = len(layout.names) if self.scale == "layer" else 1
+        scale = {"scale": wire.Part("float32", scales)}
+        return {**self.coding.parts(layout, capacity), **signs, **scale}
 
     def code_parts(self, layout: Layout) -> dict[str, wire.Part]:
         """What the common rank sends to the master, besides its innovation."""
@@ -181,7 +211,7 @@ class LGCSettings(MomentumCorrected):
         return {
             **parts,
             "values": wire.Part("float32", count),
-            "loss": wire.Part("float32", 1),
+            "asked": wire.Part("float32", SAMPLED),
         }
 
     def back_parts(self, layout: Layout, ranks: int) -> dict[str, wire.Part]:
@@ -192,7 +222,7 @@ class LGCSettings(MomentumCorrected):
             **self.coding.parts(layout, capacity),
             **{OTHERS + name: part for name, part in others.items()},
             "values": wire.Part("float16", capacity + outside),
-            "unit": wire.Part("float32", 1),
+            "most": wire.Part("float32", 1),
             "loss": wire.Part("float32", 1),
             "verdict": wire.Part("uint32", ranks),
         }
@@ -210,7 +240,7 @@ class LGCSettings(MomentumCorrected):
         if not self.by_server:
             return {
                 "leader": sealed_bytes(self.choice_parts(layout)),
-                "worker": 4 * (self.code_length(layout) + 2),
+                "worker": 4 * (self.code_length(layout) + SAMPLED + 1),
             }
         return {
             "worker": sealed_bytes(self.innovation_parts(layout)),
@@ -223,9 +253,10 @@ class LGCSettings(MomentumCorrected):
         size = prod(shape)
         count = self.count(size)
         if self.by_server:
-            own = count * self.innovation
-            return own * (4 + self.coding.bits(size, max(1, round(own))) / 8)
-        return count * (1 + self.coding.bits(size, count) / 8)
+            own = count_of(count, self.innovation)
+            return own * (4 + self.coding.bits(size, own) / 8)
+        units = count * self.signs / 8 + 4 * (self.scale == "layer")
+        return count * (1 + self.coding.bits(size, count) / 8) + units
 
 
 def _named(layers: Sequence[Layer], places: set[int]) -> str:

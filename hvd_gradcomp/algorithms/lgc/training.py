@@ -2,35 +2,85 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from hvd_gradcomp import exchanges, wire
+from hvd_gradcomp import wire
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import vectors
+from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.collectives import Broadcast, Gather
 from hvd_gradcomp.ops import Ops, Tensor
 
-if TYPE_CHECKING:
-    from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
-
 CONVERGED = 0.95  # of the energy; more is lost by an autoencoder that has learned nothing
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of Adam
+_FADING = 0.9  # of what was seen a step ago
 _CLIP = 10.0  # norm of a network's gradient
 
 
+class Moments(NamedTuple):
+    """What Adam keeps (Kingma and Ba 2015): running means, and what a mean of ones would be."""
+
+    encoder: Tensor  # float32 [2, parameters], of the gradient and of its square
+    decoder: Tensor  # float32 [2, heads * parameters]
+    ones: Tensor  # float32 [2]
+
+
+def no_moments(lgc: LGCSettings, ops: Ops, encoder: Tensor, decoder: Tensor) -> Any:
+    """Those before the first step; () without Adam."""
+    if lgc.ae_optimizer == "sgd":
+        return ()
+    heads, size = decoder.shape
+    encoder, decoder = ops.zeros((2, encoder.shape[0])), ops.zeros((2, heads * size))
+    return Moments(encoder, decoder, ops.zeros((2,)))
+
+
 def learned(lgc: LGCSettings, ops: Ops, state: Any, elapsed: Any, loss: Any) -> Any:
-    """One step of gradient descent."""
-    (_, rec, energy), gradients = ops.value_and_grad(loss, (state.encoder, state.decoder))
-    encoder, decoder = (
-        parameters + _clipped(ops, gradient) * -lgc.ae_lr
-        for parameters, gradient in zip((state.encoder, state.decoder), gradients)
-    )
-    share = ops.where(energy > 0, rec / ops.where(energy > 0, energy, 1.0), 1.0)
-    begins = lgc.train_steps - max(1, lgc.train_steps // 10)
+    """The autoencoder's steps of an iteration; the loss that counts is before the first of them."""
     number = ops.reshape(ops.words((elapsed,)), ())
+    networks, moments = (state.encoder, state.decoder), state.moments
+    if moments:  # those of an earlier training are none of this one's
+        encoder, decoder, ones = (ops.where(number > 0, x, 0.0) for x in moments)
+        moments = Moments(encoder, decoder, ones)
+    share = state.loss
+    for step in range(lgc.ae_steps):
+        (_, rec, energy), gradients = ops.value_and_grad(loss, networks)
+        if step == 0:
+            share = ops.where(energy > 0, rec / ops.where(energy > 0, energy, 1.0), 1.0)
+        if moments:
+            networks, moments = _by_adam(lgc, ops, networks, gradients, moments)
+        else:
+            networks = tuple(
+                parameters + _clipped(ops, gradient) * -lgc.ae_lr
+                for parameters, gradient in zip(networks, gradients)
+            )
+    begins = lgc.train_steps - max(1, lgc.train_steps // 10)
     late = ops.where(number > begins, state.late, 0.0)
     late = ops.where(number >= begins, late + share, 0.0)
-    return state._replace(encoder=encoder, decoder=decoder, late=late, loss=share)
+    encoder, decoder = networks
+    return state._replace(encoder=encoder, decoder=decoder, moments=moments, late=late, loss=share)
+
+
+def _by_adam(
+    lgc: LGCSettings,
+    ops: Ops,
+    networks: tuple[Tensor, ...],
+    gradients: Sequence[Tensor],
+    moments: Moments,
+) -> tuple[tuple[Tensor, ...], Moments]:
+    """Parameters after a step of Adam, whose gradients nobody clips, and the moments."""
+    first, second = _BETAS
+    ones = moments.ones * ops.reals(_BETAS) + ops.reals([1.0 - first, 1.0 - second])
+    better, kept = [], []
+    for parameters, gradient, before in zip(networks, gradients, moments):
+        flat = ops.reshape(gradient, (-1,))
+        mean = before[0] * first + flat * (1.0 - first)
+        square = before[1] * second + flat * flat * (1.0 - second)
+        away = mean / ones[0] / (ops.sqrt(square / ones[1]) + _EPSILON)
+        better.append(parameters + ops.reshape(away, tuple(parameters.shape)) * -lgc.ae_lr)
+        kept.append(ops.stack((mean, square)))
+    return tuple(better), Moments(kept[0], kept[1], ones)
 
 
 def handed_out(lgc: LGCSettings, ops: Ops, context: Context, state: Any) -> Program:
@@ -56,16 +106,34 @@ def handed_out(lgc: LGCSettings, ops: Ops, context: Context, state: Any) -> Prog
         state = state._replace(encoder=everything[1:end] * 1, decoder=decoder)
     converged = ops.reshape(ops.cast(late <= CONVERGED, "int64"), ())
     late = ops.reshape(late, ()) * 1.0
-    return state._replace(ready=ops.stage(converged), loss=late, local=late * 1.0)
+    state = state._replace(ready=ops.stage(converged), loss=late, seen=state.seen * 0.0)
+    return state._replace(asked=state.asked * 0.0) if lgc.by_server else state
 
 
-def watched(lgc: LGCSettings, ops: Ops, state: Any, loss: Tensor) -> Any:
-    """The state with the ranks' mean loss, which may ask for another training."""
-    loss = ops.reshape(loss, ()) * 1.0
+def spots(ops: Ops, step: Any, count: int) -> Tensor:
+    """Some of so many elements, others each step and all in turn; int64 [SAMPLED]."""
+    return (ops.arange(SAMPLED) * -(-count // SAMPLED) + step) % count
+
+
+def watched(ops: Ops, state: Any, asked: Tensor, missed: Tensor) -> Any:
+    """The state with the loss as some elements show it: their means over ranks, and what is off.
+
+    What was asked for is the mean of what ranks have selected, (11) and (13). Steps before count
+    less and less: as much as the last ten together.
+    """
+    energies = [ops.reshape(ops.sum(x * x), (1,)) for x in (missed, asked)]
+    seen = state.seen * _FADING + ops.concat(energies)
+    known = seen[1] > 0
+    loss = ops.where(known, seen[0] / ops.where(known, seen[1], 1.0), state.loss)
+    return state._replace(seen=seen, loss=loss)
+
+
+def judged(lgc: LGCSettings, ops: Ops, state: Any) -> Any:
+    """The state that knows whether the loss asks for another training."""
     if lgc.retrain_loss is None:
-        return state._replace(loss=loss)
-    drifted = ops.stage(ops.cast(loss > lgc.retrain_loss, "int64"))
-    return state._replace(loss=loss, drifted=drifted)
+        return state
+    drifted = ops.stage(ops.cast(state.loss > lgc.retrain_loss, "int64"))
+    return state._replace(drifted=drifted)
 
 
 def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) -> Any:
@@ -79,19 +147,18 @@ def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) ->
         mine = {name: part[rank] for name, part in payload.items()}
         index = lgc.coding.decode(ops, layout, mine, capacity)
         sent.append(vectors.in_order(ops, index, values[rank]))
-    common = exchanges.drawn(context.step, lgc.seed + 1, ranks)
+    common = lgc.common(ranks)
     places = ops.concat([index for index, _ in sent])[common * capacity : (common + 1) * capacity]
     places = ops.reshape(places, (capacity,))
     found, channels = [], []
     for index, own in sent:
-        strong = vectors.strongest(ops, own, lgc.innovations(layout))
         found.append(vectors.at(ops, index, own, places))
-        innovation = ops.gather(index, strong), ops.gather(own, strong)
+        innovation = vectors.innovation(lgc, ops, layout, index, own)
         channels.append(vectors.at(ops, *innovation, places))
-    own = ops.concat(found)[common * capacity : (common + 1) * capacity]
-    scale = vectors.rms(ops, ops.reshape(own, (capacity,)), capacity)
-    x = ops.stack([vectors.scaled(ops, vector, scale) for vector in found])
-    innovation = ops.stack([vectors.scaled(ops, channel, scale) for channel in channels])
+    own = ops.reshape(ops.concat(found)[common * capacity : (common + 1) * capacity], (capacity,))
+    unit = vectors.unit(lgc, ops, layout, places, vectors.measure(lgc, ops, layout, places, own))
+    x = ops.stack([vectors.measured(ops, vector, unit) for vector in found])
+    innovation = ops.stack([vectors.measured(ops, channel, unit) for channel in channels])
     energy = ops.sum(x * x)
 
     def loss(encoder: Tensor, decoder: Tensor) -> tuple[Tensor, ...]:
@@ -108,10 +175,15 @@ def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) ->
     return loss
 
 
-def ring_loss(ops: Ops, sent: Tensor, scale: Tensor) -> Any:
-    """Loss (11)."""
-    ranks = sent.shape[0]
-    x = ops.stack([vectors.scaled(ops, sent[rank], scale) for rank in range(ranks)])
+def ring_loss(
+    lgc: LGCSettings, ops: Ops, context: Context, leader: Any, index: Tensor, sent: Tensor
+) -> Any:
+    """Loss (11) of what ranks have sent, [ranks, selected]."""
+    layout, (ranks, count) = context.layout, sent.shape
+    own = ops.reshape(sent, (-1,))[leader * count : (leader + 1) * count]
+    own = ops.reshape(own, (count,))
+    unit = vectors.unit(lgc, ops, layout, index, vectors.measure(lgc, ops, layout, index, own))
+    x = ops.stack([vectors.measured(ops, sent[rank], unit) for rank in range(ranks)])
     target = ops.reshape(ops.sum(x, 0), (1, -1)) * (1.0 / ranks)
     energy = ops.sum(target * target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
@@ -13,6 +14,7 @@ from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.rules import Form, Places
 
 if TYPE_CHECKING:
@@ -142,33 +144,84 @@ def per_layer(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
 # -- in units of the autoencoder ---------------------------------------------------------------
 
 
-def rms(ops: Ops, values: Tensor, count: int) -> Tensor:
-    """The root of the mean square, 1 for zeros; float32 [1]."""
-    mean = ops.reshape(ops.sum(values * values), (1,)) * (1.0 / count)
-    return ops.where(mean > 0, ops.sqrt(mean), 1.0)
+def measure(
+    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, values: Tensor
+) -> dict[str, Tensor]:
+    """What all ranks measure their values in: the RMS and the signs of one rank's, as parts.
+
+    Args:
+        index: ascending.
+        values: of the rank whose code the others have to match.
+    """
+    parts = {}
+    if lgc.signs:
+        missing = -values.shape[0] % GROUP
+        negative = ops.cast(ops.concat((values, ops.zeros((missing,)))) < 0, "int64")
+        parts["signs"] = ops.pack(negative, 1)
+    if lgc.scale == "layer":
+        parts["scale"] = _rms_of_layers(ops, layout, index, values)
+    else:
+        mean = ops.reshape(ops.sum(values * values), (1,)) * (1.0 / values.shape[0])
+        parts["scale"] = ops.where(mean > 0, ops.sqrt(mean), 1.0)
+    return parts
 
 
-def scaled(ops: Ops, values: Tensor, scale: Tensor) -> Tensor:
-    """In units of the scale, filled up with zeros to what the autoencoder takes."""
+def _rms_of_layers(ops: Ops, layout: Layout, index: Tensor, values: Tensor) -> Tensor:
+    """The root of the mean square of each layer's values, 1 for zeros; float32 [layers]."""
+    count = per_layer(ops, layout, index)
+    end, wide = ops.cumsum(count), ops.cast(values, "float64")
+    energy = ops.concat((ops.zeros((1,), "float64"), ops.cumsum(wide * wide)))
+    energy = ops.gather(energy, end) - ops.gather(energy, end - count)
+    mean = energy / ops.cast(ops.maximum(count, 1), "float64")
+    root = ops.cast(ops.sqrt(ops.maximum(mean, 0.0)), "float32")
+    return ops.where(root > 0, root, 1.0)
+
+
+def unit(
+    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, parts: Mapping[str, Tensor]
+) -> Tensor:
+    """What each element is measured in, made of what `measure` says; float32 [selected]."""
+    scale = parts["scale"]
+    if lgc.scale == "layer":
+        scale = ops.gather(scale, layer_of(ops, layout, index))
+    else:
+        scale = scale + ops.zeros(tuple(index.shape))
+    if not lgc.signs:
+        return scale
+    negative = ops.unpack(parts["signs"], 1)[: index.shape[0]] > 0
+    return ops.where(negative, -scale, scale)
+
+
+def measured(ops: Ops, values: Tensor, unit: Tensor) -> Tensor:
+    """Values in their units, filled up with zeros to what the autoencoder takes."""
     missing = autoencoder.padded(values.shape[0]) - values.shape[0]
-    return ops.concat((values / scale, ops.zeros((missing,))))
-
-
-def share(ops: Ops, missed: Tensor, values: Tensor) -> Tensor:
-    """The energy of one as a share of the other's; 0 of nothing."""
-    energy = ops.sum(values * values)
-    return ops.where(energy > 0, ops.sum(missed * missed) / ops.where(energy > 0, energy, 1.0), 0.0)
+    return ops.concat((values / unit, ops.zeros((missing,))))
 
 
 # -- short vectors -----------------------------------------------------------------------------
 
 
-def strongest(ops: Ops, values: Tensor, count: int) -> Tensor:
-    """Places of the largest magnitudes, ascending; int64 [count]. Of equals the first."""
-    length = values.shape[0]
+def innovation(
+    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The largest of each layer's elements, and their values. Of equals the first.
+
+    Args:
+        index: ascending, unused slots hold the sink.
+
+    Returns:
+        The same, shorter: [innovations].
+    """
+    counts, length = lgc.innovations_of(layout), values.shape[0]
+    layer = layer_of(ops, layout, index)  # ascending too, and so the same when ranked
     weakness = _MAGNITUDE - ops.float_bits(ops.abs(values))
-    ranked = ops.sort(weakness * length + ops.arange(length))[:count]
-    return ops.sort(ranked % length)
+    ranked = ops.sort((layer * (1 << 31) + weakness) * length + ops.arange(length)) % length
+    inside = ops.segment_sum(ops.full((length,), 1), layer, len(counts))
+    number = ops.arange(length) - ops.gather(ops.cumsum(inside) - inside, layer)
+    kept = number < ops.gather(ops.words(counts), layer)
+    place = ops.sort(ops.where(kept, ranked, length))[: sum(counts)]
+    index = ops.concat((index, ops.full((1,), layout.sink)))
+    return ops.gather(index, place), ops.gather(ops.concat((values, ops.zeros((1,)))), place)
 
 
 def in_order(ops: Ops, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
