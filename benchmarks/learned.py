@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hvd_gradcomp import GradiVeQCompressor, LGCCompressor
-from hvd_gradcomp.algorithms import lgc
+from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.algorithms.lgc import training
 from hvd_gradcomp.assignment import plan
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.learned import state_of
@@ -89,15 +90,16 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
             rows["LGC, encoder, one vector"] = lambda e=state.encoder, x=padded[:1]: (
                 autoencoder.encode(ops, e, x)
             )
-            scale = torch.ones(1, device=ops.device)
-            loss = lgc._ring_loss(ops, vectors, scale)
+            index = torch.arange(selected, device=ops.device)
+            context = Context(layout, 0, ranks, 0)
+            loss = training.ring_loss(compressor, ops, context, 0, index, vectors)
         else:
             loss = _server_loss(ops, padded, channel)
         rows[f"LGC {title}, decoding, {state.decoder.shape[0]} head(s)"] = (
             lambda d=state.decoder, c=code, j=channel: autoencoder.decode(ops, d, c, j)
         )
         rows[f"LGC {title}, training step, {ranks} ranks"] = lambda c=compressor, s=state, f=loss: (
-            c._learned(ops, s, 0, f)
+            training.learned(c, ops, s, 0, f)
         )
     return rows
 

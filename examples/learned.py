@@ -15,7 +15,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hvd_gradcomp import Compressor, GradiVeQCompressor, LGCCompressor, NoneCompressor
+from hvd_gradcomp import (
+    Compressor,
+    GradiVeQCompressor,
+    LGCCompressor,
+    NoneCompressor,
+    ScaleComCompressor,
+    after,
+)
 from hvd_gradcomp.stats import CompressionStats
 
 EVERY = 10
@@ -43,6 +50,16 @@ METHODS: dict[str, Callable[[argparse.Namespace], Compressor]] = {
         train_steps=options.train_steps,
         feedback="paper",
     ),
+    "lgc-ring-unsigned": lambda options: LGCCompressor(
+        "ring_allreduce",
+        full_steps=options.full_steps,
+        train_steps=options.train_steps,
+        signs=False,
+        scale="model",
+    ),
+    "scalecom": lambda options: after(
+        options.full_steps, None, ScaleComCompressor(density=0.001)
+    ),  # what LGC's ring selects, and values instead of codes
     "lgc-server": lambda options: LGCCompressor(
         "parameter_server", full_steps=options.full_steps, train_steps=options.train_steps
     ),

@@ -17,6 +17,7 @@ from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
+from hvd_gradcomp.algorithms.lgc.settings import sealed_bytes
 from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
@@ -175,7 +176,8 @@ def lgc_course(one: LGCCompressor, layout: Layout, ranks: int) -> Course:
         step = sizes["worker"] + (sizes["common"] + sizes["master"]) / ranks
     else:
         values = wire.HEADER_BYTES + 4 * one.capacity(layout)
-        train = values + sizes["leader"] / ranks
+        chosen = sealed_bytes(one.coding.parts(layout, one.capacity(layout)))
+        train = values + chosen / ranks
         handed_out = 4 + network + 4 * autoencoder.decoder_size(innovation=False)
         step = sizes["worker"] + sizes["leader"] / ranks
     whole = 4 * (layout.size + 1)

@@ -86,7 +86,7 @@ def encode(ops: Ops, parameters: Tensor, x: Tensor) -> Tensor:
     """Codes of vectors; [rows, length] to [rows, length / 4]. The length is a multiple of 16."""
     rows, length = x.shape
     signal = ops.reshape(x, (rows, length, 1))
-    for layer, weight, bias in _cut(ops, parameters, ENCODER):
+    for layer, weight, bias in _cut(ops, parameters, ENCODER, transposed=False):
         if layer.taps == 1:
             signal = ops.matmul(signal, weight) + bias
         else:
@@ -95,45 +95,48 @@ def encode(ops: Ops, parameters: Tensor, x: Tensor) -> Tensor:
 
 
 def decode(ops: Ops, parameters: Tensor, code: Tensor, innovation: Tensor | None = None) -> Tensor:
-    """Vectors from codes, by one decoder a row.
+    """Vectors from codes, by one decoder a row, or all by one.
 
     Args:
         parameters: float32 [heads, size].
-        code: [heads, length / 4], or [1, length / 4] for all heads.
+        code: [rows, length / 4]. There are as many rows as heads, or one of either.
         innovation: [heads, length]; None if the decoders take none.
+
+    Returns:
+        [rows, length], or [heads, length] of one code.
     """
-    heads = parameters.shape[0]
+    rows = max(parameters.shape[0], code.shape[0])
     positions = code.shape[1] // _CHANNELS
     signal = ops.reshape(code, (code.shape[0], positions, _CHANNELS))
     layers = (*DECODER, last_layer(innovation is not None))
-    for layer, weight, bias in _cut(ops, parameters, layers):
+    if parameters.shape[0] == 1:  # one product for all rows
+        parameters = ops.reshape(parameters, (-1,))
+    for layer, weight, bias in _cut(ops, parameters, layers, transposed=True):
         if layer.taps == 1:
             if innovation is not None:
-                beside = ops.reshape(innovation, (heads, positions * STRIDE, 1))
+                beside = ops.reshape(innovation, (rows, positions * STRIDE, 1))
                 signal = ops.concat((signal, beside))
             signal = ops.matmul(signal, weight) + bias
         else:
             spread = _doubled if layer.stride == 2 else _smoothed
             signal = ops.leaky_relu(spread(ops, signal, weight) + bias, SLOPE)
-    return ops.reshape(signal, (heads, positions * STRIDE))
+    return ops.reshape(signal, (rows, positions * STRIDE))
 
 
 def _cut(
-    ops: Ops, parameters: Tensor, layers: tuple[Layer, ...]
+    ops: Ops, parameters: Tensor, layers: tuple[Layer, ...], transposed: bool
 ) -> Iterator[tuple[Layer, Any, Any]]:
     """Each layer with its matrix [..., taps * inputs, outputs] and bias [..., 1, outputs].
 
     A transposed convolution's matrix is [..., inputs, taps * outputs].
     """
-    batched = len(parameters.shape) == 2
-    head = (parameters.shape[0],) if batched else ()
+    head = tuple(parameters.shape[:-1])
     start = 0
     for layer in layers:
         weights = layer.taps * layer.inputs * layer.outputs
         flat = parameters[..., start : start + weights]
         bias = parameters[..., start + weights : start + layer.size]
-        transposed = batched and layer.taps > 1
-        rows = layer.inputs if transposed else layer.taps * layer.inputs
+        rows = layer.inputs if transposed and layer.taps > 1 else layer.taps * layer.inputs
         yield (
             layer,
             ops.reshape(flat, (*head, rows, weights // rows)),

@@ -161,7 +161,7 @@ class LargestCompressor(SparseCompressor):
         scope = Scope(layout, self.of_model)
         if ops.largest_passes is not None and self.rule is not None and self.form(layout):
             return self._encode_in_passes(ops, scope, step, quota, gradient, state)
-        found, memory = self._collected(ops, scope, gradient, state)
+        found, memory = self.collected(ops, scope, gradient, state)
         parts, index, values, hint = self.select(ops, scope, step, memory[0], quota, found)
         parts["values"] = values = ops.bits_float(values)
         body = wire.pack_body(ops, self.parts(layout), parts)
@@ -193,7 +193,7 @@ class LargestCompressor(SparseCompressor):
         memory, sent = type(state.memory)(*written.memory), state.sent + written.per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=written.hint)
 
-    def _collected(
+    def collected(
         self, ops: Ops, scope: Scope, gradient: Tensor, state: Any
     ) -> tuple[Tensor | None, Memory]:
         """The memory with the gradient in it, and which elements pass the hint, if one looked."""

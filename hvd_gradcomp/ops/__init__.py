@@ -214,6 +214,10 @@ class Ops(Composites, ABC):
         """An int64 vector that is not negative, ascending."""
 
     @abstractmethod
+    def count_below(self, ascending: Tensor, x: Tensor) -> Tensor:
+        """How many of the ascending int64 are less than each of x; int64 of the shape of x."""
+
+    @abstractmethod
     def largest(self, x: Tensor, k: int) -> Tensor:
         """The k largest of a float32 vector, descending."""
 

@@ -217,6 +217,9 @@ class TensorFlowOps(Ops):
     def sort(self, x: Tensor) -> Tensor:
         return tf.sort(x)
 
+    def count_below(self, ascending: Tensor, x: Tensor) -> Tensor:
+        return tf.searchsorted(ascending, x, out_type=tf.int64)
+
     def largest(self, x: Tensor, k: int) -> Tensor:
         return tf.math.top_k(x, k).values
 

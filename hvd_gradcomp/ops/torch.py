@@ -279,6 +279,9 @@ class TorchOps(Ops):
         _check(self.native.sort(x.data_ptr(), x.shape[0]))
         return x
 
+    def count_below(self, ascending: Tensor, x: Tensor) -> Tensor:
+        return torch.searchsorted(ascending, x)
+
     def largest(self, x: Tensor, k: int) -> Tensor:
         return torch.topk(x, k).values
 

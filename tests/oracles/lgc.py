@@ -140,6 +140,26 @@ def descended(network, gradient, lr):
     return [(w - by * dw, b - by * db) for (w, b), (dw, db) in zip(network, gradient)]
 
 
+class Adam:
+    """Kingma and Ba 2015, Algorithm 1, with its own constants; of one network."""
+
+    def __init__(self):
+        self.t, self.m, self.v = 0, 0.0, 0.0
+
+    def step(self, network, gradient, lr):
+        self.t += 1
+        g = np.concatenate([d.ravel() for layer in gradient for d in layer])
+        self.m = 0.9 * self.m + 0.1 * g
+        self.v = 0.999 * self.v + 0.001 * g * g
+        m, v = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
+        away, start, found = lr * m / (np.sqrt(v) + 1e-8), 0, []
+        for w, b in network:
+            dw, start = away[start : start + w.size].reshape(w.shape), start + w.size
+            db, start = away[start : start + b.size], start + b.size
+            found.append((w - dw, b - db))
+        return found
+
+
 def aggregating(encoder, decoder, xs):
     """(11): the loss, the target's square, and the derivatives by encoder and decoder."""
     K = len(xs)
@@ -196,9 +216,12 @@ class LGC:
         pattern: "ring..." or "parameter...".
         encoder, decoders: initial networks; one decoder for the ring, else one a rank.
         master: trains; whoever it is, the numbers are the same.
-        common_rank: whose code and indices travel (parameter server).
+        common_rank: whose code and indices travel (parameter server), while training too.
+        signs: whether that rank's signs, or the leader's, are taken out of all ranks' vectors.
+        scale: "layer" or "model", of which the root mean square is 1 for that rank.
+        ae_steps: of gradient descent, in each iteration.
         feedback: "exact" or "paper".
-        drawn: `drawn(t, purpose, ranks)`: the leader (0), or whose code the decoders get (1).
+        drawn: `drawn(t, purpose, ranks)`: the leader (0).
 
     Attributes:
         r, u: [rank][layer], float32.
@@ -208,6 +231,8 @@ class LGC:
         loss: reconstruction loss of the last trained step, before that step's update, divided by
             the square of what was to be reconstructed; 0 if that is 0.
         converged: None until the training is over.
+        asked, came: by place, the mean of what was to be reconstructed in the last compressed step,
+            and what was.
     """
 
     def __init__(
@@ -231,6 +256,9 @@ class LGC:
         momentum,
         masking,
         drawn,
+        signs,
+        scale,
+        ae_steps,
     ):
         self.sizes, self.ranks = sizes, ranks
         self.encoder, self.decoders = doubled(encoder), [doubled(one) for one in decoders]
@@ -243,7 +271,8 @@ class LGC:
         self.k = [min(n, max(1, int(n * alpha + 0.5))) for n in sizes]
         self.mu = sum(self.k)
         if not self.ring:
-            self.innovation = max(1, int(innovation * self.mu + 0.5))
+            self.innovation = [max(1, int(innovation * k + 0.5)) for k in self.k]
+        self.signs, self.by_layer, self.ae_steps = signs, scale == "layer", ae_steps
         self.r = [[np.zeros(n, F) for n in sizes] for _ in range(ranks)]
         self.u = [[np.zeros(n, F) for n in sizes] for _ in range(ranks)]
         self.owed = [[np.zeros(n, F) for n in sizes] for _ in range(ranks)]  # exact feedback
@@ -295,16 +324,22 @@ class LGC:
         for layer, i in where:
             state[rank][layer][i] = 0
 
-    def scale(self, values):
-        """Root mean square over mu elements."""
-        square = sum(float(v) ** 2 for v in values) / self.mu
-        return square**0.5 if square > 0 else 1.0
+    def units(self, where, values):
+        """What each element is measured in: a root mean square, and the sign of these values."""
+        units = []
+        for layer, _ in where:
+            peers = [float(v) ** 2 for (m, _), v in zip(where, values) if m == layer]
+            if not self.by_layer:
+                peers = [float(v) ** 2 for v in values] + [0.0] * (self.mu - len(values))
+            square = sum(peers) / len(peers)
+            units.append(square**0.5 if square > 0 else 1.0)
+        return [-s if self.signs and v < 0 else s for s, v in zip(units, values)]
 
-    def filled(self, values, scale):
-        """Divided by the scale, with zeros up to mu and on to a multiple of 16."""
+    def filled(self, values, units):
+        """Divided by their units, with zeros up to a multiple of 16 that holds mu."""
         x = np.zeros((self.mu + 15) // 16 * 16)
         for i, v in enumerate(values):
-            x[i] = float(v) / scale
+            x[i] = float(v) / units[i]
         return x
 
     def zeros(self):
@@ -328,42 +363,51 @@ class LGC:
             if self.masking:
                 self.clear(self.u, rank, where[rank])
         if train and self.ring:
-            self.train_aggregation(t, sent)
+            self.train_aggregation(t, where, sent)
         elif train:
             self.train_decoupling(t, where, sent)
         return [F(mean) for mean in means]
 
-    def train_aggregation(self, t, sent):
+    def train_aggregation(self, t, where, sent):
         """Section IV.B."""
-        scale = self.scale(sent[self.drawn(t, 0, self.ranks)])
-        xs = [self.filled(v, scale) for v in sent]
-        error, square, dencoder, ddecoder = aggregating(self.encoder, self.decoders[0], xs)
-        self.encoder = descended(self.encoder, dencoder, self.ae_lr)
-        self.decoders = [descended(self.decoders[0], ddecoder, self.ae_lr)]
-        self.note(error, square)
+        units = self.units(where[0], sent[self.drawn(t, 0, self.ranks)])
+        xs = [self.filled(v, units) for v in sent]
+        self.train(lambda: self.as_many(*aggregating(self.encoder, self.decoders[0], xs)))
+
+    def as_many(self, error, square, dencoder, ddecoder):
+        return error, square, dencoder, [ddecoder]
+
+    def train(self, derivatives):
+        for step in range(self.ae_steps):
+            error, square, dencoder, ddecoders = derivatives()
+            if step == 0:
+                self.note(error, square)
+            self.encoder = descended(self.encoder, dencoder, self.ae_lr)
+            self.decoders = [
+                descended(decoder, d, self.ae_lr) for decoder, d in zip(self.decoders, ddecoders)
+            ]
 
     def train_decoupling(self, t, where, sent):
         """Section IV.A; the vectors of all workers as they are at the places of one of them."""
-        c = self.drawn(t, 1, self.ranks)
-        scale = self.scale(sent[c])
+        c = self.common_rank
+        units = self.units(where[c], sent[c])
         xs, js = [], []
         for k in range(self.ranks):
             G = dict(zip(where[k], sent[k]))
             J = self.innovations(where[k], sent[k])
-            xs.append(self.filled([G.get(place, 0.0) for place in where[c]], scale))
-            js.append(self.filled([J.get(place, 0.0) for place in where[c]], scale))
-        error, square, dencoder, ddecoders = decoupling(
-            self.encoder, self.decoders, xs, js, c, self.lambda_rec, self.lambda_sim
-        )
-        self.encoder = descended(self.encoder, dencoder, self.ae_lr)
-        self.decoders = [
-            descended(decoder, d, self.ae_lr) for decoder, d in zip(self.decoders, ddecoders)
-        ]
-        self.note(error, square)
+            xs.append(self.filled([G.get(place, 0.0) for place in where[c]], units))
+            js.append(self.filled([J.get(place, 0.0) for place in where[c]], units))
+        weights = self.lambda_rec, self.lambda_sim
+        self.train(lambda: decoupling(self.encoder, self.decoders, xs, js, c, *weights))
 
     def innovations(self, where, values):
-        """The largest of the selected ones; values by place."""
-        return {where[i]: values[i] for i in largest(values, self.innovation)}
+        """The largest of the selected ones of each layer (Algorithm 1); values by place."""
+        found = {}
+        for layer, count in enumerate(self.innovation):
+            mine = [i for i, (of, _) in enumerate(where) if of == layer]
+            strong = largest([values[i] for i in mine], count)
+            found |= {where[mine[i]]: values[mine[i]] for i in strong}
+        return found
 
     def note(self, error, square):
         self.loss = float(error / square) if square > 0 else 0.0
@@ -376,11 +420,13 @@ class LGC:
         leader = self.drawn(t, 0, self.ranks)
         where = self.selected(leader)
         v = [self.values(rank, where) for rank in range(self.ranks)]
-        scale = self.scale(v[leader])
-        codes = [encode(self.encoder, self.filled(v[rank], scale))[0] for rank in range(self.ranks)]
+        units = self.units(where, v[leader])
+        codes = [encode(self.encoder, self.filled(v[rank], units))[0] for rank in range(self.ranks)]
         average = sum(codes) / self.ranks  # (18)
-        rec = F(decode(self.decoders[0], average)[0] * scale)  # (19)
-        alone = [F(decode(self.decoders[0], code)[0] * scale) for code in codes]
+        rec = F(decode(self.decoders[0], average)[0][: len(units)] * units)  # (19)
+        alone = [F(decode(self.decoders[0], code)[0][: len(units)] * units) for code in codes]
+        self.asked = {place: sum(one[i] for one in v) / self.ranks for i, place in enumerate(where)}
+        self.came = dict(zip(where, rec))
         means = [F(mean) for mean in self.zeros()]
         for number, (layer, i) in enumerate(where):
             means[layer][i] = rec[number]
@@ -398,15 +444,20 @@ class LGC:
         c = self.common_rank
         where = [self.selected(rank) for rank in range(self.ranks)]
         v = [self.values(rank, where[rank]) for rank in range(self.ranks)]
-        scale = self.scale(v[c])
-        code, _ = encode(self.encoder, self.filled(v[c], scale))
+        units = self.units(where[c], v[c])
+        code, _ = encode(self.encoder, self.filled(v[c], units))
+        self.asked = {place: 0.0 for place in where[c]}  # of what each worker has selected
+        for k in range(self.ranks):
+            for place, value in zip(where[k], v[k]):
+                if place in self.asked:
+                    self.asked[place] += value / self.ranks
         places = set(where[c])
         means = self.zeros()
         for k in range(self.ranks):
             J = self.innovations(where[k], v[k])
-            j = self.filled([J.get(place, 0.0) for place in where[c]], scale)
+            j = self.filled([J.get(place, 0.0) for place in where[c]], units)
             rec, _ = decode(self.decoders[k], code, j)  # (12)
-            vector = dict(zip(where[c], rec * scale))
+            vector = dict(zip(where[c], rec[: len(units)] * units))
             for place, value in J.items():
                 if place not in vector:
                     vector[place] = float(value)
@@ -417,7 +468,10 @@ class LGC:
                 self.clear(self.u, k, J if self.exact else where[k])
                 if k == c:
                     self.clear(self.u, k, where[c])
-        means = [F(mean) for mean in means]
+        # The way back is in half precision, of the largest.
+        most = F(max((abs(means[layer][i]) for layer, i in places), default=0)) or F(1)
+        means = [F(np.float16(F(mean) / most)) * most for mean in means]
+        self.came = {(layer, i): means[layer][i] for layer, i in where[c]}
         for rank in range(self.ranks):
             if not self.exact:
                 self.clear(self.r, rank, where[rank])

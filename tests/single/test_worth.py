@@ -83,9 +83,9 @@ def test_gradiveq_sends_what_was_foreseen():
 @pytest.mark.parametrize(
     ("compressor", "layers", "message"),
     [
-        (LGCCompressor(**SHORT), linear(64, 32, 32, 10), "where dense ones take 4,224; then 148"),
+        (LGCCompressor(**SHORT), linear(64, 32, 32, 10), "where dense ones take 4,224; then 214"),
         (
-            LGCCompressor("parameter_server", innovation=0.6, **{**SHORT, "alpha": 0.5}),
+            LGCCompressor("parameter_server", innovation=1.0, **{**SHORT, "alpha": 0.5}),
             linear(64, 32, 32, 10),
             "so it never pays. Use DGCCompressor, which learns nothing",
         ),

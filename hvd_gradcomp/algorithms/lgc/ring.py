@@ -1,0 +1,133 @@
+"""Algorithm 2: ring-allreduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_gradcomp import exchanges, wire
+from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.algorithms.lgc import training, vectors
+from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, sealed_bytes
+from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.collectives import Allgather, Allreduce
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+def program(
+    lgc: LGCSettings,
+    ops: Ops,
+    context: Context,
+    gradient: Tensor,
+    state: Any,
+    elapsed: Any,
+    train: bool = False,
+    last: bool = False,
+    compress: bool = False,
+) -> Program:
+    """One step of a rank, after the first phase."""
+    layout = context.layout
+    leader = exchanges.drawn(context.step, lgc.seed, context.size)
+    finite, gradient = exchanges.checked(ops, gradient)
+    taken = vectors.taken_in(lgc, ops, context, finite, gradient, state, leader == context.rank)
+    state = state._replace(memory=taken.memory, hint=taken.hint)
+    index, given = yield from places(
+        lgc, ops, context, leader, finite, taken.index, state, compress
+    )
+    values = vectors.with_owed(lgc, ops, state, index)
+    state = vectors.counted(ops, layout, state, index)
+    poison = exchanges.poison(ops, finite)
+    if compress:
+        total, state = yield from coded(lgc, ops, context, state, index, values, given, poison)
+    elif train:
+        buffers = yield Allgather(
+            vectors.sealed(lgc, ops, context, finite, ops.to_bytes(values, "float32"))
+        )
+        header, bodies = vectors.opened(lgc, ops, context, buffers)
+        sent = ops.from_bytes(bodies, "float32")  # [ranks, selected]
+        weights = ops.reshape(exchanges.weights_of(ops, context, header), (-1, 1))
+        weighted = sent * weights
+        total = weighted[0]
+        for rank in range(1, context.size):
+            total = total + weighted[rank]
+        state = vectors.settled(lgc, ops, state, index)
+        if context.rank == lgc.master:
+            loss = training.ring_loss(lgc, ops, context, leader, index, sent)
+            state = training.learned(lgc, ops, state, elapsed, loss)
+        if last:
+            state = yield from training.handed_out(lgc, ops, context, state)
+    else:
+        said = ops.concat((values, poison))
+        total = yield Allreduce(said, context.prescale, context.postscale)
+        total = exchanges.unpoisoned(ops, total)
+        state = vectors.settled(lgc, ops, state, index)
+    return ops.clear_last(ops.put(ops.clear(gradient), index, total)), state
+
+
+def places(
+    lgc: LGCSettings,
+    ops: Ops,
+    context: Context,
+    leader: Any,
+    finite: Any,
+    chosen: Tensor,
+    state: Any,
+    compress: bool,
+) -> Any:
+    """The leader's indices, ascending, and, for codes, what its values are measured in."""
+    layout = context.layout
+    capacity = lgc.capacity(layout)
+    coding = lgc.coding.parts(layout, capacity)
+    parts = lgc.choice_parts(layout) if compress else coding
+
+    def payload() -> Tensor:
+        mine, sent, _ = lgc.coding.encode(ops, layout, coding, chosen, context.step)
+        if compress:
+            sent = ops.sort(sent)
+            values = vectors.with_owed(lgc, ops, state, sent)
+            mine |= vectors.measure(lgc, ops, layout, sent, values)
+        return vectors.sealed(lgc, ops, context, finite, wire.pack_body(ops, parts, mine))
+
+    size = sealed_bytes(parts)
+    buffer = yield from exchanges.from_leader(ops, context, leader, payload, size)
+    header, bodies = vectors.opened(lgc, ops, context, ops.reshape(buffer, (1, -1)))
+    mine = {name: part[0] for name, part in wire.unpack_body(ops, parts, bodies).items()}
+    index = lgc.coding.decode(ops, layout, mine, capacity)
+    if header.intact is not None:
+        index = ops.where(header.intact, index, layout.sink)
+    return ops.sort(index), mine
+
+
+def coded(
+    lgc: LGCSettings,
+    ops: Ops,
+    context: Context,
+    state: Any,
+    index: Tensor,
+    values: Tensor,
+    given: Mapping[str, Tensor],
+    poison: Tensor,
+) -> Any:
+    """Codes instead of values: what comes back, and the state after it."""
+    layout, selected = context.layout, values.shape[0]
+    unit = vectors.unit(lgc, ops, layout, index, given)
+    x = ops.reshape(vectors.measured(ops, values, unit), (1, -1))
+    code = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
+    spots = training.spots(ops, context.step, selected)
+    total = yield Allreduce(
+        ops.concat((code, ops.gather(values, spots), poison)), 1.0, 1.0 / context.size
+    )
+    total = exchanges.unpoisoned(ops, total)
+    length, exact = code.shape[0], lgc.feedback == "exact"
+    codes = ops.stack((total[:length], code) if exact else (total[:length],))
+    decoded = autoencoder.decode(ops, state.decoder, codes)[:, :selected] * unit
+    back = ops.where(index < layout.sink, decoded[0], 0.0)
+    state = vectors.settled(lgc, ops, state, index)
+    if exact:
+        mine, memory = ops.where(index < layout.sink, decoded[1], 0.0), state.memory
+        memory = memory._replace(r=ops.clear_last(ops.put(memory.r, index, values - mine)))
+        state = vectors.owing(lgc, ops, state._replace(memory=memory), index, mine - back)
+    asked = total[length:]
+    state = training.watched(ops, state, asked, ops.gather(back, spots) - asked)
+    state = training.judged(lgc, ops, state)
+    return back * (context.prescale * context.postscale * context.size), state

@@ -1,0 +1,218 @@
+"""Algorithm 1: a parameter server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_gradcomp import exchanges, wire
+from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.algorithms.lgc import training, vectors
+from hvd_gradcomp.algorithms.lgc.settings import OTHERS, SAMPLED, LGCSettings
+from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.collectives import Allgather, Broadcast, Gather
+from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
+
+_FINE, _NOT_FINITE, _DAMAGED = 0, 1, 2
+
+
+def program(
+    lgc: LGCSettings,
+    ops: Ops,
+    context: Context,
+    gradient: Tensor,
+    state: Any,
+    elapsed: Any,
+    train: bool = False,
+    last: bool = False,
+    compress: bool = False,
+) -> Program:
+    """One step of a rank, after the first phase."""
+    layout = context.layout
+    finite, gradient = exchanges.checked(ops, gradient)
+    taken = vectors.taken_in(lgc, ops, context, finite, gradient, state)
+    state = state._replace(memory=taken.memory, hint=taken.hint)
+    if compress:
+        return (yield from served(lgc, ops, context, finite, taken.index, gradient, state))
+    given = lgc.parts(layout)
+    parts, index, _ = lgc.coding.encode(ops, layout, given, taken.index, context.step)
+    parts["values"] = vectors.with_owed(lgc, ops, state, index)
+    buffers = yield Allgather(
+        vectors.sealed(lgc, ops, context, finite, wire.pack_body(ops, given, parts))
+    )
+    header, bodies = vectors.opened(lgc, ops, context, buffers)
+    weights = exchanges.weights_of(ops, context, header)
+    mean = lgc.decode_sum(ops, layout, None, bodies, weights, gradient)  # type: ignore[arg-type]
+    state = vectors.settled(lgc, ops, vectors.counted(ops, layout, state, index), index)
+    if train and context.rank == lgc.master:
+        loss = training.server_loss(lgc, ops, context, bodies)
+        state = training.learned(lgc, ops, state, elapsed, loss)
+    if train and last:
+        state = yield from training.handed_out(lgc, ops, context, state)
+    return mean, state
+
+
+def served(
+    lgc: LGCSettings,
+    ops: Ops,
+    context: Context,
+    finite: Any,
+    index: Tensor,
+    gradient: Tensor,
+    state: Any,
+) -> Program:
+    """A compressed step, of a rank that has chosen."""
+    layout, ranks, rank = context.layout, context.size, context.rank
+    common, capacity = lgc.common(ranks), lgc.capacity(layout)
+    message = []
+    if rank == common:
+        given = lgc.coding.parts(layout, capacity)
+        parts, index, _ = lgc.coding.encode(ops, layout, given, index, context.step)
+        index = ops.sort(index)
+        values = vectors.with_owed(lgc, ops, state, index)
+        parts |= vectors.measure(lgc, ops, layout, index, values)
+        unit = vectors.unit(lgc, ops, layout, index, parts)
+        x = ops.reshape(vectors.measured(ops, values, unit), (1, -1))
+        parts["code"] = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
+        body = wire.pack_body(ops, lgc.code_parts(layout), parts)
+        message.append(vectors.sealed(lgc, ops, context, finite, body))
+    else:
+        values = vectors.with_owed(lgc, ops, state, index)
+    state = vectors.counted(ops, layout, state, index)
+    innovated, own = vectors.innovation(lgc, ops, layout, index, values)
+    given = lgc.innovation_parts(layout)
+    parts, innovated, place = lgc.coding.encode(ops, layout, given, innovated, context.step)
+    parts["values"] = ops.where(innovated < layout.sink, ops.gather(own, place), 0.0)
+    parts["asked"] = state.asked[0]
+    body = wire.pack_body(ops, given, parts)
+    message.insert(0, vectors.sealed(lgc, ops, context, finite, body))
+    size = lgc.compressed_bytes(layout, ranks)
+    lengths = tuple(size["worker"] + size["common"] * (r == common) for r in range(ranks))
+    everything = yield Gather(ops.concat(message), lgc.master, lengths)
+    if rank == lgc.master:
+        answer, state = reconstructed(lgc, ops, context, state, everything, lengths)
+    else:
+        answer = ops.zeros((size["master"],), "uint8")
+    answer = yield Broadcast(answer, lgc.master)
+    changed, mean, loss = answered(lgc, ops, context, answer)
+    total = ops.clear_last(ops.put(ops.clear(gradient), changed, mean))
+    spots = training.spots(ops, context.step, capacity)
+    own = vectors.at(ops, index, values, ops.gather(changed, spots))
+    if lgc.feedback == "exact":
+        # What was selected and came back, as something else, goes over to what is owed.
+        _, there = vectors.among(ops, ops.sort(changed), index)
+        kept, owed = (ops.gather(x, index) for x in (state.memory.r, state.owed))
+        state = vectors.owing(lgc, ops, state, index, ops.where(there, values, owed))
+        owed = ops.gather(state.owed, changed) - mean
+        state = vectors.owing(lgc, ops, state, changed, owed)
+        memory = state.memory
+        memory = memory._replace(r=ops.put(memory.r, index, ops.where(there, 0.0, kept)))
+        if lgc.momentum and lgc.masking:  # of what this rank has sent
+            u = ops.put(memory.u, innovated, 0.0)
+            memory = memory._replace(u=ops.put(u, index, 0.0) if rank == common else u)
+        state = state._replace(memory=lgc.settled(ops, memory))
+    else:
+        state = vectors.settled(lgc, ops, state, index)
+    asked = ops.stack((own, ops.gather(mean, spots)))
+    loss = ops.reshape(loss, ()) * 1.0
+    state = training.judged(lgc, ops, state._replace(asked=asked, loss=loss))
+    return ops.scale(total, context.prescale * context.postscale * ranks), state
+
+
+def answered(
+    lgc: LGCSettings, ops: Ops, context: Context, answer: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the master has sent: the indices of what changes, the mean there, and the loss.
+
+    Raises:
+        PayloadError, NonFiniteGradientError: on all ranks, if the master was sent such.
+    """
+    layout, ranks = context.layout, context.size
+    header, bodies = vectors.opened(lgc, ops, context, ops.reshape(answer, (1, -1)))
+    back = wire.unpack_body(ops, lgc.back_parts(layout, ranks), bodies)
+    back = {name: part[0] for name, part in back.items()}
+    verdict = back["verdict"]
+    sound = ops.require({wire.DAMAGED: verdict != _DAMAGED}, PayloadError)
+    fine = ops.require({wire.NOT_FINITE: verdict != _NOT_FINITE}, NonFiniteGradientError)
+    places = ops.sort(lgc.coding.decode(ops, layout, back, lgc.capacity(layout)))
+    others = {name.removeprefix(OTHERS): part for name, part in back.items() if OTHERS in name}
+    outside = lgc.coding.decode(ops, layout, others, lgc.outside(layout, ranks))
+    changed = ops.concat((places, outside))
+    if sound is not None:
+        good = ops.sum(ops.cast(sound & fine & header.intact, "int64")) == ranks
+        changed = ops.where(good, changed, layout.sink)
+    mean = ops.cast(back["values"], "float32") * back["most"]
+    return changed, ops.where(changed < layout.sink, mean, 0.0), back["loss"]
+
+
+def reconstructed(
+    lgc: LGCSettings,
+    ops: Ops,
+    context: Context,
+    state: Any,
+    everything: Tensor,
+    lengths: Sequence[int],
+) -> tuple[Tensor, Any]:
+    """The master's way back: the mean of what it reconstructs, or who is to blame; and its state.
+
+    It must not fail alone while the others wait for it, so what is damaged becomes a verdict.
+    """
+    layout, ranks, common = context.layout, context.size, lgc.common(context.size)
+    capacity, count = lgc.capacity(layout), lgc.innovations(layout)
+    base = lgc.compressed_bytes(layout, ranks)["worker"]
+    starts = [sum(lengths[:rank]) for rank in range(ranks)]
+    workers = ops.stack([everything[start : start + base] for start in starts])
+    extra = ops.reshape(
+        everything[starts[common] + base : starts[common] + lengths[common]], (1, -1)
+    )
+    header = exchanges.header_of(lgc, context)
+    facts, finite = wire.examined(ops, header, workers)
+    more, _ = wire.examined(ops, header, extra)
+    intact = ops.cast(facts, "int64")
+    whole = intact * ops.where(ops.arange(ranks) == common, ops.cast(more, "int64"), intact * 0 + 1)
+    verdict = ops.where(finite, _FINE, _NOT_FINITE)
+    verdict = ops.where(whole > 0, verdict, _DAMAGED)
+
+    payload = wire.unpack_body(ops, lgc.innovation_parts(layout), wire.bodies_of(workers))
+    asked = ops.reshape(payload.pop("asked"), (ranks, SAMPLED))
+    asked = ops.sum(asked, 0) * (1.0 / ranks)
+    state = training.watched(ops, state, asked, state.asked[1] - asked)
+    values = ops.reshape(payload.pop("values"), (ranks, count))
+    innovations = []
+    for rank in range(ranks):
+        mine = {name: part[rank] for name, part in payload.items()}
+        index = lgc.coding.decode(ops, layout, mine, count)
+        innovations.append(vectors.in_order(ops, index, values[rank]))
+    given = wire.unpack_body(ops, lgc.code_parts(layout), wire.bodies_of(extra))
+    given = {name: part[0] for name, part in given.items()}
+    places = ops.sort(lgc.coding.decode(ops, layout, given, capacity))
+    unit, code = vectors.unit(lgc, ops, layout, places, given), ops.reshape(given["code"], (1, -1))
+    channels = [vectors.at(ops, *one, places) for one in innovations]
+    decoded = autoencoder.decode(
+        ops, state.decoder, code, ops.stack([vectors.measured(ops, x, unit) for x in channels])
+    )
+    mean = ops.sum(decoded, 0)[:capacity] * (unit * (1.0 / ranks))
+
+    lonely = [ops.where(vectors.among(ops, places, i)[1], layout.sink, i) for i, _ in innovations]
+    outside = _distinct(ops, ops.concat(lonely), layout.sink)[: lgc.outside(layout, ranks)]
+    rest = lgc.coding.parts(layout, lgc.outside(layout, ranks))
+    others, outside, _ = lgc.coding.encode(ops, layout, rest, outside, context.step)
+    found = [vectors.at(ops, *one, outside) for one in innovations]
+    changed = ops.concat((places, outside))
+    mean = ops.concat((mean, ops.sum(ops.stack(found), 0) * (1.0 / ranks)))
+    mean = ops.where(changed < layout.sink, mean, 0.0)
+    most = ops.reshape(ops.max(ops.abs(mean)), (1,))
+    most = ops.where(most > 0, most, 1.0)
+    back = {name: given[name] for name in lgc.coding.parts(layout, capacity)}
+    back |= {OTHERS + name: part for name, part in others.items()}
+    back |= {"values": mean / most, "most": most, "verdict": verdict}
+    back["loss"] = ops.reshape(state.loss, (1,))
+    body = wire.pack_body(ops, lgc.back_parts(layout, ranks), back)
+    return vectors.sealed(lgc, ops, context, True, body), state
+
+
+def _distinct(ops: Ops, index: Tensor, sink: int) -> Tensor:
+    """The same indices once each, ascending, filled up with the sink."""
+    ascending = ops.sort(index)
+    before = ops.concat((ops.full((1,), -1), ascending[:-1]))
+    return ops.sort(ops.where(ascending == before, sink, ascending))

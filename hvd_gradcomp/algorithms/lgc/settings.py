@@ -1,0 +1,268 @@
+"""The parameters of LGC, the layers it is for, and the bytes that travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from hvd_gradcomp import validate, wire
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.dgc import DGCCompressor
+from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.codecs.largest import count_of
+from hvd_gradcomp.codecs.momentum import MomentumCorrected
+from hvd_gradcomp.layers import Layer, traits_of
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.composites import GROUP
+from hvd_gradcomp.wrappers import after
+
+PATTERNS = ("ring_allreduce", "parameter_server")
+OPTIMIZERS = ("sgd", "adam")
+SCALES = ("layer", "model")
+SAMPLED = 16  # elements of which ranks say what they have, to know what the code misses
+OTHERS = "other "  # begins the names of parts that hold other indices than the common rank's
+
+
+@dataclass(frozen=True)
+class LGCSettings(MomentumCorrected):
+    """What `LGCCompressor` is given, see there, and what follows from it for a layout."""
+
+    pattern: str = "ring_allreduce"
+    alpha: float = 0.001
+    full_steps: int = 200
+    train_steps: int = 300
+    innovation: float = 0.1
+    signs: bool = True
+    scale: str = "layer"
+    ae_lr: float = 0.001
+    ae_optimizer: str = "sgd"
+    ae_steps: int = 1
+    lambda_rec: float = 1.0
+    lambda_sim: float = 0.5
+    master: int = 0
+    common_rank: int | None = None
+    first_layer: str | Sequence[str] | None = None
+    last_layer: str | Sequence[str] | None = None
+    index_coding: str = "deflate"
+    feedback: str = "exact"
+    momentum: float | None = None
+    nesterov: bool | None = None
+    masking: bool = True
+    retrain_loss: float | None = None
+    retrain_every: int | None = None
+    seed: int = 0
+
+    algorithm = 18
+    replicated = frozenset({"start", "ready", "drifted"})
+    begins_anew = frozenset({"hint", "asked"})
+    whole_model = True
+
+    def __post_init__(self) -> None:
+        validate.one_of(self, "pattern", PATTERNS)
+        for name in ("alpha", "innovation"):
+            validate.real(self, name, low=0, high=1, closed="]")
+        for name in ("full_steps", "train_steps", "ae_steps"):
+            validate.whole(self, name, low=1)
+        validate.real(self, "ae_lr", low=0)
+        validate.one_of(self, "ae_optimizer", OPTIMIZERS)
+        validate.boolean(self, "signs")
+        validate.one_of(self, "scale", SCALES)
+        for name in ("lambda_rec", "lambda_sim"):
+            validate.real(self, name, low=0, closed="[")
+        validate.whole(self, "master", low=0)
+        if self.common_rank is not None:
+            validate.whole(self, "common_rank", low=0)
+        for name in ("first_layer", "last_layer"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, str):
+                object.__setattr__(self, name, tuple(given))
+        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        validate.one_of(self, "feedback", ("exact", "paper"))
+        self._validate_momentum()
+        if self.retrain_loss is not None:
+            validate.real(self, "retrain_loss", low=0)
+        if self.retrain_every is not None:
+            validate.whole(self, "retrain_every", low=1)
+        validate.whole(self, "seed", low=0)
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        self.check_ranks(ranks)
+        first = self._chosen(layers, "first_layer", "first")
+        last = self._chosen(layers, "last_layer", "last") - first
+        if len(first) + len(last) >= len(layers):
+            raise ValueError(
+                f"LGCCompressor: no layer is left for the autoencoder: of {len(layers)}, "
+                f"{_named(layers, first)} are sent dense as first layer and "
+                f"{_named(layers, last)} without it as "
+                "last. Name others by first_layer= and last_layer= (an empty tuple for none), or "
+                "use DGCCompressor"
+            )
+        plain: Compressor = NoneCompressor()
+        sparse = DGCCompressor(
+            density=self.alpha,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            masking=self.masking,
+            index_coding=self.index_coding,
+        )
+        late = after(self.full_steps, None, sparse)
+        return [
+            plain if place in first else late if place in last else self
+            for place in range(len(layers))
+        ]
+
+    @property
+    def needs_order(self) -> bool:
+        return self.first_layer is None or self.last_layer is None
+
+    def _chosen(self, layers: Sequence[Layer], name: str, role: str) -> set[int]:
+        """Places of the layers that a rule means."""
+        given = getattr(self, name)
+        if given is None:
+            return {i for i, layer in enumerate(traits_of(layers)) if role in layer.roles}
+        patterns = (given,) if isinstance(given, str) else given
+        found: set[int] = set()
+        for pattern in patterns:
+            hits = {
+                place
+                for place, (title, _, _) in enumerate(layers)
+                if fnmatchcase(title, pattern) or title.startswith((f"{pattern}.", f"{pattern}/"))
+            }
+            if not hits:
+                raise ValueError(
+                    f"LGCCompressor: {name}={pattern!r} matches no layer; there are "
+                    + ", ".join(title for title, _, _ in layers[:8])
+                    + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
+                )
+            found |= hits
+        return found
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises a ValueError if `master` or `common_rank` does not exist."""
+        for name in ("master", "common_rank"):
+            value = getattr(self, name)
+            if value is not None and value >= ranks:
+                raise ValueError(
+                    f"LGCCompressor: {name} must be a rank in [0, {ranks - 1}], got {value}; "
+                    f"{ranks} ranks exchange"
+                )
+
+    def check(self, layout: Layout) -> None:
+        super().check(layout)
+        selected = self.capacity(layout)
+        if selected < autoencoder.STRIDE:
+            raise ValueError(
+                f"LGCCompressor: alpha={self.alpha} selects {selected} of {layout.elements} "
+                f"elements ({', '.join(layout.names[:8])}); the autoencoder needs a vector of at "
+                f"least {autoencoder.STRIDE}. Raise alpha, or use DGCCompressor"
+            )
+        if selected * len(layout.names) >= 1 << 32:  # they are ranked by layer in 63 bits
+            raise ValueError(
+                f"LGCCompressor: alpha={self.alpha} selects {selected} elements of "
+                f"{len(layout.names)} layers, more than can be ranked. Lower alpha"
+            )
+
+    def count(self, size: int) -> int:
+        return count_of(size, self.alpha)
+
+    @property
+    def by_server(self) -> bool:
+        """Whether there is a parameter server."""
+        return self.pattern == "parameter_server"
+
+    def common(self, ranks: int) -> int:
+        """The rank that sends the code."""
+        return (self.master + 1) % ranks if self.common_rank is None else self.common_rank
+
+    def innovations(self, layout: Layout) -> int:
+        """How many elements a worker sends itself."""
+        return sum(self.innovations_of(layout))
+
+    def innovations_of(self, layout: Layout) -> tuple[int, ...]:
+        """The same of each layer."""
+        return tuple(count_of(count, self.innovation) for count in self.most(layout))
+
+    def code_length(self, layout: Layout) -> int:
+        """Elements of a code."""
+        return autoencoder.code_length(self.capacity(layout))
+
+    def choice_parts(self, layout: Layout) -> dict[str, wire.Part]:
+        """What the leader broadcasts where codes follow: indices, and what values are measured in.
+
+        While values travel the indices alone.
+        """
+        capacity = self.capacity(layout)
+        signs = {"signs": wire.Part("uint32", -(-capacity // GROUP))} if self.signs else {}
+        scales = len(layout.names) if self.scale == "layer" else 1
+        scale = {"scale": wire.Part("float32", scales)}
+        return {**self.coding.parts(layout, capacity), **signs, **scale}
+
+    def code_parts(self, layout: Layout) -> dict[str, wire.Part]:
+        """What the common rank sends to the master, besides its innovation."""
+        return {**self.choice_parts(layout), "code": wire.Part("float32", self.code_length(layout))}
+
+    def innovation_parts(self, layout: Layout) -> dict[str, wire.Part]:
+        """What every worker sends to the master."""
+        count = self.innovations(layout)
+        parts = self.coding.parts(layout, count)
+        return {
+            **parts,
+            "values": wire.Part("float32", count),
+            "asked": wire.Part("float32", SAMPLED),
+        }
+
+    def back_parts(self, layout: Layout, ranks: int) -> dict[str, wire.Part]:
+        """What the master broadcasts: the common rank's indices, others, and values of both."""
+        capacity, outside = self.capacity(layout), self.outside(layout, ranks)
+        others = self.coding.parts(layout, outside)
+        return {
+            **self.coding.parts(layout, capacity),
+            **{OTHERS + name: part for name, part in others.items()},
+            "values": wire.Part("float16", capacity + outside),
+            "most": wire.Part("float32", 1),
+            "loss": wire.Part("float32", 1),
+            "verdict": wire.Part("uint32", ranks),
+        }
+
+    def outside(self, layout: Layout, ranks: int) -> int:
+        """The most elements that the master sends back besides those of the common rank."""
+        return min(ranks * self.innovations(layout), layout.size - 1)
+
+    def compressed_bytes(self, layout: Layout, ranks: int) -> dict[str, int]:
+        """Bytes that are handed to collectives in a compressed step, headers included.
+
+        Ring-allreduce: "leader" by broadcast, "worker" by allreduce from every rank. Parameter
+        server: "worker" from every rank, "common" besides from one, "master" back from one.
+        """
+        if not self.by_server:
+            return {
+                "leader": sealed_bytes(self.choice_parts(layout)),
+                "worker": 4 * (self.code_length(layout) + SAMPLED + 1),
+            }
+        return {
+            "worker": sealed_bytes(self.innovation_parts(layout)),
+            "common": sealed_bytes(self.code_parts(layout)),
+            "master": sealed_bytes(self.back_parts(layout, ranks)),
+        }
+
+    def layer_bytes(self, shape: Sequence[int]) -> float:
+        """Of a compressed step: of the ring's leader, or of a worker that sends no code."""
+        size = prod(shape)
+        count = self.count(size)
+        if self.by_server:
+            own = count_of(count, self.innovation)
+            return own * (4 + self.coding.bits(size, own) / 8)
+        units = count * self.signs / 8 + 4 * (self.scale == "layer")
+        return count * (1 + self.coding.bits(size, count) / 8) + units
+
+
+def _named(layers: Sequence[Layer], places: set[int]) -> str:
+    return ", ".join(layers[place][0] for place in sorted(places)) or "none"
+
+
+def sealed_bytes(parts: dict[str, wire.Part]) -> int:
+    """Bytes of a payload, header included."""
+    return wire.HEADER_BYTES + int(wire.body_bytes(parts))

@@ -1,0 +1,205 @@
+"""The training of the autoencoder, on one rank, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hvd_gradcomp import wire
+from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.algorithms.lgc import vectors
+from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings
+from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.collectives import Broadcast, Gather
+from hvd_gradcomp.ops import Ops, Tensor
+
+CONVERGED = 0.95  # of the energy; more is lost by an autoencoder that has learned nothing
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of Adam
+_FADING = 0.9  # of what was seen a step ago
+_CLIP = 10.0  # norm of a network's gradient
+
+
+class Moments(NamedTuple):
+    """What Adam keeps (Kingma and Ba 2015): running means, and what a mean of ones would be."""
+
+    encoder: Tensor  # float32 [2, parameters], of the gradient and of its square
+    decoder: Tensor  # float32 [2, heads * parameters]
+    ones: Tensor  # float32 [2]
+
+
+def no_moments(lgc: LGCSettings, ops: Ops, encoder: Tensor, decoder: Tensor) -> Any:
+    """Those before the first step; () without Adam."""
+    if lgc.ae_optimizer == "sgd":
+        return ()
+    heads, size = decoder.shape
+    encoder, decoder = ops.zeros((2, encoder.shape[0])), ops.zeros((2, heads * size))
+    return Moments(encoder, decoder, ops.zeros((2,)))
+
+
+def learned(lgc: LGCSettings, ops: Ops, state: Any, elapsed: Any, loss: Any) -> Any:
+    """The autoencoder's steps of an iteration; the loss that counts is before the first of them."""
+    number = ops.reshape(ops.words((elapsed,)), ())
+    networks, moments = (state.encoder, state.decoder), state.moments
+    if moments:  # those of an earlier training are none of this one's
+        encoder, decoder, ones = (ops.where(number > 0, x, 0.0) for x in moments)
+        moments = Moments(encoder, decoder, ones)
+    share = state.loss
+    for step in range(lgc.ae_steps):
+        (_, rec, energy), gradients = ops.value_and_grad(loss, networks)
+        if step == 0:
+            share = ops.where(energy > 0, rec / ops.where(energy > 0, energy, 1.0), 1.0)
+        if moments:
+            networks, moments = _by_adam(lgc, ops, networks, gradients, moments)
+        else:
+            networks = tuple(
+                parameters + _clipped(ops, gradient) * -lgc.ae_lr
+                for parameters, gradient in zip(networks, gradients)
+            )
+    begins = lgc.train_steps - max(1, lgc.train_steps // 10)
+    late = ops.where(number > begins, state.late, 0.0)
+    late = ops.where(number >= begins, late + share, 0.0)
+    encoder, decoder = networks
+    return state._replace(encoder=encoder, decoder=decoder, moments=moments, late=late, loss=share)
+
+
+def _by_adam(
+    lgc: LGCSettings,
+    ops: Ops,
+    networks: tuple[Tensor, ...],
+    gradients: Sequence[Tensor],
+    moments: Moments,
+) -> tuple[tuple[Tensor, ...], Moments]:
+    """Parameters after a step of Adam, whose gradients nobody clips, and the moments."""
+    first, second = _BETAS
+    ones = moments.ones * ops.reals(_BETAS) + ops.reals([1.0 - first, 1.0 - second])
+    better, kept = [], []
+    for parameters, gradient, before in zip(networks, gradients, moments):
+        flat = ops.reshape(gradient, (-1,))
+        mean = before[0] * first + flat * (1.0 - first)
+        square = before[1] * second + flat * flat * (1.0 - second)
+        away = mean / ones[0] / (ops.sqrt(square / ones[1]) + _EPSILON)
+        better.append(parameters + ops.reshape(away, tuple(parameters.shape)) * -lgc.ae_lr)
+        kept.append(ops.stack((mean, square)))
+    return tuple(better), Moments(kept[0], kept[1], ones)
+
+
+def handed_out(lgc: LGCSettings, ops: Ops, context: Context, state: Any) -> Program:
+    """The end of the training: whether it succeeded, and the parameters for who needs them."""
+    window = max(1, lgc.train_steps // 10)
+    late = ops.reshape(state.late, (1,)) * (1.0 / window)
+    heads = tuple(state.decoder.shape)
+    flat = ops.reshape(state.decoder, (-1,))
+    if lgc.by_server:
+        late = yield Broadcast(late, lgc.master)
+        common, here = lgc.common(context.size), context.rank == lgc.master
+        if common != lgc.master:
+            size = autoencoder.ENCODER_SIZE
+            lengths = tuple(size * (r == lgc.master) for r in range(context.size))
+            mine = state.encoder if here else state.encoder[:0]
+            given = yield Gather(mine, common, lengths)
+            if context.rank == common:
+                state = state._replace(encoder=given)
+    else:
+        everything = yield Broadcast(ops.concat((late, state.encoder, flat)), lgc.master)
+        late, end = everything[:1], 1 + autoencoder.ENCODER_SIZE
+        decoder = ops.reshape(everything[end:] * 1, heads)
+        state = state._replace(encoder=everything[1:end] * 1, decoder=decoder)
+    converged = ops.reshape(ops.cast(late <= CONVERGED, "int64"), ())
+    late = ops.reshape(late, ()) * 1.0
+    state = state._replace(ready=ops.stage(converged), loss=late, seen=state.seen * 0.0)
+    return state._replace(asked=state.asked * 0.0) if lgc.by_server else state
+
+
+def spots(ops: Ops, step: Any, count: int) -> Tensor:
+    """Some of so many elements, others each step and all in turn; int64 [SAMPLED]."""
+    return (ops.arange(SAMPLED) * -(-count // SAMPLED) + step) % count
+
+
+def watched(ops: Ops, state: Any, asked: Tensor, missed: Tensor) -> Any:
+    """The state with the loss as some elements show it: their means over ranks, and what is off.
+
+    What was asked for is the mean of what ranks have selected, (11) and (13). Steps before count
+    less and less: as much as the last ten together.
+    """
+    energies = [ops.reshape(ops.sum(x * x), (1,)) for x in (missed, asked)]
+    seen = state.seen * _FADING + ops.concat(energies)
+    known = seen[1] > 0
+    loss = ops.where(known, seen[0] / ops.where(known, seen[1], 1.0), state.loss)
+    return state._replace(seen=seen, loss=loss)
+
+
+def judged(lgc: LGCSettings, ops: Ops, state: Any) -> Any:
+    """The state that knows whether the loss asks for another training."""
+    if lgc.retrain_loss is None:
+        return state
+    drifted = ops.stage(ops.cast(state.loss > lgc.retrain_loss, "int64"))
+    return state._replace(drifted=drifted)
+
+
+def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) -> Any:
+    """Losses (5) to (7) on what all workers sent, at the places of one of them."""
+    layout, ranks = context.layout, context.size
+    payload = wire.unpack_body(ops, lgc.parts(layout), bodies)
+    capacity = lgc.capacity(layout)
+    values = ops.reshape(payload.pop("values"), (ranks, capacity))
+    sent = []
+    for rank in range(ranks):
+        mine = {name: part[rank] for name, part in payload.items()}
+        index = lgc.coding.decode(ops, layout, mine, capacity)
+        sent.append(vectors.in_order(ops, index, values[rank]))
+    common = lgc.common(ranks)
+    places = ops.concat([index for index, _ in sent])[common * capacity : (common + 1) * capacity]
+    places = ops.reshape(places, (capacity,))
+    found, channels = [], []
+    for index, own in sent:
+        found.append(vectors.at(ops, index, own, places))
+        innovation = vectors.innovation(lgc, ops, layout, index, own)
+        channels.append(vectors.at(ops, *innovation, places))
+    own = ops.reshape(ops.concat(found)[common * capacity : (common + 1) * capacity], (capacity,))
+    unit = vectors.unit(lgc, ops, layout, places, vectors.measure(lgc, ops, layout, places, own))
+    x = ops.stack([vectors.measured(ops, vector, unit) for vector in found])
+    innovation = ops.stack([vectors.measured(ops, channel, unit) for channel in channels])
+    energy = ops.sum(x * x)
+
+    def loss(encoder: Tensor, decoder: Tensor) -> tuple[Tensor, ...]:
+        codes = autoencoder.encode(ops, encoder, x)
+        code = codes[common : common + 1]
+        code = ops.reshape(code, (1, codes.shape[1]))
+        missed = autoencoder.decode(ops, decoder, code, innovation) - x
+        rec = ops.sum(missed * missed)
+        mean = ops.reshape(ops.sum(codes, 0), (1, -1)) * (1.0 / ranks)
+        away = codes - mean  # sum over pairs of |a - b|^2 = 2 * ranks * sum of |a - mean|^2
+        sim = ops.sum(away * away) * (2.0 * ranks)
+        return rec * lgc.lambda_rec + sim * lgc.lambda_sim, rec, energy
+
+    return loss
+
+
+def ring_loss(
+    lgc: LGCSettings, ops: Ops, context: Context, leader: Any, index: Tensor, sent: Tensor
+) -> Any:
+    """Loss (11) of what ranks have sent, [ranks, selected]."""
+    layout, (ranks, count) = context.layout, sent.shape
+    own = ops.reshape(sent, (-1,))[leader * count : (leader + 1) * count]
+    own = ops.reshape(own, (count,))
+    unit = vectors.unit(lgc, ops, layout, index, vectors.measure(lgc, ops, layout, index, own))
+    x = ops.stack([vectors.measured(ops, sent[rank], unit) for rank in range(ranks)])
+    target = ops.reshape(ops.sum(x, 0), (1, -1)) * (1.0 / ranks)
+    energy = ops.sum(target * target)
+
+    def loss(encoder: Tensor, decoder: Tensor) -> tuple[Tensor, ...]:
+        codes = autoencoder.encode(ops, encoder, x)
+        code = ops.reshape(ops.sum(codes, 0), (1, codes.shape[1])) * (1.0 / ranks)
+        missed = autoencoder.decode(ops, decoder, code) - target
+        rec = ops.sum(missed * missed)
+        return rec, rec, energy
+
+    return loss
+
+
+def _clipped(ops: Ops, gradient: Tensor) -> Tensor:
+    """The gradient of each network, an encoder or a head, no longer than `_CLIP`."""
+    rows = ops.reshape(gradient, (-1, gradient.shape[-1]))
+    norm = ops.reshape(ops.sqrt(ops.sum(rows * rows, -1)), (-1, 1))
+    rows = rows * (_CLIP / ops.maximum(norm, _CLIP))
+    return ops.reshape(rows, tuple(gradient.shape))

@@ -1,0 +1,243 @@
+"""What both patterns do with the elements that are selected, one vector for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hvd_gradcomp import exchanges, wire
+from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.codecs.largest import Scope, largest
+from hvd_gradcomp.codecs.selection import layer_of
+from hvd_gradcomp.codecs.sparse import Memory
+from hvd_gradcomp.collectives import Allreduce
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.composites import GROUP
+from hvd_gradcomp.ops.rules import Form, Places
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
+
+_MAGNITUDE = (1 << 31) - 1
+
+
+class Taken(NamedTuple):
+    """The memory with the gradient in it, and what is largest there."""
+
+    memory: Memory
+    index: Tensor  # int64 [selected], ascending; unused slots, at the end, hold the sink
+    hint: Tensor  # float32 [layers], where to look first in the next step
+
+
+def whole(lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
+    """The first phase; momentum comes after the exchange, and goes on as the velocity `u`."""
+    finite, gradient = exchanges.checked(ops, gradient)
+    said = ops.concat((gradient, exchanges.poison(ops, finite)))
+    total = yield Allreduce(said, context.prescale, context.postscale)
+    total = exchanges.unpoisoned(ops, total)
+    if not lgc.momentum:
+        return total, state
+    ahead, u = ops.zeros(total.shape), state.memory.u * 1
+    ahead, u = ops.advance(ahead, u, total, lgc.momentum, bool(lgc.nesterov))
+    return ahead, state._replace(memory=state.memory._replace(u=u))
+
+
+def taken_in(
+    lgc: LGCSettings,
+    ops: Ops,
+    context: Context,
+    finite: Any,
+    gradient: Tensor,
+    state: Any,
+    chooses: Any = True,
+) -> Taken:
+    """Takes the gradient in, and looks for the largest elements of each layer. Settles nothing.
+
+    A gradient that is known not to be finite is left out: the step is going to fail.
+
+    Args:
+        chooses: whether this rank does; a bool, or a scalar in a graph. Else it finds nothing.
+    """
+    layout = context.layout
+    most, capacity = lgc.most(layout), lgc.capacity(layout)
+    nothing = ops.full((capacity,), layout.sink)
+    if finite is False:
+        return Taken(state.memory, nothing, state.hint)
+    flag, scope = ops.words((chooses,)), Scope(layout, whole=False)
+    hint = ops.where(flag > 0, state.hint, float("inf"))
+    if ops.largest_passes is not None and lgc.rule is not None:
+        # A body of plain indices and values: how indices travel is none of the pass's business.
+        written = ops.largest_passes.write(
+            lgc.rule._replace(masking=False),
+            scope,
+            Form(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0)),
+            context.step,
+            ops.words(most) * flag,
+            ops.words(scope.slack(most)),
+            hint,
+            state.memory,
+            gradient,
+        )
+        index = ops.from_bytes(written.body[: 4 * capacity], "uint32")
+        values = ops.from_bytes(written.body[4 * capacity :], "float32")
+        memory = type(state.memory)(*written.memory)
+        # TensorFlow's pass has settled already, and what finds no room in a payload must stay.
+        memory = memory._replace(r=ops.put(memory.r, index, values))
+        return Taken(memory, index, ops.where(flag > 0, written.hint, state.hint))
+    found, memory = lgc.collected(ops, scope, gradient, state._replace(hint=hint))
+
+    def choose() -> tuple[Tensor, Tensor]:
+        selection, code, hint = largest(
+            ops, scope, memory.r, ops.words(most), most, context.step, found
+        )
+        sent = selection.cut(code, capacity, context.step)
+        return ops.reshape(sent.index, (capacity,)), hint
+
+    index, hint = ops.cond(chooses, choose, lambda: (nothing, state.hint))
+    return Taken(memory, ops.sort(index), hint)
+
+
+def with_owed(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor) -> Tensor:
+    """Values of `r` at some places, with what is owed there; 0 in the sink."""
+    values = ops.gather(state.memory.r, index)
+    return values + ops.gather(state.owed, index) if lgc.feedback == "exact" else values
+
+
+def owing(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor, values: Any) -> Any:
+    """The state with other values owed at some places."""
+    if lgc.feedback == "paper":
+        return state
+    return state._replace(owed=ops.clear_last(ops.put(state.owed, index, values)))
+
+
+def settled(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor) -> Any:
+    """The state once values have arrived as they are."""
+    memory = lgc.settled(ops, lgc.settle(ops, state.memory, index))
+    return owing(lgc, ops, state._replace(memory=memory), index, 0.0)
+
+
+def sealed(lgc: LGCSettings, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
+    """A body as it travels."""
+    return wire.seal(ops, exchanges.header_of(lgc, context, finite), body)
+
+
+def opened(
+    lgc: LGCSettings, ops: Ops, context: Context, buffers: Tensor
+) -> tuple[wire.Header, Tensor]:
+    """What travelled: the headers and the bodies."""
+    return wire.open_sealed(ops, exchanges.header_of(lgc, context), buffers)
+
+
+def counted(ops: Ops, layout: Layout, state: Any, index: Tensor) -> Any:
+    """The state with what was sent counted."""
+    return state._replace(sent=state.sent + per_layer(ops, layout, index))
+
+
+def per_layer(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
+    """How many of the elements are of each layer, the sink excepted; int64 [layers]."""
+    real = ops.cast(index < layout.sink, "int64")
+    return ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
+
+
+# -- in units of the autoencoder ---------------------------------------------------------------
+
+
+def measure(
+    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, values: Tensor
+) -> dict[str, Tensor]:
+    """What all ranks measure their values in: the RMS and the signs of one rank's, as parts.
+
+    Args:
+        index: ascending.
+        values: of the rank whose code the others have to match.
+    """
+    parts = {}
+    if lgc.signs:
+        missing = -values.shape[0] % GROUP
+        negative = ops.cast(ops.concat((values, ops.zeros((missing,)))) < 0, "int64")
+        parts["signs"] = ops.pack(negative, 1)
+    if lgc.scale == "layer":
+        parts["scale"] = _rms_of_layers(ops, layout, index, values)
+    else:
+        mean = ops.reshape(ops.sum(values * values), (1,)) * (1.0 / values.shape[0])
+        parts["scale"] = ops.where(mean > 0, ops.sqrt(mean), 1.0)
+    return parts
+
+
+def _rms_of_layers(ops: Ops, layout: Layout, index: Tensor, values: Tensor) -> Tensor:
+    """The root of the mean square of each layer's values, 1 for zeros; float32 [layers]."""
+    count = per_layer(ops, layout, index)
+    end, wide = ops.cumsum(count), ops.cast(values, "float64")
+    energy = ops.concat((ops.zeros((1,), "float64"), ops.cumsum(wide * wide)))
+    energy = ops.gather(energy, end) - ops.gather(energy, end - count)
+    mean = energy / ops.cast(ops.maximum(count, 1), "float64")
+    root = ops.cast(ops.sqrt(ops.maximum(mean, 0.0)), "float32")
+    return ops.where(root > 0, root, 1.0)
+
+
+def unit(
+    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, parts: Mapping[str, Tensor]
+) -> Tensor:
+    """What each element is measured in, made of what `measure` says; float32 [selected]."""
+    scale = parts["scale"]
+    if lgc.scale == "layer":
+        scale = ops.gather(scale, layer_of(ops, layout, index))
+    else:
+        scale = scale + ops.zeros(tuple(index.shape))
+    if not lgc.signs:
+        return scale
+    negative = ops.unpack(parts["signs"], 1)[: index.shape[0]] > 0
+    return ops.where(negative, -scale, scale)
+
+
+def measured(ops: Ops, values: Tensor, unit: Tensor) -> Tensor:
+    """Values in their units, filled up with zeros to what the autoencoder takes."""
+    missing = autoencoder.padded(values.shape[0]) - values.shape[0]
+    return ops.concat((values / unit, ops.zeros((missing,))))
+
+
+# -- short vectors -----------------------------------------------------------------------------
+
+
+def innovation(
+    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The largest of each layer's elements, and their values. Of equals the first.
+
+    Args:
+        index: ascending, unused slots hold the sink.
+
+    Returns:
+        The same, shorter: [innovations].
+    """
+    counts, length = lgc.innovations_of(layout), values.shape[0]
+    layer = layer_of(ops, layout, index)  # ascending too, and so the same when ranked
+    weakness = _MAGNITUDE - ops.float_bits(ops.abs(values))
+    ranked = ops.sort((layer * (1 << 31) + weakness) * length + ops.arange(length)) % length
+    inside = ops.segment_sum(ops.full((length,), 1), layer, len(counts))
+    number = ops.arange(length) - ops.gather(ops.cumsum(inside) - inside, layer)
+    kept = number < ops.gather(ops.words(counts), layer)
+    place = ops.sort(ops.where(kept, ranked, length))[: sum(counts)]
+    index = ops.concat((index, ops.full((1,), layout.sink)))
+    return ops.gather(index, place), ops.gather(ops.concat((values, ops.zeros((1,)))), place)
+
+
+def in_order(ops: Ops, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices that travelled in turned order, ascending, with their values."""
+    count = index.shape[0]
+    place = ops.sort(index * count + ops.arange(count)) % count
+    return ops.gather(index, place), ops.gather(values, place)
+
+
+def among(ops: Ops, ascending: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each index stands among ascending ones; and whether it does."""
+    place = ops.minimum(ops.count_below(ascending, index), ascending.shape[0] - 1)
+    return place, ops.gather(ascending, place) == index
+
+
+def at(ops: Ops, index: Tensor, values: Tensor, places: Tensor) -> Tensor:
+    """A sparse vector's values at other places, 0 where it has none; indices ascending."""
+    place, there = among(ops, index, places)
+    return ops.where(there, ops.gather(values, place), 0.0)
