@@ -419,7 +419,7 @@ class LGC:
         """Algorithm 2."""
         leader = self.drawn(t, 0, self.ranks)
         where = self.selected(leader)
-        v = [self.values(rank, where) for rank in range(self.ranks)]
+        v = [[self.r[rank][layer][i] for layer, i in where] for rank in range(self.ranks)]
         units = self.units(where, v[leader])
         codes = [encode(self.encoder, self.filled(v[rank], units))[0] for rank in range(self.ranks)]
         average = sum(codes) / self.ranks  # (18)
@@ -434,7 +434,7 @@ class LGC:
                 self.r[rank][layer][i] = 0
                 if self.exact:  # r and owed together: own value - reconstructed mean
                     self.r[rank][layer][i] = v[rank][number] - alone[rank][number]
-                    self.owed[rank][layer][i] = alone[rank][number] - rec[number]
+                    self.owed[rank][layer][i] += alone[rank][number] - rec[number]
                 if self.masking:
                     self.u[rank][layer][i] = 0
         return means

@@ -113,7 +113,8 @@ class LGCCompressor(LGCSettings):
     Hence two places. `r`, by which elements are selected, keeps what this rank knows to be
     missing: by the ring its values less its own reconstruction of them, with a server what it
     selected and the answer does not mention. The rest is `owed`: it is added to the values once
-    the element is selected again.
+    the element is selected again; by the ring only where values travel, in a training, since the
+    codes of ranks that owe each other much say little about the mean.
 
     *The loss*, in `compression_stats(...).losses`: `||asked - decoded||^2 / ||asked||^2`, where
     `asked` is the mean over ranks of the vectors that the autoencoder stands for, at the places of

@@ -34,7 +34,9 @@ def program(
     index, given = yield from places(
         lgc, ops, context, leader, finite, taken.index, state, compress
     )
-    values = vectors.with_owed(lgc, ops, state, index)
+    # Codes hold what is selected by alone; what is owed waits until values travel.
+    r = ops.gather(state.memory.r, index)
+    values = r if compress else vectors.with_owed(lgc, ops, state, index)
     state = vectors.counted(ops, layout, state, index)
     poison = exchanges.poison(ops, finite)
     if compress:
@@ -84,7 +86,7 @@ def places(
         mine, sent, _ = lgc.coding.encode(ops, layout, coding, chosen, context.step)
         if compress:
             sent = ops.sort(sent)
-            values = vectors.with_owed(lgc, ops, state, sent)
+            values = ops.gather(state.memory.r, sent)
             mine |= vectors.measure(lgc, ops, layout, sent, values)
         return vectors.sealed(lgc, ops, context, finite, wire.pack_body(ops, parts, mine))
 
@@ -122,11 +124,12 @@ def coded(
     codes = ops.stack((total[:length], code) if exact else (total[:length],))
     decoded = autoencoder.decode(ops, state.decoder, codes)[:, :selected] * unit
     back = ops.where(index < layout.sink, decoded[0], 0.0)
+    owed = ops.gather(state.owed, index) if exact else 0.0
     state = vectors.settled(lgc, ops, state, index)
     if exact:
         mine, memory = ops.where(index < layout.sink, decoded[1], 0.0), state.memory
         memory = memory._replace(r=ops.clear_last(ops.put(memory.r, index, values - mine)))
-        state = vectors.owing(lgc, ops, state._replace(memory=memory), index, mine - back)
+        state = vectors.owing(lgc, ops, state._replace(memory=memory), index, owed + mine - back)
     asked = total[length:]
     state = training.watched(ops, state, asked, ops.gather(back, spots) - asked)
     state = training.judged(lgc, ops, state)
