@@ -58,7 +58,7 @@ class Layout:
         """Elements of each layer, without padding."""
         return tuple(prod(shape) for shape in self.shapes)
 
-    @cached_property
+    @property
     def outputs_first(self) -> tuple[tuple[int, ...], ...]:
         """The shapes as a framework has them that stores filters first; see `outputs_first`."""
         if not self.filters_last:

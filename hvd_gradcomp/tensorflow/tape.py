@@ -353,6 +353,7 @@ def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = No
     return layers
 
 
+@tf.autograph.experimental.do_not_convert  # it is called where a user's function is traced
 def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
     """Whether each belongs to a convolution of Keras; without those that no layer of Keras holds.
 

@@ -95,7 +95,8 @@ def bodies(world):
 
 @pytest.mark.parametrize("compressor", BY_LAYER, ids=repr)
 def test_the_same_training_sends_the_same_elements(compressor):
-    both = worlds(compressor)
+    count = 1 if isinstance(compressor, GradiVeQCompressor) else len(NAMES)  # convolutions only
+    both = worlds(compressor, NAMES[:count], FIRST[:count], LAST[:count])
     for seed in range(10):
         for one, other in step(both, seed):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
