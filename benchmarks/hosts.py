@@ -59,7 +59,7 @@ SLOWER = 1.1  # that the predicted fastest may be than the measured fastest
 DENSER = {
     30: (
         "VarianceCompressor(alpha=1.7)",
-        "HybridCompressor(tau=0.1, alpha=6.2)",
+        "HybridCompressor(tau=0.1, alpha=6.8)",
         "StromCompressor(tau=5.1)",
         "DGCCompressor(density=0.033)",
         "EGCCompressor(K=30)",
@@ -67,7 +67,7 @@ DENSER = {
     ),
     8: (
         "VarianceCompressor(alpha=1.0)",
-        "HybridCompressor(tau=0.1, alpha=3.4)",
+        "HybridCompressor(tau=0.1, alpha=3.6)",
         "StromCompressor(tau=2.4)",
         "DGCCompressor(density=0.125)",
         "EGCCompressor(K=8)",
