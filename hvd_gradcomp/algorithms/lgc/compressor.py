@@ -147,18 +147,11 @@ class LGCCompressor(LGCSettings):
     def start(self, ops: Ops, layout: Layout, ranks: int) -> LGCState:
         self.check_ranks(ranks)
         self.check(layout)
-        encoder, decoder = self._untrained(ops, ranks if self.by_server else 1)
-        nothing = ops.full((), float("nan"), "float32")
         return LGCState(
             memory=self.remember(ops, layout),
             owed=ops.zeros((layout.size,)) if self.feedback == "exact" else (),
-            encoder=encoder,
-            decoder=decoder,
-            moments=training.no_moments(self, ops, encoder, decoder),
-            late=ops.zeros(()),
-            seen=ops.zeros((2,)),
-            asked=ops.zeros((2, SAMPLED)) if self.by_server else (),
-            loss=nothing,
+            **self._untrained(ops, ranks if self.by_server else 1),
+            loss=ops.full((), float("nan"), "float32"),
             start=ops.host(self.full_steps),
             ready=ops.host(0),
             drifted=ops.host(0),
@@ -166,9 +159,19 @@ class LGCCompressor(LGCSettings):
             hint=self.unknown(ops, layout),
         )
 
-    def _untrained(self, ops: Ops, heads: int) -> tuple[Tensor, Tensor]:
+    def _untrained(self, ops: Ops, heads: int) -> dict[str, Any]:
+        """What the state holds of an autoencoder that has seen nothing."""
+        encoder = autoencoder.initial_encoder(ops, self.seed)
         decoder = autoencoder.initial_decoder(ops, self.by_server, self.seed + 1)
-        return autoencoder.initial_encoder(ops, self.seed), ops.stack([decoder] * heads)
+        decoder = ops.stack([decoder] * heads)
+        return {
+            "encoder": encoder,
+            "decoder": decoder,
+            "moments": training.no_moments(self, ops, encoder, decoder),
+            "late": ops.zeros(()),
+            "seen": ops.zeros((2,)),
+            "asked": ops.zeros((2, SAMPLED)) if self.by_server else (),
+        }
 
     def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
         if step < self.full_steps:
@@ -185,18 +188,7 @@ class LGCCompressor(LGCSettings):
         return state._replace(start=ops.host(max(int(step), self.full_steps)))
 
     def _restarted(self, ops: Ops, state: Any, heads: int) -> Any:
-        encoder, decoder = self._untrained(ops, heads)
-        nothing = ops.host(0)
-        return state._replace(
-            encoder=encoder,
-            decoder=decoder,
-            moments=training.no_moments(self, ops, encoder, decoder),
-            late=ops.zeros(()),
-            seen=ops.zeros((2,)),
-            asked=ops.zeros((2, SAMPLED)) if self.by_server else (),
-            ready=nothing,
-            drifted=nothing * 1,
-        )
+        return state._replace(**self._untrained(ops, heads), ready=ops.host(0), drifted=ops.host(0))
 
     def owner(self, path: str, step: int) -> int | None:
         # The master trains; and in the first phase all have the velocity in common.

@@ -177,12 +177,8 @@ def reconstructed(
     asked = ops.reshape(payload.pop("asked"), (ranks, SAMPLED))
     asked = ops.sum(asked, 0) * (1.0 / ranks)
     state = training.watched(ops, state, asked, state.asked[1] - asked)
-    values = ops.reshape(payload.pop("values"), (ranks, count))
-    innovations = []
-    for rank in range(ranks):
-        mine = {name: part[rank] for name, part in payload.items()}
-        index = lgc.coding.decode(ops, layout, mine, count)
-        innovations.append(vectors.in_order(ops, index, values[rank]))
+    payload["values"] = ops.reshape(payload["values"], (ranks, count))
+    innovations = vectors.sent_by_ranks(lgc, ops, layout, payload, count)
     given = wire.unpack_body(ops, lgc.code_parts(layout), wire.bodies_of(extra))
     given = {name: part[0] for name, part in given.items()}
     places = ops.sort(lgc.coding.decode(ops, layout, given, capacity))

@@ -141,12 +141,8 @@ def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) ->
     layout, ranks = context.layout, context.size
     payload = wire.unpack_body(ops, lgc.parts(layout), bodies)
     capacity = lgc.capacity(layout)
-    values = ops.reshape(payload.pop("values"), (ranks, capacity))
-    sent = []
-    for rank in range(ranks):
-        mine = {name: part[rank] for name, part in payload.items()}
-        index = lgc.coding.decode(ops, layout, mine, capacity)
-        sent.append(vectors.in_order(ops, index, values[rank]))
+    payload["values"] = ops.reshape(payload["values"], (ranks, capacity))
+    sent = vectors.sent_by_ranks(lgc, ops, layout, payload, capacity)
     common = lgc.common(ranks)
     places = ops.concat([index for index, _ in sent])[common * capacity : (common + 1) * capacity]
     places = ops.reshape(places, (capacity,))

@@ -231,6 +231,23 @@ def in_order(ops: Ops, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return ops.gather(index, place), ops.gather(values, place)
 
 
+def sent_by_ranks(
+    lgc: LGCSettings, ops: Ops, layout: Layout, payload: dict[str, Tensor], count: int
+) -> list[tuple[Tensor, Tensor]]:
+    """What each rank has sent, indices ascending and values, of an unpacked payload of all.
+
+    Args:
+        count: how many elements a rank sends.
+    """
+    sent = []
+    for rank in range(payload["values"].shape[0]):
+        mine = {name: part[rank] for name, part in payload.items() if name != "values"}
+        sent.append(
+            in_order(ops, lgc.coding.decode(ops, layout, mine, count), payload["values"][rank])
+        )
+    return sent
+
+
 def among(ops: Ops, ascending: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Where each index stands among ascending ones; and whether it does."""
     place = ops.minimum(ops.count_below(ascending, index), ascending.shape[0] - 1)
