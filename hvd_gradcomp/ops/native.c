@@ -195,6 +195,42 @@ int add_at(float *x, int64_t size, const int64_t *index, int64_t n, const float 
   EACH_INDEX(x[index[i]] += values[i])
 }
 
+/* -- transposition --------------------------------------------------------------------------- */
+
+#define EDGE 16 /* elements of a cache line */
+#define TALL 256 /* rows, each of which lies in another page, that are read in turn */
+
+FAST static void transpose_tile(const float *restrict x, int64_t columns, float *restrict out,
+                                int64_t rows) {
+  float tile[EDGE][EDGE];
+  for (int i = 0; i < EDGE; i++)
+    for (int j = 0; j < EDGE; j++) tile[i][j] = x[i * columns + j];
+  for (int j = 0; j < EDGE; j++)
+    for (int i = 0; i < EDGE; i++) out[j * rows + i] = tile[i][j];
+}
+
+/* x [rows, columns] becomes out [columns, rows]. */
+void transpose(const float *x, int64_t rows, int64_t columns, float *out, int threads) {
+  if (rows * columns < MANY) threads = 1;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    int64_t begin = border(columns, EDGE, t, threads), stop = border(columns, EDGE, t + 1, threads);
+    for (int64_t top = 0, low; top < rows; top = low) {
+      low = top + TALL < rows ? top + TALL : rows;
+      for (int64_t j = begin; j < stop; j += EDGE)
+        for (int64_t i = top; i < low; i += EDGE) {
+          if (i + EDGE <= low && j + EDGE <= stop) {
+            transpose_tile(x + i * columns + j, columns, out + j * rows + i, rows);
+            continue;
+          }
+          for (int64_t row = i; row < i + EDGE && row < low; row++)
+            for (int64_t column = j; column < j + EDGE && column < stop; column++)
+              out[column * rows + row] = x[row * columns + column];
+        }
+    }
+  }
+}
+
 /* -- packing ------------------------------------------------------------------------------- */
 
 #define ONES 0x0101010101010101ull
@@ -259,6 +295,19 @@ AVX2 static void unpack_avx2(const uint32_t *words, int64_t n, int bits,
     _mm256_storeu_si256((__m256i *)(codes + g * GROUP), v);
   }
 }
+
+__attribute__((target("avx512bw,avx512vl"))) static void unpack_avx512(const uint32_t *words,
+                                                                        int64_t n, int bits,
+                                                                        uint8_t *codes) {
+  for (int64_t g = 0; g < n / GROUP; g++) {
+    __m256i v = _mm256_setzero_si256();
+    for (int plane = 0; plane < bits; plane++) {
+      const __m256i bit = _mm256_set1_epi8((char)(1 << plane));
+      v = _mm256_mask_add_epi8(v, words[g * bits + plane], v, bit);
+    }
+    _mm256_storeu_si256((__m256i *)(codes + g * GROUP), v);
+  }
+}
 #endif
 
 static void pack_codes(const uint8_t *codes, int64_t n, int bits, uint32_t *words) {
@@ -266,6 +315,12 @@ static void pack_codes(const uint8_t *codes, int64_t n, int bits, uint32_t *word
 }
 
 static void unpack_codes(const uint32_t *words, int64_t n, int bits, uint8_t *codes) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
+    unpack_avx512(words, n, bits, codes);
+    return;
+  }
+#endif
   BEST(unpack)(words, n, bits, codes);
 }
 

@@ -4,7 +4,10 @@
 
 #include <stdint.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+/* The fourth level has vectors of bytes as well, which codes are. */
+#define FAST __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FAST

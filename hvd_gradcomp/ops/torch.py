@@ -200,7 +200,24 @@ class TorchOps(Ops):
         return _low_word(bits).view(torch.float32)
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        if self.native is not None and self._lies_across(x):
+            across, x = x, self._empty(x.shape)
+            self._copy(x, across)
         return x.reshape(tuple(shape))
+
+    def _lies_across(self, x: Tensor) -> bool:
+        """Whether x is a matrix that lies in memory column by column."""
+        if x.dim() != 2 or x.is_contiguous() or x.requires_grad:
+            return False
+        return x.dtype == torch.float32 and x.t().is_contiguous()
+
+    def _copy(self, into: Tensor, x: Tensor) -> None:
+        """`into` is contiguous; a matrix that lies across is read in blocks, not in strides."""
+        if self.native is None or not self._lies_across(x):
+            into.copy_(x)
+            return
+        columns, rows = x.shape
+        self.native.transpose(x.data_ptr(), rows, columns, into.data_ptr(), torch.get_num_threads())
 
     def concat(self, xs: Sequence[Tensor]) -> Tensor:
         return torch.cat(tuple(xs), dim=-1)
@@ -238,7 +255,7 @@ class TorchOps(Ops):
         for piece in pieces:
             place = room[start : start + piece.numel()]
             if piece.dim() > 1:
-                place.view(piece.shape).copy_(piece)
+                self._copy(place.view(piece.shape), piece)
             elif place.shape[0] and place.data_ptr() != piece.data_ptr():
                 place.copy_(piece[: place.shape[0]])
             start += piece.numel()

@@ -12,6 +12,7 @@
 #define CHUNK 2048 /* elements that stay in the first-level cache, of four vectors */
 #define TILE 16384 /* of one vector */
 #define RUN 64
+#define NEAR 256 /* words that are looked at together, at most */
 
 static inline uint32_t bits_of(float x) {
   uint32_t bits;
@@ -40,14 +41,21 @@ static int64_t end_of(const place *where, int64_t at, int64_t stop) {
   return end < stop ? end : stop;
 }
 
-/* Adds to `sent` how many of the words are of each layer; mask: the bits of a word's index. */
+/* How many ascending words from the first on lie in its layer: not all, if those are many. */
+static int64_t near(const place *where, uint32_t mask, const uint32_t *words, int64_t count,
+                    int64_t *layer) {
+  int64_t n = count < NEAR ? count : NEAR;
+  *layer = layer_of(where, words[0] & mask);
+  while (n > 1 && layer_of(where, words[n - 1] & mask) != *layer) n /= 2;
+  return n;
+}
+
+/* Adds to `sent` how many of the ascending words are of each layer; mask: the bits of an index. */
 static void count_layers(const place *where, uint32_t mask, const uint32_t *words, int64_t count,
                          int64_t *sent) {
-  for (int64_t i = 0, start = 0, layer = 0; i <= count; i++) {
-    int64_t next = i < count ? layer_of(where, words[i] & mask) : -1;
-    if (next == layer) continue;
-    sent[layer] += i - start;
-    start = i, layer = next;
+  for (int64_t i = 0, n, layer; i < count; i += n) {
+    n = near(where, mask, words + i, count - i, &layer);
+    sent[layer] += n;
   }
 }
 

@@ -132,6 +132,22 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
 
 /* -- codes ----------------------------------------------------------------------------------- */
 
+#define SIGN 0x80000000u
+
+/* Words for `n` indices of one layer, and how many: those that a code can express. */
+static int64_t code_words(const float *r, const uint32_t *index, int64_t n, int32_t ceiling,
+                          uint32_t *words) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t at = index[i], bits = bits_of(r[at]);
+    int32_t nearest = (int32_t)(((bits & 0x7fffffffu) + 0x400000u) >> 23);
+    int32_t rounded = nearest < ceiling ? nearest : ceiling, below = ceiling - rounded;
+    words[kept] = (bits & SIGN) | (uint32_t)(below & 7) << 28 | at;
+    kept += (below <= 7) & (rounded > 0);
+  }
+  return kept;
+}
+
 /* found [count]: indices become words, code above index, without what no code can express.
  *
  * Returns how many are left; -1 without memory.
@@ -144,17 +160,12 @@ int64_t words_code(const rule *how, const place *where, const float *r, uint32_t
   for (int t = 0; t < threads; t++) {
     int64_t start = border(count, 1, t, threads), stop = border(count, 1, t + 1, threads);
     int64_t kept = start;
-    for (int64_t i = start; i < stop; i++) {
-      uint32_t index = found[i], bits = bits_of(r[index]);
-      if (!how->powers) {
-        found[kept++] = (bits & 0x80000000u) | index;
-        continue;
-      }
-      int32_t ceiling = top[where->layer_of_block[index >> where->block_bits]];
-      int32_t nearest = (int32_t)(((bits & 0x7fffffffu) + 0x400000u) >> 23);
-      int32_t rounded = nearest < ceiling ? nearest : ceiling, below = ceiling - rounded;
-      found[kept] = (bits >> 31) << 31 | (uint32_t)(below & 7) << 28 | index;
-      kept += (below <= 7) & (rounded > 0);
+    for (int64_t i = start, n, layer; i < stop; i += n) {
+      n = near(where, ~0u, found + i, stop - i, &layer);
+      if (how->powers)
+        kept += code_words(r, found + i, n, top[layer], found + kept);
+      else
+        for (int64_t j = i; j < i + n; j++) found[kept++] = (bits_of(r[found[j]]) & SIGN) | found[j];
     }
     starts[t] = start, counts[t] = kept - start;
   }
@@ -167,15 +178,17 @@ static inline uint32_t mask_of(const rule *how) { return how->powers ? 0x0ffffff
 
 static inline uint32_t index_of(const rule *how, uint32_t word) { return word & mask_of(how); }
 
-static inline uint32_t code_of(const rule *how, uint32_t word) {
-  return word >> (how->powers ? 28 : 31);
-}
-
-/* What a code stands for; exponents [layers] belong to the payload that it came in. */
-static inline float value_of(const rule *how, uint32_t code, int32_t exponent) {
-  if (!how->powers) return (float)(1 - 2 * (int32_t)code) * how->tau;
-  int32_t power = exponent + 127 - (int32_t)(code & 7);
-  return float_of((uint32_t)(power > 0 ? power : 0) << 23 | (code >> 3) << 31);
+/* What words of one layer stand for, times a weight; `exponent` came with them. */
+FAST static void values_of(const rule *how, const uint32_t *words, int64_t n, int32_t exponent,
+                           float weight, float *values) {
+  for (int64_t i = 0; i < n && how->powers; i++) {
+    int32_t power = exponent + 127 - (int32_t)(words[i] >> 28 & 7);
+    values[i] = float_of((uint32_t)(power > 0 ? power : 0) << 23 | (words[i] & SIGN)) * weight;
+  }
+  for (int64_t i = 0; i < n && !how->powers; i++) {
+    float value = words[i] & SIGN ? -how->tau : how->tau;
+    values[i] = value * weight;
+  }
 }
 
 /* The body's side part: an exponent for each layer, and padding. */
@@ -289,12 +302,9 @@ int64_t words_places(const rule *how, const place *where, const float *r, uint8_
 
 /* -- settling -------------------------------------------------------------------------------- */
 
-static inline void settle(const rule *how, const place *where, const int8_t *exponents,
-                          uint32_t word, float *r, float *v) {
-  uint32_t index = index_of(how, word);
+static inline void settle(const rule *how, uint32_t index, float value, float *r, float *v) {
   float held = r[index];
-  int32_t exponent = how->powers && how->subtracts ? exponents[layer_of(where, index)] : 0;
-  r[index] = how->subtracts ? held - value_of(how, code_of(how, word), exponent) : 0.0f;
+  r[index] = how->subtracts ? held - value : 0.0f;
   if (v && how->corrects) {
     float less = fabsf(held) * how->twice_tau, left = v[index] - less;
     left = left + how->tau_squared;
@@ -341,7 +351,15 @@ void words_settle(const rule *how, const place *where, const uint8_t *body, int6
   if (count >= 0) {
     const uint32_t *words = (const uint32_t *)(body + where->side);
     IN_PIECES
-    for (int64_t i = 0; i < count; i++) settle(how, where, exponents, words[i], r, v);
+    for (int t = 0; t < threads; t++) {
+      int64_t stop = border(count, NEAR, t + 1, threads);
+      for (int64_t i = border(count, NEAR, t, threads), n, layer; i < stop; i += n) {
+        float values[NEAR];
+        n = near(where, mask_of(how), words + i, stop - i, &layer);
+        values_of(how, words + i, n, how->powers ? exponents[layer] : 0, 1.0f, values);
+        for (int64_t j = 0; j < n; j++) settle(how, index_of(how, words[i + j]), values[j], r, v);
+      }
+    }
     return;
   }
   const uint8_t *places = body + where->side;
@@ -365,13 +383,6 @@ void words_settle(const rule *how, const place *where, const uint8_t *body, int6
 }
 
 /* -- adding up ------------------------------------------------------------------------------- */
-
-static inline float part_of(const rule *how, const place *where, const uint8_t *body,
-                            uint32_t word, float weight) {
-  int64_t layer = how->powers ? layer_of(where, index_of(how, word)) : 0;
-  return value_of(how, code_of(how, word), how->powers ? ((const int8_t *)body)[layer] : 0) *
-         weight;
-}
 
 /* room = the sum of all ranks' words times their weight, rank by rank in rank order.
  *
@@ -398,8 +409,14 @@ int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_
         const uint8_t *body = bodies + rank * stride;
         const uint32_t *words = (const uint32_t *)(body + where->side);
         int64_t i = falls ? 0 : first_from(words, capacity, mask_of(how), at);
-        for (; i < capacity && index_of(how, words[i]) < end; i++)
-          room[index_of(how, words[i])] += part_of(how, where, body, words[i], weights[rank]);
+        int64_t until = falls ? capacity : first_from(words, capacity, mask_of(how), end);
+        for (int64_t n, layer; i < until; i += n) {
+          float values[NEAR];
+          n = near(where, mask_of(how), words + i, falls ? 1 : until - i, &layer);
+          values_of(how, words + i, n, how->powers ? ((const int8_t *)body)[layer] : 0,
+                    weights[rank], values);
+          for (int64_t j = 0; j < n; j++) room[index_of(how, words[i + j])] += values[j];
+        }
       }
     }
   }
