@@ -46,12 +46,15 @@ def describe(
     return description
 
 
-def agree(descriptions: Sequence[Description], ranks: Sequence[int] | None = None) -> None:
+def agree(
+    descriptions: Sequence[Description], ranks: Sequence[int] | None = None, advice: str = ""
+) -> None:
     """Raises unless all ranks say the same.
 
     Args:
         descriptions: of each rank.
         ranks: what the ranks are called, where they are not all there are.
+        advice: what to do, where it is not what is to be done about a model that differs.
 
     Raises:
         MismatchError: naming what differs, and on which ranks.
@@ -73,21 +76,22 @@ def agree(descriptions: Sequence[Description], ranks: Sequence[int] | None = Non
         if len(named) > _SHOWN:
             lines.append(f"and {len(named) - _SHOWN} more on rank {rank}")
     if lines:
-        same_software = all(d.get(k) == reference.get(k) for d in descriptions for k in _SOFTWARE)
-        if all({**other, STEP: ""} == {**reference, STEP: ""} for other in descriptions):
-            advice = (
-                "Load a checkpoint on all ranks, by hvd.load_checkpoint, or on one and call "
-                "hvd.broadcast_optimizer_state(optimizer, root_rank) on all"
-            )
-        elif same_software:
-            advice = (
-                "Build the same model, with the same names, and pass the same compression= on all "
-                "ranks"
-            )
-        else:
-            advice = "Install the same versions on all hosts"
         raise MismatchError(
             "the ranks do not train the same model in the same way:\n  "
             + "\n  ".join(lines)
-            + f"\n{advice}."
+            + f"\n{advice or _advice(descriptions)}."
         )
+
+
+def _advice(descriptions: Sequence[Description]) -> str:
+    reference = descriptions[0]
+    if all({**other, STEP: ""} == {**reference, STEP: ""} for other in descriptions):
+        return (
+            "Load a checkpoint on all ranks, by hvd.load_checkpoint, or on one and call "
+            "hvd.broadcast_optimizer_state(optimizer, root_rank) on all"
+        )
+    if all(d.get(k) == reference.get(k) for d in descriptions for k in _SOFTWARE):
+        return (
+            "Build the same model, with the same names, and pass the same compression= on all ranks"
+        )
+    return "Install the same versions on all hosts"

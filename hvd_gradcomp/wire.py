@@ -44,7 +44,7 @@ _OTHER_MODEL = (
     "rank {ranks} has another model or other hyper-parameters; build the same model and compressor "
     "on all ranks"
 )
-_OTHER_STEP = "rank {ranks} is at another step; load the same checkpoint on all ranks"
+OTHER_STEP = "rank {ranks} is at another step; load the same checkpoint on all ranks"
 IS_NOT_FINITE = "has a NaN or an infinity in its gradient"
 NOT_FINITE = (
     f"rank {{ranks}} {IS_NOT_FINITE}; nothing was exchanged. Look for a "
@@ -58,7 +58,7 @@ _FIELDS = {  # of a header, by what is wrong where they are not as expected
     _OTHER_VERSION: Field(0, 16, 8),
     _OTHER_ALGORITHM: Field(0, 24, 8),
     _OTHER_MODEL: Field(1),
-    _OTHER_STEP: Field(2),
+    OTHER_STEP: Field(2),
     _OTHER_SIZE: Field(3),
 }
 

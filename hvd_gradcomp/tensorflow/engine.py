@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -68,6 +69,15 @@ from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
 GPU_BUCKET_BYTES = 25 << 20
+
+_OTHER_GRADIENTS = (
+    "rank {ranks} has gradients of other layers; freeze and thaw the same ones on all ranks, "
+    "before the same step"
+)
+_OTHER_PHASE = (
+    "rank {ranks} is in another phase of a compressor that learns; load the same checkpoint and "
+    "call hvd.retrain on all ranks, before the same step"
+)
 
 Layers = Sequence[Layer]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -510,19 +520,11 @@ class Engine:
         # All first rounds come before any second one, as far as an eager run is concerned.
         for bucket, stack in enumerate(programs):
             requests.append(self._advance(stack, None, results, bucket))
-        rounds = 0
-        while any(request is not None for request in requests):
-            due = [request for request in requests if request is not None]
-            # What another leader sends comes last, as far as an eager run is concerned.
-            due = [request for request in due if not hierarchy.is_result(request)] or due
-            replies = [
-                self._perform(request, name, rounds) if any(request is d for d in due) else None
-                for name, request in zip(self.names, requests)
-            ]
-            for bucket, reply in enumerate(replies):
-                if reply is not None:
-                    requests[bucket] = self._advance(programs[bucket], reply, results, bucket)
-            rounds += 1
+        together = self._together(gradients)
+        # In different phases a rank would wait for ever for what others do not ask for.
+        phases = any(isinstance(request, Switch) for request in requests)
+        with tf.control_dependencies(together if phases else []):
+            self._finish(programs, requests, results)
         reduced = list(gradients)
         planned = {place for places in self.places for place in places}
         for place, gradient in enumerate(gradients):
@@ -536,7 +538,7 @@ class Engine:
             finite = tf.reduce_all(self.ops.require(facts, NonFiniteGradientError))
         one = tf.cast(finite, tf.int64)
         # The totals depend on the checks of the payloads: a step that fails leaves no trace.
-        with tf.control_dependencies([finite, *(total for total, _ in results)]):
+        with tf.control_dependencies([finite, *together, *(total for total, _ in results)]):
             for bucket, (total, state) in enumerate(results):
                 if trained[bucket] is not None:
                     state = _where(trained[bucket], state, before[bucket])
@@ -552,6 +554,62 @@ class Engine:
             with tf.control_dependencies([total for total, _ in results]):
                 self._measure(reduced)
         return reduced, finite
+
+    def _finish(
+        self, programs: list[list[Program]], requests: list[Any], results: list[Any]
+    ) -> None:
+        """Runs all programs from their first requests to their ends."""
+        rounds = 0
+        while any(request is not None for request in requests):
+            due = [request for request in requests if request is not None]
+            # What another leader sends comes last, as far as an eager run is concerned.
+            due = [request for request in due if not hierarchy.is_result(request)] or due
+            replies = [
+                self._perform(request, name, rounds) if any(request is d for d in due) else None
+                for name, request in zip(self.names, requests)
+            ]
+            for bucket, reply in enumerate(replies):
+                if reply is not None:
+                    requests[bucket] = self._advance(programs[bucket], reply, results, bucket)
+            rounds += 1
+
+    def _together(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Fails, on all ranks, unless they are in the same step and phase; nothing for one rank.
+
+        Phases go by the step and by what states count alike on all ranks. Added up, each rank's
+        in a place of its own, since that is what works with `hvd.join()`.
+        """
+        rank, ranks = self.process_set.rank(), self.process_set.size()
+        if ranks == 1:
+            return []
+        kinds = repr([self._kind(gradient) for gradient in gradients]).encode()
+        mine = [tf.constant(1, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
+        mine.append(tf.identity(self.steps))
+        for one, template, variables in zip(self.compressors, self.templates, self.variables):
+            for (path, _), variable in zip(leaves(template), variables):
+                counts = variable.dtype.is_integer and variable.shape.rank == 0
+                if counts and is_replicated(one, path) and self.place is None:
+                    mine.append(tf.cast(variable, tf.int64))
+        word = tf.stack(mine)
+        table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * word
+        everybody = mpi_ops._allreduce(
+            table,
+            op=horovod.Sum,
+            name=f"{self.name}.step",
+            ignore_name_scope=True,
+            process_set=self.process_set,
+        )
+        joined = everybody[:, 0] == 0
+        alike = joined[:, None] | (everybody == word)
+        return [
+            self.ops.require(
+                {
+                    _OTHER_GRADIENTS: alike[:, 1],
+                    wire.OTHER_STEP: alike[:, 2],
+                    _OTHER_PHASE: tf.reduce_all(alike, 1),
+                }
+            )
+        ]
 
     def _verdict(self) -> Any:
         """Whether all gradients of the step were finite, as far as it has not been an error."""

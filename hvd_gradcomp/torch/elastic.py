@@ -17,6 +17,7 @@ from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
 from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.membership import LOGGER, Lost, Membership
+from hvd_gradcomp.torch import lending
 from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
 from hvd_gradcomp.torch.handout import from_root
 from hvd_gradcomp.torch.optimizer import scales
@@ -67,6 +68,10 @@ class TorchState(Membership, _StockState):
             elif type(handler) is ModelStateHandler:
                 self._handlers[name] = Model(handler.value)
         self.begin()
+
+    def reset(self) -> None:
+        lending.waiting.drop()  # Horovod has begun anew
+        super().reset()
 
     def _gather(self, item: Any) -> list[Any]:
         return horovod.allgather_object(item, name="gradcomp.elastic.roll")

@@ -53,6 +53,10 @@ from hvd_gradcomp.torch.scaling import LossScaling
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 25 << 20  # large enough that calls and launches do not count
 
+_ALIKE = (
+    "Freeze and thaw the same parameters on all ranks, before the same step, and scale the loss on "
+    "all of them or on none"
+)
 _SENT, _RECEIVED, _SKIPPED = range(3)  # of an engine's counters
 
 _DTYPE_NAMES = {
@@ -70,8 +74,8 @@ def gather_objects(item: Any, name: str, process_set: Any) -> list[Any]:
     data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
     length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
     # Named as by `allgather_object` of Horovod for TensorFlow, should another rank run that.
-    lengths = horovod.allgather(length, f"{name}.sz", process_set=process_set)
-    everything = horovod.allgather(data, f"{name}.t", process_set=process_set)
+    lengths = lending.allgather(length, f"{name}.sz", process_set).wait()
+    everything = lending.allgather(data, f"{name}.t", process_set).wait()
     return [pickle.loads(piece.numpy().tobytes()) for piece in everything.split(lengths.tolist())]
 
 
@@ -246,6 +250,7 @@ class Engine:
         self._open = False  # a program of this step has started
         self._errors: list[Exception] = []  # that programs of this step have ended with
         self._watch(self.buckets)
+        lending.waiting.among(process_set)
         living.add(self)
 
     # -- set-up ------------------------------------------------------------------------------
@@ -543,6 +548,28 @@ class Engine:
         if self.place is not None:
             _ = self.groups  # all ranks are here together
         self._agreed = True
+
+    @property
+    def in_step(self) -> dict[str, str]:
+        """What has to be equal on all ranks in this step; nothing before its first gradient."""
+        if self._frozen is None:
+            return {}
+        frozen = [name for name, p in self._named if p in self._frozen]
+        return {
+            "parameters that are frozen": ", ".join(frozen) or "none",
+            "a gradient that is not finite (nonfinite=, or a loss scaler)": self._policy,
+        }
+
+    def compare_step(self) -> None:
+        """Names what differs between the ranks in this step; all of them call it.
+
+        Raises:
+            MismatchError: on all ranks.
+        """
+        every = self._gather_objects(self.in_step)
+        ranks = self.process_set.ranks or range(len(every))
+        begun = {rank: one for rank, one in zip(ranks, every) if one}
+        handshake.agree(list(begun.values()), list(begun), _ALIKE)
 
     def tell(self, numbers: Sequence[int], what: str) -> Generator[None, None, list[list[int]]]:
         """All ranks' numbers, below 2**31 and equally many; yields while it waits for them.

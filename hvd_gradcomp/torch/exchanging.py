@@ -34,7 +34,10 @@ from hvd_gradcomp.torch.rounds import (
     Rounds,
     Word,
     all_plain,
+    all_set_alike,
+    any_told,
     changed_alone,
+    digest_of,
     read,
     usual,
 )
@@ -210,9 +213,14 @@ class Exchanging:
         """One round: this rank's word to all, and theirs."""
         engine = self._gradcomp
         codes = self._codes()
-        word = Word(engine.steps, last, self._rounds.ended, codes)
-        known = self._rounds.sparse
+        watch, known = lending.waiting.among(self.process_set), self._rounds.sparse
+        settings = digest_of(engine.in_step)
+        word = Word(engine.steps, last, self._rounds.ended, codes, settings, watch.pending)
         heads = yield from engine.tell(word.head(known), "end")
+        if any_told(heads):
+            watch.settle()
+        if not all_set_alike(heads):
+            engine.compare_step()
         layers: Sequence[Sequence[int]] = [usual(len(codes), known)] * len(heads)
         if not all_plain(heads):
             layers = yield from engine.tell(codes, "end.layers")

@@ -9,6 +9,7 @@ enqueue, since Horovod's thread is what gives a result its shape.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,19 +19,27 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
+from hvd_gradcomp.torch import deadlock
+
 # Seconds between two looks at what is on its way. Horovod starts what it is given once in a
 # millisecond, and a look takes time from the core that its thread or another rank runs on: so the
 # longer the wait, the fewer looks, and none that adds more than a sixteenth to it.
 _SHORTEST, _LONGEST = 50e-6, 1e-3
+_LONG = 1.0  # seconds of waiting, after which it is worth looking whether it is in vain
 SEAM = ("_allgather_async", "_allreduce_async", "_alltoall_async", "_broadcast_async")
 
 
 def pauses() -> Callable[[], None]:
-    """What a loop calls that looks whether something has come."""
+    """What a loop calls that looks whether something has come.
+
+    It raises a `DeadlockError`, on all ranks, where nothing can come any more.
+    """
     start = time.perf_counter()
 
     def pause() -> None:
         waited = time.perf_counter() - start
+        if waited > _LONG:
+            waiting.look()
         time.sleep(min(max(waited / 16, _SHORTEST), _LONGEST))
 
     return pause
@@ -43,10 +52,12 @@ class Loan:
     After an error they may still be: then it has to live on.
 
     Attributes:
+        key: no other loan has it.
         handle: Horovod's.
         references: one more to each tensor.
     """
 
+    key: int
     handle: int
     references: list[torch.Tensor]
 
@@ -60,6 +71,7 @@ class Loan:
         pause = pauses()
         while not self.ready():
             pause()
+        waiting.came(self.key)
         result = horovod.synchronize(self.handle)
         self.references.clear()
         return result
@@ -96,15 +108,31 @@ def takes(device: torch.device) -> bool:
     return hasattr(mpi_ops.mpi_lib, mpi_ops._allgather_function_factory(bytes_there))
 
 
-def _lend(enqueue: Callable[..., int], *arguments: Any) -> Loan:
+def _lend(name: str, process_set: Any, enqueue: Callable[..., int], *arguments: Any) -> Loan:
+    loan = _unwatched(enqueue, *arguments, name, process_set)
+    waiting.ask(loan.key, deadlock.Asked(name, process_set, loan.ready))
+    return loan
+
+
+def _unwatched(enqueue: Callable[..., int], *arguments: Any) -> Loan:
     lent = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     references = [x.view(x.shape) for x in lent if isinstance(x, torch.Tensor)]
-    return Loan(enqueue(*lent), references)
+    return Loan(next(_keys), enqueue(*lent), references)
+
+
+def _told(tensor: torch.Tensor, name: str, process_set: Any) -> Loan:
+    """The sum over ranks, of which nobody takes note."""
+    sums = torch.empty_like(tensor), name, horovod.Sum, 1.0, 1.0, process_set
+    return _unwatched(mpi_ops._allreduce_async, tensor, *sums)
+
+
+_keys = itertools.count()
+waiting = deadlock.Waiting(_told, lambda: mpi_ops._basics._get_process_set_ids_and_ranks())
 
 
 def allgather(tensor: torch.Tensor, name: str, process_set: Any) -> Loan:
     """As `horovod.torch.allgather_async`; the tensor is contiguous, as for all of these."""
-    return _lend(mpi_ops._allgather_async, tensor, tensor.new_empty(0), name, process_set)
+    return _lend(name, process_set, mpi_ops._allgather_async, tensor, tensor.new_empty(0))
 
 
 def allreduce(
@@ -116,9 +144,13 @@ def allreduce(
     in_place: bool = False,
 ) -> Loan:
     """As `horovod.torch.allreduce_async` with `op=Sum`."""
-    scales = prescale, postscale
     result = tensor if in_place else torch.empty_like(tensor)
-    return _lend(mpi_ops._allreduce_async, tensor, result, name, horovod.Sum, *scales, process_set)
+
+    def enqueue(tensor: torch.Tensor, result: torch.Tensor, name: str, process_set: Any) -> Any:
+        how = horovod.Sum, prescale, postscale
+        return mpi_ops._allreduce_async(tensor, result, name, *how, process_set)
+
+    return _lend(name, process_set, enqueue, tensor, result)
 
 
 def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: Any) -> Loan:
@@ -126,13 +158,13 @@ def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: An
     parts = torch.tensor(splits, dtype=torch.int32, device="cpu")
     received = torch.empty(process_set.size(), dtype=torch.int32, device="cpu")
     result = tensor.new_empty(0)
-    return _lend(mpi_ops._alltoall_async, tensor, parts, result, received, name, process_set)
+    return _lend(name, process_set, mpi_ops._alltoall_async, tensor, parts, result, received)
 
 
 def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> Loan:
     """As `horovod.torch.broadcast_async`."""
     result = torch.empty_like(tensor)
-    return _lend(mpi_ops._broadcast_async, tensor, result, root, name, process_set)
+    return _lend(name, process_set, mpi_ops._broadcast_async, tensor, result, root)
 
 
 def sparse_allreduce(

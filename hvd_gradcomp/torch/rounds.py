@@ -3,7 +3,7 @@
 An exchange ends with backward, so that what is done to gradients before the optimizer steps is done
 to reduced ones. No rank may wait there for a gradient that another rank will not have: it may lack
 a layer in this step, get it in a second backward, or have called `step` already. So ranks that are
-at the end of a backward, or in `step`, first tell each other what they have: two numbers, and one
+at the end of a backward, or in `step`, first tell each other what they have: three numbers, and one
 more for each layer where a rank lacks something. All that follows comes from all ranks' words
 alone, so all ranks come to the same conclusion:
 
@@ -16,7 +16,8 @@ alone, so all ranks come to the same conclusion:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ LATE = 4  # it came after the exchange had ended
 CHANGED = 8  # somebody has changed it since it was taken or reduced
 
 _KIND = HERE | SPARSE
-_LAST, _ENDED, _PLAIN, _SPEAKS = 1, 2, 4, 8
+_LAST, _ENDED, _PLAIN, _SPEAKS, _TOLD = 1, 2, 4, 8, 16
 
 
 class OutOfStepError(RuntimeError):
@@ -46,6 +47,8 @@ class Word(NamedTuple):
         last: this rank is in `step` or `synchronize`: it has no more gradients to come.
         ended: the exchange of this step has ended.
         layers: a code for each layer.
+        settings: a digest of what has to be equal on all ranks in this step; 0 before it begins.
+        told: this rank has told that it waits, and not all have; see `deadlock`.
         joined: nobody said this; the rank has joined.
     """
 
@@ -53,21 +56,28 @@ class Word(NamedTuple):
     last: bool
     ended: bool
     layers: Sequence[int]
+    settings: int = 0
+    told: bool = False
     joined: bool = False
 
     def head(self, sparse: Collection[int] = ()) -> list[int]:
-        """What always travels, two numbers below 2**31.
+        """What always travels, three numbers below 2**31.
 
         Args:
             sparse: layers whose gradients all ranks know to be sparse.
         """
         plain = tuple(self.layers) == usual(len(self.layers), sparse)
-        flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * plain
-        return [_SPEAKS + flags, self.step % 2**31]
+        flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * plain + _TOLD * self.told
+        return [_SPEAKS + flags, self.step % 2**31, self.settings]
 
     def absent(self) -> list[int]:
         """Layers whose gradient has not been taken."""
         return [i for i, code in enumerate(self.layers) if not code & (HERE | LATE)]
+
+
+def digest_of(settings: Mapping[str, str]) -> int:
+    """A number below 2**31 for what has to be equal on all ranks in a step; 0 for nothing."""
+    return zlib.crc32(repr(sorted(settings.items())).encode()) & 0x7FFFFFFF if settings else 0
 
 
 def usual(layers: int, sparse: Collection[int]) -> tuple[int, ...]:
@@ -83,9 +93,10 @@ def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> lis
         layers: their codes; where all are plain, the usual ones.
     """
     words = []
-    for (flags, step), codes in zip(heads, layers):
+    for (flags, step, settings), codes in zip(heads, layers):
         if flags & _SPEAKS:
-            words.append(Word(step, bool(flags & _LAST), bool(flags & _ENDED), tuple(codes)))
+            last, ended = bool(flags & _LAST), bool(flags & _ENDED)
+            words.append(Word(step, last, ended, tuple(codes), settings))
         else:
             words.append(Word(0, True, True, (HERE,) * len(codes), joined=True))
     return words
@@ -93,7 +104,17 @@ def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> lis
 
 def all_plain(heads: Sequence[Sequence[int]]) -> bool:
     """Whether no rank has anything to say of its layers."""
-    return all(flags & _PLAIN or not flags & _SPEAKS for flags, _ in heads)
+    return all(flags & _PLAIN or not flags & _SPEAKS for flags, *_ in heads)
+
+
+def any_told(heads: Sequence[Sequence[int]]) -> bool:
+    """Whether a rank has told that it waits, and not all have."""
+    return any(flags & _TOLD for flags, *_ in heads)
+
+
+def all_set_alike(heads: Sequence[Sequence[int]]) -> bool:
+    """Whether what has to be equal in a step is so on all ranks that have begun it."""
+    return len({settings for flags, _, settings in heads if flags & _SPEAKS and settings}) < 2
 
 
 def changed_alone(name: str, rank: int) -> str:

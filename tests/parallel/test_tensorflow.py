@@ -48,6 +48,8 @@ MESSAGES = {
     "xla": "jit_compile=False",
     "xla switched off": "nothing was raised",
     "different models": "(3, 2) float32 on rank 0",
+    "other step": "a rank is at another step; load the same checkpoint on all ranks",
+    "retrained alone": "a rank is in another phase of a compressor that learns",
 }
 
 

@@ -71,6 +71,10 @@ MESSAGES = {
     "different compressors": "StromCompressor(tau=1.1) on rank 1",
     "damaged payload": "PayloadError: rank 1 sent a damaged payload",
     "different sizes": "payloads of different sizes",
+    "joined alone": ".handshake.sz; rank 1 waits for gradcomp.",
+    "frozen alone": "parameters that are frozen: 0.bias on rank 0, none on rank 1",
+    "loaded alone": "OutOfStepError: the ranks are in different steps: rank 0 in step 0, rank 1 in",
+    "scaled alone": "or a loss scaler): raise on rank 0, skip on rank 1",
 }
 
 

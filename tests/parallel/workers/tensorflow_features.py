@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow as hvd
+from hvd_gradcomp.tensorflow.engine import living
 from hvd_gradcomp.tensorflow.keras import DistributedOptimizer
 from tests.parallel.workers.results import digest, errors_of, write
 
@@ -188,6 +189,37 @@ def different_models():
     hvd.DistributedGradientTape(plain, compression=hvd.StromCompressor()).gradient(value, [w])
 
 
+def differing(compression, change):
+    """Between two steps rank 0 changes its engine, and rank 1 does not."""
+    known, w = set(living), tf.Variable(tf.ones((30, 20)))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as plain:
+            value = tf.reduce_sum(tf.square(w))
+        tape = hvd.DistributedGradientTape(plain, compression=compression)
+        w.assign_sub(0.01 * tape.gradient(value, [w])[0])
+
+    for number in range(3):
+        if number == 2 and hvd.rank() == 0:
+            (engine,) = set(living) - known
+            change(engine)
+        step()
+
+
+def other_step():
+    compression = hvd.after(1, None, hvd.StromCompressor(tau=0.1))
+    differing(compression, lambda engine: engine.steps.assign_sub(2))
+
+
+def retrained_alone():
+    compression = hvd.GradiVeQCompressor(
+        ratio=4, warmup_steps=0, sample_steps=2, compress_steps=2, slice_size=60
+    )
+    partition = hvd.partition({"*": compression})
+    differing(partition, lambda engine: engine.retrain())
+
+
 def xla():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile(optimizer(compression=hvd.StromCompressor()), "mse", jit_compile=True)
@@ -291,6 +323,8 @@ def main(folder: str) -> None:
             "xla": xla,
             "xla switched off": xla_switched_off,
             "different models": different_models,
+            "other step": other_step,
+            "retrained alone": retrained_alone,
         }
     )
     errors["before init"] = before_init

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.torch import deadlock
 from tests.parallel.workers.results import errors_of, write
 
 
@@ -65,6 +66,43 @@ def different_sizes():
     optimizer.step()
 
 
+def two_steps(optimizer, model, between):
+    """Between two steps rank 0 does something that rank 1 does not."""
+    for step in range(2):
+        if step and hvd.rank() == 0:
+            between()
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+def joined_alone():
+    optimizer = make(model := nn.Linear(3, 200), compression=hvd.NoneCompressor())
+    late = nn.Parameter(torch.ones(7))
+    two_steps(optimizer, model, lambda: optimizer.add_param_group({"params": [late]}))
+
+
+def frozen_alone():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 200))
+    optimizer = make(model, compression=hvd.NoneCompressor())
+    two_steps(optimizer, model, lambda: model[0].bias.requires_grad_(False))
+
+
+def loaded_alone():
+    compression = hvd.after(1, None, hvd.StromCompressor(tau=0.1))
+    optimizer = make(model := nn.Linear(3, 200), compression=compression)
+    begun = optimizer.state_dict()
+    two_steps(optimizer, model, lambda: optimizer.load_state_dict(begun))
+
+
+def scaled_alone():
+    optimizer = make(model := nn.Linear(3, 200), compression=hvd.NoneCompressor())
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if hvd.rank() else None
+    loss = model(torch.ones(2, 3)).sum()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
 def half_named():
     model = nn.Linear(3, 2)
     make(model, named_parameters=[("weight", model.weight)])
@@ -83,6 +121,7 @@ def main(folder: str) -> None:
         before_init = str(error)
     hvd.init()
     torch.set_num_threads(1)
+    deadlock.PATIENCE = 2.0
     found = errors_of(
         {
             "groups": lambda: make(groups=2),
@@ -100,6 +139,10 @@ def main(folder: str) -> None:
             "different compressors": different_compressors,
             "damaged payload": damaged_payload,
             "different sizes": different_sizes,
+            "joined alone": joined_alone,
+            "frozen alone": frozen_alone,
+            "loaded alone": loaded_alone,
+            "scaled alone": scaled_alone,
         }
     )
     found["before init"] = before_init

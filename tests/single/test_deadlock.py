@@ -1,0 +1,110 @@
+"""How ranks find out that they wait for each other: laws over what each has asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+deadlock = pytest.importorskip("hvd_gradcomp.torch.deadlock")
+SETS = {0: (0, 1, 2), 1: (0, 1), 2: (1, 2)}
+NAMES = ("a", "b", "gradcomp.0.end")
+
+
+def asked(name, number=0):
+    return deadlock.Asked(name, SimpleNamespace(process_set_id=number), lambda: False)
+
+
+of_a_rank = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.sampled_from(sorted(SETS))), min_size=1, max_size=4
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.none() | of_a_rank, min_size=3, max_size=3))
+def test_ranks_are_stuck_if_nothing_is_asked_for_by_all_that_it_is_for(ranks):
+    told = {}
+    for rank, one in enumerate(ranks):
+        numbers = [0] * deadlock._WORD
+        if one is not None:
+            numbers = deadlock.word([asked(*pair) for pair in one])
+        told[rank] = deadlock.read(numbers)
+        assert (told[rank] is None) == (one is None), "one that has joined says nothing"
+    wanted = {pair for one in ranks for pair in one or ()}
+    can_come = any(
+        all(ranks[rank] is None or (name, number) in ranks[rank] for rank in SETS[number])
+        for name, number in wanted
+    )
+    assert deadlock.stuck(told, SETS) == (any(r is not None for r in ranks) and not can_come)
+
+
+def test_a_rank_that_does_not_wait_or_cannot_tell_all_is_not_stuck():
+    waits = deadlock.read(deadlock.word([asked("a")]))
+    busy = deadlock.read(deadlock.busy())
+    many = deadlock.read(deadlock.word([asked(f"a{i}") for i in range(100)]))
+    assert not deadlock.stuck({0: waits, 1: busy, 2: waits}, SETS)
+    assert not deadlock.stuck({0: many, 1: many, 2: waits}, SETS)
+    assert not deadlock.stuck({0: waits, 1: deadlock.read(deadlock.word([asked("b")]))}, SETS)
+    assert many.text.endswith("a98, a99 and 98 more")
+
+
+class Ranks:
+    """Two ranks whose sums are formed here."""
+
+    def __init__(self):
+        self.given = {}
+        self.watches = [
+            deadlock.Watch(
+                SimpleNamespace(process_set_id=0, size=lambda: 2, rank=lambda r=r: r, ranks=[0, 1]),
+                lambda x, name, _, r=r: self.give(r, x),
+                lambda: {0: (0, 1)},
+            )
+            for r in range(2)
+        ]
+        self.rounds = [0, 0]
+
+    def give(self, rank, x):
+        number = self.rounds[rank]
+        self.rounds[rank] += 1
+        parts = self.given.setdefault(number, {})
+        parts[rank] = x
+        return SimpleNamespace(
+            ready=lambda: len(parts) == 2, wait=lambda: torch.stack(list(parts.values())).sum(0)
+        )
+
+
+def test_what_was_told_twice_by_all_is_raised_by_all():
+    ranks = Ranks()
+    first, second = ranks.watches
+    for _ in range(2):  # the first rank waits for long, and nothing follows from that
+        first.look([asked("a")])
+    for look in range(4):
+        for watch, name in ((first, "a"), (second, "b")):
+            if look < 3:
+                try:
+                    watch.look([asked(name)])
+                except deadlock.DeadlockError as error:
+                    assert "rank 0 waits for a; rank 1 waits for b" in str(error)
+                    assert not watch.pending
+                    ranks.raised = getattr(ranks, "raised", 0) + 1
+    assert ranks.raised == 2
+
+
+def test_a_word_that_is_old_by_then_raises_nothing():
+    ranks = Ranks()
+    first, second = ranks.watches
+    for step in range(6):  # what one has waited for has come by the time that the other tells
+        first.look([asked(f"a{step}")])
+        second.look([asked(f"b{step}")])
+
+
+def test_a_word_of_one_rank_is_brought_to_its_end():
+    ranks = Ranks()
+    ranks.watches[0].look([asked("a")])
+    assert ranks.watches[0].pending and not ranks.watches[1].pending
+    ranks.watches[1].settle()
+    ranks.watches[0].settle()
+    assert not any(watch.pending for watch in ranks.watches)
