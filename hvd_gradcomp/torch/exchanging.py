@@ -490,18 +490,26 @@ class Exchanging:
         return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave, or that of an optimizer that is not distributed."""
+        """Takes back what `state_dict` gave, or that of an optimizer that is not distributed.
+
+        After an error everything is as it was, but for an exchange that was on its way.
+        """
         parameters.join(self)  # unfrozen since the optimizer was made, as in the run that saved
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if self.exchanging:
             self._abandon()
-        if "gradcomp" in state_dict:
-            checkpoint.load(self._gradcomp, state_dict["gradcomp"])
-        self._begin()
-        self._synchronized, self._should_synchronize = False, True
-        self._plain().load_state_dict(plain)
-        if self._takeover is not None:
-            self._takeover.take()
+        undo = checkpoint.way_back(self)
+        try:
+            if "gradcomp" in state_dict:
+                checkpoint.load(self._gradcomp, state_dict["gradcomp"])
+            self._begin()
+            self._synchronized, self._should_synchronize = False, True
+            self._plain().load_state_dict(plain)
+            if self._takeover is not None:
+                self._takeover.take()
+        except Exception:
+            undo()
+            raise
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type:
