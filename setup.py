@@ -88,7 +88,7 @@ setup(
     package_data={"hvd_gradcomp": ["py.typed", "ops/*.c", "ops/*.h", "ops/*.cc"]},
     ext_modules=[native],
     cmdclass={"build_ext": Build},
-    install_requires=["click>=8.1", "tabulate"],
+    install_requires=["click>=8.1", "safetensors", "tabulate"],
     entry_points={"console_scripts": ["hvd-gradcomp = hvd_gradcomp.cli:main"]},
     extras_require=extras,
     keywords="horovod distributed deep-learning gradient compression pytorch tensorflow keras",

@@ -1,13 +1,18 @@
-"""Checkpoints: written whole or not at all, by all ranks or by none.
+"""Checkpoints: written whole or not at all, by all ranks or by none; and loaded so.
 
 A checkpoint is a folder. Each save makes a version in it, in which every file is written under a
 temporary name, flushed and renamed; when all ranks have said that theirs is there, `current` is
 replaced by a file that names the new version, and older versions are removed. So whenever a rank
 dies, or a disk is full, `current` names a version that is whole.
 
-    FOLDER/current              the version that counts
+    FOLDER/current              the version that counts, and the SHA-256 of its manifest
+    FOLDER/VERSION/manifest     length and SHA-256 of each file of the version
     FOLDER/VERSION/shared       what is equal on all ranks, written by rank 0
     FOLDER/VERSION/rank-3-of-4  what belongs to one rank, in "sharded" checkpoints
+
+A file whose bytes are not those that were written is refused before anything of it is looked at.
+To load, all ranks read and check; once all have said that they can, all take over; if one cannot
+after all, all go back to what they had.
 
 "sharded" keeps each rank's part and resumes exactly, with as many ranks. "consolidated" keeps the
 sum over ranks of what they had not sent yet; on loading, each of any number of ranks gets its share
@@ -16,22 +21,23 @@ of it, so the sum is the same as before.
 
 from __future__ import annotations
 
-import io
+import hashlib
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple, Optional
 
+from hvd_gradcomp import messages
 from hvd_gradcomp.aggregator import Compressor, brief, is_replicated
 from hvd_gradcomp.layout import Layout
 
 FORMAT = 3
 MODES = ("sharded", "consolidated")
-_CURRENT = "current"
+_CURRENT, _MANIFEST = "current", "manifest"
 _PIECE = 1 << 28  # bytes
 
 
@@ -44,8 +50,22 @@ class Ranks(NamedTuple):
 
     rank: int
     size: int
-    gather: Callable[[Any], list[Any]]  # everybody's small object, on all ranks
+    gather: Callable[[Any, Any], list[Any]]  # everybody's item of a kind, see `messages`
     broadcast: Callable[[bytes], bytes]  # rank 0's bytes, on all ranks; of as many everywhere
+
+
+class Takeover(NamedTuple):
+    """What is left to do once all ranks have checked what they read."""
+
+    take: Callable[[], Any]  # puts it in place, and says what `read` returns
+    undo: Callable[[], None]  # puts back what was there before, wherever `take` has come to
+
+
+class _File(NamedTuple):
+    """What a manifest says of a file."""
+
+    length: int
+    sha256: str
 
 
 def check_mode(mode: Any) -> None:
@@ -57,48 +77,62 @@ def check_mode(mode: Any) -> None:
 def write(
     folder: str | os.PathLike[str],
     ranks: Ranks,
-    shared: Callable[[BinaryIO], None],
-    part: Callable[[BinaryIO], None] | None,
+    shared: Callable[[], bytes],
+    part: Callable[[], bytes] | None,
 ) -> None:
     """Writes a new version. All ranks call it.
 
     Args:
         folder: the checkpoint; the same on all ranks, shared between hosts or not.
         ranks: who takes part.
-        shared: writes what is equal on all ranks; called on rank 0.
-        part: writes what belongs to this rank; None where nothing does.
+        shared: what is equal on all ranks; called on rank 0.
+        part: what belongs to this rank; None where nothing does.
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write; what was saved before is
             still there.
     """
     root = Path(folder)
-    version = ranks.gather(uuid.uuid4().hex if ranks.rank == 0 else None)[0]
+    version = ranks.gather(uuid.uuid4().hex if ranks.rank == 0 else None, Optional[str])[0]
     there, pointer = root / version, root / f"{_CURRENT}.{version}.{ranks.rank}"
+    files: dict[str, _File] = {}
     problem = None
+
+    def give_up(problems: Sequence[str | None]) -> None:
+        said = [p for p in problems if p is not None]
+        if said:
+            # All have looked into the folder: from here on it may go.
+            pointer.unlink(missing_ok=True)
+            shutil.rmtree(there, ignore_errors=True)
+            raise CheckpointError(
+                f"nothing was saved to {root}: {'; '.join(said)}. What was saved there before is "
+                "untouched"
+            )
+
     try:
         there.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:
-            _write_file(there / "shared", shared)
+            files["shared"] = _write_file(there / "shared", shared())
         if part is not None:
-            _write_file(there / _part_name(ranks.rank, ranks.size), part)
-        _write_file(pointer, lambda file: file.write(version.encode()))
+            name = _part_name(ranks.rank, ranks.size)
+            files[name] = _write_file(there / name, part())
     except Exception as error:
-        problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
-    problems = [p for p in ranks.gather(problem) if p is not None]
-    if problems:
-        # All have looked into the folder: from here on it may go.
-        pointer.unlink(missing_ok=True)
-        shutil.rmtree(there, ignore_errors=True)
-        raise CheckpointError(
-            f"nothing was saved to {root}: {'; '.join(problems)}. What was saved there before is "
-            "untouched"
-        )
+        problem = _said(ranks.rank, error)
+    everybody = ranks.gather((problem, files), tuple[Optional[str], dict[str, _File]])
+    give_up([problem for problem, _ in everybody])
+    manifest = {name: file for _, theirs in everybody for name, file in theirs.items()}
+    try:
+        # Each rank writes the same, so that it is there on every host.
+        written = _write_file(there / _MANIFEST, messages.packed(manifest), f".{ranks.rank}")
+        _write_file(pointer, f"{version} {written.sha256}".encode())
+    except Exception as error:
+        problem = _said(ranks.rank, error)
+    give_up(ranks.gather(problem, Optional[str]))
     try:
         os.replace(pointer, root / _CURRENT)
     except OSError as error:
         problem = f"rank {ranks.rank}: {error}"
-    problems = [p for p in ranks.gather(problem) if p is not None]
+    problems = [p for p in ranks.gather(problem, Optional[str]) if p is not None]
     if problems:  # both versions are whole, and stay
         raise CheckpointError(f"{root} could not be replaced by all: {'; '.join(problems)}")
     for stale in _versions(root):
@@ -109,42 +143,61 @@ def write(
 def read(
     folder: str | os.PathLike[str],
     ranks: Ranks,
-    load: Callable[[BinaryIO], Any],
-    apply: Callable[[Any, Any], Any],
+    load: Callable[[bytes], Any],
+    prepare: Callable[[Any, Any], Takeover],
 ) -> Any:
     """Reads the current version. All ranks call it; only rank 0 needs to see the shared file.
 
     Args:
         folder: as in `write`.
         ranks: who takes part.
-        load: reads one file.
-        apply: takes (shared, this rank's part or None), checks it, and puts it in place.
+        load: reads the content of a file.
+        prepare: takes (shared, this rank's part or None), checks it, and changes nothing.
 
     Returns:
-        What `apply` returns.
+        What `take` of the takeover returns.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not read or take what it read.
+        CheckpointError: on all ranks, if one of them could not read or take what it read. All are
+            as they were.
     """
-    root, data, result = Path(folder), b"", None
-    problem = version = None
+    root, data, takeover, result = Path(folder), b"", None, None
+    problem, version, digest = None, "", ""
     try:
-        version = _current(root)
+        version, digest = _current(root)
         if ranks.rank == 0:
-            data = _read_file(root / version / "shared", lambda file: file.read())
+            data = _checked("shared", root / version, _manifest(root / version, digest))
     except Exception as error:
         problem = _said(ranks.rank, error)
-    everybody = ranks.gather((problem, version, len(data)))
-    _raise_any(root, [problem for problem, _, _ in everybody])
+    kind = tuple[Optional[str], str, str, int]
+    everybody = ranks.gather((problem, version, digest, len(data)), kind)
+    _raise_any(root, [problem for problem, *_ in everybody])
     # Where a host died while it replaced its pointer, all have the version of rank 0 as well.
-    _, version, length = everybody[0]
+    _, version, digest, length = everybody[0]
     data = _broadcast(ranks, data, length)
     try:
-        shared = _loaded("shared", lambda: load(io.BytesIO(data)))
-        result = apply(shared, _part_of(root / str(version), ranks, shared, load))
+        there = root / version
+        manifest = _manifest(there, digest)
+        _compare("shared", data, manifest)
+        shared, own = _loaded("shared", load, data), None
+        if shared["mode"] == "sharded":
+            if shared["size"] != ranks.size:
+                raise CheckpointError(other_size(shared["size"], ranks.size))
+            name = _part_name(ranks.rank, ranks.size)
+            own = _loaded(name, load, _checked(name, there, manifest))
+        takeover = prepare(shared, own)
     except Exception as error:
         problem = _said(ranks.rank, error)
-    _raise_any(root, ranks.gather(problem))
+    _raise_any(root, ranks.gather(problem, Optional[str]))
+    assert takeover is not None
+    try:
+        result = takeover.take()
+    except Exception as error:
+        problem = _said(ranks.rank, error)
+    problems = ranks.gather(problem, Optional[str])
+    if any(problems):
+        takeover.undo()
+    _raise_any(root, problems)
     return result
 
 
@@ -156,14 +209,6 @@ def _broadcast(ranks: Ranks, data: bytes, length: int) -> bytes:
         mine = data[start : start + size] if ranks.rank == 0 else bytes(size)
         pieces.append(ranks.broadcast(mine))
     return b"".join(pieces)
-
-
-def _part_of(there: Path, ranks: Ranks, shared: Any, load: Callable[[BinaryIO], Any]) -> Any:
-    if shared["mode"] != "sharded":
-        return None
-    if shared["size"] != ranks.size:
-        raise CheckpointError(other_size(shared["size"], ranks.size))
-    return _read_file(there / _part_name(ranks.rank, ranks.size), load)
 
 
 def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]) -> None:
@@ -257,38 +302,85 @@ def _versions(root: Path) -> list[Path]:
     return [p for p in root.iterdir() if re.fullmatch("[0-9a-f]{32}", p.name) and p.is_dir()]
 
 
-def _current(root: Path) -> str:
+def _current(root: Path) -> tuple[str, str]:
+    """The version that counts, and the digest of its manifest."""
     try:
-        return (root / _CURRENT).read_text()
+        text = (root / _CURRENT).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint in {root}") from None
+    if re.fullmatch(b"[0-9a-f]{32}", text):
+        raise CheckpointError(
+            "it was saved without checksums, by an earlier version of hvd_gradcomp, and whether it "
+            "is damaged cannot be told. Go on with that version, or begin anew"
+        )
+    found = re.fullmatch(b"([0-9a-f]{32}) ([0-9a-f]{64})", text)
+    if found is None:
+        raise CheckpointError(f"{_CURRENT} is damaged, or no checkpoint")
+    version, digest = found.groups()
+    return version.decode(), digest.decode()
 
 
-def _write_file(path: Path, content: Callable[[BinaryIO], Any]) -> None:
-    temporary = path.with_name(f"{path.name}.partial")
+def _manifest(there: Path, digest: str) -> dict[str, _File]:
+    """What is in a version, as its manifest says.
+
+    Args:
+        there: the version's folder.
+        digest: of the manifest.
+    """
+    data = _bytes_of(there / _MANIFEST)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise CheckpointError(_damaged(_MANIFEST))
+    return _loaded(_MANIFEST, lambda data: messages.unpacked(data, dict[str, _File]), data)
+
+
+def _checked(name: str, there: Path, manifest: Mapping[str, _File]) -> bytes:
+    """The content of a file."""
+    data = _bytes_of(there / name)
+    _compare(name, data, manifest)
+    return data
+
+
+def _compare(name: str, data: bytes, manifest: Mapping[str, _File]) -> None:
+    if name not in manifest:
+        raise CheckpointError(f"{name} is not in the {_MANIFEST}")
+    if manifest[name] != _described(data):
+        raise CheckpointError(_damaged(name))
+
+
+def _damaged(name: str) -> str:
+    return (
+        f"{name} is damaged: its bytes are not those that were saved. Take it from a copy, or go "
+        "on from another checkpoint"
+    )
+
+
+def _described(data: bytes) -> _File:
+    return _File(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _write_file(path: Path, data: bytes, suffix: str = "") -> _File:
+    temporary = path.with_name(f"{path.name}{suffix}.partial")
     with temporary.open("wb") as file:
-        content(file)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    return _described(data)
 
 
-def _read_file(path: Path, load: Callable[[BinaryIO], Any]) -> Any:
-    def read() -> Any:
-        with path.open("rb") as file:
-            return load(file)
-
-    return _loaded(path.name, read)
-
-
-def _loaded(name: str, load: Callable[[], Any]) -> Any:
+def _bytes_of(path: Path) -> bytes:
     try:
-        return load()
+        return path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{name} is missing") from None
+        raise CheckpointError(f"{path.name} is missing") from None
+
+
+def _loaded(name: str, load: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return load(data)
     except Exception as error:
         said = (str(error).splitlines() or [type(error).__name__])[0][:80]
-        raise CheckpointError(f"{name} is damaged, or no checkpoint: {said}") from error
+        raise CheckpointError(f"{name} is no checkpoint of this frontend: {said}") from error
 
 
 def _said(rank: int, error: Exception) -> str:

@@ -88,19 +88,19 @@ def place_of(horovod: Any, process_set: Any, average: bool) -> Place:
     return Place(horovod.cross_rank(), hosts, horovod.local_rank(), slots, share)
 
 
-def groups_of(horovod: Any, place: Place, gather: Callable[[Any], list[Any]]) -> Groups:
+def groups_of(horovod: Any, place: Place, gather: Callable[[Any, Any], list[Any]]) -> Groups:
     """The process sets of this rank, made where they are not there yet; all ranks call it.
 
     Args:
         horovod: `mpi_ops` of the frontend.
         place: of this rank.
-        gather: everybody's object, on all ranks.
+        gather: everybody's item of a kind, on all ranks; see `messages`.
 
     Raises:
         ValueError: on all ranks, if ranks are not counted host by host, or sets cannot be made.
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or platform.node()
-    everybody = gather((place.host, place.slot, name))
+    everybody = gather((place.host, place.slot, name), tuple[int, int, str])
     ranks = {(host, slot): rank for rank, (host, slot, _) in enumerate(everybody)}
     names = {(host, name) for host, _, name in everybody}
     inside = [[ranks.get((h, s), -1) for s in range(place.slots)] for h in range(place.hosts)]

@@ -54,7 +54,7 @@ class Membership(ABC):
     # -- the frontend's part -----------------------------------------------------------------
 
     @abstractmethod
-    def _gather(self, item: Any) -> Sequence[Any]:
+    def _gather(self, seat: Seat) -> Sequence[Seat]:
         """Everybody's, in the order of ranks."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class Membership(ABC):
     def _call_roll(self) -> Sequence[Seat]:
         rank, slot = self._place()
         mine = Seat(self._process, rank, self._host, slot, self._commits, self._squares())
-        return [Seat(*seat) for seat in self._gather(tuple(mine))]
+        return self._gather(mine)
 
     def _note(self, seats: Sequence[Seat]) -> None:
         """Takes the new roll, and reports who is no longer on it."""

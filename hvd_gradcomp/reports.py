@@ -3,6 +3,9 @@
 A frontend's `StatsWriter` reads an optimizer's `CompressionStats` every so many steps, takes the
 difference to the last reading, and hands it to writers; between readings it counts. Nothing is
 exchanged, so ranks that write nothing read nothing.
+
+Each writer has a thread of its own, so that no disk, full or slow, can stop a training: the others
+would wait for this rank.
 """
 
 from __future__ import annotations
@@ -11,9 +14,15 @@ import json
 import logging
 import math
 import os
+import queue
+import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +31,9 @@ from typing import Any
 from hvd_gradcomp.stats import CompressionStats
 
 LOGGER = logging.getLogger("hvd_gradcomp")
+# Seconds that a training waits for a writer to begin, imports included, and to end.
+_TO_BEGIN, _TO_END = 60.0, 10.0
+_WAITING = 64  # records
 
 
 def scalars(stats: CompressionStats) -> dict[str, float]:
@@ -78,7 +90,7 @@ def summary(stats: CompressionStats) -> str:
 
 
 class Writer(ABC):
-    """Where readings go.
+    """Where readings go. A thread calls the methods, which may take as long as they like.
 
     Attributes:
         all_ranks: whether each rank writes its own; else the first rank of the process set alone.
@@ -132,9 +144,7 @@ class JSONLines(Writer):
 
 
 class TensorBoard(Writer):
-    """Event files for TensorBoard, through the package tensorboardX.
-
-    A thread of that package's writes every ten seconds, and at the end of `close`.
+    """Event files for TensorBoard, by the package tensorboardX.
 
     Args:
         logdir: a folder; each rank's files are in `rank<n>` in it.
@@ -154,15 +164,112 @@ class TensorBoard(Writer):
 
     def open(self, rank: int) -> None:
         folder = self.logdir / f"rank{rank}"
-        library = import_module("tensorboardX")
-        self._events: Any = library.SummaryWriter(str(folder), flush_secs=10)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not `SummaryWriter`: a full disk ends its thread, and then its queue fills for good.
+        files = import_module("tensorboardX.event_file_writer")
+        self._event = import_module("tensorboardX.proto.event_pb2").Event
+        self._scalar = import_module("tensorboardX.summary").scalar
+        self._events: Any = files.EventsWriter(str(folder / "events"))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         for tag, value in values.items():
-            self._events.add_scalar(tag, value, step)
+            summary = self._scalar(tag, value)
+            self._events.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._events.flush()
 
     def close(self) -> None:
         self._events.close()
+
+
+class _Behind(threading.Thread):
+    """Writes with one writer, behind the training.
+
+    Attributes:
+        ended: whether nothing is written any more.
+    """
+
+    def __init__(self, writer: Writer, rank: int) -> None:
+        super().__init__(name=repr(writer), daemon=True)
+        self.writer, self._rank = writer, rank
+        self._records: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_WAITING)
+        self._opened: Future[None] = Future()
+        self._late = False  # whether records were left out
+        self.ended = False
+
+    def begin(self) -> bool:
+        """Opens the writer; whether it is open in time.
+
+        Raises:
+            Exception: what `open` raises.
+        """
+        self.start()
+        try:
+            self._opened.result(_TO_BEGIN)
+        except FutureTimeout:
+            LOGGER.error("%r is given up: it is not opened after %g s", self.writer, _TO_BEGIN)
+            return False
+        return True
+
+    def give(self, step: int, values: dict[str, float]) -> None:
+        """Has a record written; leaves it out where too many wait."""
+        try:
+            self._records.put_nowait((step, values))
+        except queue.Full:
+            if not self._late:
+                LOGGER.warning(
+                    "%r does not keep up: from step %d on records are left out. The training goes "
+                    "on",
+                    self.writer,
+                    step,
+                )
+            self._late = True
+
+    def end(self) -> None:
+        """Ends the writer, once it has written what waits; not for longer than is good."""
+        until = time.monotonic() + _TO_END
+        with suppress(queue.Full):
+            self._records.put(None, timeout=0 if self.ended else _TO_END)
+        self.join(max(0.0, until - time.monotonic()))
+        if self.is_alive() and not self._late:
+            LOGGER.error(
+                "%r has not ended after %g s: its last records may be missing",
+                self.writer,
+                _TO_END,
+            )
+
+    def run(self) -> None:
+        try:
+            self.writer.open(self._rank)
+        except Exception as error:
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(None)
+        step, written = 0, True
+        while written:
+            record = self._records.get()
+            if record is None:
+                break
+            step, values = record
+            written = self._tried(lambda: self.writer.write(step, values), step)  # noqa: B023
+        self.ended = True
+        if written:
+            self._tried(self.writer.close, step)
+            return
+        with suppress(Exception):  # which would say the same once more
+            self.writer.close()
+
+    def _tried(self, write: Callable[[], None], step: int) -> bool:
+        try:
+            write()
+        except Exception as error:
+            LOGGER.error("%r is given up at step %d: %s", self.writer, step, error)
+            return False
+        return True
+
+
+def _end(behind: list[_Behind]) -> None:
+    while behind:
+        behind.pop().end()
 
 
 class StatsWriter:
@@ -181,7 +288,8 @@ class StatsWriter:
     Raises:
         ValueError: `every` is no positive whole number.
         OSError: a file cannot be opened. One that cannot be written later is given up, with an
-            error in the log: training goes on.
+            error in the log, and so is one that is not opened in a minute. Where a disk is slow,
+            records are left out, with a warning. Training goes on.
     """
 
     def __init__(
@@ -196,11 +304,16 @@ class StatsWriter:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, got {every!r}")
         self.every, self._read, self._first = every, read, first
-        self._writers = [w for w in writers if first or w.all_ranks]
-        for writer in self._writers:
-            writer.open(rank)
+        self._behind: list[_Behind] = []
+        # Also where nobody closes it: at the end of the process, or once nobody knows it any more.
+        self._finish = weakref.finalize(self, _end, self._behind)
+        for writer in writers:
+            if first or writer.all_ranks:
+                behind = _Behind(writer, rank)
+                if behind.begin():
+                    self._behind.append(behind)
         self._count = 0
-        self.reads = first or bool(self._writers)
+        self.reads = first or bool(self._behind)
         self._at_write = self._at_epoch = read() if self.reads else CompressionStats()
 
     @property
@@ -212,10 +325,12 @@ class StatsWriter:
         """Counts a step. To be called after each one; the last of a span is written."""
         due = self.due
         self._count += 1
-        if due and self._writers:
+        writing = [behind for behind in self._behind if not behind.ended]
+        if due and writing:
             now, before = self._read(), self._at_write
             self._at_write = now
-            self._write(now.steps, scalars(now - before))
+            for behind in writing:
+                behind.give(now.steps, scalars(now - before))
 
     def epoch(self, number: int) -> None:
         """Logs one line on what happened since the last epoch, at INFO, on the first rank.
@@ -229,18 +344,8 @@ class StatsWriter:
             LOGGER.info("epoch %d: %s", number, summary(now - before))
 
     def close(self) -> None:
-        """Ends the files."""
-        for writer in self._writers:
-            writer.close()
-        self._writers = []
-
-    def _write(self, step: int, values: dict[str, float]) -> None:
-        for writer in list(self._writers):
-            try:
-                writer.write(step, values)
-            except OSError as error:
-                LOGGER.error("%r is given up at step %d: %s", writer, step, error)
-                self._writers.remove(writer)
+        """Ends the files; waits ten seconds for each at most."""
+        self._finish()
 
 
 def _counted(count: int, noun: str) -> str:

@@ -14,6 +14,7 @@ from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     TITLES,
     Engine,
+    gather_objects,
     is_rank_local,
     living,
     plain_variable,
@@ -132,10 +133,7 @@ def _agreed(
         [int(engine.steps) for engine in engines],
         TITLES.number,
     )
-    gathered = horovod.allgather_object(
-        tuple(mine), name="gradcomp.broadcast.roll", process_set=process_set
-    )
-    rolls = [_Roll(*roll) for roll in gathered]
+    rolls: list[_Roll] = gather_objects(mine, _Roll, "gradcomp.broadcast.roll", process_set)
     first, *ranks = process_set.ranks or range(len(rolls))
     for rank, roll in zip(ranks, rolls[1:]):
         for ours, theirs, what in (

@@ -1,6 +1,7 @@
 """Checkpoints of all ranks: variables of models, optimizers and tapes, and what compressors keep.
 
-Files are NumPy archives: an array for each variable, and one text that says what they are.
+Files are in the safetensors format: an array for each variable, and one text that says what they
+are.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
+from safetensors import numpy as safetensors
 
 from hvd_gradcomp import checkpoint
 from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
-from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source
+from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source, Takeover
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     Engine,
     distributed_in,
+    gather_objects,
     is_own,
     is_rank_local,
     optimizer_of,
@@ -97,8 +100,8 @@ def save_checkpoint(
     checkpoint.write(
         folder,
         ranks,
-        lambda file: _write(file, shared, meta),
-        (lambda file: _write(file, own, {})) if mode == "sharded" else None,
+        lambda: _packed(shared, meta),
+        (lambda: _packed(own, {})) if mode == "sharded" else None,
     )
 
 
@@ -111,7 +114,9 @@ def load_checkpoint(
     """Resumes from a folder that `save_checkpoint` wrote; all ranks call it.
 
     No broadcast is needed after it: all ranks load the same. Only rank 0 has to see the shared
-    file. Models have to be built.
+    file. Models have to be built. Every byte is checked against the SHA-256 of what was saved. All
+    ranks load, or none: after an error all variables are what they were, on all ranks, for which a
+    copy of them is kept meanwhile.
 
     Args:
         folder: as in `save_checkpoint`.
@@ -126,28 +131,41 @@ def load_checkpoint(
             or it is of another model, compressor or number of ranks.
     """
 
-    def apply(whole: dict[str, Any], own: dict[str, Any] | None) -> dict[str, Any]:
+    def prepare(whole: dict[str, Any], own: dict[str, Any] | None) -> Takeover:
         saved = whole["objects"]
+        plan: list[tuple[Any, Any]] = []
         for name, item in objects.items():
             if name not in saved:
                 there = ", ".join((*saved, *whole["values"]))
                 raise CheckpointError(f"{name} is not in it; there are {there}")
             arrays = {**whole["arrays"], **(own["arrays"] if own is not None else {})}
             try:
-                _restore(name, item, saved[name], arrays, whole["mode"], whole["size"])
+                plan += _restored(name, item, saved[name], arrays, whole["mode"], whole["size"])
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {error}") from None
-        return dict(whole["values"])
+        before: list[tuple[Any, Any]] = []
 
-    return checkpoint.read(folder, _ranks(process_set), _read, apply)
+        def take() -> dict[str, Any]:
+            for variable, value in plan:
+                before.append((variable, tf.identity(variable)))
+                variable.assign(value)
+            return dict(whole["values"])
+
+        def undo() -> None:
+            for variable, value in before:
+                variable.assign(value)
+
+        return Takeover(take, undo)
+
+    return checkpoint.read(folder, _ranks(process_set), _unpacked, prepare)
 
 
 def _ranks(process_set: Any) -> Ranks:
     name = "gradcomp.checkpoint"
     root = process_set.ranks[0] if process_set.ranks else 0
 
-    def gather(item: Any) -> list[Any]:
-        return horovod.allgather_object(item, name=name, process_set=process_set)
+    def gather(item: Any, kind: Any) -> list[Any]:
+        return gather_objects(item, kind, name, process_set)
 
     def broadcast(data: bytes) -> bytes:
         mine = np.frombuffer(data, np.uint8)
@@ -242,11 +260,25 @@ def _state(engine: Engine, bucket: int, mode: str) -> Arrays:
             among = engine.among(None)
             state[path] = _summed(engine, f"{bucket}.{path}", variable, among, counts)
     if mode == "consolidated" and engine.place is not None and engine.place.slots > 1:
-        everybody = horovod.allgather_object(
-            state, name=f"{engine.name}.consolidate", process_set=engine.groups.inside
-        )
-        state = everybody[engine.leader(bucket)]
+        state = _of_leader(engine, bucket, state)
     return state
+
+
+def _of_leader(engine: Engine, bucket: int, state: Arrays) -> Arrays:
+    """The state that the leader of a host has of a bucket, on all its ranks."""
+    name, inside = f"{engine.name}.consolidate.{bucket}", engine.groups.inside
+    mine = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
+    everybody = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)
+    leader = engine.leader(bucket)
+    root, given = (inside.ranks or range(inside.size()))[leader], {}
+    for path, (shape, dtype) in everybody[leader].items():
+        x = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
+        if inside.rank() == leader:
+            x = state[path]
+        data = np.frombuffer(x.tobytes(), np.uint8)
+        data = horovod.broadcast(data, root, name=f"{name}.{path}", process_set=inside)
+        given[path] = np.frombuffer(data.numpy().tobytes(), x.dtype).reshape(shape)
+    return given
 
 
 def _summed(
@@ -270,9 +302,10 @@ def _summed(
 # -- and to load ---------------------------------------------------------------------------------
 
 
-def _restore(
+def _restored(
     name: str, item: Any, saved: dict[str, Any], arrays: Arrays, mode: str, size: int
-) -> None:
+) -> list[tuple[Any, Any]]:
+    """(variable, what it is to become) of an object that fits what was saved."""
     variables = _variables(item)
     if variables is None:
         raise CheckpointError("it has no variables here")
@@ -280,28 +313,37 @@ def _restore(
     if described != saved["variables"]:
         raise CheckpointError(_difference(saved["variables"], described))
     engine, exchange = _engine_of(item), saved.get("exchange")
+    plan: list[tuple[Any, Any]] = []
     if engine is None or exchange is None:
         if engine is not exchange:
             there, here = ("not ", "") if exchange is None else ("", "not ")
             raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
     else:
         checkpoint.check_exchange(exchange, engine.compressor, engine.layouts)
-        _restore_exchange(engine, exchange, f"{name}/exchange", arrays, mode, size)
+        plan += _restored_exchange(engine, exchange, f"{name}/exchange", arrays, mode, size)
     for place, variable in enumerate(variables):
         key = f"{name}/{place}"
         if key in arrays:
-            variable.assign(arrays[key])
+            plan.append((variable, arrays[key]))
+    for variable, value in plan:
+        if tuple(value.shape) != tuple(variable.shape):
+            raise CheckpointError(
+                f"{variable.name} is of shape {tuple(variable.shape)}, and there is one of "
+                f"{tuple(value.shape)} in it"
+            )
+    return plan
 
 
-def _restore_exchange(
+def _restored_exchange(
     engine: Engine, saved: dict[str, Any], name: str, arrays: Arrays, mode: str, size_then: int
-) -> None:
+) -> list[tuple[Any, Any]]:
     rank, hosts = engine.process_set.rank(), saved.get("hosts")
     if mode == "sharded":
         checkpoint.check_hosts(hosts, engine.place and engine.place.hosts)
     size, holders = engine.seat[1], hosts or size_then
     # A sharded one is this rank's own: `checkpoint.read` gives each rank its part.
     how = saved["steps"], mode, rank, rank
+    plan: list[tuple[Any, Any]] = []
     for bucket, variables in enumerate(engine.variables):
         one, tensors = engine.compressors[bucket], []
         for path, start in leaves(engine.templates[bucket]):
@@ -316,13 +358,12 @@ def _restore_exchange(
             state = with_leaves(engine.templates[bucket], tensors)
             state = one.resized(engine.ops, state, saved["steps"], size)
             tensors = [x for _, x in leaves(state)]
-        for variable, tensor in zip(variables, tensors):
-            variable.assign(tensor)
+        plan += zip(variables, tensors)
     for title, variable in engine.counters.items():
         array = arrays[f"{name}/{title}"]
         same = mode == "sharded" or title in _ALIKE
-        variable.assign(array if same else _share(array, size, size_then))
-    engine.steps.assign(saved["steps"])
+        plan.append((variable, array if same else _share(array, size, size_then)))
+    return [*plan, (engine.steps, tf.constant(saved["steps"], engine.steps.dtype))]
 
 
 def _share(total: np.ndarray, size: int, size_then: int) -> np.ndarray:
@@ -343,16 +384,16 @@ def _difference(saved: Sequence[Any], here: Sequence[Any]) -> str:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def _write(file: BinaryIO, arrays: Arrays, meta: dict[str, Any]) -> None:
+def _packed(arrays: Arrays, meta: dict[str, Any]) -> bytes:
     narrow: Arrays = {k: x.view(np.uint16) for k, x in arrays.items() if x.dtype.name == "bfloat16"}
     text = json.dumps({**meta, "bfloat16": list(narrow)})
-    described: Any = {_META: np.frombuffer(text.encode(), np.uint8), **arrays, **narrow}
-    np.savez(file, **described)
+    described = {_META: np.frombuffer(text.encode(), np.uint8), **arrays, **narrow}
+    laid_out = {key: np.asarray(x, order="C") for key, x in described.items()}
+    return bytes(safetensors.save(laid_out))
 
 
-def _read(file: BinaryIO) -> dict[str, Any]:
-    with np.load(file, allow_pickle=False) as archive:
-        arrays = {key: archive[key] for key in archive.files}
+def _unpacked(data: bytes) -> dict[str, Any]:
+    arrays = safetensors.load(data)
     meta = json.loads(arrays.pop(_META).tobytes())
     for key in meta["bfloat16"]:
         arrays[key] = arrays[key].view(tf.bfloat16.as_numpy_dtype)

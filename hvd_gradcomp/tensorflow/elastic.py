@@ -27,9 +27,15 @@ from horovod.tensorflow.elastic import (
     shutdown,
 )
 
-from hvd_gradcomp.membership import LOGGER, Lost, Membership
+from hvd_gradcomp.membership import LOGGER, Lost, Membership, Seat
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
-from hvd_gradcomp.tensorflow.engine import TITLES, Engine, distributed_in, plain_variable
+from hvd_gradcomp.tensorflow.engine import (
+    TITLES,
+    Engine,
+    distributed_in,
+    gather_objects,
+    plain_variable,
+)
 from hvd_gradcomp.tensorflow.tape import drop_engines, engine_for, engines_over
 
 __all__ = [
@@ -156,8 +162,8 @@ class Elastic(Membership, Variables):
         with _as_horovod_says():
             super().sync()
 
-    def _gather(self, item: Any) -> list[Any]:
-        return horovod.allgather_object(item, name="gradcomp.elastic.roll")
+    def _gather(self, seat: Seat) -> list[Seat]:
+        return gather_objects(seat, Seat, "gradcomp.elastic.roll", horovod.global_process_set)
 
     def _place(self) -> tuple[int, int]:
         return horovod.rank(), horovod.local_rank()

@@ -33,6 +33,7 @@ from hvd_gradcomp import (
     failures,
     handshake,
     hierarchy,
+    messages,
     timeline,
     validate,
     verify,
@@ -85,6 +86,25 @@ living: weakref.WeakSet[Engine] = weakref.WeakSet()
 TITLES = Names("gradcomp")
 _rank_local: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 _own: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
+
+
+def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
+    """Everybody's item of a kind, on all ranks; see `messages`. Where nothing is traced."""
+
+    def gather(data: tf.Tensor, title: str) -> Any:
+        every = mpi_ops.allgather(
+            data, name=f"{name}.{title}", ignore_name_scope=True, process_set=process_set
+        )
+        return every.numpy()
+
+    def allgather(mine: bytes) -> Iterator[bytes]:
+        lengths = gather(tf.constant([len(mine)], tf.int32), "sz")
+        data, start = gather(tf.io.decode_raw(mine, tf.uint8), "t").tobytes(), 0
+        for length in lengths.tolist():
+            yield data[start : start + length]
+            start += length
+
+    return messages.gathered(item, kind, allgather, process_set.ranks)
 
 
 def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
@@ -307,11 +327,9 @@ class Engine:
             return self.process_set
         return self.groups.inside if isinstance(request, Inside) else self.groups.across
 
-    def _gather_objects(self, item: Any) -> list[Any]:
+    def _gather_objects(self, item: Any, kind: Any) -> list[Any]:
         with explained("the exchange of what the ranks train"):
-            return horovod.allgather_object(
-                item, name=f"{self.name}.handshake", process_set=self.process_set
-            )
+            return gather_objects(item, kind, f"{self.name}.handshake", self.process_set)
 
     def _plan(self, left_out: Collection[int]) -> None:
         """Lays the layers into buckets, last layers first, and makes their state."""
@@ -452,7 +470,7 @@ class Engine:
             horovod=horovod_version,
         )
         with tf.init_scope():
-            every = self._gather_objects(mine)
+            every = self._gather_objects(mine, handshake.Description)
         handshake.agree(every, self.process_set.ranks)
         if self.process_set.rank() == 0 and not self._judged:
             for line in worth.warnings(self.compressor, self._planned, self.seat[1]):
@@ -461,7 +479,8 @@ class Engine:
         if self.place is not None:
             _ = self.groups  # all ranks are here together
             with tf.init_scope():
-                self.titles = self._gather_objects([title for title, _ in self.replicated])
+                own = [title for title, _ in self.replicated]
+                self.titles = self._gather_objects(own, list[str])
         self.agreed = True
 
     def _kind(self, gradient: Any) -> str:

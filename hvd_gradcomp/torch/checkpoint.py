@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp import checkpoint
-from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
-from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source
+from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source, Takeover
+from hvd_gradcomp.torch import files, lending, parameters
 from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine, gather_objects
 
 
@@ -60,20 +63,33 @@ def _state(engine: Engine, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]
             x = torch.zeros_like(x)
         state[path] = _summed(f"{bucket.name}.{path}", x, engine.among(None))
     if mode == "consolidated" and engine.place is not None and engine.place.slots > 1:
-        everybody = gather_objects(state, f"{bucket.name}.consolidated", engine.groups.inside)
-        state = everybody[bucket.leader]
+        state = _of_leader(engine, bucket, state)
     return state
+
+
+def _of_leader(
+    engine: Engine, bucket: Bucket, state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state that the leader of a host has of a bucket, on all its ranks."""
+    name, inside = f"{bucket.name}.consolidated", engine.groups.inside
+    mine = {path: (list(x.shape), str(x.dtype).partition(".")[2]) for path, x in state.items()}
+    kinds = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)[bucket.leader]
+    given = {}
+    for path, (shape, dtype) in kinds.items():
+        x = torch.zeros(shape, dtype=getattr(torch, dtype), device=bucket.flat.device)
+        if engine.leads(bucket):
+            x = state[path].contiguous()
+        root = (inside.ranks or range(inside.size()))[bucket.leader]
+        data = x.reshape(-1).view(torch.uint8)
+        data = lending.broadcast(data, root, f"{name}.{path}", inside).wait()
+        given[path] = data.view(x.dtype).view(shape)
+    return given
 
 
 def _summed(name: str, x: torch.Tensor, process_set: Any) -> torch.Tensor:
     """The sum over ranks, in double precision on the way."""
     wide = x.double() if x.is_floating_point() else x.clone()
-    total = horovod.allreduce(
-        wide.reshape(-1),
-        name=f"{name}.consolidated",
-        op=horovod.Sum,
-        process_set=process_set,
-    )
+    total = lending.allreduce(wide.reshape(-1), f"{name}.consolidated", process_set).wait()
     return total.view(x.shape).to(x.dtype)
 
 
@@ -145,6 +161,88 @@ def _share(total: torch.Tensor, size: int, size_then: int) -> torch.Tensor:
     return torch.div(total, size_then, rounding_mode="floor")
 
 
+# -- the way back --------------------------------------------------------------------------------
+
+
+class Snapshot(NamedTuple):
+    """An engine's whole state on one rank, by reference: what holds it for long copies `states`."""
+
+    steps: int
+    counted: tuple[list[int], dict[str, int]]
+    order: list[str]
+    arrived: list[str] | None
+    used: Any
+    known: Any
+    buckets: list[Bucket]
+    states: list[State]
+
+
+def snapshot(engine: Engine) -> Snapshot:
+    """What `put_back` needs."""
+    return Snapshot(
+        engine.steps,
+        engine.counted,
+        list(engine.order),
+        None if engine._arrived is None else list(engine._arrived),
+        engine.used,
+        engine.known,
+        engine.buckets,
+        [bucket.state for bucket in engine.buckets],
+    )
+
+
+def put_back(engine: Engine, kept: Snapshot) -> None:
+    """Makes an engine what it was; nothing is on its way."""
+    engine.steps, engine.counted = kept.steps, kept.counted
+    engine.order = list(kept.order)
+    engine._arrived = None if kept.arrived is None else list(kept.arrived)
+    engine.used, engine.known = kept.used, kept.known
+    engine._settle_on(kept.buckets)
+    for bucket, state in zip(engine.buckets, kept.states):
+        bucket.state = state
+
+
+def way_back(item: Any) -> Callable[[], None]:
+    """Keeps what an object is now; what is returned makes it that again, to the bit.
+
+    Args:
+        item: a module, an optimizer, or whatever else has a `state_dict`.
+    """
+    if isinstance(item, torch.optim.Optimizer):
+        return _way_back_of_optimizer(item)
+    kept, known = copy.deepcopy(item.state_dict()), set(getattr(item, "__dict__", ()))
+
+    def undo() -> None:
+        item.load_state_dict(kept)
+        for name in set(getattr(item, "__dict__", ())) - known:  # of another kind of scheduler, say
+            delattr(item, name)
+
+    return undo
+
+
+def _way_back_of_optimizer(optimizer: Any) -> Callable[[], None]:
+    """By reference: loading makes new tensors, and `load_state_dict` would cast the old ones."""
+    engine: Engine | None = getattr(optimizer, "_gradcomp", None)
+    kept = None if engine is None else snapshot(engine)
+    state = optimizer.state
+    held = {p: dict(x) if isinstance(x, dict) else x for p, x in state.items()}
+    groups, options = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
+    members = list(groups)
+
+    def undo() -> None:
+        if engine is not None and kept is not None:
+            put_back(engine, kept)
+        state.clear()
+        state.update(held)
+        for group, values in zip(members, options):
+            group.clear()
+            group.update(values)
+        groups[:] = members
+        optimizer.state, optimizer.param_groups = state, groups
+
+    return undo
+
+
 # -- checkpoints of all ranks ----------------------------------------------------------------------
 
 
@@ -169,7 +267,8 @@ def save_checkpoint(
         process_set: the ranks that take part.
         objects: by name. What has a `state_dict` (model, optimizer, scheduler, scaler) is saved by
             it; numbers, texts, tensors, and lists and dicts of them as they are. Equal on all
-            ranks but for what compressors keep; rank 0's count.
+            ranks but for what compressors keep; rank 0's count. What else Python has, and what
+            only pickling could bring back, is refused.
 
     Raises:
         CheckpointError: on all ranks, naming those that could not write.
@@ -192,8 +291,8 @@ def save_checkpoint(
     checkpoint.write(
         folder,
         ranks,
-        lambda file: torch.save(whole, file),
-        (lambda file: torch.save(own, file)) if mode == "sharded" else None,
+        lambda: files.packed(whole),
+        (lambda: files.packed(own)) if mode == "sharded" else None,
     )
 
 
@@ -206,7 +305,9 @@ def load_checkpoint(
     """Resumes from a folder that `save_checkpoint` wrote; all ranks call it.
 
     No broadcast is needed after it: all ranks load the same. Only rank 0 has to see the shared
-    file.
+    file. Every byte is checked against the SHA-256 of what was saved. All ranks load, or none:
+    after an error all objects are what they were, on all ranks, for which a copy of their state is
+    kept meanwhile.
 
     Args:
         folder: as in `save_checkpoint`.
@@ -221,39 +322,49 @@ def load_checkpoint(
             or it is of another model, compressor or number of ranks.
     """
 
-    def apply(whole: dict[str, Any], own: dict[str, Any] | None) -> dict[str, Any]:
+    def prepare(whole: dict[str, Any], own: dict[str, Any] | None) -> Takeover:
         saved = dict(whole["objects"])
         missing = [name for name in objects if name not in saved]
         if missing:
             raise CheckpointError(
                 f"{', '.join(missing)} is not in it; there are {', '.join(saved)}"
             )
+        states = {name: saved.pop(name) for name in objects}
         for name, item in objects.items():
-            state = saved.pop(name)
             if own is not None and name in own:
-                state = {**state, "gradcomp": own[name]}
-            try:
-                item.load_state_dict(state)
-            except (ValueError, RuntimeError, KeyError) as error:
-                raise CheckpointError(f"{name}: {error}") from error
-        return saved
+                states[name] = {**states[name], "gradcomp": own[name]}
+            if isinstance(getattr(item, "_gradcomp", None), Engine):
+                parameters.join(item)  # as loading does; what joined is no part of what is undone
+        undos: list[Callable[[], None]] = []
 
-    def read(file: BinaryIO) -> Any:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        def take() -> dict[str, Any]:
+            for name, item in objects.items():
+                undos.append(way_back(item))
+                try:
+                    item.load_state_dict(states[name])
+                except (ValueError, RuntimeError, KeyError) as error:
+                    raise CheckpointError(f"{name}: {error}") from error
+            return saved
 
-    return checkpoint.read(folder, _ranks(process_set), read, apply)
+        def undo() -> None:
+            while undos:
+                undos.pop()()
+
+        return Takeover(take, undo)
+
+    return checkpoint.read(folder, _ranks(process_set), files.unpacked, prepare)
 
 
 def _ranks(process_set: Any) -> Ranks:
     name = "gradcomp.checkpoint"
     root = process_set.ranks[0] if process_set.ranks else 0
 
-    def gather(item: Any) -> list[Any]:
-        return gather_objects(item, name, process_set)
+    def gather(item: Any, kind: Any) -> list[Any]:
+        return gather_objects(item, kind, name, process_set)
 
     def broadcast(data: bytes) -> bytes:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        given = horovod.broadcast(mine, root, f"{name}.data", process_set=process_set)
+        given = lending.broadcast(mine, root, f"{name}.data", process_set).wait()
         return given.numpy().tobytes()
 
     return Ranks(process_set.rank(), process_set.size(), gather, broadcast)

@@ -33,7 +33,8 @@ def check(engine: Engine) -> None:
     if engine.place is None:
         digests = horovod.allgather(mine[None].cpu(), title, process_set).tolist()
     else:  # a rank has the state of those buckets that it leads
-        everybody = gather_objects(dict(zip(names, mine.tolist())), title, process_set)
+        own = dict(zip(names, mine.tolist()))
+        everybody = gather_objects(own, dict[str, int], title, process_set)
         names = list(dict.fromkeys(name for one in everybody for name in one))
         digests = [[one.get(name) for name in names] for one in everybody]
     ranks = process_set.ranks or range(process_set.size())

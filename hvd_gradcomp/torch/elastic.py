@@ -7,7 +7,7 @@ the compressor's replicated fields go that way; residuals and momenta stay with 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.torch as horovod
 import torch
@@ -16,9 +16,9 @@ from horovod.torch.elastic import TorchState as _StockState
 from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
 from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
-from hvd_gradcomp.membership import LOGGER, Lost, Membership
-from hvd_gradcomp.torch import lending
-from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
+from hvd_gradcomp.membership import LOGGER, Lost, Membership, Seat
+from hvd_gradcomp.torch import checkpoint, lending
+from hvd_gradcomp.torch.engine import TITLES, Engine, gather_objects
 from hvd_gradcomp.torch.handout import from_root
 from hvd_gradcomp.torch.optimizer import scales
 from hvd_gradcomp.torch.resume import hand_out, plain_state
@@ -73,8 +73,8 @@ class TorchState(Membership, _StockState):
         lending.waiting.drop()  # Horovod has begun anew
         super().reset()
 
-    def _gather(self, item: Any) -> list[Any]:
-        return horovod.allgather_object(item, name="gradcomp.elastic.roll")
+    def _gather(self, seat: Seat) -> list[Seat]:
+        return gather_objects(seat, Seat, "gradcomp.elastic.roll", horovod.global_process_set)
 
     def _place(self) -> tuple[int, int]:
         return horovod.rank(), horovod.local_rank()
@@ -118,19 +118,6 @@ class Model(StateHandler):
         self.value.load_state_dict(from_root(self.value.state_dict()))
 
 
-class Snapshot(NamedTuple):
-    """An engine's whole state on one rank."""
-
-    steps: int
-    counted: tuple[list[int], dict[str, int]]
-    order: list[str]
-    arrived: list[str] | None
-    used: Any
-    known: Any
-    buckets: list[Bucket]
-    states: list[State]
-
-
 class CompressedOptimizer(StateHandler):
     """An optimizer of this package."""
 
@@ -151,27 +138,15 @@ class CompressedOptimizer(StateHandler):
         engine = self.engine
         engine.settled()
         self._saved_plain = copy.deepcopy(plain_state(self.value))
-        self._saved = Snapshot(
-            engine.steps,
-            engine.counted,
-            list(engine.order),
-            None if engine._arrived is None else list(engine._arrived),
-            engine.used,
-            engine.known,
-            engine.buckets,
-            [_cloned(bucket.state) for bucket in engine.buckets],
-        )
+        kept = checkpoint.snapshot(engine)
+        self._saved = kept._replace(states=[_cloned(state) for state in kept.states])
 
     def restore(self) -> None:
         engine, saved = self.engine, self._saved
         engine.abandon()
-        engine.steps, engine.counted = saved.steps, saved.counted
-        engine.order = list(saved.order)
-        engine._arrived = None if saved.arrived is None else list(saved.arrived)
-        engine.used, engine.known = saved.used, saved.known
-        engine._settle_on(saved.buckets)
-        for bucket, kept in zip(engine.buckets, saved.states):
-            bucket.state = _cloned(kept)
+        checkpoint.put_back(
+            engine, saved._replace(states=[_cloned(state) for state in saved.states])
+        )
         # `load_state_dict` takes tensors as they are; those of the commit must not change.
         self.value.load_state_dict(copy.deepcopy(self._saved_plain))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import glob
 import logging
 import math
-import pickle
 import weakref
 from collections.abc import Collection, Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from horovod import __version__ as horovod_version
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp import assignment, failures, handshake, hierarchy, timeline, worth
+from hvd_gradcomp import assignment, failures, handshake, hierarchy, messages, timeline, worth
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State, leaves
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.variance import weight_of_passes
@@ -69,14 +68,18 @@ living: weakref.WeakSet[Engine] = weakref.WeakSet()
 TITLES = Names("gradcomp")
 
 
-def gather_objects(item: Any, name: str, process_set: Any) -> list[Any]:
-    """Everybody's object, on all ranks; Horovod's own knows no process sets."""
-    data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-    length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
-    # Named as by `allgather_object` of Horovod for TensorFlow, should another rank run that.
-    lengths = lending.allgather(length, f"{name}.sz", process_set).wait()
-    everything = lending.allgather(data, f"{name}.t", process_set).wait()
-    return [pickle.loads(piece.numpy().tobytes()) for piece in everything.split(lengths.tolist())]
+def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
+    """Everybody's item of a kind, on all ranks; see `messages`."""
+
+    def allgather(mine: bytes) -> Iterator[bytes]:
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
+        # Named as on TensorFlow, should another rank run that.
+        lengths = lending.allgather(length, f"{name}.sz", process_set).wait()
+        everything = lending.allgather(data, f"{name}.t", process_set).wait()
+        return (piece.numpy().tobytes() for piece in everything.split(lengths.tolist()))
+
+    return messages.gathered(item, kind, allgather, process_set.ranks)
 
 
 def _leaving_dense(
@@ -544,7 +547,8 @@ class Engine:
         mine = self.description()
         if not self.compressor.adds_up:  # sums are the same in every step
             mine = {**mine, handshake.STEP: str(self.steps)}
-        handshake.agree(self._gather_objects(mine), self.process_set.ranks)
+        every = self._gather_objects(mine, handshake.Description)
+        handshake.agree(every, self.process_set.ranks)
         if self.place is not None:
             _ = self.groups  # all ranks are here together
         self._agreed = True
@@ -566,7 +570,7 @@ class Engine:
         Raises:
             MismatchError: on all ranks.
         """
-        every = self._gather_objects(self.in_step)
+        every = self._gather_objects(self.in_step, dict[str, str])
         ranks = self.process_set.ranks or range(len(every))
         begun = {rank: one for rank, one in zip(ranks, every) if one}
         handshake.agree(list(begun.values()), list(begun), _ALIKE)
@@ -605,9 +609,9 @@ class Engine:
             for line in worth.warnings(self.compressor, plan, ranks):
                 LOGGER.warning("%s", line)
 
-    def _gather_objects(self, item: Any) -> list[Any]:
+    def _gather_objects(self, item: Any, kind: Any) -> list[Any]:
         with failures.named(HorovodInternalError, "the exchange of what the ranks train"):
-            return gather_objects(item, f"{self.name}.handshake", self.process_set)
+            return gather_objects(item, kind, f"{self.name}.handshake", self.process_set)
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -616,7 +620,7 @@ class Engine:
         if self._frozen is None:
             self.agree()
             if self._arrived is not None and self.steps > 0:
-                self.reorder(self._gather_objects(self.order)[0])
+                self.reorder(self._gather_objects(self.order, list[str])[0])
             self._judge()
             scaled = self.scaling.begin_step()
             self._policy = self.nonfinite or ("skip" if scaled else "raise")

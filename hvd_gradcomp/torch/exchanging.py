@@ -464,7 +464,11 @@ class Exchanging:
         self._plain().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch's; the parameters join the exchange, on all ranks before the same step."""
+        """As PyTorch's; the parameters join the exchange, on all ranks before the same step.
+
+        What the group does not say is as in the optimizer that was wrapped. In stock Horovod it is
+        as in an optimizer of that class which was told nothing: SGD(lr=1.0) trains it at 0.001.
+        """
         if not hasattr(self, "_gradcomp"):  # PyTorch adds the first ones
             self._plain().add_param_group(param_group)
             return
@@ -474,14 +478,16 @@ class Exchanging:
                 "between steps, on all ranks between the same two"
             )
         self._plain().add_param_group(param_group)
+        names = dict(self._parameter_names)
         try:
+            if self._takeover is not None:
+                self._takeover.take()
             parameters.name(self, self.param_groups[-1])
             parameters.join(self)
         except ValueError:
             self.param_groups.pop()
+            self._parameter_names = names
             raise
-        if self._takeover is not None:
-            self._takeover.take()
 
     def plain_state_dict(self) -> dict[str, Any]:
         """The state of the optimizer that was wrapped."""
@@ -498,18 +504,26 @@ class Exchanging:
         return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave, or that of an optimizer that is not distributed."""
+        """Takes back what `state_dict` gave, or that of an optimizer that is not distributed.
+
+        After an error everything is as it was, but for an exchange that was on its way.
+        """
         parameters.join(self)  # unfrozen since the optimizer was made, as in the run that saved
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if self.exchanging:
             self._abandon()
-        if "gradcomp" in state_dict:
-            checkpoint.load(self._gradcomp, state_dict["gradcomp"])
-        self._begin()
-        self._synchronized, self._should_synchronize = False, True
-        self._plain().load_state_dict(plain)
-        if self._takeover is not None:
-            self._takeover.take()
+        undo = checkpoint.way_back(self)
+        try:
+            if "gradcomp" in state_dict:
+                checkpoint.load(self._gradcomp, state_dict["gradcomp"])
+            self._begin()
+            self._synchronized, self._should_synchronize = False, True
+            self._plain().load_state_dict(plain)
+            if self._takeover is not None:
+                self._takeover.take()
+        except Exception:
+            undo()
+            raise
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type:

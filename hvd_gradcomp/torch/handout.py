@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import cloudpickle
 import horovod.torch as horovod
@@ -48,7 +48,7 @@ def broadcast_parameters(
         kinds = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in named.items()}
         return Said(kinds, [str(x.device) for x in named.values()])
 
-    everybody = agreed("broadcast_parameters", describe, root_rank, process_set)
+    everybody = agreed("broadcast_parameters", describe, list[str], root_rank, process_set)
     root = everybody[root_rank]
     _fill([named[name] for name in root.description], root.more, root_rank, process_set)
 
@@ -76,13 +76,14 @@ class Said(NamedTuple):
 
 
 def agreed(
-    what: str, describe: Callable[[], Said], root_rank: int, process_set: Any
+    what: str, describe: Callable[[], Said], kind: Any, root_rank: int, process_set: Any
 ) -> dict[int, Said]:
     """What each rank says of itself, once all have said the same.
 
     Args:
         what: the function that was called.
         describe: says it; its exceptions end the call on all ranks.
+        kind: of `more` in it, as `messages` takes it.
         root_rank: the rank that will hand something out.
         process_set: the ranks that call it.
 
@@ -102,12 +103,14 @@ def agreed(
         said = describe()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    everybody = dict(zip(ranks, gather_objects((said, problem), _NAME, process_set)))
+    kinds = tuple[Optional[tuple[handshake.Description, kind]], Optional[str]]
+    everybody = dict(zip(ranks, gather_objects((said, problem), kinds, _NAME, process_set)))
     problems = [f"rank {rank}: {said}" for rank, (_, said) in everybody.items() if said]
     if problems:
         raise MismatchError(f"{what} has changed nothing: {'; '.join(problems[:4])}")
-    handshake.agree([said.description for said, _ in everybody.values()], ranks)
-    return {rank: said for rank, (said, _) in everybody.items()}
+    found = {rank: Said(*said) for rank, (said, _) in everybody.items()}
+    handshake.agree([said.description for said in found.values()], ranks)
+    return found
 
 
 def _ranks(process_set: Any) -> list[int]:

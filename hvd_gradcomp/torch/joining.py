@@ -30,7 +30,8 @@ def join(device: int = -1) -> int:
         last = int(horovod.join(device))
         # All ranks go on from the same step, also those that had fewer batches.
         made = {engine.name: engine.steps for engine in living}
-        everybody = gather_objects(made, "gradcomp.join", horovod.global_process_set)
+        world = horovod.global_process_set
+        everybody = gather_objects(made, dict[str, int], "gradcomp.join", world)
     for engine in living:
         engine.steps = max(steps.get(engine.name, 0) for steps in everybody)
         engine.compare_again()

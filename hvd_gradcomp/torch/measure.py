@@ -361,7 +361,8 @@ class _AloneEngine(Engine):
         dense = math.inf if asked else 4.0 * bucket.layout.elements
         return Cost(max(ready[name] for name in bucket.layout.names), (first, *rest), asks, dense)
 
-    def _gather_objects(self, item: Any) -> list[Any]:
+    def _gather_objects(self, item: Any, kind: Any) -> list[Any]:
+        del kind
         return [item] * self.process_set.size()
 
     def _advance(self, bucket: Bucket, reply: Any) -> None:

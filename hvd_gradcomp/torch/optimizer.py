@@ -132,13 +132,15 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         raise ValueError("gradient_predivide_factor splits an average: it needs op=hvd.Average")
     title = TITLES.take()
     if not process_set.included():
-        return horovod.DistributedOptimizer(
+        alone: torch.optim.Optimizer = horovod.DistributedOptimizer(
             optimizer,
             named_parameters,
             backward_passes_per_step=backward_passes_per_step,
             op=op,
             process_set=process_set,
         )
+        alone.defaults = dict(optimizer.defaults)
+        return alone
     check_seam(_stock._DistributedOptimizer)
     distributed: Any = class_of(optimizer)(
         optimizer.param_groups,
@@ -151,6 +153,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         sparse_as_dense,
         process_set,
     )
+    distributed.defaults = dict(optimizer.defaults)  # of groups that join; here, of the class
     distributed.state.update(optimizer.state)  # what was loaded before; Horovod makes it anew
     settings = (
         f"op={'Average' if op == horovod.Average else 'Sum'}, backward_passes_per_step="

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
 import horovod.torch as horovod
 import torch
@@ -72,7 +72,9 @@ def hand_out(
         said = {f"parameter group {place}": f"{n} parameters" for place, n in enumerate(groups)}
         return Said(said, engine and _exchange_of(engine))
 
-    everybody = handout.agreed("broadcast_optimizer_state", describe, root_rank, process_set)
+    everybody = handout.agreed(
+        "broadcast_optimizer_state", describe, Optional[_Exchange], root_rank, process_set
+    )
     steps = _steps_of_peers({rank: said.more for rank, said in everybody.items()}, root_rank)
     others = [rank for rank, made in steps.items() if made != steps[root_rank]]
     here = horovod.rank()
@@ -92,7 +94,15 @@ def hand_out(
         _report(engine, root_rank, others if alone and not elastic else [], anew)
 
 
-def _steps_of_peers(exchanges: dict[int, Said | None], root_rank: int) -> dict[int, int]:
+class _Exchange(NamedTuple):
+    """What a rank says of the exchange of an optimizer."""
+
+    description: handshake.Description  # has to be equal on all its ranks
+    ranks: tuple[int, ...]
+    steps: int
+
+
+def _steps_of_peers(exchanges: dict[int, _Exchange | None], root_rank: int) -> dict[int, int]:
     """How many steps each of the ranks has made that exchange with the root.
 
     On ranks that do not, in another process set, the exchange stays as it is.
@@ -103,9 +113,9 @@ def _steps_of_peers(exchanges: dict[int, Said | None], root_rank: int) -> dict[i
     root = exchanges[root_rank]
     if root is None:
         return {}
-    peers = {rank: one for rank, one in exchanges.items() if one and one.more[0] == root.more[0]}
+    peers = {rank: one for rank, one in exchanges.items() if one and one.ranks == root.ranks}
     handshake.agree([one.description for one in peers.values()], [*peers])
-    return {rank: one.more[1] for rank, one in peers.items()}
+    return {rank: one.steps for rank, one in peers.items()}
 
 
 def _report(engine: Engine, root_rank: int, emptied: list[int], anew: Iterable[Compressor]) -> None:
@@ -178,14 +188,13 @@ def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
 # -- the state of an exchange ----------------------------------------------------------------------
 
 
-def _exchange_of(engine: Engine) -> Said:
-    """What has to be equal on the ranks of an exchange; which they are, and its steps."""
+def _exchange_of(engine: Engine) -> _Exchange:
     said = engine.description()
     if engine.compressor.needs_order:
         del said["buckets"]  # they follow from the order of use, which is handed out
     process_set = engine.process_set
     ranks = tuple(process_set.ranks or range(process_set.size()))
-    return Said(said, (ranks, engine.steps))
+    return _Exchange(said, ranks, engine.steps)
 
 
 def _held(engine: Engine) -> dict[str, Any]:

@@ -24,16 +24,32 @@ def test_pytorch_resumes_to_the_bit(tmp_path):
         faults = result["faults"]
         says(faults["raised"], MESSAGES)
         assert faults["kept"], "what was saved before is what can be resumed from"
-        assert faults["files"] == ["current", "rank-0-of-2", "rank-1-of-2", "shared"]
+        assert faults["files"] == ["current", "manifest", "rank-0-of-2", "rank-1-of-2", "shared"]
+        assert len(faults["unharmed"]) == 11 and all(faults["unharmed"])
+        assert faults["refusing"] == 0 and not faults["ran"]
+        assert_seen(faults["flips"])
+        assert faults["as before flips"]
+
+
+def assert_seen(flips):
+    """Every flip of a bit is an error that names the file; what it was names the version, too."""
+    for name, said in flips.items():
+        naming = f"{name} is damaged" if name != "current" else ""
+        for one in said:
+            assert one.startswith("CheckpointError") and naming in one, (name, one)
 
 
 MESSAGES = {
     "full disk": "rank 1: OSError: [Errno 27] File too large. What was saved there before is",
     "nowhere": "there is no checkpoint in",
-    "truncated": "rank 1: rank-1-of-2 is damaged, or no checkpoint",
+    "truncated": "rank 1: rank-1-of-2 is damaged: its bytes are not those that were saved",
     "missing": "rank 0: rank-0-of-2 is missing",
-    "older": "the compressor's state has format 2, this version reads 3",
-    "foreign": "shared is damaged, or no checkpoint",
+    "older": "it was saved without checksums, by an earlier version",
+    "other format": "the compressor's state has format 2, this version reads 3",
+    "foreign": "shared is no checkpoint of this frontend",
+    "hostile": "shared is no checkpoint of this frontend",
+    "not on one rank": "rank 1: refusing: not here",
+    "unknown": "which no checkpoint can hold",
     "another compressor": "Use the same compression= to resume: it was made with "
     "DGCCompressor(density=0.1, momentum=0.0), here is StromCompressor(tau=1.0)",
     "another model": "size mismatch for 5.weight",
@@ -50,7 +66,10 @@ def test_tensorflow_resumes_to_the_bit(tmp_path):
         for way in ("by_keras", "by_checkpoint", "tapes"):
             whole, resumed = result[way]
             assert whole == resumed, (rank, way)
-        says(result["refused"], KERAS_MESSAGES)
+        refused = result["refused"]
+        says(refused["said"], KERAS_MESSAGES)
+        assert len(refused["unharmed"]) == 7 and all(refused["unharmed"])
+        assert_seen(refused["flips"])
 
 
 KERAS_MESSAGES = {
@@ -58,7 +77,9 @@ KERAS_MESSAGES = {
     "StromCompressor(tau=0.01), here is StromCompressor(tau=1.0)",
     "another model": "was dense/kernel [216, 10] float32, here it is dense/kernel [216, 11]",
     "not distributed": "its optimizer was distributed, here it is not so",
-    "another object": "optimizer is not in it; there are model",
+    "another object": "optimizer is not in it; there are model, epoch",
+    "truncated": "rank 1: rank-1-of-2 is damaged: its bytes are not those that were saved",
+    "not on one rank": "rank 1: other: variable 0 was Variable [2] float32, here it is",
 }
 
 

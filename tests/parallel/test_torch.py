@@ -116,6 +116,11 @@ def test_parameters_join_freeze_and_thaw(tmp_path):
     results = launch("torch_training", 2, "gloo", tmp_path)
     assert results[0] == results[1]
     says(results[0]["errors"], TRAINING_MESSAGES)
+    assert len(results[0]["defaults"]) > 10
+    for kind, (plain, distributed) in results[0]["defaults"].items():
+        assert plain == distributed, kind
+    said, groups, there = results[0]["refused"]
+    assert TRAINING_MESSAGES["momentum"] in said and groups == 1 and not there
 
 
 BACKWARD_MESSAGES = {

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -185,13 +190,92 @@ def test_a_full_disk_does_not_stop_the_training(caplog):
         def write(self, step, values):
             raise OSError(28, "No space left on device")
 
-    writer = StatsWriter(
-        Readings(CompressionStats(), EARLY), rank=0, first=True, writers=[Full()], every=1
-    )
+    readings = Readings(CompressionStats(), EARLY, EARLY)
+    writer = StatsWriter(readings, rank=0, first=True, writers=[Full()], every=1)
     writer.step()
     writer.step()
+    writer.close()
     (record,) = caplog.records
     assert "is given up at step 100: [Errno 28]" in record.getMessage()
+
+
+FULL = """
+import logging, resource, signal, sys, time
+from hvd_gradcomp import JSONLines, TensorBoard
+from hvd_gradcomp.reports import StatsWriter
+from hvd_gradcomp.stats import CompressionStats
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writers = [TensorBoard(sys.argv[1]), JSONLines(sys.argv[1] + "/stats")]
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+read = lambda: CompressionStats(steps=1, losses={str(i): 1.0 for i in range(30)})
+for closes in (True, False):
+    stats = StatsWriter(read, rank=0, first=True, writers=writers, every=1)
+    for _ in range(300):
+        stats.step()
+        time.sleep(0.001)
+    print("trained")
+    if closes:
+        stats.close()
+"""
+
+
+def test_a_full_disk_ends_no_writer_in_a_hang(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    said = ran.stdout.splitlines()
+    assert ran.returncode == 0 and said.count("trained") == 2, ran
+    lost = [line for line in said if "is given up at step 1: [Errno 27]" in line]
+    assert len(lost) == 4 and len(said) == 6, ran
+    assert not ran.stderr
+
+
+class Slow(Writer):
+    """Whose disk stands still, as it is opened or as it is written to."""
+
+    all_ranks = False
+
+    def __init__(self, opens):
+        self.opens, self.goes_on, self.steps = opens, threading.Event(), []
+
+    def __repr__(self):
+        return "Slow()"
+
+    def open(self, rank):
+        if not self.opens:
+            self.goes_on.wait(60)
+
+    def write(self, step, values):
+        self.goes_on.wait(60)
+        self.steps.append(step)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_disk_that_stands_still_does_not_stop_the_training(opens, caplog, monkeypatch):
+    monkeypatch.setattr(reports, "_TO_BEGIN", 0.2)
+    monkeypatch.setattr(reports, "_TO_END", 2.0)
+    slow, begin = Slow(opens), time.monotonic()
+    counts = itertools.count()
+    writer = StatsWriter(
+        lambda: CompressionStats(steps=next(counts)), rank=0, first=True, writers=[slow], every=1
+    )
+    for _ in range(1000):
+        writer.step()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and ("records are left out" if opens else "not opened") in said[0]
+    if opens:
+        slow.goes_on.set()  # and it is written to again
+        while len(slow.steps) < 10:
+            time.sleep(0.01)
+        writer.step()
+    writer.close()
+    assert time.monotonic() - begin < 10
+    assert slow.steps == sorted(slow.steps) and (not opens or slow.steps[-1] == 1001)
+    slow.goes_on.set()
 
 
 def test_changes_of_the_rung_are_counted():

@@ -15,6 +15,7 @@ from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     distributed_in,
+    gather_objects,
     living,
     optimizer_of,
     plain_variable,
@@ -441,7 +442,7 @@ def _require_reducing(model: keras.Model, process_set: Any) -> bool:
         return model.built
     own_step = type(model).train_step is not keras.Model.train_step  # may exchange by itself
     mine = ("" if own_step else refusal(model.optimizer), model.built)
-    everybody = horovod.allgather_object(mine, name="gradcomp.fit", process_set=process_set)
+    everybody = gather_objects(mine, tuple[str, bool], "gradcomp.fit", process_set)
     ranks = process_set.ranks or range(len(everybody))
     found = [f"rank {rank}: {said}" for rank, (said, _) in zip(ranks, everybody) if said]
     if found:

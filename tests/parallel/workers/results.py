@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,39 @@ def digest(arrays: Iterable[Any]) -> str:
     for x in arrays:
         total.update(np.ascontiguousarray(x).tobytes())
     return total.hexdigest()
+
+
+def flipped(folder: Path, rank: int, load: Any, barrier: Any, times: int) -> dict[str, list[str]]:
+    """What a load says after each of some flips of one bit, by the file of a checkpoint."""
+    version = (folder / "current").read_text().split()[0]
+    said: dict[str, list[str]] = {}
+    for name in ("current", "manifest", "shared", "rank-0-of-2", "rank-1-of-2"):
+        path = folder / name if name == "current" else folder / version / name
+        whole, random = path.read_bytes(), Random(name)
+        for _ in range(times):
+            damaged = bytearray(whole)
+            damaged[random.randrange(len(whole))] ^= 1 << random.randrange(8)
+            barrier()
+            if rank == 0:
+                path.write_bytes(damaged)
+            barrier()
+            said.setdefault(name, []).append(errors_of({name: load})[name])
+        barrier()
+        if rank == 0:
+            path.write_bytes(whole)
+        barrier()
+    return said
+
+
+def forged(version: Path, name: str, data: bytes) -> None:
+    """Changes a file of a checkpoint, and makes every checksum right again."""
+    manifest = json.loads((version / "manifest").read_text())
+    (version / name).write_bytes(data)
+    manifest[name] = [len(data), hashlib.sha256(data).hexdigest()]
+    text = json.dumps(manifest).encode()
+    (version / "manifest").write_bytes(text)
+    pointer = f"{version.name} {hashlib.sha256(text).hexdigest()}"
+    (version.parent / "current").write_text(pointer)
 
 
 def errors_of(cases: dict[str, Any]) -> dict[str, str]:

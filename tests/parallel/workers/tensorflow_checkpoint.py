@@ -16,7 +16,7 @@ from hvd_gradcomp import DGCCompressor, GradiVeQCompressor, StromCompressor, Var
 from hvd_gradcomp.aggregator import with_leaves
 from hvd_gradcomp.tensorflow.engine import plain_variable
 from tests.methods import ONE_OF_EACH
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, flipped, write
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 GRADIVEQ = GradiVeQCompressor(
@@ -170,17 +170,63 @@ def moved(folder, steps):
 
 
 def refused(folder):
+    """What is said of checkpoints that cannot be resumed from, and whether it did any harm."""
     good, compressor = Path(folder, "good"), StromCompressor(tau=0.01)
-    hvd.save_checkpoint(good, model=build(compressor))
+    hvd.save_checkpoint(good, model=train(build(compressor), 0, 1), epoch=1)
     plain = network()
     plain.compile(keras.optimizers.Adam(), LOSS)
+    plain.optimizer.build(plain.trainable_variables)
+    version, unharmed = good / (good / "current").read_text().split()[0], []
+
+    def load(model, **more):
+        before = everything(model)
+        try:
+            hvd.load_checkpoint(good, **{"model": model, **more})
+        finally:
+            unharmed.append(everything(model) == before)
+
+    def truncated():
+        part = version / "rank-1-of-2"
+        whole = part.read_bytes()
+        hvd.allreduce(tf.zeros(1))
+        if hvd.rank() == 1:
+            part.write_bytes(whole[:-300])
+        try:
+            load(build(compressor))
+        finally:
+            if hvd.rank() == 1:
+                part.write_bytes(whole)
+            hvd.allreduce(tf.zeros(1))
+
+    other = tf.Variable([0.0] * (2 + hvd.rank()))  # fits on rank 0 alone
+    odd = Path(folder, "odd")
+    hvd.save_checkpoint(odd, model=build(compressor), other=[tf.Variable([1.0, 1.0])])
+
+    def on_one_rank():
+        model = build(compressor)
+        before = everything(model)
+        try:
+            hvd.load_checkpoint(odd, model=model, other=[other])
+        finally:
+            unharmed.append(everything(model) == before and not other.numpy().any())
+
     cases = {
-        "another compressor": lambda: hvd.load_checkpoint(good, model=build(StromCompressor(1.0))),
-        "another model": lambda: hvd.load_checkpoint(good, model=build(compressor, 11)),
-        "not distributed": lambda: hvd.load_checkpoint(good, model=plain),
-        "another object": lambda: hvd.load_checkpoint(good, optimizer=plain.optimizer),
+        "another compressor": lambda: load(build(StromCompressor(1.0))),
+        "another model": lambda: load(build(compressor, 11)),
+        "not distributed": lambda: load(plain),
+        "another object": lambda: load(build(compressor), optimizer=plain.optimizer),
+        "truncated": truncated,
+        "not on one rank": on_one_rank,
     }
-    return errors_of(cases)
+    said, target = errors_of(cases), build(compressor)
+    before = everything(target)
+
+    def again():
+        hvd.load_checkpoint(good, model=target)
+
+    flips = flipped(good, hvd.rank(), again, lambda: hvd.allreduce(tf.zeros(1)), times=12)
+    unharmed.append(everything(target) == before)
+    return {"said": said, "unharmed": unharmed, "flips": flips}
 
 
 def main(folder: str, what: str, steps: str) -> None:

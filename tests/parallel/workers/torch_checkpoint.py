@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import resource
 import shutil
 import signal
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.torch import files
 from tests.methods import EVERY, LARGEST, LEARNED, WORDS
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, flipped, forged, write
 
 
 def build(compressor=None, outputs=10, **options):
@@ -117,15 +119,21 @@ def faults(folder):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def load(where, other=compressor, outputs=10, **more):
-        model, optimizer = build(other, outputs)
-        return hvd.load_checkpoint(where, model=model, optimizer=optimizer, **more)
+        objects = dict(zip(("model", "optimizer"), build(other, outputs)))
+        train(*objects.values(), 0, 1)
+        before = everything(*objects.values())
+        try:
+            return hvd.load_checkpoint(where, **objects, **more)
+        except Exception:
+            unharmed.append(everything(*objects.values()) == before)
+            train(*objects.values(), 1, 2)  # and goes on
+            raise
 
     def copy(name, rank, change):
         there = Path(folder, name)
         if hvd.rank() == rank:
             shutil.copytree(good, there)
-            version = (there / "current").read_text()
-            change(there / version)
+            change(there / (there / "current").read_text().split()[0])
         hvd.barrier()
         return there
 
@@ -133,32 +141,91 @@ def faults(folder):
         part = path / "rank-1-of-2"
         part.write_bytes(part.read_bytes()[:-300])
 
-    def older(path):
-        own = torch.load(path / "rank-0-of-2")
+    def other_format(path):
+        own = files.unpacked((path / "rank-0-of-2").read_bytes())
         own["optimizer"]["format"] = 2
-        torch.save(own, path / "rank-0-of-2")
+        forged(path, "rank-0-of-2", files.packed(own))
 
+    def hostile(path):
+        forged(path, "shared", pickle.dumps(Hostile(Path(folder, "ran"))))
+
+    class Refusing:
+        """Loads on no rank but the first."""
+
+        def __init__(self):
+            self.state = 0
+
+        def state_dict(self):
+            return {"state": self.state}
+
+        def load_state_dict(self, state):
+            self.state = state["state"]
+            if hvd.rank() == 1 and self.state:
+                raise ValueError("not here")
+
+    unharmed = []
+    refusing = Refusing()
+    odd = Path(folder, "odd")
+    refusing.state = 1
+    objects = dict(zip(("model", "optimizer"), build(compressor)))
+    hvd.save_checkpoint(odd, refusing=refusing, **objects)
+    refusing.state = 0
     raised = errors_of(
         {
             "full disk": full_disk,
             "nowhere": lambda: load(Path(folder, "nowhere")),
             "truncated": lambda: load(copy("truncated", 1, truncated)),
             "missing": lambda: load(copy("missing", 0, lambda p: (p / "rank-0-of-2").unlink())),
-            "older": lambda: load(copy("older", 0, older)),
-            "foreign": lambda: load(
-                copy("foreign", 0, lambda p: (p / "shared").write_text("no checkpoint"))
+            "older": lambda: load(
+                copy("older", 0, lambda p: (p.parent / "current").write_text(p.name))
             ),
+            "other format": lambda: load(copy("format", 0, other_format)),
+            "foreign": lambda: load(
+                copy("foreign", 0, lambda p: forged(p, "shared", b"no checkpoint"))
+            ),
+            "hostile": lambda: load(copy("hostile", 0, hostile)),
+            "not on one rank": lambda: load(odd, refusing=refusing),
+            "unknown": lambda: hvd.save_checkpoint(good, model=model, thing=Path(folder)),
             "another compressor": lambda: load(good, hvd.StromCompressor(tau=1.0)),
             "another model": lambda: load(good, outputs=11),
             "another object": lambda: load(good, scheduler=object()),
             "mode": lambda: hvd.save_checkpoint(good, mode="whole", model=model),
         }
     )
+    target = build(compressor)
+    train(*target, 0, 1)
+    before = everything(*target)
+    flips = flipped(
+        good,
+        hvd.rank(),
+        lambda: hvd.load_checkpoint(good, model=target[0], optimizer=target[1]),
+        hvd.barrier,
+        times=12,
+    )
     again, resumed = build(compressor)
     rest = hvd.load_checkpoint(good, model=again, optimizer=resumed)
     kept = everything(again, resumed) == saved and rest == {"epoch": 3}
-    files = sorted(p.name for p in good.rglob("*") if p.is_file())
-    return {"raised": raised, "kept": kept, "files": files}
+    names = sorted(p.name for p in good.rglob("*") if p.is_file())
+    return {
+        "raised": raised,
+        "kept": kept,
+        "files": names,
+        "unharmed": unharmed,
+        "refusing": refusing.state,
+        "ran": Path(folder, "ran").exists(),
+        "flips": flips,
+        "as before flips": everything(*target) == before,
+    }
+
+
+class Hostile:
+    """What leaves a file behind where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 def main(folder: str, what: str, steps: str) -> None:

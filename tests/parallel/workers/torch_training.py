@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 
@@ -178,6 +179,50 @@ def joined(compressor):
     return ends[0]
 
 
+ODD = {  # options that no optimizer has by itself
+    **{"lr": 0.7, "weight_decay": 0.03, "eps": 0.001, "maximize": True, "foreach": False},
+    **{"alpha": 0.6, "rho": 0.5, "momentum": 0.4, "dampening": 0.2, "betas": (0.5, 0.6)},
+    **{"etas": (0.3, 1.5), "momentum_decay": 0.1, "lr_decay": 0.2, "amsgrad": True, "d": 2.0},
+}
+
+
+def defaults():
+    """The options of a group that joins without any: of the optimizer inside, or of its class."""
+    found = {}
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    for kind in sorted(set(kinds) - {torch.optim.Optimizer, torch.optim.LBFGS}, key=str):
+        named = inspect.signature(kind).parameters
+        options = {name: value for name, value in ODD.items() if name in named}
+        if kind is torch.optim.Adafactor:
+            del options["eps"]  # a pair there
+        groups = []
+        for distributed in (False, True):
+            weight, late = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+            optimizer = kind([weight], **options)
+            if distributed:
+                optimizer = hvd.DistributedOptimizer(optimizer, [("weight", weight)])
+            optimizer.add_param_group({"params": [late]})
+            group = dict(optimizer.param_groups[-1])
+            groups.append(str({k: v for k, v in sorted(group.items()) if k != "params"}))
+        found[kind.__name__] = groups
+    return found
+
+
+def refused_group():
+    """A group that cannot join is not there, neither here nor in the exchange."""
+    weight, late = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.05, momentum=0.9),
+        [("weight", weight)],
+        compression=hvd.DGCCompressor(density=0.1),
+    )
+    said = errors_of(
+        {"momentum": lambda: optimizer.add_param_group({"params": [late], "momentum": 0.5})}
+    )
+    there = late in optimizer._gradcomp.parameters or late in optimizer._parameter_names
+    return [said["momentum"], len(optimizer.param_groups), there]
+
+
 def errors():
     def optimizer(compressor, momentum=0.0):
         return hvd.DistributedOptimizer(
@@ -229,6 +274,8 @@ def main(folder: str) -> None:
         run(f"fine-tuning, {compressor!r}", fine_tuning, compressor)
     run("fine-tuning, LGC", fine_tuning, LGC, False)
     run("joined", joined, hvd.DGCCompressor(density=0.1))
+    result["defaults"] = defaults()
+    result["refused"] = refused_group()
     result["errors"] = errors()
     write(folder, hvd.rank(), result)
     hvd.barrier()  # the last case leaves an exchange open

@@ -1,0 +1,108 @@
+"""What ranks tell each other beside tensors: JSON, checked against a type when it is read.
+
+Nothing that arrives is run, as unpickling would: it is of the type that was asked for, or an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+class MessageError(ValueError):
+    """Another rank has said something of another kind than was asked for."""
+
+
+def packed(item: Any) -> bytes:
+    """An item as JSON: None, numbers, texts, and lists, tuples and dicts (by texts) of them.
+
+    Infinities and NaN keep their value, and floats all of their bits.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    return json.dumps(item, separators=(",", ":")).encode()
+
+
+def unpacked(data: bytes, kind: Any) -> Any:
+    """What `packed` was given.
+
+    Args:
+        data: the bytes.
+        kind: a type: None, bool, int, float, str, `list[...]`, `dict[str, ...]`, `tuple[...]` of
+            as many or with `...`, `Optional[...]`, a NamedTuple of these, or Any.
+
+    Raises:
+        MessageError: it is no JSON, or not of that type.
+
+    >>> unpacked(packed({"a": (1, "b")}), dict[str, tuple[int, str]])
+    {'a': (1, 'b')}
+    """
+    try:
+        item = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"no JSON: {error}") from None
+    return typed(item, kind)
+
+
+def typed(item: Any, kind: Any, where: str = "it") -> Any:
+    """What JSON has read, as a type that `unpacked` takes.
+
+    Args:
+        item: as read.
+        kind: what it has to be.
+        where: what an error calls it.
+
+    Raises:
+        MessageError: it is something else.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return item
+    if origin is Union and item is not None:
+        return typed(item, arguments[0], where)
+    if item is None and (kind is None or type(None) in arguments):
+        return None
+    if origin is dict and isinstance(item, dict):
+        return {key: typed(value, arguments[1], f"{where}.{key}") for key, value in item.items()}
+    if isinstance(item, list):
+        if origin is list or (origin is tuple and arguments[1:] == (...,)):
+            return origin(typed(x, arguments[0], f"{where}[{i}]") for i, x in enumerate(item))
+        named = hasattr(kind, "_fields")
+        kinds = [*get_type_hints(kind).values()] if named else arguments if origin else ()
+        if (named or origin is tuple) and len(kinds) == len(item):
+            values = (typed(x, k, f"{where}[{i}]") for i, (x, k) in enumerate(zip(item, kinds)))
+            return kind(*values) if named else tuple(values)
+    if kind is float and type(item) is int:
+        return float(item)
+    if isinstance(kind, type) and type(item) is kind:
+        return item
+    raise MessageError(f"{where} is {str(item)[:40]!r}, which was not asked for")
+
+
+def gathered(
+    item: Any, kind: Any, allgather: Callable[[bytes], Iterable[bytes]], ranks: Sequence[int] | None
+) -> list[Any]:
+    """Everybody's item, on all ranks.
+
+    Args:
+        item: this rank's.
+        kind: what each has to be.
+        allgather: gathers bytes, of as many as a rank likes.
+        ranks: what they are called, where they are not all there are.
+
+    Raises:
+        MessageError: on all ranks, if one has said something else.
+    """
+    found = []
+    for place, data in enumerate(allgather(packed(item))):
+        try:
+            found.append(unpacked(data, kind))
+        except MessageError as error:
+            rank = ranks[place] if ranks else place
+            raise MessageError(
+                f"what rank {rank} has said cannot be read: {error}. Install the same version of "
+                "hvd_gradcomp on all hosts, and call the same functions in the same order"
+            ) from None
+    return found
