@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -72,6 +72,30 @@ def check_mode(mode: Any) -> None:
     """Requires one of `MODES`."""
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+
+
+def agree_on(mode: Any, names: Iterable[str], ranks: Ranks) -> None:
+    """What all ranks have to save alike. They all call it, before anything else.
+
+    Args:
+        mode: one of `MODES`.
+        names: of the objects.
+        ranks: who takes part.
+
+    Raises:
+        CheckpointError: on all ranks, if they differ.
+        ValueError: there is no such mode.
+    """
+    everybody = ranks.gather((str(mode), sorted(names)), tuple[str, list[str]])
+    first = everybody[0]
+    for rank, theirs in enumerate(everybody):
+        for what, mine, other in zip(("mode=", ""), first, theirs):
+            if mine != other:
+                raise CheckpointError(
+                    f"nothing was saved: rank 0 saves {what}{mine!r}, rank {rank} {what}{other!r}. "
+                    "Call save_checkpoint with the same mode= and objects on all ranks"
+                )
+    check_mode(mode)
 
 
 def write(

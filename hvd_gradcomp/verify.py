@@ -8,7 +8,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hvd_gradcomp.aggregator import Compressor, State, is_replicated, leaves
 from hvd_gradcomp.layout import Layout
@@ -86,6 +86,18 @@ def compare(
         f"is not what it is on {_listed(most)}; {len(differing)} of {len(names)} tensors differ. "
         "Broadcast parameters and optimizer state before the first step, change them on all ranks "
         "alike, and use the same processor and libraries on all hosts"
+    )
+
+
+def sums_differ(sums: Mapping[int, int]) -> str:
+    """What is wrong where ranks have heard different sums; `sums` has a digest of each rank's."""
+    values = list(sums.values())
+    most = max(values, key=values.count)
+    others = [rank for rank, value in sums.items() if value != most]
+    return (
+        f"what was added up in the exchange before is not the same on {_listed(others)} as on the "
+        "other ranks, so replicas have diverged: a reply was damaged on its way. Load the last "
+        "checkpoint on all ranks; if it happens again, suspect memory or the network of that host"
     )
 
 

@@ -75,6 +75,11 @@ _OTHER_GRADIENTS = (
     "rank {ranks} has gradients of other layers; freeze and thaw the same ones on all ranks, "
     "before the same step"
 )
+_OTHER_SUMS = (
+    "rank {ranks} has heard another sum in the exchange before, so replicas have diverged: a reply "
+    "was damaged on its way. Load the last checkpoint on all ranks; if it happens again, suspect "
+    "memory or the network"
+)
 _OTHER_PHASE = (
     "rank {ranks} is in another phase of a compressor that learns; load the same checkpoint and "
     "call hvd.retrain on all ranks, before the same step"
@@ -293,6 +298,9 @@ class Engine:
             }
         self.sums: list[tf.Variable] = []
         self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
+        # Of the bits of replies that all ranks have alike: of this step, and of the one before.
+        self._heard: list[tf.Tensor] = []
+        self._summed = new_variable("gradcomp_summed", tf.constant(0, tf.int64))
         self._eager = tf.function(self._reduce, autograph=False)
         self._plan(())
         living.add(self)
@@ -399,7 +407,7 @@ class Engine:
 
     def forget(self) -> None:
         """Sets what belongs to this rank alone to what it was before the first step."""
-        for zero in (*self.counters.values(), *self.sums):
+        for zero in (*self.counters.values(), *self.sums, self._summed):
             zero.assign(tf.zeros_like(zero))
         for template, variables in zip(self.templates, self.variables):
             for variable, (_, value) in zip(variables, leaves(template)):
@@ -539,6 +547,7 @@ class Engine:
         # All first rounds come before any second one, as far as an eager run is concerned.
         for bucket, stack in enumerate(programs):
             requests.append(self._advance(stack, None, results, bucket))
+        self._heard = []
         together = self._together(gradients)
         # In different phases a rank would wait for ever for what others do not ask for.
         phases = any(isinstance(request, Switch) for request in requests)
@@ -564,6 +573,7 @@ class Engine:
                 for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
                     variable.assign(self._kept(finite, value, variable))
                 self._cut(bucket, total, dense, reduced)
+            self._summed.assign(tf.add_n(self._heard) if self._heard else 0)
             self.steps.assign_add(one)
             self.counters["exchanges"].assign_add(one)
             self.counters["skipped"].assign_add(1 - one)
@@ -603,7 +613,7 @@ class Engine:
             return []
         kinds = repr([self._kind(gradient) for gradient in gradients]).encode()
         mine = [tf.constant(1, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
-        mine.append(tf.identity(self.steps))
+        mine += [tf.identity(self.steps), tf.identity(self._summed)]
         for one, template, variables in zip(self.compressors, self.templates, self.variables):
             for (path, _), variable in zip(leaves(template), variables):
                 counts = variable.dtype.is_integer and variable.shape.rank == 0
@@ -620,12 +630,15 @@ class Engine:
         )
         joined = everybody[:, 0] == 0
         alike = joined[:, None] | (everybody == word)
+        summed = alike[:, 3] | (everybody[:, 3] == 0) | (word[3] == 0)
+        alike = tf.concat((alike[:, :3], alike[:, 4:]), 1)
         return [
             self.ops.require(
                 {
                     _OTHER_GRADIENTS: alike[:, 1],
                     wire.OTHER_STEP: alike[:, 2],
                     _OTHER_PHASE: tf.reduce_all(alike, 1),
+                    _OTHER_SUMS: summed,
                 }
             )
         ]
@@ -749,9 +762,10 @@ class Engine:
                 )
                 for i, branch in enumerate(request.branches)
             ]
-            reply, finite = tf.switch_case(tf.cast(index, tf.int32), branches)
+            reply, finite, summed = tf.switch_case(tf.cast(index, tf.int32), branches)
             if self.ops.verdicts is not None:
                 self.ops.verdicts.append(finite)
+            self._heard.append(summed)
             return reply
         process_set, counts = among or self.among(request), not isinstance(request, Inside)
         title = timeline.collective(name, request, path)
@@ -818,18 +832,21 @@ class Engine:
             reply = mpi_ops.broadcast(tensor, root, **shared)
         else:
             raise TypeError(f"{request!r} is no collective; {self.compressor} has asked for it")
+        if isinstance(request, (Allreduce, Broadcast)) and self.place is None:
+            self._heard.append(_sum_of_bits(reply))
         if counts and source != here:
             self.counters["bytes_received"].assign_add(_bytes(reply))
         return reply
 
     def _run(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
-        """A branch of a `Switch`, to its end: its results, and whether gradients were finite."""
-        outside = self.ops.verdicts
-        self.ops.verdicts = None if outside is None else []
+        """A branch of a `Switch`, to its end: results, whether gradients were finite, and sums."""
+        outside, sums = self.ops.verdicts, self._heard
+        self.ops.verdicts, self._heard = None if outside is None else [], [tf.constant(0, tf.int64)]
         try:
-            return self._run_to_end(program, name, path, taken), self._verdict()
+            results = self._run_to_end(program, name, path, taken)
+            return results, self._verdict(), tf.add_n(self._heard)
         finally:
-            self.ops.verdicts = outside
+            self.ops.verdicts, self._heard = outside, sums
 
     def _run_to_end(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
         results: list[Any] = [None]
@@ -988,6 +1005,12 @@ def poisoned(gradients: list[Any], others: Sequence[Any]) -> list[Any]:
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _sum_of_bits(x: tf.Tensor) -> tf.Tensor:
+    """Any bit that flips changes it; an int64 scalar."""
+    kinds = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+    return tf.reduce_sum(tf.cast(tf.bitcast(x, kinds[x.dtype.size]), tf.int64))
 
 
 def _bytes(tensor: tf.Tensor) -> tf.Tensor:

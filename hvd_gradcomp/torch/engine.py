@@ -56,6 +56,7 @@ _ALIKE = (
     "Freeze and thaw the same parameters on all ranks, before the same step, and scale the loss on "
     "all of them or on none"
 )
+_PRIME = 2**31 - 1
 _SENT, _RECEIVED, _SKIPPED = range(3)  # of an engine's counters
 
 _DTYPE_NAMES = {
@@ -251,6 +252,8 @@ class Engine:
         self._made = 0  # passes of this step; a layer contributes nothing to those without it
         self.rounds = Rounds()
         self._open = False  # a program of this step has started
+        self._heard: list[torch.Tensor] = []  # of the bits of replies that all ranks have alike
+        self.summed = 0  # a digest of those of the exchange before; 0 for none
         self._errors: list[Exception] = []  # that programs of this step have ended with
         self._watch(self.buckets)
         lending.waiting.among(process_set)
@@ -538,6 +541,7 @@ class Engine:
     def compare_again(self) -> None:
         """Lets the ranks compare what they train once more, before the next step."""
         self._agreed = False
+        self._heard, self.summed = [], 0
         self.rounds.forget()
 
     def agree(self) -> None:
@@ -769,6 +773,8 @@ class Engine:
             self._keep_or_undo(bucket, undo=bool(errors))
         others = [e for e in errors if not isinstance(e, NonFiniteGradientError)]
         self.undone = bool(errors) and not others and self._undoes
+        sums, self._heard = self._heard, []
+        self.summed = sum(int(x) for x in sums) % _PRIME
         if self.undone:
             self._skip(errors[0])
             return
@@ -950,6 +956,8 @@ class Engine:
             reply = both.view(torch.uint8)
         if counts and (not isinstance(request, Broadcast) or request.root != process_set.rank()):
             self.counters[_RECEIVED] += _bytes(reply)
+        if isinstance(request, (Allreduce, Broadcast)) and self.place is None and not reply.is_cuda:
+            self._heard.append(_sum_of_bits(reply))
         if isinstance(request, Gather):
             return reply
         world, sent = process_set.size(), request.tensor  # type: ignore[union-attr]
@@ -1027,6 +1035,13 @@ def _references(x: torch.Tensor) -> float:
     """How many tensors share the memory of this one; NaN before PyTorch 2.1, nobody knows there."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return count(x.untyped_storage()._cdata) if count is not None else math.nan
+
+
+def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """Any bit that flips changes it."""
+    data = x.detach().reshape(-1).view(torch.uint8)
+    whole = data.shape[0] // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
 
 
 def _bytes(x: torch.Tensor) -> int:

@@ -215,7 +215,8 @@ class Exchanging:
         codes = self._codes()
         watch, known = lending.waiting.among(self.process_set), self._rounds.sparse
         settings = digest_of(engine.in_step)
-        word = Word(engine.steps, last, self._rounds.ended, codes, settings, watch.pending)
+        summed = engine.summed
+        word = Word(engine.steps, last, self._rounds.ended, codes, settings, summed, watch.pending)
         heads = yield from engine.tell(word.head(known), "end")
         if any_told(heads):
             watch.settle()

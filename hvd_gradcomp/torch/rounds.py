@@ -3,7 +3,7 @@
 An exchange ends with backward, so that what is done to gradients before the optimizer steps is done
 to reduced ones. No rank may wait there for a gradient that another rank will not have: it may lack
 a layer in this step, get it in a second backward, or have called `step` already. So ranks that are
-at the end of a backward, or in `step`, first tell each other what they have: three numbers, and one
+at the end of a backward, or in `step`, first tell each other what they have: four numbers, and one
 more for each layer where a rank lacks something. All that follows comes from all ranks' words
 alone, so all ranks come to the same conclusion:
 
@@ -20,6 +20,9 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from hvd_gradcomp import verify
+from hvd_gradcomp.ops import PayloadError
 
 # What a rank says of a layer, added up.
 HERE = 1  # its gradient has been taken
@@ -48,6 +51,7 @@ class Word(NamedTuple):
         ended: the exchange of this step has ended.
         layers: a code for each layer.
         settings: a digest of what has to be equal on all ranks in this step; 0 before it begins.
+        summed: a digest of what was added up in the exchange before, below 2**31; 0 for none.
         told: this rank has told that it waits, and not all have; see `deadlock`.
         joined: nobody said this; the rank has joined.
     """
@@ -57,18 +61,19 @@ class Word(NamedTuple):
     ended: bool
     layers: Sequence[int]
     settings: int = 0
+    summed: int = 0
     told: bool = False
     joined: bool = False
 
     def head(self, sparse: Collection[int] = ()) -> list[int]:
-        """What always travels, three numbers below 2**31.
+        """What always travels, four numbers below 2**31.
 
         Args:
             sparse: layers whose gradients all ranks know to be sparse.
         """
         plain = tuple(self.layers) == usual(len(self.layers), sparse)
         flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * plain + _TOLD * self.told
-        return [_SPEAKS + flags, self.step % 2**31, self.settings]
+        return [_SPEAKS + flags, self.step % 2**31, self.settings, self.summed]
 
     def absent(self) -> list[int]:
         """Layers whose gradient has not been taken."""
@@ -93,10 +98,10 @@ def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> lis
         layers: their codes; where all are plain, the usual ones.
     """
     words = []
-    for (flags, step, settings), codes in zip(heads, layers):
+    for (flags, step, settings, summed), codes in zip(heads, layers):
         if flags & _SPEAKS:
             last, ended = bool(flags & _LAST), bool(flags & _ENDED)
-            words.append(Word(step, last, ended, tuple(codes), settings))
+            words.append(Word(step, last, ended, tuple(codes), settings, summed))
         else:
             words.append(Word(0, True, True, (HERE,) * len(codes), joined=True))
     return words
@@ -114,7 +119,7 @@ def any_told(heads: Sequence[Sequence[int]]) -> bool:
 
 def all_set_alike(heads: Sequence[Sequence[int]]) -> bool:
     """Whether what has to be equal in a step is so on all ranks that have begun it."""
-    return len({settings for flags, _, settings in heads if flags & _SPEAKS and settings}) < 2
+    return len({settings for flags, _, settings, _ in heads if flags & _SPEAKS and settings}) < 2
 
 
 def changed_alone(name: str, rank: int) -> str:
@@ -170,6 +175,7 @@ class Rounds:
 
         Raises:
             OutOfStepError: the ranks are in different steps, or not all have exchanged.
+            PayloadError: what was added up in the exchange before is not the same on all ranks.
             GradientChangedError: naming the layer and the rank.
         """
         if not self.ended:
@@ -199,6 +205,9 @@ class Rounds:
                 f"the ranks are in different steps: {listed}. Load the same checkpoint on all "
                 "ranks, and call backward() and step() equally often on all of them"
             )
+        sums = {rank: word.summed for rank, word in speaking if word.summed}
+        if len(set(sums.values())) > 1:
+            raise PayloadError(verify.sums_differ(sums))
         if len({word.ended for _, word in speaking}) > 1:
             behind = [str(rank) for rank, word in speaking if not word.ended]
             raise OutOfStepError(

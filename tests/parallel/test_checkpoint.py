@@ -55,6 +55,7 @@ MESSAGES = {
     "another model": "size mismatch for 5.weight",
     "another object": "scheduler is not in it; there are model, optimizer, epoch",
     "mode": "mode must be one of 'sharded', 'consolidated', got 'whole'",
+    "two modes": "rank 0 saves mode='sharded', rank 1 mode='consolidated'",
 }
 
 
@@ -80,6 +81,7 @@ KERAS_MESSAGES = {
     "another object": "optimizer is not in it; there are model, epoch",
     "truncated": "rank 1: rank-1-of-2 is damaged: its bytes are not those that were saved",
     "not on one rank": "rank 1: other: variable 0 was Variable [2] float32, here it is",
+    "two modes": "rank 0 saves mode='sharded', rank 1 mode='consolidated'",
 }
 
 

@@ -74,6 +74,7 @@ MESSAGES = {
     "joined alone": ".handshake.sz; rank 1 waits for gradcomp.",
     "frozen alone": "parameters that are frozen: 0.bias on rank 0, none on rank 1",
     "loaded alone": "OutOfStepError: the ranks are in different steps: rank 0 in step 0, rank 1 in",
+    "flipped sum": "PayloadError: what was added up in the exchange before is not the same on rank",
     "scaled alone": "or a loss scaler): raise on rank 0, skip on rank 1",
 }
 

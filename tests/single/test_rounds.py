@@ -86,10 +86,10 @@ def test_what_came_late_on_all_ranks_is_awaited_from_then_on(script, size):
     assert not any(run_step([script] * size, states))
 
 
-def test_ranks_with_everything_need_one_round_of_three_numbers():
+def test_ranks_with_everything_need_one_round_of_four_numbers():
     state = rounds.Rounds()
     words = [rounds.Word(3, False, False, (rounds.HERE,) * LAYERS)] * 2
-    assert rounds.all_plain([w.head() for w in words]) and len(words[0].head()) == 3
+    assert rounds.all_plain([w.head() for w in words]) and len(words[0].head()) == 4
     assert state.hear(words, NAMES, [0, 1]) == []
     assert state.ended and state.closed
 
@@ -97,14 +97,22 @@ def test_ranks_with_everything_need_one_round_of_three_numbers():
 def test_a_rank_that_has_joined_lacks_nothing():
     """Horovod lets it add zeros to what the others say."""
     mine = word(codes={2: 0})
-    heads, layers = [mine.head(), [0, 0, 0]], [mine.layers, [0] * LAYERS]
+    heads, layers = [mine.head(), [0, 0, 0, 0]], [mine.layers, [0] * LAYERS]
     state = rounds.Rounds()
-    assert not rounds.all_plain(heads) and rounds.all_plain([word().head(), [0, 0, 0]])
+    assert not rounds.all_plain(heads) and rounds.all_plain([word().head(), [0, 0, 0, 0]])
     assert state.hear(rounds.read(heads, layers), NAMES, [0, 1]) == []
     assert state.ended and state.ragged and not state.mixed and not state.closed
     last = mine._replace(last=True, ended=True)
-    assert state.hear(rounds.read([last.head(), [0, 0, 0]], layers), NAMES, [0, 1]) == []
+    assert state.hear(rounds.read([last.head(), [0, 0, 0, 0]], layers), NAMES, [0, 1]) == []
     assert state.closed
+
+
+def test_sums_that_differ_are_an_error_on_all_ranks():
+    mine = rounds.Word(3, False, False, (rounds.HERE,) * LAYERS, summed=5)
+    words = [mine, mine._replace(summed=0), mine, mine._replace(summed=6)]
+    with pytest.raises(rounds.PayloadError, match=r"not the same on rank 3 as on the other ranks"):
+        rounds.Rounds().hear(words, NAMES, range(4))
+    assert rounds.Rounds().hear(words[:3], NAMES, range(3)) == []
 
 
 def word(**changes):

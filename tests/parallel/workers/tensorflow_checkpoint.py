@@ -217,6 +217,9 @@ def refused(folder):
         "another object": lambda: load(build(compressor), optimizer=plain.optimizer),
         "truncated": truncated,
         "not on one rank": on_one_rank,
+        "two modes": lambda: hvd.save_checkpoint(
+            odd, mode=("sharded", "consolidated")[hvd.rank()], model=plain
+        ),
     }
     said, target = errors_of(cases), build(compressor)
     before = everything(target)

@@ -190,6 +190,9 @@ def faults(folder):
             "another model": lambda: load(good, outputs=11),
             "another object": lambda: load(good, scheduler=object()),
             "mode": lambda: hvd.save_checkpoint(good, mode="whole", model=model),
+            "two modes": lambda: hvd.save_checkpoint(
+                good, mode=("sharded", "consolidated")[hvd.rank()], optimizer=optimizer
+            ),
         }
     )
     target = build(compressor)

@@ -95,6 +95,33 @@ def loaded_alone():
     two_steps(optimizer, model, lambda: optimizer.load_state_dict(begun))
 
 
+class Flipping:
+    """A loan whose reply has another bit on this rank."""
+
+    def __init__(self, loan):
+        self.loan, self.ready = loan, loan.ready
+
+    def wait(self):
+        reply = self.loan.wait()
+        reply.view(torch.int32)[5] ^= 8
+        return reply
+
+
+def flipped_sum():
+    optimizer = make(model := nn.Linear(3, 200), compression=hvd.NoneCompressor())
+    engine = optimizer._gradcomp
+    submit = engine._submit
+
+    def tampered(bucket, request):
+        loan = submit(bucket, request)
+        return Flipping(loan) if hvd.rank() == 1 and engine.steps == 1 else loan
+
+    engine._submit = tampered
+    two_steps(optimizer, model, lambda: None)
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+
+
 def scaled_alone():
     optimizer = make(model := nn.Linear(3, 200), compression=hvd.NoneCompressor())
     optimizer.zero_grad()
@@ -143,6 +170,7 @@ def main(folder: str) -> None:
             "frozen alone": frozen_alone,
             "loaded alone": loaded_alone,
             "scaled alone": scaled_alone,
+            "flipped sum": flipped_sum,
         }
     )
     found["before init"] = before_init
