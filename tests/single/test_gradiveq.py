@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import (
     DGCCompressor,
+    FP16Compressor,
     GradiVeQCompressor,
     NoneCompressor,
     NonFiniteGradientError,
@@ -159,6 +160,27 @@ def test_with_feedback_the_sum_over_ranks_loses_nothing(sampling, average):
         total = world.step(flat)[0]
         there = before + sum(g.double() for g in flat)
         torch.testing.assert_close(kept() + share * total.double(), there, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("ops", [TorchOps(), TensorFlowOps()], ids=["torch", "tensorflow"])
+def test_with_feedback_what_half_precision_rounds_off_is_kept(ops):
+    """One rank at a time has a gradient, so the sum of halves is exact."""
+    compressor = GradiVeQCompressor(
+        ratio=6, feedback=True, sampling=FP16Compressor(), **{**SHORT, "warmup_steps": 5}
+    )
+    world = World(compressor, ops, layout_of(compressor), RANKS, average=False)
+    make = torch.from_numpy if isinstance(ops, TorchOps) else tf.constant
+    for step in range(9):
+        given = gradients(step)
+        flat = [world.flat([make(x * (r == step % RANKS)) for x in g]) for r, g in enumerate(given)]
+        before, there = (
+            sum(np.asarray(x, np.float64) for x in some)
+            for some in ([s.r for s in world.states], flat)
+        )
+        total = np.asarray(world.step(flat)[0], np.float64)
+        kept = sum(np.asarray(s.r, np.float64) for s in world.states)
+        np.testing.assert_allclose(kept + total, before + there, rtol=0, atol=1e-6)
+    assert np.abs(kept).max() > 1e-4
 
 
 def test_bytes_of_a_cycle_equal_the_formula():
