@@ -642,11 +642,13 @@ def test_deflated_indices_come_back(size, share, seed, turn):
 
 def test_deflated_indices_that_do_not_fit_wait_in_turn():
     steps = struct.pack("<100I", *range(1000, 1100))
-    data = _deflated(steps, 60)
+    data = _deflated(struct.pack("<I", 60) + steps)
     assert len(data) == 60
     (count,) = struct.unpack("<I", data[:4])
-    assert 0 < count < 100 and _inflated(data, 100)[: 4 * count] == steps[: 4 * count]
-    assert _inflated(b"\xff" * 60, 5) == bytes(20), "what is damaged is nothing"
+    back = _inflated(struct.pack("<I", 100) + data)
+    assert 0 < count < 100 and back[: 4 * count] == steps[: 4 * count]
+    damaged = struct.pack("<I", 5) + b"\xff" * 60
+    assert _inflated(damaged) == bytes(20), "what is damaged is nothing"
 
 
 @given(seed=st.integers(0, 2**16), share=st.sampled_from([0.1, 0.4, 1.0]))
