@@ -199,6 +199,7 @@ class GradiVeQCompressor(Compressor):
     feedback: bool = False
 
     algorithm = 17
+    state_format = 2  # the samples of all slices in turn, and their energy
 
     def __post_init__(self) -> None:
         for name, low in (("slice_size", 1), ("reuse", 1)):
