@@ -528,6 +528,9 @@ def test_pytorch_knows_what_its_modules_are():
     class Own(torch.nn.Conv2d):
         pass
 
+    class Mixed(torch.nn.Bilinear):
+        pass
+
     model = torch.nn.Sequential(
         torch.nn.Conv1d(4, 8, 3),
         torch.nn.ConvTranspose2d(3, 5, 2),
@@ -535,24 +538,33 @@ def test_pytorch_knows_what_its_modules_are():
         Own(3, 4, 3),
         Odd(),
         torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv2d(2, 3, 3)),
+        Mixed(4, 5, 6),
     )
     found = {layer[0]: convolves(layer) for layer in layers_of(list(model.named_parameters()))}
     weight = "5.parametrizations.weight.original1"
     assert {name for name, kernel in found.items() if kernel} >= {
         *("0.weight", "1.weight", "3.weight", "4.filters", weight),
     }
-    assert not any(found[name] for name in ("2.weight", "4.pos_embed", "0.bias", "2.bias"))
+    assert not any(
+        found[name] for name in ("2.weight", "4.pos_embed", "0.bias", "2.bias", "6.weight")
+    )
 
 
 def test_keras_knows_what_its_layers_are():
     keras = pytest.importorskip("keras", minversion="3")
     from hvd_gradcomp.tensorflow.tape import named_layers
 
+    class Folded(keras.layers.EinsumDense):
+        pass
+
+    class Own(keras.layers.Conv1D):
+        pass
+
     inputs = keras.Input((6, 8))
     x = keras.layers.Conv1D(16, 3, name="features")(inputs)
     x = keras.layers.MultiHeadAttention(2, 8, name="mixed")(x, x)
-    x = keras.layers.EinsumDense("abc,cde->abde", (None, 2, 5), name="folded")(x)
-    outputs = keras.layers.TimeDistributed(keras.layers.Conv1D(4, 2, padding="same"))(x)
+    x = Folded("abc,cde->abde", (None, 2, 5), name="projected")(x)
+    outputs = keras.layers.TimeDistributed(Own(4, 2, padding="same"))(x)
     model = keras.Model(inputs, outputs)
     layers = named_layers(model.trainable_variables)
     kernels = [name for name, *_ in filter(convolves, layers)]
