@@ -57,6 +57,8 @@ class Compressor(ABC):
         max_bucket: the most elements that a bucket may have.
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
         whole_model: all layers share one bucket, so nothing is sent before the last gradient.
+        state_format: of a saved state; another where it holds other tensors, or they mean something
+            else.
         runs: whether it has programs of its own; a partition only chooses among others.
         adds_up: whether it does nothing but to add up gradients, or what they are cast to.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
@@ -69,6 +71,7 @@ class Compressor(ABC):
     max_bucket: ClassVar[int] = 1 << 31
     native_dtypes: ClassVar[frozenset[str]] = frozenset({"float32"})
     whole_model: ClassVar[bool] = False
+    state_format: ClassVar[int] = 1
     runs: ClassVar[bool] = True
     adds_up: ClassVar[bool] = False
     uses_moments: ClassVar[bool] = False
@@ -235,7 +238,7 @@ class _Brief(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = getattr(node.func, "id", "")
-        of_class = next((cls for cls in _kinds(Compressor) if cls.__name__ == name), None)
+        of_class = next((cls for cls in kinds(Compressor) if cls.__name__ == name), None)
         known = getattr(of_class, "__dataclass_fields__", {})
         defaults = {key: repr(field.default) for key, field in known.items()}
         node.keywords = [
@@ -246,9 +249,10 @@ class _Brief(ast.NodeTransformer):
         return node
 
 
-def _kinds(cls: type) -> list[type]:
-    below: list[type] = cls.__subclasses__()
-    return [cls, *(kind for one in below for kind in _kinds(one))]
+def kinds(cls: type[Any]) -> list[type[Any]]:
+    """A class and all that are derived from it."""
+    below: list[type[Any]] = cls.__subclasses__()
+    return [cls, *(kind for one in below for kind in kinds(one))]
 
 
 def brief(text: str) -> str:

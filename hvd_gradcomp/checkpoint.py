@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from hvd_gradcomp import messages
-from hvd_gradcomp.aggregator import Compressor, brief, is_replicated
+from hvd_gradcomp.aggregator import Compressor, brief, is_replicated, kinds
 from hvd_gradcomp.layout import Layout
 
 FORMAT = 3
@@ -235,6 +235,13 @@ def _broadcast(ranks: Ranks, data: bytes, length: int) -> bytes:
     return b"".join(pieces)
 
 
+def formats(compressor: Compressor) -> dict[str, int]:
+    """The formats of what a compressor and its parts keep, by class, where it is not the first."""
+    text = repr(compressor)
+    found = {c.__name__: c.state_format for c in kinds(Compressor) if f"{c.__name__}(" in text}
+    return {name: number for name, number in found.items() if number > 1}
+
+
 def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]) -> None:
     """Whether a saved exchange is one of this compressor and these buckets.
 
@@ -253,6 +260,13 @@ def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]
             "it is of another compressor. Use the same compression= to resume: it was made with "
             f"{brief(saved['compressor'])}, here is {compressor}"
         )
+    for name, here in formats(compressor).items():
+        then = saved.get("formats", {}).get(name, 1)
+        if then != here:
+            raise CheckpointError(
+                f"what {name} keeps is in format {then}, this version reads {here}: resume with "
+                "the version of hvd_gradcomp that saved it, or begin anew"
+            )
     if [b["digest"] for b in saved["buckets"]] != [layout.digest for layout in layouts]:
         old = {name for b in saved["buckets"] for name in b["names"]}
         new = {name for layout in layouts for name in layout.names}

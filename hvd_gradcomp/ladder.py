@@ -9,7 +9,8 @@ and then to what was needed at most in that time. What does not fit stays in the
 The top rung is *dense*: everything fits. There is one small code for each element, and no index;
 or, where gathering these would bring a rank more bytes, what is sent is *summed* on the way: an
 allreduce of float32, whose bytes hardly grow with the number of ranks. So the rungs depend on how
-many ranks there are. Rung i has one capacity for all numbers of ranks that have it.
+many ranks there are. Rung i has one capacity for all numbers of ranks that have it. Where the
+largest capacity holds all that may be sent, as EGC's does, no rung but a summed one is dense.
 """
 
 from __future__ import annotations

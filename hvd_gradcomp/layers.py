@@ -16,6 +16,30 @@ _NO_CONVOLUTION = re.compile(
 )
 
 
+# Where frameworks define layers, and those there that others are made of and compute nothing.
+_FRAMEWORKS = ("torch.nn.", "keras.src.layers.", "keras.layers.")
+_OPEN = {
+    *("torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.utils.parametrize"),
+    "keras.src.layers.layer",
+}
+
+
+def convolving(kind: type) -> bool | None:
+    """Whether a layer of this class convolves with its weights; None of a class of a user's own.
+
+    What is derived from a framework's layer is what that is.
+
+    >>> convolving(int) is None
+    True
+    """
+    known = [
+        cls.__name__
+        for cls in kind.__mro__
+        if cls.__module__.startswith(_FRAMEWORKS) and cls.__module__ not in _OPEN
+    ]
+    return any(re.search(r"Conv(\d|Nd)", name) for name in known) if known else None
+
+
 class Weight(tuple[str, Sequence[int], str]):
     """A `Layer` of which the frontend knows what it belongs to.
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Sequence, Set
 from math import gcd, isfinite, log, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -280,8 +280,9 @@ class Probe:
 
     Of each layer `sample` elements at most are looked at, one in so many, with a step that has no
     factor in common with the layer's size, so that it does not keep to one filter. Convolutions
-    (three to five axes, and no name that speaks of attention, embeddings or experts; `convolutions`
-    of them, spread over the depth) are also recorded, over `history` probed steps: two neighbouring
+    (by the class of the layer, where the frontend knows it, otherwise three to five axes and no
+    name that speaks of attention, embeddings or experts; `convolutions` of them, spread over the
+    depth) are also recorded, over `history` probed steps: two neighbouring
     slices, flattened as in GradiVeQ, filters next to each other, then depth, then places.
 
     The figures of a reading:
@@ -302,7 +303,7 @@ class Probe:
     * age loss: the same basis, applied to the newer half of the first slices.
 
     Args:
-        layers: name and shape of each, in one order on all ranks.
+        layers: name and shape of each, in one order on all ranks; or `Layer`s.
         every: a step in so many is probed, the first one too; smaller costs more.
         sample: elements of a layer; more cost more and lower the bias of the information.
         bins: of the histograms; of the joint one the square.
@@ -352,7 +353,8 @@ class Probe:
         self.corrected, self.keep, self.filters_last = corrected, keep, filters_last
         self._validate()
         self.readings: list[Reading] = []
-        self._plans = self._planned([(layer[0], tuple(layer[1])) for layer in layers])
+        kernels = {one[0] for one in layers if convolves(one if len(one) == 3 else (*one, ""))}
+        self._plans = self._planned([(one[0], tuple(one[1])) for one in layers], kernels)
         self._kept: deque[int] = deque()  # readings of each probed step
         self._state: tuple[Tensor, Tensor] | None = None  # r, v; float32 [samples of all layers]
         self._rows: list[deque[tuple[int, Tensor]]] = [deque(maxlen=history) for _ in self._plans]
@@ -381,7 +383,7 @@ class Probe:
                 f"{self.slice_sizes!r}"
             )
 
-    def _planned(self, layers: list[tuple[str, tuple[int, ...]]]) -> list[_Plan]:
+    def _planned(self, layers: list[tuple[str, tuple[int, ...]]], kernels: Set[str]) -> list[_Plan]:
         names = [name for name, _ in layers]
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -395,7 +397,7 @@ class Probe:
         sliced = {
             name: tuple(sorted({m for m in self.slice_sizes if 2 * m <= prod(shape)}))
             for name, shape in layers
-            if convolves((name, shape, ""))
+            if name in kernels
         }
         able = [name for name in names if sliced.get(name)]
         few = min(self.convolutions, len(able))

@@ -44,7 +44,9 @@ class DGCCompressor(MomentumCorrected):
         index_coding: "delta", packed, or "int32", plain.
 
     Differs from the paper: the selection is exact, not by a sampled threshold; zeros are not sent;
-    no warm-up unless asked for.
+    no warm-up unless asked for; `clip_norm` bounds the norm of each layer by itself, where the
+    paper's local clipping (section 3.2) bounds that of all gradients together, since buckets are
+    compressed as they come. A model of L layers may so have sqrt(L) times the paper's norm.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or the warm-up has no length.

@@ -1,4 +1,4 @@
-"""Entropy-based gradient compression (003): how much of a layer is sent follows its entropy."""
+"""Entropy-based gradient compression (Kuang, Chen, Xiao, Wu 2019; 003)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hvd_gradcomp import validate
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.codecs.sparse import Memory
-from hvd_gradcomp.ladder import LadderState
+from hvd_gradcomp.ladder import Ladder, LadderState
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -26,7 +26,7 @@ class EGCState(NamedTuple):
 
 @dataclass(frozen=True)
 class EGCCompressor(MomentumCorrected):
-    """Sends `n * H / K` elements of each layer, the largest (003, Algorithm 1 and section III).
+    """Sends `n * H / K` elements of each layer, the largest (003, section IV.A, Algorithm 1).
 
     `H` is the entropy, in bits, of the histogram of the layer's gradient over `bins` equal bins
     between its smallest and largest element; it is taken anew every `entropy_interval` steps. Each
@@ -34,9 +34,11 @@ class EGCCompressor(MomentumCorrected):
     are sent, and `r = u = 0` there.
 
     What travels: float32 values and packed indices, by allgather; about
-    `4 + (log2(K/H) + 3) / 8` bytes an element sent. A payload has room for the largest entropy,
-    `log2(bins)`. Where that would bring a rank more than dense gradients, 4 bytes an element of the
-    bucket, by allreduce. State: `r` and `u`, 8 bytes an element.
+    `4 + (log2(K/H) + 3) / 8` bytes an element that there is room for. The room follows the entropy:
+    it is the smallest of a ladder, four to an octave and 16 elements at least, that holds what each
+    rank has to send. Where it grows, what has no room waits for the next step; where it shrinks,
+    payloads do so 16 steps later. Where gathering would bring a rank more than dense gradients,
+    4 bytes an element of the bucket, by allreduce. State: `r` and `u`, 8 bytes an element.
 
     Args:
         K: the density is `H / K`; positive; larger sends less. The paper recommends 1024.
@@ -49,9 +51,11 @@ class EGCCompressor(MomentumCorrected):
         masking: also stop the velocity of what was sent.
         index_coding: "delta", packed, or "int32", plain.
 
+    Residual and momentum correction are those of section IV.C, which takes them from DGC.
+
     Differs from the paper: a constant layer (`H = 0`) still sends one element; the entropy is
-    refreshed by steps and not by epochs; the selection is exact. The paper's learning-rate
-    correction is `hvd_gradcomp.torch.EGCScheduler` and the Keras callback `EGCLearningRate`.
+    refreshed by steps and not by epochs. The paper's learning-rate correction (section IV.B) is
+    `hvd_gradcomp.torch.EGCScheduler` and the Keras callback `EGCLearningRate`.
 
     Raises:
         ValueError: a hyper-parameter is out of range.
@@ -80,6 +84,14 @@ class EGCCompressor(MomentumCorrected):
 
     def count(self, size: int) -> int:
         return min(size, max(1, int(size * log2(self.bins) / self.K + 0.5)))
+
+    def capacities(self, layout: Layout) -> tuple[int, ...]:
+        most = self.capacity(layout)
+        rungs = Ladder.up_to(most).capacities
+        return (*(room for room in rungs if room >= len(layout.names)), most)
+
+    def rung_changes(self, state: Any) -> int:
+        return int(state.ladder.changes)
 
     def init(self, ops: Ops, layout: Layout) -> EGCState:
         memory, ladder, sent, hint = super().init(ops, layout)
@@ -119,31 +131,31 @@ def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> 
     elements = ops.arange(block)
     own = elements < ops.reshape(ops.words(used), (-1, 1))
 
-    def largest(x: Tensor) -> Tensor:
+    rows = ops.reshape(gradient, (-1, block))
+    cut = ops.gather(gradient, ops.reshape(edge * block + elements, (-1,)))
+    cut = ops.reshape(cut, (-1, block))
+
+    def largest(of_blocks: Tensor, items: Tensor) -> Tensor:
         """Of each layer; the bits of a float32 order like integers, once their sign is folded."""
-        cut = ops.gather(x, ops.reshape(edge * block + elements, (-1,)))
-        cut = ops.where(own, ops.reshape(cut, (-1, block)), float("-inf"))
-        most = ops.max(ops.reshape(x, (-1, block)), -1)
-        bits = ops.float_bits(ops.put(most, ops.words(ends), ops.max(cut, -1)))
+        of_ends = ops.max(ops.where(own, items, float("-inf")), -1)
+        bits = ops.float_bits(ops.put(of_blocks, ops.words(ends), of_ends))
         folded = ops.where(bits >= 1 << 31, (1 << 32) - 1 - bits, bits + (1 << 31))
         top = ops.segment_max(folded, table, layers)
         return ops.bits_float(ops.where(top >= 1 << 31, top - (1 << 31), (1 << 32) - 1 - top))
 
-    high, low = largest(gradient), 0.0 - largest(0.0 - gradient)
-    span = high - low
-    step = ops.where(span > 0, bins / ops.where(span > 0, span, 1.0), 0.0)
-    rows = ops.reshape(gradient, (-1, block)) - ops.reshape(ops.gather(low, table), (-1, 1))
-    place = ops.scale(rows, ops.reshape(ops.gather(step, table), (-1, 1)))  # [blocks, block]
-    place_of_zero = ops.scale(0.0 - low, step)  # [layers]
+    high = largest(ops.max(rows, -1), cut)
+    low = 0.0 - largest(0.0 - ops.min(rows, -1), 0.0 - cut)
+    width = (high - low) / ops.full((layers,), bins, "float32")
     sizes = ops.words(layout.sizes)
     starts = [offset // block for offset in layout.offsets]
     padding = ops.words([block * (b - a) for a, b in zip(starts, [*starts[1:], last + 1])]) - sizes
     above, entropy = sizes, ops.cast(sizes * 0, "float64")
     for upper in range(1, bins + 1):
         if upper < bins:
-            flags = ops.cast(place >= upper, "float32")  # whose sums over a block are exact
-            beyond = ops.segment_sum(ops.cast(ops.sum(flags, -1), "int64"), table, layers)
-            beyond = beyond - padding * ops.cast(place_of_zero >= upper, "int64")
+            first = low + ops.times(width, float(upper))  # of the bin
+            flags = rows >= ops.reshape(ops.gather(first, table), (-1, 1))
+            beyond = ops.segment_sum(ops.count(flags), table, layers)
+            beyond = beyond - padding * ops.cast(first <= 0.0, "int64")
         else:
             beyond = sizes * 0
         share = ops.cast(above - beyond, "float64") / ops.cast(sizes, "float64")

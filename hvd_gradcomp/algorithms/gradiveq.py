@@ -19,6 +19,7 @@ from hvd_gradcomp import ops as verbs
 from hvd_gradcomp.aggregator import Compressor, Context, Program
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
+from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.pca import Components, components, dimension
 from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
 from hvd_gradcomp.codecs.sparse import Residual
@@ -162,7 +163,8 @@ class GradiVeQCompressor(Compressor):
             of `r` to each gradient that is compressed. Since a basis never takes what it leaves
             out, `r` grows through a cycle and drains into the next one's basis; all of it at once
             would throw the model off. Sampling sends nothing of `r`; what the codes of QSGD or
-            TernGrad miss there is added to it (what FP16 rounds off is not).
+            TernGrad miss there is added to it, and what FP16 rounds off on each rank (not what it
+            rounds off in their sum: that no rank knows).
 
     Differs from the paper: samples come from all slices that share a basis, not from the first
     only, and each sampling step counts alike, whatever its energy. So 25 samples are enough, and
@@ -197,6 +199,7 @@ class GradiVeQCompressor(Compressor):
     feedback: bool = False
 
     algorithm = 17
+    state_format = 2  # the samples of all slices in turn, and their energy
 
     def __post_init__(self) -> None:
         for name, low in (("slice_size", 1), ("reuse", 1)):
@@ -406,8 +409,14 @@ class GradiVeQCompressor(Compressor):
             keeping = Keeping(between).aggregate(ops, context, gradient, Residual(state.r))
             total, kept = yield from keeping
             return total, state._replace(r=kept.r)
+        r = state.r
+        if self.feedback and isinstance(between, LinearCompressor) and between.itemsize < 4:
+            there = between.decode(ops, context.layout, between.encode(ops, gradient))
+            missed = gradient - there
+            # What is not finite is found in the sum.
+            r = r + ops.where(missed - missed == 0, missed, 0.0)
         total, inner = yield from between.aggregate(ops, context, gradient, state.sampling)
-        return total, state._replace(sampling=inner)
+        return total, state._replace(sampling=inner, r=r)
 
     def _recorded(self, ops: Ops, layout: Layout, total: Tensor, row: Any, state: Any) -> Any:
         """The state with some slices of each basis of this step's result, and their energy."""

@@ -191,7 +191,7 @@ class Deflate(IndexCoding):
         index = ops.gather(index, place)
         before = ops.concat((ops.full((1,), 0), index[:-1]))
         steps = (index - before + layout.size) % layout.size
-        data = ops.map_bytes(lambda x: _deflated(x, room), ops.to_bytes(steps, "uint32"))
+        data = ops.map_bytes(_deflated, _told(ops, room, ops.to_bytes(steps, "uint32")))
         data = ops.reshape(data, (room,))
         count = ops.from_bytes(data[:4], "uint32")
         return (
@@ -204,15 +204,21 @@ class Deflate(IndexCoding):
         self, ops: Ops, layout: Layout, payload: Mapping[str, Tensor], capacity: Any
     ) -> Tensor:
         data = payload["deflated"]
-        steps = ops.map_bytes(lambda x: _inflated(x, capacity), data)
+        steps = ops.map_bytes(_inflated, _told(ops, capacity, data))
         steps = ops.from_bytes(ops.reshape(steps, (4 * capacity,)), "uint32")
         count = ops.from_bytes(data[:4], "uint32")
         index = ops.cumsum(steps) % layout.size
         return ops.where(ops.arange(capacity) < count, index, layout.sink)
 
 
-def _deflated(steps: bytes, room: int) -> bytes:
-    """How many fit, and those, in exactly so many bytes."""
+def _told(ops: Ops, number: Any, data: Tensor) -> Tensor:
+    """Bytes behind a number, which a graph may know only when it runs."""
+    return ops.concat((ops.to_bytes(ops.words((number,)), "uint32"), data))
+
+
+def _deflated(told: bytes) -> bytes:
+    """Of room and differences: how many fit, and those, in exactly so many bytes."""
+    (room,), steps = struct.unpack("<I", told[:4]), told[4:]
     count = len(steps) // 4
     while True:
         deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
@@ -225,8 +231,9 @@ def _deflated(steps: bytes, room: int) -> bytes:
         count = min(count - 1, count * (room - 4) // len(stream))
 
 
-def _inflated(data: bytes, capacity: int) -> bytes:
-    """The inverse, filled up with zeros; none of a stream that is damaged."""
+def _inflated(told: bytes) -> bytes:
+    """The inverse of capacity and bytes, filled up with zeros; none of a stream that is damaged."""
+    (capacity,), data = struct.unpack("<I", told[:4]), told[4:]
     try:
         planes = zlib.decompressobj(-15).decompress(data[4:], 4 * capacity)
     except zlib.error:

@@ -12,8 +12,9 @@ the first step) are scanned again: small ones whole, others with a bound from a 
 once more below where the sample misled. Elements as large as the k-th are taken in turn, so that no
 place is preferred: those at `step * k` and after come first.
 
-Zeros are never sent. Payload: float32 values and coded indices, of a fixed size; where gathering
-these would bring a rank more bytes than an allreduce of the bucket, they are summed instead.
+Zeros are never sent. Payload: float32 values and coded indices, of a fixed size, or of one of a few
+sizes where the number of elements changes; where gathering these would bring a rank more bytes than
+an allreduce of the bucket, they are summed instead.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import takewhile
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -103,29 +105,60 @@ class LargestCompressor(SparseCompressor):
         return _most_of(self, layout)
 
     def capacity(self, layout: Layout) -> int:
-        """Elements that a payload holds."""
+        """Elements that a payload holds, at most."""
         return sum(self.most(layout))
 
-    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
-        if self.body_bytes(layout) > most_gathered(4.0 * layout.elements, ranks):
-            return Ladder((), summed=True)
-        return Ladder((self.capacity(layout),))
+    def capacities(self, layout: Layout) -> tuple[int, ...]:
+        """Elements that a payload may have room for, ascending; the last is the most."""
+        return (self.capacity(layout),)
 
-    def parts(self, layout: Layout) -> dict[str, wire.Part]:
-        """The body of a payload."""
-        capacity = self.capacity(layout)
+    def capacity_of(self, layout: Layout, rung: Rung | None) -> Any:
+        """Elements that a payload has room for on a rung; the most, where no rung is given."""
+        capacities = self.capacities(layout)
+        if rung is None or rung.dense is True or len(capacities) == 1:
+            return capacities[-1]
+        return rung.capacity
+
+    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
+        most = most_gathered(4.0 * layout.elements, ranks)
+        capacities, sizes = self.capacities(layout), _sizes_of(self, layout)
+        fit = sum(1 for _ in takewhile(lambda size: size <= most, sizes))
+        return Ladder(capacities[:fit], summed=fit < len(capacities))
+
+    def parts(self, layout: Layout, capacity: int | None = None) -> dict[str, wire.Part]:
+        """The body of a payload with so much room; with the most, where none is given."""
+        capacity = self.capacity(layout) if capacity is None else capacity
         return {
             **self.coding.parts(layout, capacity),
             "values": wire.Part("float32", capacity),
         }
 
-    def form(self, layout: Layout) -> Form | None:
+    def parts_of(self, ops: Ops, layout: Layout, capacity: Any) -> dict[str, wire.Part]:
+        """The same of one of `capacities`, which may be a scalar in a graph."""
+        if isinstance(capacity, int):
+            return self.parts(layout, capacity)
+        capacities = self.capacities(layout)
+        place, by_capacity = ops.bisect(capacities, capacity), _parts_of(self, layout)
+        return {
+            name: part._replace(count=ops.choice([x[name].count for x in by_capacity], place))
+            for name, part in by_capacity[0].items()
+        }
+
+    def form(self, ops: Ops, layout: Layout, capacity: Any) -> Form | None:
         """Where the parts lie in a body; None where there are no passes for it."""
-        return _form_of(self, layout)
+        if isinstance(capacity, int):
+            return _form_of(self, layout, capacity)
+        return self._form(self.parts_of(ops, layout, capacity))
+
+    def _form(self, parts: dict[str, wire.Part]) -> Form | None:
+        places = self.coding.places(parts)
+        if places is None:
+            return None
+        values = wire.starts(parts)["values"]
+        return Form(wire.body_bytes(parts), parts["values"].count, values, places)
 
     def body_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
-        del rung  # all have the same
-        return int(wire.body_bytes(self.parts(layout)))
+        return int(wire.body_bytes(self.parts(layout, self.capacity_of(layout, rung))))
 
     def payload_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
         return super().payload_bytes(layout, rung or Rung(0, self.capacity(layout), False))
@@ -136,7 +169,8 @@ class LargestCompressor(SparseCompressor):
         return count * (4 + self.coding.bits(size, count) / 8)
 
     def init(self, ops: Ops, layout: Layout) -> Any:
-        memory, ladder, sent = super().init(ops, layout)
+        memory, _, sent = super().init(ops, layout)
+        ladder = self.ladder(layout).init(ops, rung=len(self.capacities(layout)) - 1)
         return LargestState(memory, ladder, sent, self.unknown(ops, layout))
 
     def unknown(self, ops: Ops, layout: Layout) -> Tensor:
@@ -156,31 +190,44 @@ class LargestCompressor(SparseCompressor):
         state: Any,
         moment: Tensor | None = None,
     ) -> tuple[Encoded, Any]:
-        del rung, moment
-        quota, state = self.quota(ops, layout, step, gradient, state)
-        scope = Scope(layout, self.of_model)
-        if ops.largest_passes is not None and self.rule is not None and self.form(layout):
-            return self._encode_in_passes(ops, scope, step, quota, gradient, state)
+        del moment
+        wanted, state = self.quota(ops, layout, step, gradient, state)
+        scope, capacity = Scope(layout, self.of_model), self.capacity_of(layout, rung)
+        quota = wanted if len(self.capacities(layout)) == 1 else _within(ops, wanted, capacity)
+        if ops.largest_passes is not None and self.rule is not None:
+            form = self.form(ops, layout, capacity)
+            if form is not None:
+                numbers = step, quota, ops.sum(wanted)
+                return self._encode_in_passes(ops, scope, form, *numbers, gradient, state)
         found, memory = self.collected(ops, scope, gradient, state)
-        parts, index, values, hint = self.select(ops, scope, step, memory[0], quota, found)
+        chosen = self.select(ops, scope, step, memory[0], quota, found, rung)
+        parts, index, values, hint = chosen
         parts["values"] = values = ops.bits_float(values)
-        body = wire.pack_body(ops, self.parts(layout), parts)
+        body = wire.pack_body(ops, self.parts_of(ops, layout, capacity), parts)
         real = ops.cast(index < layout.sink, "int64")
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
         held = self.held(ops, memory, index, values)
         memory = self.settled(ops, self.settle(ops, memory, index))
-        encoded = Encoded(body, ops.sum(real), ops.sum(quota), held)
+        encoded = Encoded(body, ops.sum(real), ops.sum(wanted), held)
         sent = state.sent + per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=hint)
 
     def _encode_in_passes(
-        self, ops: Ops, scope: Scope, step: int, quota: Tensor, gradient: Tensor, state: Any
+        self,
+        ops: Ops,
+        scope: Scope,
+        form: Form,
+        step: int,
+        quota: Tensor,
+        wanted: Tensor,
+        gradient: Tensor,
+        state: Any,
     ) -> tuple[Encoded, Any]:
         layout = scope.layout
         written = ops.largest_passes.write(
             self.rule,
             scope,
-            self.form(layout),
+            form,
             step,
             quota,
             ops.words(scope.slack(self.most(layout))),
@@ -188,7 +235,6 @@ class LargestCompressor(SparseCompressor):
             state.memory,
             gradient,
         )
-        wanted = ops.sum(quota)
         encoded = Encoded(written.body, written.sent, wanted, settle=written.settle)
         memory, sent = type(state.memory)(*written.memory), state.sent + written.per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=written.hint)
@@ -221,16 +267,18 @@ class LargestCompressor(SparseCompressor):
         r: Tensor,
         quota: Tensor,
         found: Tensor | None,
+        rung: Rung | None = None,
     ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
         """The k largest |r|: parts that say which, indices, bits of the values, the next hint.
 
         Args:
             found: indices of all elements beyond some bound; None to look for them here.
+            rung: how much room there is; None for the most.
         """
-        layout = scope.layout
+        layout, capacity = scope.layout, self.capacity_of(scope.layout, rung)
         selection, code, hint = largest(ops, scope, r, quota, self.most(layout), step, found)
-        sent = selection.cut(code, self.capacity(layout), step)
-        given = self.parts(layout)
+        sent = selection.cut(code, capacity, step)
+        given = self.parts_of(ops, layout, capacity)
         parts, index, place = self.coding.encode(ops, layout, given, sent.index, step)
         values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
         return parts, index, values, hint
@@ -244,13 +292,12 @@ class LargestCompressor(SparseCompressor):
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
-        del rung
-        form = self.form(layout)
+        capacity = self.capacity_of(layout, rung)
+        form = self.form(ops, layout, capacity)
         if ops.largest_passes is not None and form is not None:
             return ops.largest_passes.add(layout, form, bodies, weights, room)
-        payload = wire.unpack_body(ops, self.parts(layout), bodies)
+        payload = wire.unpack_body(ops, self.parts_of(ops, layout, capacity), bodies)
         values = payload.pop("values") * weights[:, None]  # [world, capacity]
-        capacity = self.capacity(layout)
         total = ops.clear(room)
         for rank in range(bodies.shape[0]):
             mine = {name: part[rank] for name, part in payload.items()}
@@ -265,13 +312,26 @@ def _most_of(compressor: LargestCompressor, layout: Layout) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _form_of(compressor: LargestCompressor, layout: Layout) -> Form | None:
-    parts = compressor.parts(layout)
-    places = compressor.coding.places(parts)
-    if places is None:
-        return None
-    values, size = wire.starts(parts)["values"], int(wire.body_bytes(parts))
-    return Form(size, compressor.capacity(layout), values, places)
+def _parts_of(compressor: LargestCompressor, layout: Layout) -> list[dict[str, wire.Part]]:
+    return [compressor.parts(layout, capacity) for capacity in compressor.capacities(layout)]
+
+
+@lru_cache(maxsize=1024)
+def _sizes_of(compressor: LargestCompressor, layout: Layout) -> list[int]:
+    return [int(wire.body_bytes(parts)) for parts in _parts_of(compressor, layout)]
+
+
+@lru_cache(maxsize=4096)
+def _form_of(compressor: LargestCompressor, layout: Layout, capacity: int) -> Form | None:
+    return compressor._form(compressor.parts(layout, capacity))
+
+
+def _within(ops: Ops, quota: Tensor, capacity: Any) -> Tensor:
+    """What of a quota has room: one of each group, and of the rest all groups the same share."""
+    one = ops.minimum(quota, 1)
+    total, least = ops.sum(quota), ops.sum(one)
+    share = (quota - one) * (capacity - least) // ops.maximum(total - least, 1)
+    return ops.where(total > capacity, one + share, quota)
 
 
 class Scope:

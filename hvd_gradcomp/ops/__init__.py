@@ -207,6 +207,9 @@ class Ops(Composites, ABC):
     def max(self, x: Tensor, axis: int | None = None) -> Tensor: ...
 
     @abstractmethod
+    def min(self, x: Tensor, axis: int) -> Tensor: ...
+
+    @abstractmethod
     def cumsum(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod

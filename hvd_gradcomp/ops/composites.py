@@ -51,6 +51,10 @@ class Composites:
         """x where it is positive, `slope * x` elsewhere."""
         return self.where(x > 0, x, x * slope)
 
+    def count(self: Any, flags: Tensor) -> Tensor:
+        """How many of fewer than 2**24 flags are set along the last axis; int64."""
+        return self.cast(self.sum(self.cast(flags, "float32"), -1), "int64")
+
     # -- packing -----------------------------------------------------------------------------
     #
     # Bit by bit: 32 codes of b bits are b words of 32 bits, word j holding bit j of each. So any

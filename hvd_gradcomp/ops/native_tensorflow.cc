@@ -229,6 +229,7 @@ REGISTER_OP("GradcompWriteLargest")
     .Input("slack: int64")
     .Input("hint: float")
     .Input("turn: int64")
+    .Input("form: int64")
     .Output("body: uint8")
     .Output("sent: int64")
     .Output("per_layer: int64")
@@ -240,11 +241,9 @@ REGISTER_OP("GradcompWriteLargest")
     .Attr("masking: bool")
     .Attr("whole: bool")
     .Attr("strides: list(int)")
-    .Attr("form: list(int)")
     .BUCKET
-    .SHAPE(std::vector<int64_t> sizes, form; (void)c->GetAttr("sizes", &sizes).ok();
-           (void)c->GetAttr("form", &form).ok();
-           c->set_output(0, c->Vector(form.empty() ? InferenceContext::kUnknownDim : form[0]));
+    .SHAPE(std::vector<int64_t> sizes; (void)c->GetAttr("sizes", &sizes).ok();
+           c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
            c->set_output(1, c->Scalar());
            c->set_output(2, c->Vector(static_cast<int64_t>(sizes.size())));
            int fields = c->num_outputs() - 4; c->set_output(3, c->input(fields + 3));
@@ -254,8 +253,8 @@ REGISTER_OP("GradcompAddLargest")
     .Input("room: float")
     .Input("bodies: uint8")
     .Input("weights: float")
+    .Input("form: int64")
     .Output("total: float")
-    .Attr("form: list(int)")
     .BUCKET
     .SHAPE(c->set_output(0, c->input(0)));
 
@@ -937,36 +936,37 @@ class AddWords : public Words {
   }
 };
 
-// Base of what has the body of a number of elements. `form` is size, capacity and values of that
-// struct in rules.py, and its places.
+// Base of what has the body of a number of elements.
 class Largest : public OfBucket {
  public:
-  explicit Largest(OpKernelConstruction *c) : OfBucket(c) {
-    std::vector<int64_t> form;
-    OP_REQUIRES_OK(c, c->GetAttr("form", &form));
-    OP_REQUIRES(c, form.size() == 7, InvalidArgument("a form is 7 numbers, not ", form.size()));
-    bytes_ = form[0];
-    as_ = {form[1], form[3], form[4], form[5], form[6], form[2]};
-    auto fits = [&](int64_t first, int64_t items, int64_t each) {
-      return 0 <= first && first % 4 == 0 && 0 <= items && items <= where_.size * 2 &&
-             first + items * each <= bytes_;
-    };
-    bool packed = as_.blocks != 0;
-    OP_REQUIRES(c,
-                bytes_ % 4 == 0 && bytes_ < int64_t{1} << 40 &&
-                    fits(as_.values, as_.capacity, 4) &&
-                    fits(as_.index, packed ? as_.blocks : as_.capacity, packed ? 1 : 4) &&
-                    fits(packed ? as_.deltas : 0, packed ? as_.room : 0, 4) &&
-                    (!packed || as_.blocks == (as_.capacity + kGroup - 1) / kGroup),
-                InvalidArgument("the parts of the form do not fit together"));
-  }
+  using OfBucket::OfBucket;
 
  protected:
-  // Bytes of memory for the unpacked indices of so many bodies.
-  int64_t Unpacked(int64_t bodies) const { return 4 * kGroup * as_.blocks * bodies; }
+  // Reads the form of a body, and its bytes: size, capacity and values of that struct in rules.py,
+  // and its places. Whether they fit together.
+  bool Form(OpKernelContext *c, const Tensor &given, form *as, int64_t *bytes) {
+    if (!Has(c, "form", given, 7)) return false;
+    auto *n = given.flat<int64_t>().data();
+    int64_t size = *bytes = n[0], most = 2 * where_.size;
+    *as = {n[1], n[3], n[4], n[5], n[6], n[2]};
+    auto fits = [&](int64_t first, int64_t items, int64_t each) {
+      return 0 <= first && first % 4 == 0 && first <= size && 0 <= items && items <= most &&
+             first + items * each <= size;
+    };
+    bool packed = as->blocks != 0;
+    if (0 <= size && size % 4 == 0 && size < int64_t{1} << 40 && fits(as->values, as->capacity, 4) &&
+        fits(as->index, packed ? as->blocks : as->capacity, packed ? 1 : 4) &&
+        fits(packed ? as->deltas : 0, packed ? as->room : 0, 4) &&
+        (!packed || as->blocks == (as->capacity + kGroup - 1) / kGroup))
+      return true;
+    c->CtxFailure(InvalidArgument("the parts of the form do not fit together"));
+    return false;
+  }
 
-  form as_;
-  int64_t bytes_ = 0;
+  // Bytes of memory for the unpacked indices of so many bodies.
+  static int64_t Unpacked(const form &as, int64_t bodies) {
+    return 4 * kGroup * as.blocks * bodies;
+  }
 };
 
 class WriteLargest : public Largest {
@@ -992,11 +992,13 @@ class WriteLargest : public Largest {
   void Compute(OpKernelContext *c) override {
     const Tensor &gradient = c->input(fields_), &quota = c->input(fields_ + 1);
     const Tensor &slack = c->input(fields_ + 2), &hint = c->input(fields_ + 3);
-    int64_t turn = 0, groups = whole_ ? 1 : where_.layers;
+    int64_t turn = 0, bytes = 0, groups = whole_ ? 1 : where_.layers;
+    form as;
     float *fields[2] = {nullptr, nullptr};
     const float *before[2] = {nullptr, nullptr};
     if (!Number(c, "turn", c->input(fields_ + 4), &turn) || !Has(c, "quota", quota, groups) ||
         !Has(c, "slack", slack, groups) || !Has(c, "hint", hint, groups) ||
+        !Form(c, c->input(fields_ + 5), &as, &bytes) ||
         !Has(c, "gradient", gradient, where_.size) || !Memory(c, fields_, 4, before, fields))
       return;
     auto *k = quota.flat<int64_t>().data(), *more = slack.flat<int64_t>().data();
@@ -1004,12 +1006,12 @@ class WriteLargest : public Largest {
       OP_REQUIRES(c, 0 <= k[i] && k[i] <= where_.size && 0 <= more[i] && more[i] <= INT32_MAX,
                   InvalidArgument("quota and slack are numbers of elements"));
     Tensor *body = nullptr, *sent = nullptr, *per_layer = nullptr, *next = nullptr, counts, room;
-    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({bytes_}), &body));
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({bytes}), &body));
     OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({}), &sent));
     OP_REQUIRES_OK(c, c->allocate_output(2, TensorShape({where_.layers}), &per_layer));
     OP_REQUIRES_OK(c, c->allocate_output(3, TensorShape({groups}), &next));
     OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_INT64, TensorShape({groups}), &counts));
-    int64_t needed = 8 * where_.size + Unpacked(1);
+    int64_t needed = 8 * where_.size + Unpacked(as, 1);
     OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_UINT8, TensorShape({needed}), &room));
 
     auto *index = reinterpret_cast<uint32_t *>(room.flat<uint8_t>().data());
@@ -1025,8 +1027,8 @@ class WriteLargest : public Largest {
     largest_again(&of, r, k, more, &found, 1);
     int64_t chosen = largest_choose(&of, turn, k, &found, next->flat<float>().data(), 1);
     int64_t *layers = per_layer->flat<int64_t>().data(), total = 0;
-    largest_write(&where_, &as_, &found, chosen, turn, scratch, out, bytes_, layers);
-    largest_settle(&how_, &where_, &as_, out, scratch, r, u, 1);
+    largest_write(&where_, &as, &found, chosen, turn, scratch, out, bytes, layers);
+    largest_settle(&how_, &where_, &as, out, scratch, r, u, 1);
     for (int64_t i = 0; i < where_.layers; i++) total += layers[i];
     sent->scalar<int64_t>()() = total;
   }
@@ -1045,16 +1047,17 @@ class AddLargest : public Largest {
 
   void Compute(OpKernelContext *c) override {
     const Tensor &weights = c->input(2);
-    int64_t ranks = weights.NumElements();
+    int64_t ranks = weights.NumElements(), bytes = 0;
+    form as;
     Tensor copy, scratch;
-    if (!Has(c, "room", c->input(0), where_.size)) return;
-    const uint8_t *bodies = Bodies(c, c->input(1), ranks, bytes_, &copy);
+    if (!Has(c, "room", c->input(0), where_.size) || !Form(c, c->input(3), &as, &bytes)) return;
+    const uint8_t *bodies = Bodies(c, c->input(1), ranks, bytes, &copy);
     if (!c->status().ok()) return;
     OP_REQUIRES_OK(
-        c, c->allocate_temp(tensorflow::DT_UINT8, TensorShape({Unpacked(ranks)}), &scratch));
+        c, c->allocate_temp(tensorflow::DT_UINT8, TensorShape({Unpacked(as, ranks)}), &scratch));
     Sum sum(c, true);
     if (!sum.out) return;
-    int failed = largest_add(&where_, &as_, bodies, bytes_, ranks, Floats(weights),
+    int failed = largest_add(&where_, &as, bodies, bytes, ranks, Floats(weights),
                              reinterpret_cast<uint32_t *>(scratch.flat<uint8_t>().data()), sum.out,
                              1);
     OP_REQUIRES(c, failed != BEYOND, InvalidArgument(kBeyond));

@@ -88,7 +88,7 @@ class Collecting(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the indices of a payload lie in its body.
+    """Where the indices of a payload lie in its body; a graph may have scalars for numbers.
 
     Attributes:
         blocks: of packed differences; 0 for indices of 32 bits.
@@ -97,14 +97,14 @@ class Places(NamedTuple):
         deltas: bytes before the words.
     """
 
-    blocks: int
-    room: int
-    first: int
-    deltas: int
+    blocks: Any
+    room: Any
+    first: Any
+    deltas: Any
 
 
 class Form(NamedTuple):
-    """Where everything lies in the body of a `LargestCompressor`.
+    """Where everything lies in the body of a `LargestCompressor`; numbers as in `Places`.
 
     Attributes:
         size: bytes of the body.
@@ -113,7 +113,7 @@ class Form(NamedTuple):
         places: of the indices.
     """
 
-    size: int
-    capacity: int
-    values: int
+    size: Any
+    capacity: Any
+    values: Any
     places: Places

@@ -211,6 +211,9 @@ class TensorFlowOps(Ops):
     def max(self, x: Tensor, axis: int | None = None) -> Tensor:
         return tf.reduce_max(x, axis)
 
+    def min(self, x: Tensor, axis: int) -> Tensor:
+        return tf.reduce_min(x, axis)
+
     def cumsum(self, x: Tensor) -> Tensor:
         return tf.cumsum(x)
 

@@ -105,14 +105,16 @@ class TensorFlowLargestPasses:
             slack,
             hint,
             tf.cast(turn, tf.int64),
+            _flat(form),
             **how._asdict(),
             whole=scope.whole,
             strides=layout.strides,
-            form=_flat(form),
             **_bucket(layout),
         )
-        sent, per_layer, hint = written.sent, written.per_layer, written.next
-        return Written(written.body, sent, sent, per_layer, written.settled, hint=hint)
+        body, sent, per_layer, hint = written.body, written.sent, written.per_layer, written.next
+        if isinstance(form.size, int):
+            body = tf.ensure_shape(body, (form.size,))
+        return Written(body, sent, sent, per_layer, written.settled, hint=hint)
 
     def add(
         self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, room: Tensor
@@ -120,7 +122,7 @@ class TensorFlowLargestPasses:
         """`sum over ranks of weights[rank] * what the rank sent`; raises as words' does."""
         with _eager_errors():
             return self.native.gradcomp_add_largest(
-                room, bodies, weights, form=_flat(form), **_bucket(layout)
+                room, bodies, weights, _flat(form), **_bucket(layout)
             )
 
 
@@ -136,8 +138,11 @@ def _eager_errors() -> Iterator[None]:
         raise PayloadError(said) from None
 
 
-def _flat(form: Form) -> list[int]:
-    return [form.size, form.capacity, form.values, *form.places]
+def _flat(form: Form) -> Tensor:
+    numbers = (form.size, form.capacity, form.values, *form.places)
+    if all(isinstance(number, int) for number in numbers):
+        return tf.constant(numbers, tf.int64)
+    return tf.stack([tf.cast(number, tf.int64) for number in numbers])
 
 
 def _bucket(layout: Layout) -> dict[str, Any]:

@@ -40,6 +40,7 @@ _DTYPES = {
     "bool": torch.bool,
 }
 _WORD = 0xFFFFFFFF
+_EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight
 _TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
 
 
@@ -286,6 +287,9 @@ class TorchOps(Ops):
     def max(self, x: Tensor, axis: int | None = None) -> Tensor:
         return x.amax() if axis is None else x.amax(axis)
 
+    def min(self, x: Tensor, axis: int) -> Tensor:
+        return x.amin(axis)
+
     def cumsum(self, x: Tensor) -> Tensor:
         return torch.cumsum(x, 0)
 
@@ -449,6 +453,14 @@ class TorchOps(Ops):
 
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         return torch.nn.functional.leaky_relu(x, slope)
+
+    def count(self, flags: Tensor) -> Tensor:
+        if flags.shape[-1] % 8 or flags.shape[-1] > 8 * 255:
+            return super().count(flags)
+        # Eight flags are one word: words add up byte by byte, and then their bytes in pairs.
+        total = flags.view(torch.int64).sum(-1)
+        total = (total & _EVEN_BYTES) + (total >> 8 & _EVEN_BYTES)
+        return (total * _EACH_PAIR >> 48) & 0xFFFF
 
     def accumulate_square(self, x: Tensor, y: Tensor) -> Tensor:
         if self.native is None or self._lent is None:

@@ -244,6 +244,7 @@ def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays)
     return {
         "format": checkpoint.FORMAT,
         "compressor": repr(engine.compressor),
+        "formats": checkpoint.formats(engine.compressor),
         "steps": int(engine.steps),
         "hosts": engine.place and engine.place.hosts,
         "buckets": buckets,

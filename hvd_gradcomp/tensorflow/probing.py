@@ -13,6 +13,7 @@ from hvd_gradcomp import probe
 from hvd_gradcomp.collectives import Allreduce, Collective
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.tensorflow.engine import takes_part
+from hvd_gradcomp.tensorflow.tape import with_kernels
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 
@@ -52,7 +53,11 @@ class Probe(probe.Probe):
     ) -> None:
         if not horovod.is_initialized():
             raise ValueError("call hvd.init() before Probe(...)")
-        layers = list(zip(_layer_names(variables), (tuple(v.shape) for v in variables)))
+        named = [
+            (name, tuple(v.shape), tf.as_dtype(v.dtype).name)
+            for name, v in zip(_layer_names(variables), variables)
+        ]
+        layers = with_kernels(named, variables)
         super().__init__(layers, every, **{"filters_last": True, **options})
         if takes_part(process_set):
             self.require_pair(process_set.size())

@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.variance import weight_of_passes
-from hvd_gradcomp.layers import Layer, Weight
+from hvd_gradcomp.layers import Layer, Weight, convolving
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     TITLES,
@@ -335,7 +335,6 @@ def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = No
     """
     layers: list[Layer] = []
     seen: set[str] = set()
-    kernels = _kernels([s for s in sources if tf.TensorShape(s.shape).rank not in (None, 0, 1, 2)])
     for place, source in enumerate(sources):
         given = (names[place] if names else None) or getattr(source, "path", None)
         name = str(given or getattr(source, "name", None) or "source")
@@ -347,10 +346,18 @@ def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = No
         shape = tf.TensorShape(source.shape)
         if not shape.is_fully_defined():
             raise ValueError(f"{name} has shape {shape}; a fixed one is needed")
-        described = name, tuple(shape.as_list()), tf.as_dtype(source.dtype).name
+        layers.append((name, tuple(shape.as_list()), tf.as_dtype(source.dtype).name))
+    return with_kernels(layers, sources)
+
+
+def with_kernels(layers: Sequence[Layer], sources: Sequence[Any]) -> list[Layer]:
+    """The same, with what the Keras layer that holds each source makes of it, where one does."""
+    kernels = _kernels([s for s, (_, shape, _) in zip(sources, layers) if len(shape) > 2])
+    found: list[Layer] = []
+    for layer, source in zip(layers, sources):
         known = kernels.get(id(plain_variable(source)))
-        layers.append(described if known is None else Weight(*described, convolves=known))
-    return layers
+        found.append(layer if known is None else Weight(*layer, convolves=known))
+    return found
 
 
 @tf.autograph.experimental.do_not_convert  # it is called where a user's function is traced
@@ -369,13 +376,11 @@ def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
         kind = type(layer)
         if not issubclass(kind, keras.layers.Layer) or getattr(layer, "_layers", None):
             continue  # one that is made of layers holds what is theirs
-        convolution = any(re.search(r"Conv\d", cls.__name__) for cls in kind.__mro__)
-        if not convolution and not kind.__module__.startswith("keras."):
-            continue  # a user's own
-        for weight in getattr(layer, "weights", ()):
+        known = convolving(kind)
+        for weight in () if known is None else getattr(layer, "weights", ()):
             place = id(plain_variable(weight))
             if place in wanted:
-                found[place] = convolution or found.get(place, False)
+                found[place] = known or found.get(place, False)
     return found
 
 

@@ -32,6 +32,7 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
         "format": checkpoint.FORMAT,
         "mode": mode,
         "compressor": repr(engine.compressor),
+        "formats": checkpoint.formats(engine.compressor),
         "rank": engine.process_set.rank(),
         "size": engine.process_set.size(),
         "hosts": engine.place and engine.place.hosts,

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_gradcomp.aggregator import leaves
-from hvd_gradcomp.layers import Layer, Weight
+from hvd_gradcomp.layers import Layer, Weight, convolving
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.engine import Bucket
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have hooks
-_OPEN = {"torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.utils.parametrize"}
 
 
 def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Layer]:
@@ -49,18 +48,10 @@ def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
         if not issubclass(type(module), torch.nn.Module):
             continue
         for held in module.__dict__.get("_parameters", {}).values():
-            if id(held) not in wanted:
-                continue
-            if issubclass(type(module), torch.nn.modules.conv._ConvNd):
-                found[id(held)] = True
-            elif any(_says(cls.__module__) for cls in type(module).__mro__):
-                found.setdefault(id(held), False)
+            known = convolving(type(module)) if id(held) in wanted else None
+            if known is not None:
+                found[id(held)] = known or found.get(id(held), False)
     return found
-
-
-def _says(module: str) -> bool:
-    """Whether PyTorch's classes that are defined there compute something of their own."""
-    return module.startswith("torch.nn.") and module not in _OPEN
 
 
 def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:

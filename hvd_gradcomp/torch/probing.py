@@ -17,6 +17,7 @@ import torch
 from hvd_gradcomp import probe
 from hvd_gradcomp.collectives import Allreduce, Collective
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.torch.parameters import layers_of
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 _HOST = torch.device("cpu")
@@ -60,7 +61,7 @@ class Probe(probe.Probe):
         if not horovod.is_initialized():
             raise ValueError("call hvd.init() before Probe(...)")
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-        super().__init__([(name, tuple(p.shape)) for name, p in trained], every, **options)
+        super().__init__(layers_of(trained), every, **options)
         if _takes_part(process_set):
             self.require_pair(process_set.size())
         self.process_set = process_set

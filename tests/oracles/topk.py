@@ -95,10 +95,11 @@ class EGC(DGC):
         low, high = g.min(), g.max()
         if low == high:
             return 0.0
-        width = F(self.bins) / F(high - low)
+        width = F(high - low) / F(self.bins)
+        edges = [F(low + F(width * F(i))) for i in range(1, self.bins)]
         counts = [0] * self.bins
         for x in g:
-            counts[min(int(F(F(x - low) * width)), self.bins - 1)] += 1
+            counts[sum(x >= edge for edge in edges)] += 1
         shares = [c / len(g) for c in counts if c]
         return -sum(p * math.log2(p) for p in shares)
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 import torch
 
 from hvd_gradcomp import (
+    EGCCompressor,
     FP16Compressor,
     HybridCompressor,
     NoneCompressor,
@@ -16,6 +17,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.aggregator import Context, leaves, with_leaves
 from hvd_gradcomp.codecs.largest import Scope
+from hvd_gradcomp.ladder import Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
@@ -243,6 +245,55 @@ def test_torch_compiles_the_encoder_whole(compressor):
     assert torch.equal(body, expected)
     assert torch.equal(sent, expected_sent)
     assert all(map(torch.equal, memory, expected_memory))
+
+
+BACKENDS = {
+    "indexed": (TorchOps, torch.from_numpy),
+    "masked": (lambda: TorchOps(static=True), torch.from_numpy),
+    "tensorflow": (TensorFlowOps, tf.constant),
+    "static": (lambda: TensorFlowOps(static=True), tf.constant),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "coding"),
+    [*((backend, "delta") for backend in BACKENDS), ("indexed", "int32"), ("indexed", "deflate")],
+)
+def test_bytes_of_egc_follow_the_entropy(backend, coding):
+    """Within a quarter octave, at once where it grows and 16 steps later where it shrinks."""
+    (ops, make), shapes = BACKENDS[backend], ((20, 100), (3,), (15, 100))
+    layout = Layout(("conv", "bias", "head"), shapes)
+    compressor = EGCCompressor(K=10, momentum=0.9, entropy_interval=2, index_coding=coding)
+    world, random = World(compressor, ops(), layout, 2), np.random.default_rng(5)
+    rooms = compressor.capacities(layout)
+    sizes = [compressor.payload_bytes(layout, Rung(0, room, False)) for room in rooms]
+    assert rooms[-1] == compressor.capacity(layout) == 200 + 1 + 150
+    assert all(b <= 1.25 * a for a, b in zip(rooms, rooms[1:])) and sizes == sorted(set(sizes))
+    # Of the elements of one rank and of the other so many are in the upper of two bins.
+    course = [(0.5, 0.01)] * 2 + [(0.01, 0.02)] * 20 + [(0.11, 0.01)] * 2 + [(0.5, 0.3)] * 2
+    used, needed = [], 0
+    for step, shares in enumerate(course):
+        before, flat, wanted = needed, [], []
+        for share in shares:
+            layers = [np.arange(n) < share * n for n in (2000, 3, 1500)]
+            layers = [random.uniform(0.0, 0.4, len(x)) + random.permutation(x) for x in layers]
+            layers[1][:] = 1.0
+            flat.append(
+                world.flat([make(x.astype("f4").reshape(s)) for x, s in zip(layers, shapes)])
+            )
+            entropy = -sum(q * np.log2(q) for q in (share, 1 - share))
+            wanted.append(1 + sum(int(n * entropy / 10 + 0.5) for n in (2000, 1500)))
+        totals = world.step(flat)
+        assert np.asarray(totals[0]).tobytes() == np.asarray(totals[1]).tobytes()
+        payloads = [np.asarray(request.tensor) for request in world.traffic[0]]
+        assert [int(x[20:24].view("<u4")[0]) for x in payloads] == wanted
+        assert len({len(x) for x in payloads}) == 1, "the ranks have taken different rungs"
+        used.append(rooms[sizes.index(len(payloads[0]))])
+        needed = max(wanted)
+        assert used[-1] >= (min(before, needed) if step else needed), "there was no room"
+        if step > 20:
+            assert used[-1] <= 1.25 * max(before, 16), "the room is larger than was needed"
+    assert len(set(used)) == 3 and int(world.states[0].ladder.changes) == 3
 
 
 def test_context_is_a_value():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import (
     DGCCompressor,
+    FP16Compressor,
     GradiVeQCompressor,
     NoneCompressor,
     NonFiniteGradientError,
@@ -159,6 +160,27 @@ def test_with_feedback_the_sum_over_ranks_loses_nothing(sampling, average):
         total = world.step(flat)[0]
         there = before + sum(g.double() for g in flat)
         torch.testing.assert_close(kept() + share * total.double(), there, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("ops", [TorchOps(), TensorFlowOps()], ids=["torch", "tensorflow"])
+def test_with_feedback_what_half_precision_rounds_off_is_kept(ops):
+    """One rank at a time has a gradient, so the sum of halves is exact."""
+    compressor = GradiVeQCompressor(
+        ratio=6, feedback=True, sampling=FP16Compressor(), **{**SHORT, "warmup_steps": 5}
+    )
+    world = World(compressor, ops, layout_of(compressor), RANKS, average=False)
+    make = torch.from_numpy if isinstance(ops, TorchOps) else tf.constant
+    for step in range(9):
+        given = gradients(step)
+        flat = [world.flat([make(x * (r == step % RANKS)) for x in g]) for r, g in enumerate(given)]
+        before, there = (
+            sum(np.asarray(x, np.float64) for x in some)
+            for some in ([s.r for s in world.states], flat)
+        )
+        total = np.asarray(world.step(flat)[0], np.float64)
+        kept = sum(np.asarray(s.r, np.float64) for s in world.states)
+        np.testing.assert_allclose(kept + total, before + there, rtol=0, atol=1e-6)
+    assert np.abs(kept).max() > 1e-4
 
 
 def test_bytes_of_a_cycle_equal_the_formula():
@@ -506,6 +528,9 @@ def test_pytorch_knows_what_its_modules_are():
     class Own(torch.nn.Conv2d):
         pass
 
+    class Mixed(torch.nn.Bilinear):
+        pass
+
     model = torch.nn.Sequential(
         torch.nn.Conv1d(4, 8, 3),
         torch.nn.ConvTranspose2d(3, 5, 2),
@@ -513,24 +538,33 @@ def test_pytorch_knows_what_its_modules_are():
         Own(3, 4, 3),
         Odd(),
         torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv2d(2, 3, 3)),
+        Mixed(4, 5, 6),
     )
     found = {layer[0]: convolves(layer) for layer in layers_of(list(model.named_parameters()))}
     weight = "5.parametrizations.weight.original1"
     assert {name for name, kernel in found.items() if kernel} >= {
         *("0.weight", "1.weight", "3.weight", "4.filters", weight),
     }
-    assert not any(found[name] for name in ("2.weight", "4.pos_embed", "0.bias", "2.bias"))
+    assert not any(
+        found[name] for name in ("2.weight", "4.pos_embed", "0.bias", "2.bias", "6.weight")
+    )
 
 
 def test_keras_knows_what_its_layers_are():
     keras = pytest.importorskip("keras", minversion="3")
     from hvd_gradcomp.tensorflow.tape import named_layers
 
+    class Folded(keras.layers.EinsumDense):
+        pass
+
+    class Own(keras.layers.Conv1D):
+        pass
+
     inputs = keras.Input((6, 8))
     x = keras.layers.Conv1D(16, 3, name="features")(inputs)
     x = keras.layers.MultiHeadAttention(2, 8, name="mixed")(x, x)
-    x = keras.layers.EinsumDense("abc,cde->abde", (None, 2, 5), name="folded")(x)
-    outputs = keras.layers.TimeDistributed(keras.layers.Conv1D(4, 2, padding="same"))(x)
+    x = Folded("abc,cde->abde", (None, 2, 5), name="projected")(x)
+    outputs = keras.layers.TimeDistributed(Own(4, 2, padding="same"))(x)
     model = keras.Model(inputs, outputs)
     layers = named_layers(model.trainable_variables)
     kernels = [name for name, *_ in filter(convolves, layers)]

@@ -226,7 +226,7 @@ def test_a_deflated_list_is_written_by_verbs(compressor):
 
     deflated = replace(compressor, index_coding="deflate")
     layout = layout_of(700, 5000)
-    assert deflated.form(layout) is None
+    assert deflated.form(None, layout, deflated.capacity(layout)) is None
     world = World(deflated, TorchOps(), layout, 2)
     plain = World(compressor, TorchOps(), layout, 2)
     for step in range(3):

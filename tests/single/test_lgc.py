@@ -469,6 +469,54 @@ def test_it_is_trained_again_every_so_often(pattern):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+def test_exact_feedback_does_not_choose_the_same_again_and_again(pattern, monkeypatch):
+    """Of what is selected, the share that has come back in the ten steps before."""
+    taken_in, answered = vectors.taken_in, server.answered
+    chosen: list[tuple[int, set[int]]] = []
+    came: dict[int, set[int]] = {}
+
+    def taking(lgc, ops, context, *given):
+        taken = taken_in(lgc, ops, context, *given)
+        index = set(taken.index[taken.index < context.layout.sink].tolist())
+        if index:
+            chosen.append((context.step, index))
+            if not lgc.by_server:
+                came[context.step] = index
+        return taken
+
+    def answering(lgc, ops, context, answer):
+        found = answered(lgc, ops, context, answer)
+        came[context.step] = set(found[0].tolist())
+        return found
+
+    monkeypatch.setattr(vectors, "taken_in", taking)
+    monkeypatch.setattr(server, "answered", answering)
+
+    def share(feedback, one_place=False):
+        chosen.clear()
+        came.clear()
+        world = world_of(LGCCompressor(pattern, momentum=0.9, feedback=feedback, **LEARNS), 2)
+        for _ in range(90):
+            advance(world)
+            if one_place:
+                world.states = [
+                    s._replace(memory=s.memory._replace(r=s.memory.r + s.owed), owed=s.owed * 0)
+                    for s in world.states
+                ]
+        again = [
+            len(index & set().union(*(came.get(step - i, ()) for i in range(1, 11)))) / len(index)
+            for step, index in chosen
+            if step >= 60
+        ]
+        return sum(again) / len(again)
+
+    exact = share("exact")
+    assert exact <= share("paper") + 0.05
+    if pattern == "ring_allreduce":
+        assert share("exact", one_place=True) > 2 * exact, "what is owed would be"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("signs", [True, False])
 def test_signs_that_are_sent_need_not_be_learned(pattern, signs):
     """White signs of equal magnitudes, all ranks alike, in layers of other magnitudes."""
@@ -642,11 +690,13 @@ def test_deflated_indices_come_back(size, share, seed, turn):
 
 def test_deflated_indices_that_do_not_fit_wait_in_turn():
     steps = struct.pack("<100I", *range(1000, 1100))
-    data = _deflated(steps, 60)
+    data = _deflated(struct.pack("<I", 60) + steps)
     assert len(data) == 60
     (count,) = struct.unpack("<I", data[:4])
-    assert 0 < count < 100 and _inflated(data, 100)[: 4 * count] == steps[: 4 * count]
-    assert _inflated(b"\xff" * 60, 5) == bytes(20), "what is damaged is nothing"
+    back = _inflated(struct.pack("<I", 100) + data)
+    assert 0 < count < 100 and back[: 4 * count] == steps[: 4 * count]
+    damaged = struct.pack("<I", 5) + b"\xff" * 60
+    assert _inflated(damaged) == bytes(20), "what is damaged is nothing"
 
 
 @given(seed=st.integers(0, 2**16), share=st.sampled_from([0.1, 0.4, 1.0]))

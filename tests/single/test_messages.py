@@ -18,7 +18,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.aggregator import brief
 from hvd_gradcomp.assignment import assign
-from hvd_gradcomp.checkpoint import FORMAT, CheckpointError, check_exchange
+from hvd_gradcomp.checkpoint import FORMAT, CheckpointError, check_exchange, formats
 from hvd_gradcomp.handshake import MismatchError, agree, describe
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.wrappers import take_over
@@ -32,6 +32,15 @@ LAYOUT = Layout(("a",), ((4,),))
 def checked(compressor):
     saved = {"format": FORMAT, "compressor": repr(DGCCompressor(density=0.1)), "buckets": []}
     check_exchange(saved, compressor, [])
+
+
+@pytest.mark.parametrize("compressor", [*LEARNED, after(3, None, LEARNED[0])], ids=repr)
+def test_a_state_of_another_format_is_refused_plainly(compressor):
+    saved = {"format": FORMAT, "compressor": repr(compressor), "buckets": []}
+    check_exchange({**saved, "formats": formats(compressor)}, compressor, [])
+    check_exchange({**saved, "compressor": repr(TWO)}, TWO, [])  # has the first format
+    with pytest.raises(CheckpointError, match=r"Compressor keeps is in format 1, .* reads 2: resu"):
+        check_exchange(saved, compressor, [])
 
 
 CASES = {

@@ -402,7 +402,8 @@ def test_passes_refuse_what_does_not_fit():
     for function, arguments in wrong:
         with pytest.raises(tf.errors.InvalidArgumentError):
             function(rule, layout, *arguments)
-    passes, form, one = TensorFlowOps().largest_passes, LARGEST[0].form(layout), tf.constant([1])
+    passes, one = TensorFlowOps().largest_passes, tf.constant([1])
+    form = LARGEST[0].form(TensorFlowOps(), layout, LARGEST[0].capacity(layout))
     one, hint, body = tf.cast(one, tf.int64), weights, codes(4, 1, form.size)
     wrong = [
         (form, 0, one, one, hint, (r,), r[:-1]),
@@ -413,6 +414,7 @@ def test_passes_refuse_what_does_not_fit():
         (form, -1, one, one, hint, (r,), r),
         (form._replace(capacity=1 << 20), 0, one, one, hint, (r,), r),
         (form._replace(values=form.size), 0, one, one, hint, (r,), r),
+        (form._replace(size=-4), 0, one, one, hint, (r,), r),
     ]
     for given_ in wrong:
         with pytest.raises(tf.errors.InvalidArgumentError):
@@ -420,6 +422,8 @@ def test_passes_refuse_what_does_not_fit():
     for given_ in ((body[:, :-4], weights, r), (body, noise(1, 2), r), (body, weights, r[:-1])):
         with pytest.raises(tf.errors.InvalidArgumentError):
             passes.add(layout, form, *given_)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        passes.add(layout, form._replace(size=form.size + 4), body, weights, r)
 
 
 @built

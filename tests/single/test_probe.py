@@ -12,6 +12,7 @@ import torch
 
 from hvd_gradcomp import probe
 from hvd_gradcomp.collectives import Allreduce
+from hvd_gradcomp.layers import Weight
 from hvd_gradcomp.ops import of
 
 LAYERS = [("conv", (4, 6, 3, 3)), ("dense", (10, 7)), ("bias", (10,)), ("one", (1,))]
@@ -278,6 +279,13 @@ def test_what_is_taken_is_bounded_and_spread():
     slices = one.places(0)[one._plans[0].sampled :]
     weight = np.arange(64 * 64 * 9).reshape(64, 64, 3, 3).transpose(2, 3, 1, 0).reshape(-1)
     assert slices == weight[:200].tolist()
+
+
+def test_a_layer_that_is_told_is_what_it_is_told_to_be():
+    shape = (64, 64, 3)
+    told = [Weight("mixed", shape, "float32", False), Weight("attention", shape, "float32", True)]
+    one = probe.Probe([*told, ("conv", shape), ("attention.q", shape, "float32")])
+    assert [bool(plan.recorded) for plan in one._plans] == [False, True, True, False]
 
 
 def test_traffic_does_not_grow_with_ranks_and_old_readings_go():

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 import torch
 
-from hvd_gradcomp import HybridCompressor, PayloadError, VarianceCompressor
+from hvd_gradcomp import EGCCompressor, HybridCompressor, PayloadError, VarianceCompressor
 from hvd_gradcomp.aggregator import leaves, with_leaves
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
@@ -91,7 +91,8 @@ def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given)
                     assert bits([mine]) == bits([theirs]), name
         sizes.add(len(sent[0]))
     assert len(traces) == 1, "a rung must not retrace"
-    assert compressor not in WORDS or len(sizes) > 2, "too few rungs were used"
+    if compressor in WORDS or isinstance(compressor, EGCCompressor):
+        assert len(sizes) > 2, "too few rungs were used"
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["words", "dense"])

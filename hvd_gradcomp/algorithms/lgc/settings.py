@@ -56,6 +56,7 @@ class LGCSettings(MomentumCorrected):
     seed: int = 0
 
     algorithm = 18
+    state_format = 2  # what is owed beside the residual, and what the loss is sampled from
     replicated = frozenset({"start", "ready", "drifted"})
     begins_anew = frozenset({"hint", "asked"})
     whole_model = True
