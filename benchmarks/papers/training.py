@@ -20,7 +20,7 @@ from benchmarks.papers.watching import WATCHES
 from examples.digits import shard
 from examples.pytorch.char_lstm import CharacterModel, loss_of
 
-HELD_OUT = 2000  # images at the end of the 60,000, for learning curves and rates
+HELD_OUT = 1000  # images at the end of the 60,000, for learning curves and rates
 LOOKS = 10  # at them in a training
 NOTES = 50  # of the training's loss
 WINDOW, WIDTH = 64, 128  # characters; of the LSTM
