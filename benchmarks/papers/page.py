@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -102,7 +103,8 @@ def _section(found: Found, figures: Path) -> str:
     claims = part.claims(found)
     lines.append("| claim | paper | here | |\n|---|---|---|---|")
     for claim in claims:
-        lines.append(f"| {claim.text} | {claim.paper} | {claim.ours} | {VERDICTS[claim.holds]} |")
+        ours = claim.ours if re.search(r"\d", claim.ours) or NOT_RUN not in claim.ours else NOT_RUN
+        lines.append(f"| {claim.text} | {claim.paper} | {ours} | {VERDICTS[claim.holds]} |")
     reasons = dict.fromkeys(claim.why for claim in claims if claim.holds is False and claim.why)
     lines += [f"\n{why}" for why in reasons]
     heads = ["method", "ranks", "paper", "here", "beside none", "elements", "bytes"]

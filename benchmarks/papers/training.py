@@ -124,7 +124,7 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     """Trains; the same result on all ranks.
 
     Ratios and bytes are means over ranks, of the whole run and of its last phase; `by_rank` has
-    those of the last phase.
+    those of the last phase, `sent` rank 0's element ratio between two looks.
     """
     torch.manual_seed(seed)
     model = task.model()
@@ -147,8 +147,8 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     ends = {sum(lengths(row, scale)[: place + 1]) for place in range(len(row.phases))}
     looked = 0.0  # seconds of the processor
     marks = [(hvd.compression_stats(optimizer), time.process_time())]
-    curve, looks, lost = [], [], []
-    step, recent, begin = 0, 0.0, time.perf_counter()
+    curve, looks, lost, sent = [], [], [], []
+    step, recent, seen, begin = 0, 0.0, marks[0][0], time.perf_counter()
     every = max(1, scale.steps // NOTES)
     for epoch in range(scale.epochs):
         for loss_now in task.epoch(model, 1000 * seed + epoch):
@@ -176,6 +176,9 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
                 before = time.process_time()
                 with torch.no_grad():
                     looks.append([step, *task.look(model)])
+                now = hvd.compression_stats(optimizer)
+                sent.append([step, (now - seen).element_ratio])
+                seen = now
                 looked += time.process_time() - before
                 if corrected is not None:
                     corrected.step(looks[-1][1])
@@ -216,6 +219,7 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
             "rate": optimizer.param_groups[0]["lr"],
             "curve": curve,
             "looks": looks,
+            "sent": sent,
             "seen": watch.result() if watch is not None else None,
         }
     )
