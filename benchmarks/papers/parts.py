@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,10 @@ class Row:
         kept = {name: value for name, value in asdict(self).items() if name not in told}
         return {**kept, "phases": [*self.phases]}
 
-    def at(self, ranks: int, **changes: Any) -> Row:
-        """The same on other ranks."""
-        return replace(self, ranks=ranks, **changes)
+    def lengths(self, scale: Scale) -> list[int]:
+        """Steps of each phase but the last."""
+        ends = [max(1, round(share * scale.steps)) for share in self.phases]
+        return [end - begin for begin, end in zip([0, *ends], ends)]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -114,12 +115,6 @@ def _mine(part: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(x[hvd.rank() :: hvd.size()] for x in part)
 
 
-def lengths(row: Row, scale: Scale) -> list[int]:
-    """Steps of each phase of a row but the last."""
-    ends = [max(1, round(share * scale.steps)) for share in row.phases]
-    return [end - begin for begin, end in zip([0, *ends], ends)]
-
-
 def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     """Trains; the same result on all ranks.
 
@@ -129,7 +124,7 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     torch.manual_seed(seed)
     model = task.model()
     tracker = hvd.track_moments(model) if row.moments else None
-    compressor = eval(row.compressor.format(*lengths(row, scale)), vars(hvd_gradcomp))
+    compressor = eval(row.compressor.format(*row.lengths(scale)), vars(hvd_gradcomp))
     watch = WATCHES[row.watch](model, scale.steps) if row.watch else None
     parameters = model.parameters()
     plain = (
@@ -144,7 +139,7 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
         corrected = hvd.EGCScheduler(optimizer, patience=1, t=0.1, min_lr=row.rate / 100)
     halved = {scale.steps * part // 5 for part in range(1, 5)} if row.schedule == "halved" else {}
 
-    ends = {sum(lengths(row, scale)[: place + 1]) for place in range(len(row.phases))}
+    ends = {*itertools.accumulate(row.lengths(scale))}
     looked = 0.0  # seconds of the processor
     marks = [(hvd.compression_stats(optimizer), time.process_time())]
     curve, looks, lost, sent = [], [], [], []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -150,8 +149,14 @@ def test_data_of_a_folder(tmp_path):
 
 
 def test_steps_of_phases():
-    training = pytest.importorskip("benchmarks.papers.training", exc_type=ImportError)
     row = PARTS["lgc"].row("ring-2")
-    assert training.lengths(row, Scale()) == [80, 120]
-    assert training.lengths(row, Scale(images=640, epochs=1)) == [2, 3]
-    assert asdict(Scale()) == {"images": 6400, "epochs": 4}
+    assert row.lengths(Scale()) == [80, 120]
+    assert row.lengths(Scale(images=640, epochs=1)) == [2, 3]
+
+
+def test_the_lines_of_the_readme_are_among_the_rows():
+    found = Found(PARTS["variance"], ROOT / papers.FOLDER)
+    text = (ROOT / "README.md").read_text()
+    for key in ("adam/none", "adam/variance-2", "adam/hybrid-0.1"):
+        values = [found.middle(key, name) for name in ("score", "element_ratio", "ratio")]
+        assert "| {:.2f} % | {:.1f} | {:.1f} |".format(*values) in text, key
