@@ -81,11 +81,13 @@ def _network(every: list[Found]) -> str:
             "windows of 64 characters, perplexity a character on the last tenth of the text. "
         )
     lines.append(
-        "That is far less than any of the papers trained: tens of thousands of steps there. Ratios "
-        "are those of the whole run, means over ranks; bytes are counted where they are handed to "
-        "Horovod, headers included. Where there are several seeds, medians; the spread is worst to "
-        "best. Horovod over gloo, ranks of one machine: nothing here is a time, which would not "
-        "mean anything.\n\n"
+        "All papers trained larger networks for far longer. Ratios are those of the whole run, "
+        "means over ranks; bytes are counted where they are handed to Horovod, headers included; "
+        "`behind` is the norm of what a rank still keeps at the end over that of the gradient that "
+        "was exchanged last. "
+        "Where there are several seeds, numbers are medians, and the spread is worst to best; with "
+        "one seed a difference of a point means little. Ranks of one machine, over gloo, which did "
+        "other things too: so there are no times but the processor's.\n\n"
     )
     return "".join(lines)
 
@@ -107,7 +109,7 @@ def _section(found: Found, figures: Path) -> str:
         lines.append(f"| {claim.text} | {claim.paper} | {ours} | {VERDICTS[claim.holds]} |")
     reasons = dict.fromkeys(claim.why for claim in claims if claim.holds is False and claim.why)
     lines += [f"\n{why}" for why in reasons]
-    heads = ["method", "ranks", "paper", "here", "beside none", "elements", "bytes"]
+    heads = ["method", "ranks", "paper", "here", "beside none", "elements", "bytes", "behind"]
     heads += [head for head, _ in part.columns]
     lines.append(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     lines += [f"| {' | '.join(_cells(found, row))} |" for row in part.rows]
@@ -120,13 +122,15 @@ def _cells(found: Found, row: Row) -> list[str]:
     results = found[row.key]
     first = [row.title, str(row.ranks), row.paper]
     if not results:
-        return [*first, NOT_RUN, *[""] * (3 + len(found.part.columns))]
+        return [*first, NOT_RUN, *[""] * (4 + len(found.part.columns))]
     base = found.middle(row.base) if row.base and row.base != row.key else None
     score = middle(results, "score")
     unit = " %" if row.task == "images" else ""
     shown = f"{score:.2f}{unit}{_spread(results)}"
     gap = "" if base is None else f"{score - base:+.2f}"
     ratios = [times(middle(results, name)) for name in ("element_ratio", "ratio")]
+    behind = middle(results, "behind")
+    ratios.append("" if behind is None else f"{behind:.1f}")
     return [*first, shown, gap, *ratios, *(column(results) for _, column in found.part.columns)]
 
 

@@ -119,7 +119,8 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     """Trains; the same result on all ranks.
 
     Ratios and bytes are means over ranks, of the whole run and of its last phase; `by_rank` has
-    those of the last phase, `sent` rank 0's element ratio between two looks.
+    those of the last phase, `lost` the median of it, `sent` rank 0's element ratio between looks,
+    `behind` how many times a gradient's norm rank 0 keeps at the end.
     """
     torch.manual_seed(seed)
     model = task.model()
@@ -164,7 +165,8 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
             if step % every == 0:
                 curve.append([step, recent / every])
                 recent = 0.0
-                lost.extend(hvd.compression_stats(optimizer).losses.values())
+                if step > max(ends, default=0):
+                    lost.extend(hvd.compression_stats(optimizer).losses.values())
             if step in ends:
                 marks.append((hvd.compression_stats(optimizer), time.process_time() - looked))
             if step % max(1, scale.steps // LOOKS) == 0:
@@ -206,6 +208,7 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
             "by_rank": [last.bytes_dense / sent for sent in columns[2]],
             "bytes": mean[1],
             "bytes_of_all": sum(columns[1]),
+            "behind": marks[-1][0].residual_ratio,
             "lost": sorted(lost)[len(lost) // 2] if lost else None,
             "cpu_s": sum(columns[3]),
             "cpu_ms": mean[4:],

@@ -29,6 +29,7 @@ def result(score, ratio):
         "ratio": ratio / 2,
         "late_ratio": ratio,
         "by_rank": [ratio, ratio],
+        "behind": 3.5,
         "lost": None,
         "cpu_s": 60.0,
         "cpu_ms": [50.0],
@@ -104,7 +105,7 @@ def test_the_page_is_made_of_what_was_measured(monkeypatch, capsys, tmp_path):
     text = (tmp_path / "papers.md").read_text()
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
     row = lines["momentum SGD, `VarianceCompressor(alpha=1)`"]
-    assert "| 90.3 %, 52.4x | 75.00 % (74.00 to 77.00) | -5.00 | 30.0x | 15.0x |" in row
+    assert "| 90.3 %, 52.4x | 75.00 % (74.00 to 77.00) | -5.00 | 30.0x | 15.0x | 3.5 |" in row
     claim = lines["Variance, alpha 1, momentum SGD: accuracy beside none"]
     assert claim.endswith("| -1.4 points | -5.0 points | **does not hold** |")
     claim = lines["Variance, alpha 1, momentum SGD: elements for one that is sent"]
