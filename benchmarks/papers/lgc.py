@@ -130,8 +130,8 @@ def _first(found: Found) -> str:
     sent = 4 * found["ring-2"][0]["parameters"] / reached
     return (
         f"Bytes: by the ring on 2 ranks a rank sends {sent:,.0f} a step, of which {4 * FIRST} are "
-        "the first layer's, which is sent whole (ScaleCom selects there too). In a network as large as the paper's that is next "
-        "to nothing."
+        "the first layer's, which is sent whole (ScaleCom selects there too). In a network as "
+        "large as the paper's that is next to nothing."
     )
 
 
