@@ -132,7 +132,7 @@ class Slices(Watch):
             every=max(1, steps // 100),
             slice_sizes=(256,),
             convolutions=3,
-            history=100,
+            history=60,
         )
 
     def after(self, step: int) -> None:
@@ -152,8 +152,9 @@ class Slices(Watch):
             if curve and depth > 1:
                 layers.append({"layer": name, "filters x depth": block, "curve": curve})
         ages: dict[int, list[float]] = {}
-        for reading in self.probe.readings[-10:]:
-            for age, loss in reading.age_loss:
+        most = max(reading.rows for reading in self.probe.readings)
+        for reading in self.probe.readings:
+            for age, loss in reading.age_loss if reading.rows == most else ():
                 ages.setdefault(age, []).append(loss)
         aged = [[age, sum(found) / len(found)] for age, found in sorted(ages.items())]
         return {"slices": layers, "ages": aged}
