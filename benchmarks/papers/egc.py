@@ -99,11 +99,6 @@ ROWS = (
 )
 
 
-def away(found: Found, key: str, other: str = "") -> float | None:
-    here, base = found.middle(key), found.middle(other or found.part.row(key).base)
-    return None if here is None or base is None else here - base
-
-
 def claims(found: Found) -> list[Claim]:
     return [*_by_k(found), *_by_ranks(found), *_text(found), *_others(found)]
 
@@ -159,7 +154,7 @@ def _kept(found: Found) -> str:
 def _by_ranks(found: Found) -> list[Claim]:
     every = []
     for ranks, (none, dropping, ours, _) in RANKS.items():
-        gaps = [away(found, f"egc-{ranks}"), away(found, f"egc-{ranks}", f"dropping-{ranks}")]
+        gaps = [found.away(f"egc-{ranks}"), found.away(f"egc-{ranks}", f"dropping-{ranks}")]
         every.append(
             Claim(
                 f"more accurate than none and than Gradient Dropping, {ranks} ranks (Table III)",
@@ -173,7 +168,7 @@ def _by_ranks(found: Found) -> list[Claim]:
 
 
 def _text(found: Found) -> list[Claim]:
-    here = away(found, "text-egc")
+    here = found.away("text-egc")
     ratio = found.middle("text-egc", "element_ratio")
     return [
         Claim(
@@ -190,7 +185,7 @@ def _text(found: Found) -> list[Claim]:
 
 def _others(found: Found) -> list[Claim]:
     seen = [result["seen"] for result in found["entropy"]]
-    gap = away(found, "egc-2", "constant")
+    gap = found.away("egc-2", "constant")
     rates = [found.middle(key, "rate") for key in ("egc-2", "constant")]
     return [
         Claim(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Result, Row, middle, said
+from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, lost, said
 
 PHASES = "warmup_steps={0}, sample_steps=25, compress_steps=75"
 RATIOS = (8, 16, 32)
@@ -44,16 +44,6 @@ ROWS = (
     ),
     Row(key="slices", title="none, slices of gradients compared", watch="slices", base="none"),
 )
-
-
-def away(found: Found, key: str) -> float | None:
-    here, base = found.middle(key), found.middle("none")
-    return None if here is None or base is None else here - base
-
-
-def lost(results: list[Result]) -> str:
-    value = middle(results, "lost")
-    return "" if value is None else f"{value:.2f}"
 
 
 def seen(found: Found) -> dict[str, Any] | None:
@@ -114,7 +104,7 @@ def claims(found: Found) -> list[Claim]:
     every = []
     for ratio in RATIOS:
         key = f"ratio-{ratio}"
-        gap, loss = away(found, key), found.middle(key, "lost")
+        gap, loss = found.away(key), found.middle(key, "lost")
         every.append(
             Claim(
                 f"convolutions {ratio} times smaller: accuracy beside none",
@@ -124,7 +114,7 @@ def claims(found: Found) -> list[Claim]:
             )
         )
     better = None
-    if None not in (away(found, "ratio-8"), away(found, "qsgd")):
+    if None not in (found.away("ratio-8"), found.away("qsgd")):
         better = abs(found.middle("ratio-8") - found.middle("qsgd")) <= 1.0
     every.append(
         Claim(

@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.papers.models import WIDTHS
-from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Result, Row, middle, said, times
+from benchmarks.papers.parts import (
+    NOT_RUN,
+    Claim,
+    Found,
+    Part,
+    Result,
+    Row,
+    lost,
+    middle,
+    said,
+    times,
+)
 
 FULL, TRAINED = 0.2, 0.5  # shares of all steps after which something is left out, and codes travel
 FIRST = 9 * WIDTHS[0]  # weights of the first layer
@@ -72,19 +83,8 @@ ROWS = (
 )
 
 
-def away(found: Found, key: str) -> float | None:
-    here, base = found.middle(key), found.middle(found.part.row(key).base)
-    return None if here is None or base is None else here - base
-
-
-def between(found: Found, key: str, other: str) -> float | None:
-    """Points that a row is above another."""
-    here, there = found.middle(key), found.middle(other)
-    return None if here is None or there is None else here - there
-
-
 def beside_none(found: Found, key: str, what: str, paper: float, ratio: float) -> list[Claim]:
-    gap, reached = away(found, key), found.middle(key, "late_ratio")
+    gap, reached = found.away(key), found.middle(key, "late_ratio")
     row = found.part.row(key)
     return [
         Claim(
@@ -106,7 +106,7 @@ def beside_none(found: Found, key: str, what: str, paper: float, ratio: float) -
 
 def _parted(found: Found) -> str:
     """What of the accuracy that the ring loses on four ranks comes with what."""
-    selection, code = between(found, "values-4", "none-4"), between(found, "ring-4", "values-4")
+    selection, code = found.away("values-4", "none-4"), found.away("ring-4", "values-4")
     if selection is None or code is None:
         return ""
     text = (
@@ -114,7 +114,7 @@ def _parted(found: Found) -> str:
         f"{selection:+.2f} points come with sending 0.1 % as one rank selects them, and "
         f"{code:+.2f} with codes in place of their values"
     )
-    own, scalecom = away(found, "dgc-4"), away(found, "scalecom-4")
+    own, scalecom = found.away("dgc-4"), found.away("scalecom-4")
     if own is not None:
         text += f"; where each rank selects its own 0.1 % (DGC) it is {own:+.2f}"
     if scalecom is not None:
@@ -140,11 +140,6 @@ def by_rank(results: list[Result]) -> str:
     if not results:
         return ""
     return " / ".join(dict.fromkeys(f"{ratio:,.0f}x" for ratio in results[0]["by_rank"]))
-
-
-def lost(results: list[Result]) -> str:
-    value = middle(results, "lost")
-    return "" if value is None else f"{value:.2f}"
 
 
 def phases(results: list[Result]) -> str:
@@ -189,7 +184,7 @@ def claims(found: Found) -> list[Claim]:
 
 
 def _compared(found: Found, ring: str, other: str, ranks: int, paper: str) -> Claim:
-    gap = between(found, ring, other)
+    gap = found.away(ring, other)
     ratios = [found.middle(key, "late_ratio") for key in (ring, other)]
     holds = None if gap is None else ratios[0] > ratios[1] and gap >= -0.5
     return Claim(
@@ -203,9 +198,9 @@ def _compared(found: Found, ring: str, other: str, ranks: int, paper: str) -> Cl
 
 def _costs(found: Found) -> list[Claim]:
     """What selection by one leader costs, and what the code costs."""
-    selection = between(found, "values-4", "dgc-4")
-    code = between(found, "ring-4", "values-4")
-    form = between(found, "paper-4", "ring-4")
+    selection = found.away("values-4", "dgc-4")
+    code = found.away("ring-4", "values-4")
+    form = found.away("paper-4", "ring-4")
     return [
         Claim(
             "what one rank selects serves all, 4 ranks (values of its choice beside DGC's)",

@@ -44,8 +44,9 @@ def draw(found: Found, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure = pyplot.figure(figsize=(9, 4), layout="constrained")
-    found.part.draw(found, figure)
+    figure = pyplot.figure(figsize=(10, 4), layout="constrained")
+    with pyplot.rc_context({"axes.titlesize": 10}):
+        found.part.draw(found, figure)
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:

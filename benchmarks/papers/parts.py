@@ -144,6 +144,11 @@ class Found:
         """The median over seeds; None where it was not run."""
         return middle(self[key], name)
 
+    def away(self, key: str, other: str = "") -> float | None:
+        """By how much a row is above another, or the one it is compared with."""
+        here, there = self.middle(key), self.middle(other or self.part.row(key).base)
+        return None if here is None or there is None else here - there
+
     @property
     def cpu_minutes(self) -> float | None:
         """Of all ranks and rows with one seed, over two cores; None if a row was never run."""
@@ -163,3 +168,9 @@ def said(value: float | None, form: str) -> str:
 
 def times(value: float | None) -> str:
     return NOT_RUN if value is None else f"{value:,.1f}x" if value < 100 else f"{value:,.0f}x"
+
+
+def lost(results: list[Result]) -> str:
+    """A column: the share of the energy that a learned method leaves out."""
+    value = middle(results, "lost")
+    return "" if value is None else f"{value:.2f}"

@@ -63,12 +63,6 @@ def rows() -> list[Row]:
     ]
 
 
-def away(found: Found, key: str) -> float | None:
-    """Points that a row is above the one without compression."""
-    here, base = found.middle(key), found.middle(found.part.row(key).base)
-    return None if here is None or base is None else here - base
-
-
 def grows(found: Found) -> str:
     """How the ratio of the first Variance row that says so changes in a training."""
     for optimizer in PAPER:
@@ -94,7 +88,7 @@ def claims(found: Found) -> list[Claim]:
         of = NAMES[optimizer]
         for alpha in ("1", "1.5", "2"):
             key, (accuracy, ratio) = f"{optimizer}/variance-{alpha}", table[f"variance-{alpha}"]
-            gap, paper = away(found, key), accuracy - table["none"][0]
+            gap, paper = found.away(key), accuracy - table["none"][0]
             reached = found.middle(key, "element_ratio")
             every.append(
                 Claim(
