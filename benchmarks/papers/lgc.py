@@ -106,20 +106,24 @@ def beside_none(found: Found, key: str, what: str, paper: float, ratio: float) -
 
 def _parted(found: Found) -> str:
     """What of the accuracy that the ring loses on four ranks comes with what."""
-    selection, code = found.away("values-4", "none-4"), found.away("ring-4", "values-4")
-    if selection is None or code is None:
+    steps = [
+        found.away("ring-4"),
+        found.away("dgc-4"),
+        found.away("values-4", "dgc-4"),
+        found.away("ring-4", "values-4"),
+    ]
+    if None in steps:
         return ""
+    whole, sparse, leader, code = (f"{step:+.2f}" for step in steps)
     text = (
-        "Accuracy: of what the ring on 4 ranks is away from none, "
-        f"{selection:+.2f} points come with sending 0.1 % as one rank selects them, and "
-        f"{code:+.2f} with codes in place of their values"
+        f"Accuracy: of the {whole} points of the ring on 4 ranks {sparse} come with sending 0.1 % at "
+        f"all (DGC, where each rank selects), {leader} with one rank that selects for all, {code} "
+        "with codes in place of values."
     )
-    own, scalecom = found.away("dgc-4"), found.away("scalecom-4")
-    if own is not None:
-        text += f"; where each rank selects its own 0.1 % (DGC) it is {own:+.2f}"
+    scalecom = found.away("scalecom-4")
     if scalecom is not None:
-        text += f", and one rank for all without momentum correction (ScaleCom) {scalecom:+.2f}"
-    return text + "."
+        text += f" ScaleCom, one rank for all without momentum correction: {scalecom:+.2f}."
+    return text
 
 
 def _first(found: Found) -> str:
