@@ -116,9 +116,9 @@ def _parted(found: Found) -> str:
         return ""
     whole, sparse, leader, code = (f"{step:+.2f}" for step in steps)
     text = (
-        f"Accuracy: of the {whole} points of the ring on 4 ranks {sparse} come with sending 0.1 % at "
-        f"all (DGC, where each rank selects), {leader} with one rank that selects for all, {code} "
-        "with codes in place of values."
+        f"Accuracy: of the {whole} points of the ring on 4 ranks {sparse} come with sending 0.1 % "
+        f"at all (DGC, where each rank selects), {leader} with one rank that selects for all, "
+        f"{code} with codes in place of values."
     )
     scalecom = found.away("scalecom-4")
     if scalecom is not None:

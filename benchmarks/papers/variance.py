@@ -78,6 +78,22 @@ def grows(found: Found) -> str:
     return ""
 
 
+def kept(found: Found) -> str:
+    """Where accuracy is behind, as far as it was measured."""
+    pairs = []
+    for method in ("variance-2", "strom-0.01", "hybrid-0.01", "hybrid-0.1"):
+        behind = found.middle(f"sgd/{method}", "behind")
+        if behind is not None:
+            pairs.append(f"{behind:.1f} with `{compressor(method)}`")
+    if not pairs:
+        return ""
+    return (
+        "Accuracy: what a rank still keeps at the end is not in the model. On momentum SGD that is, "
+        f"in norms of the gradient exchanged last: {', '.join(pairs)}. With Strom and Hybrid an "
+        "element moves by tau a step, whatever it has gathered."
+    )
+
+
 def claims(found: Found) -> list[Claim]:
     every = []
     short = (
@@ -96,6 +112,7 @@ def claims(found: Found) -> list[Claim]:
                     f"{paper:+.1f} points",
                     said(gap, "{:+.1f} points"),
                     None if gap is None else gap >= min(paper, 0.0) - 0.5,
+                    kept(found),
                 )
             )
             every.append(
@@ -132,6 +149,7 @@ def claims(found: Found) -> list[Claim]:
                     None
                     if None in (*ours, *scores)
                     else ours[0] > ours[1] and scores[0] >= scores[1] - 0.5,
+                    kept(found),
                 )
             )
     return every
