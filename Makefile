@@ -48,8 +48,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older asan compat demo bench gpu bench-loopback bench-steps \
-	hosts hosts-possible soak images test-image clean-images docs tutorial clean
+.PHONY: help setup check test test-older asan compat demo bench papers gpu bench-loopback \
+	bench-steps hosts hosts-possible soak images test-image clean-images docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -94,6 +94,9 @@ gpu: ## what only a GPU can show: the same bits, no host reads, exchanges over N
 	@mkdir -p results
 	@$(run) -m benchmarks.codecs --device $(DEVICE) --json results/codecs-$(DEVICE).json
 	@$(run) -m benchmarks.learned --device $(DEVICE)
+
+papers: $(horovod) ## the papers' claims, trained on Debian's data; hours, or ARGS=--list, "--parts NAME"
+	@$(run) -m benchmarks.papers $(ARGS)
 
 bench-loopback: $(horovod) ## whole exchanges of two ranks, beside dense allreduce and plain top-k
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.loopback $(ARGS)

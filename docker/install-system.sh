@@ -3,17 +3,19 @@
 # (no apt-get, a Python of one's own) it names what to install and exits with 2. With nothing missing
 # it is done at once and prints nothing.
 #
-#   docker/install-system.sh [--python-only | --hosts] [PYTHON]       default: python3
+#   docker/install-system.sh [--python-only | --hosts | --data] [PYTHON]       default: python3
 #
 # --python-only   what a virtual environment needs; without it also what building and running
 #                 Horovod needs: a compiler, CMake, Open MPI with headers, an ssh client
 # --hosts         also what `make hosts` needs: an ssh server, ip and tc
+# --data          only what `make papers` trains on: images and a text
 set -euo pipefail
 
-python_only= hosts=
+python_only= hosts= data=
 case ${1:-} in
     --python-only) python_only=yes; shift ;;
     --hosts) hosts=yes; shift ;;
+    --data) data=yes; shift ;;
 esac
 python=${1:-python3}
 
@@ -47,7 +49,11 @@ if not sys.argv[1] and not os.path.exists(header):
 PY
 }
 
-if ! command -v "$python" >/dev/null; then
+if [ "$data" ]; then
+    need bible-kjv bible
+    [ -e /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz ] ||
+        missing+=(dataset-fashion-mnist)
+elif ! command -v "$python" >/dev/null; then
     [ "$python" = python3 ] || fail "no such Python: $python"
     missing+=(python3 python3-venv)
     [ "$python_only" ] || missing+=(python3-dev)
@@ -67,7 +73,7 @@ else
     done
 fi
 
-if [ ! "$python_only" ]; then
+if [ ! "$python_only$data" ]; then
     need build-essential make g++
     need cmake cmake
     need openmpi-bin mpirun

@@ -1,4 +1,4 @@
-"""The exchanges of `make bench`, of a small model."""
+"""The exchanges of `make bench`, of a small model; a few rows of `make papers`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 
 import pytest
 
+from benchmarks.papers.parts import Found, Scale
+from benchmarks.papers.registry import PARTS
 from benchmarks.points import DENSE, FRAMEWORKS, KERAS, PYTORCH, TAPE
+from tests import fashion
 from tests.parallel.launch import HOROVODRUN, ROOT, environment
 
 pytestmark = pytest.mark.parallel
@@ -33,3 +36,30 @@ def test_exchanges_on_every_framework(tmp_path):
     )
     ratios = {rows["a"][name]["element_ratio"] for name in (PYTORCH, TAPE, KERAS)}
     assert ratios == {20_100 / 201}
+
+
+def test_rows_of_papers_are_trained_and_written(tmp_path):
+    """Images and text, on data that is made up."""
+    data, folder, given = tmp_path / "data", tmp_path / "papers", tmp_path / "job.json"
+    data.mkdir()
+    fashion.write(data, train=1640, test=1000)
+    job = {
+        "part": "egc",
+        "scale": {"images": 640, "epochs": 1},
+        "data": str(data),
+        "folder": str(folder),
+        "runs": [("egc-2", 1), ("entropy", 1), ("text-none", 2)],
+    }
+    given.write_text(json.dumps(job))
+    worker = ["python", "-m", "benchmarks.papers.worker", str(given)]
+    command = [*HOROVODRUN, "--gloo", "-np", "2", *worker]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
+    found = Found(PARTS["egc"], folder)
+    assert found.scale == Scale(images=640, epochs=1)
+    assert [*found.seeds("text-none")] == [2]
+    (egc,), (plain,), (text,) = found["egc-2"], found["entropy"], found["text-none"]
+    assert egc["element_ratio"] > 500 and len(egc["by_rank"]) == 2
+    assert 0 <= plain["score"] <= 100 and plain["element_ratio"] == 1
+    assert len(plain["looks"]) == len(plain["sent"]) == 10
+    assert [bins for bins, _ in plain["seen"]] == [2, 4, 8, 16, 32, 64]
+    assert text["score"] < 128

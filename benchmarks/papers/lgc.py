@@ -1,0 +1,318 @@
+"""000, Tables IV to VI and Figures 3 and 13: codes that are learned, by a ring and by a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.papers.models import WIDTHS
+from benchmarks.papers.parts import (
+    NOT_RUN,
+    Claim,
+    Found,
+    Part,
+    Result,
+    Row,
+    lost,
+    middle,
+    said,
+    times,
+)
+
+FULL, TRAINED = 0.2, 0.5  # shares of all steps after which something is left out, and codes travel
+FIRST = 9 * WIDTHS[0]  # weights of the first layer
+TRAINING = "full_steps={0}, train_steps={1}"
+RING = f'LGCCompressor("ring_allreduce", {TRAINING})'
+SERVER = f'LGCCompressor("parameter_server", {TRAINING})'
+VALUES = 'LGCCompressor("ring_allreduce", full_steps={0}, train_steps=10**6)'
+PAPERS = (
+    f'LGCCompressor("ring_allreduce", {TRAINING}, signs=False, scale="model", feedback="paper")'
+)
+SCALECOM = "after({0}, None, ScaleComCompressor(density=0.001))"
+DGC = "after({0}, None, DGCCompressor(density=0.001))"
+SPARSE = "after({0}, None, SparseGDCompressor(density=0.001))"
+
+
+def method(name: str, title: str, compressor: str, ranks: int, paper: str = "") -> Row:
+    return Row(
+        key=f"{name}-{ranks}",
+        title=title,
+        compressor=compressor,
+        paper=paper,
+        ranks=ranks,
+        phases=() if compressor == "NoneCompressor()" else (FULL, TRAINED),
+        base=f"none-{ranks}",
+    )
+
+
+ROWS = (
+    method("none", "none", "NoneCompressor()", 2, "91.88 %"),
+    method("server", "LGC, parameter server", SERVER, 2, "93.27 %, 5709x / 8616x"),
+    method("ring", "LGC, ring", RING, 2, "91.4 %, 3193x"),
+    method("dgc", "DGC", DGC, 2, "93.2 %, 1000x"),
+    method("sparse", "Sparse GD", SPARSE, 2, "91.82 %, 1000x"),
+    Row(
+        key="information",
+        title="none, gradients of two ranks compared",
+        watch="information",
+        base="none-2",
+    ),
+    Row(
+        key="fixed",
+        title="0.1 % from the first step (Figure 13)",
+        compressor="DGCCompressor(density=0.001)",
+        phases=(FULL, TRAINED),
+        base="none-2",
+    ),
+    Row(
+        key="exponential",
+        title="density falls exponentially to 0.1 % (Figure 13)",
+        compressor="DGCCompressor(density=0.001, warmup_steps={0})",
+        phases=(FULL, TRAINED),
+        base="none-2",
+    ),
+    method("none", "none", "NoneCompressor()", 4, "93.75 %"),
+    method("ring", "LGC, ring", RING, 4, "93.07 %, 2297x"),
+    method("values", "the same leader and momentum, values in place of codes", VALUES, 4),
+    method("scalecom", "ScaleCom", SCALECOM, 4),
+    method("dgc", "DGC", DGC, 4, "93.87 %, 1000x"),
+    method("server", "LGC, parameter server", SERVER, 4, "93.57 %, 8095x / 17000x"),
+    method("paper", "LGC, ring, the paper's form", PAPERS, 4),
+    method("none", "none", "NoneCompressor()", 8, "75.98 %"),
+    method("ring", "LGC, ring", RING, 8, "75.91 %, 202x"),
+    method("scalecom", "ScaleCom", SCALECOM, 8, "75.98 %, 96x"),
+)
+
+
+def beside_none(found: Found, key: str, what: str, paper: float, ratio: float) -> list[Claim]:
+    gap, reached = found.away(key), found.middle(key, "late_ratio")
+    row = found.part.row(key)
+    return [
+        Claim(
+            f"{what}, {row.ranks} ranks: accuracy beside none",
+            f"{paper:+.2f} points",
+            said(gap, "{:+.2f} points"),
+            None if gap is None else gap >= min(paper, 0.0) - 0.5,
+            _parted(found),
+        ),
+        Claim(
+            f"{what}, {row.ranks} ranks: bytes while codes travel",
+            row.paper.partition(", ")[2],
+            by_rank(found[key]) or NOT_RUN,
+            None if reached is None else reached >= ratio / 2,
+            _first(found),
+        ),
+    ]
+
+
+def _parted(found: Found) -> str:
+    """What of the accuracy that the ring loses on four ranks comes with what."""
+    steps = [
+        found.away("ring-4"),
+        found.away("dgc-4"),
+        found.away("values-4", "dgc-4"),
+        found.away("ring-4", "values-4"),
+    ]
+    if None in steps:
+        return ""
+    whole, sparse, leader, code = (f"{step:+.2f}" for step in steps)
+    text = (
+        f"Accuracy: of the {whole} points of the ring on 4 ranks {sparse} come with sending 0.1 % "
+        f"at all (DGC, where each rank selects), {leader} with one rank that selects for all, "
+        f"{code} with codes in place of values."
+    )
+    scalecom = found.away("scalecom-4")
+    if scalecom is not None:
+        text += f" ScaleCom, one rank for all without momentum correction: {scalecom:+.2f}."
+    return text
+
+
+def _first(found: Found) -> str:
+    """Why the ratio of bytes stays behind the paper's."""
+    reached = found.middle("ring-2", "late_ratio")
+    if reached is None:
+        return ""
+    sent = 4 * found["ring-2"][0]["parameters"] / reached
+    return (
+        f"Bytes: by the ring on 2 ranks a rank sends {sent:,.0f} a step, of which {4 * FIRST} are "
+        "the first layer's, which is sent whole (ScaleCom selects there too). In a network as "
+        "large as the paper's that is next to nothing."
+    )
+
+
+def by_rank(results: list[Result]) -> str:
+    """Byte ratios of the last phase, of the first seed's ranks, each once."""
+    if not results:
+        return ""
+    return " / ".join(dict.fromkeys(f"{ratio:,.0f}x" for ratio in results[0]["by_rank"]))
+
+
+def phases(results: list[Result]) -> str:
+    """CPU time of a step in each phase."""
+    spans = [span for span in zip(*(result["cpu_ms"] for result in results))]
+    return ", ".join(f"{sorted(span)[len(span) // 2]:.0f}" for span in spans)
+
+
+def shares(found: Found) -> tuple[float, float, float, float] | None:
+    """Of entropy: mutual information at 4 bits, by chance, at 32 bits, by chance."""
+    seen = [result["seen"] for result in found["information"]]
+    if not seen:
+        return None
+    levels = {bits: (entropy, mi, chance) for bits, entropy, mi, chance in seen[0]["levels"]}
+    coarse, fine = levels[4], levels[32]
+    return coarse[1] / coarse[0], coarse[2] / coarse[0], fine[1] / fine[0], fine[2] / fine[0]
+
+
+def claims(found: Found) -> list[Claim]:
+    ring = "LGC by the ring"
+    every = [
+        *beside_none(found, "server-2", "LGC with a server", 93.27 - 91.88, 5709),
+        *beside_none(found, "ring-2", ring, 91.4 - 91.88, 3193),
+        *beside_none(found, "ring-4", ring, 93.07 - 93.75, 2297),
+        *beside_none(found, "server-4", "LGC with a server", 93.57 - 93.75, 8095),
+        *beside_none(found, "ring-8", ring, 75.91 - 75.98, 202),
+    ]
+    every += [
+        _compared(found, f"ring-{ranks}", f"scalecom-{ranks}", ranks, paper)
+        for ranks, paper in ((4, ""), (8, "202x beside 96x, -0.07 points"))
+    ]
+    every += _costs(found) + _information(found) + _warmup(found)
+    every.append(
+        Claim(
+            "time of an iteration by phase: full, top-k, compressed",
+            "ring 1 s, 0.9 s, 0.4 s; server 1 s, 1.6 s, 0.6 s",
+            "not measured: the table has the processor's time, which knows no link",
+            None,
+        )
+    )
+    return every
+
+
+def _compared(found: Found, ring: str, other: str, ranks: int, paper: str) -> Claim:
+    gap = found.away(ring, other)
+    ratios = [found.middle(key, "late_ratio") for key in (ring, other)]
+    holds = None if gap is None else ratios[0] > ratios[1] and gap >= -0.5
+    return Claim(
+        f"the ring sends less than ScaleCom and is as accurate, {ranks} ranks",
+        paper or "no number",
+        f"{times(ratios[0])} beside {times(ratios[1])}, {said(gap, '{:+.2f} points')}",
+        holds,
+        _first(found),
+    )
+
+
+def _costs(found: Found) -> list[Claim]:
+    """What selection by one leader costs, and what the code costs."""
+    selection = found.away("values-4", "dgc-4")
+    code = found.away("ring-4", "values-4")
+    form = found.away("paper-4", "ring-4")
+    return [
+        Claim(
+            "what one rank selects serves all, 4 ranks (values of its choice beside DGC's)",
+            "no number",
+            said(selection, "{:+.2f} points"),
+            None if selection is None else selection >= -0.5,
+        ),
+        Claim(
+            "a code in place of the same values costs nothing, 4 ranks",
+            "no number",
+            said(code, "{:+.2f} points"),
+            None if code is None else code >= -0.5,
+        ),
+        Claim(
+            "the paper's form of the code (no signs, one scale, its feedback) is as good as ours",
+            "no number",
+            said(form, "{:+.2f} points"),
+            None if form is None else form >= -0.5,
+        ),
+    ]
+
+
+def _information(found: Found) -> list[Claim]:
+    share = shares(found)
+    ours = NOT_RUN
+    if share is not None:
+        ours = (
+            f"{100 * share[0]:.0f} % at 16 levels, {100 * share[1]:.0f} % by chance; "
+            f"{100 * share[2]:.0f} % at 2^32 levels, {100 * share[3]:.0f} % by chance"
+        )
+    return [
+        Claim(
+            "four fifths of the entropy of a gradient are common to two ranks (Figures 3 and 4)",
+            "80 % at 2^32 levels",
+            ours,
+            None if share is None else share[0] - share[1] >= 0.5,
+            "The share of mutual information is a matter of the quantizer: with so many levels "
+            "nearly every element has one to itself, and a gradient whose elements were shuffled "
+            "shares as much. `by chance` is that. With few levels, which leave several elements to "
+            "each, little is common beyond chance.",
+        )
+    ]
+
+
+def _warmup(found: Found) -> list[Claim]:
+    """Figure 13: the loss falls faster where the first steps are whole."""
+    ends = [_last_loss(found[key]) for key in ("dgc-2", "exponential", "fixed")]
+    known = None not in ends
+    return [
+        Claim(
+            "training loss at the end is lower with whole gradients first than with exponential or "
+            "fixed density (Figure 13)",
+            "visibly",
+            ", ".join(said(end, "{:.3f}") for end in ends),
+            (ends[0] <= min(ends[1], ends[2])) if known else None,
+        )
+    ]
+
+
+def _last_loss(results: list[Result]) -> float | None:
+    """The mean over the last tenth, the median of seeds."""
+    means = []
+    for result in results:
+        tail = [loss for _, loss in result["curve"][-5:]]
+        means.append({"loss": sum(tail) / len(tail)})
+    return middle(means, "loss")
+
+
+def draw(found: Found, figure: Any) -> None:
+    loss, share, code = figure.subplots(1, 3)
+    for key, label in (
+        ("none-2", "none"),
+        ("fixed", "fixed"),
+        ("exponential", "exponential"),
+        ("dgc-2", "whole first"),
+    ):
+        for result in found[key][:1]:
+            loss.plot(*zip(*result["curve"]), label=label)
+    loss.set_title("Figure 13: training loss")
+    loss.set_xlabel("step")
+    loss.set_yscale("log")
+    for result in found["information"][:1]:
+        bits, entropy, mutual, chance = zip(*result["seen"]["levels"])
+        share.plot(bits, [m / h for m, h in zip(mutual, entropy)], "o-", label="two ranks")
+        share.plot(bits, [c / h for c, h in zip(chance, entropy)], "x--", label="by chance")
+    share.set_title("mutual information / entropy")
+    share.set_xlabel("bits of the quantizer")
+    share.set_ylim(0, 1.05)
+    for key in ("none-4", "dgc-4", "scalecom-4", "values-4", "ring-4", "paper-4"):
+        for result in found[key][:1]:
+            code.plot([x for x, *_ in result["looks"]], [y for *_, y in result["looks"]], label=key)
+    code.set_title("accuracy on held-out images, %")
+    code.set_xlabel("step")
+
+
+PART = Part(
+    name="lgc",
+    title="Learned gradient compression (Abrahamyan et al. 2021), Tables IV to VI, Figures 3, 13",
+    settings=(
+        "The paper: ResNet-50 on CIFAR-10 with 2 nodes, ResNet-101 with 4 (Table VI), ResNet-50 on "
+        "ImageNet with 8 (Table IV), SGD with momentum; 200 whole steps and 300 that train the "
+        "autoencoder, a tenth of all. Here a fifth of the steps is whole and three tenths train. "
+        "`lost` is the share of the energy that the autoencoder misses, the median over steps; "
+        "bytes by rank are those of the last phase; CPU is that of one rank's step by phase, on a "
+        "machine that does other things too."
+    ),
+    rows=ROWS,
+    claims=claims,
+    draw=draw,
+    columns=(("bytes by rank", by_rank), ("lost", lost), ("CPU ms by phase", phases)),
+)

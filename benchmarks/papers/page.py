@@ -1,0 +1,140 @@
+"""The page of the site and its figures, made of what was measured; no number is typed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.papers.parts import NOT_RUN, Found, Part, Result, Row, middle, times
+
+VERDICTS = {True: "holds", False: "**does not hold**", None: NOT_RUN}
+HEAD = """# The papers' claims, and what was measured
+
+Each of the four papers was trained again, on data that anyone can get: 60,000 images of clothes
+(Debian's `dataset-fashion-mnist`) and the King James Bible (`bible-kjv`). What a paper says stands
+beside what came out here. The page is written by the command below, from the rows that it has
+measured; what was not run says so.
+
+```{code-block} console
+:class: target
+
+$ make papers ARGS=--list
+$ make papers ARGS="--parts variance --seeds 3"
+$ make papers
+```
+
+"""
+
+
+def write(parts: Iterable[Part], folder: Path, target: Path) -> None:
+    """Writes the page, and draws a figure for each part that has rows."""
+    every = [Found(part, folder) for part in parts]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for found in every:
+        if any(found[row.key] for row in found.part.rows):
+            draw(found, found.path.with_suffix(".png"))
+    target.write_text(text(every, Path(os.path.relpath(folder, target.parent))))
+
+
+def draw(found: Found, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(10, 4), layout="constrained")
+    with pyplot.rc_context({"axes.titlesize": 10}):
+        found.part.draw(found, figure)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def text(every: Iterable[Found], figures: Path) -> str:
+    every = [*every]
+    return HEAD + _network(every) + "".join(_section(found, figures) for found in every)
+
+
+def _network(every: list[Found]) -> str:
+    """How these trainings differ from those of all papers."""
+    scale = next((found.scale for found in every if found.scale), None)
+    sizes = {
+        found.part.row(one["key"]).task: one["result"]["parameters"]
+        for found in every
+        for one in found.content["rows"]
+        if one["key"] in [row.key for row in found.part.rows]
+    }
+    if scale is None:
+        return ""
+    lines = [
+        f"Images: a VGG-like network of {sizes.get('images', 0):,} parameters without dropout, "
+        f"{scale.images:,} images, {scale.epochs} epochs, {scale.steps} steps of 64 images on all "
+        "ranks together, accuracy on the 10,000 test images. "
+    ]
+    if "text" in sizes:
+        lines.append(
+            f"Text: an LSTM over characters of {sizes['text']:,} parameters, as many steps of 32 "
+            "windows of 64 characters, perplexity a character on the last tenth of the text. "
+        )
+    lines.append(
+        "All papers trained larger networks for far longer. Ratios are those of the whole run, "
+        "means over ranks; bytes are counted where they are handed to Horovod, headers included; "
+        "`behind` is the norm of what a rank still keeps at the end over that of the gradient that "
+        "was exchanged last. "
+        "Where there are several seeds, numbers are medians, and the spread is worst to best; with "
+        "one seed a difference of a point means little. Ranks of one machine, over gloo, which did "
+        "other things too: so there are no times but the processor's.\n\n"
+    )
+    return "".join(lines)
+
+
+def _section(found: Found, figures: Path) -> str:
+    part = found.part
+    done = [row for row in part.rows if found[row.key]]
+    seeds = {len(found[row.key]) for row in done}
+    several = " to ".join(str(n) for n in sorted({min(seeds), max(seeds)})) if seeds else "no"
+    lines = [f"## {part.title}\n\n{part.settings}\n"]
+    lines.append(
+        f'`make papers ARGS="--parts {part.name}"`: {len(done)} of {len(part.rows)} rows were run, '
+        f"with {several} seed{'' if several == '1' else 's'}.\n"
+    )
+    claims = part.claims(found)
+    lines.append("| claim | paper | here | |\n|---|---|---|---|")
+    for claim in claims:
+        ours = claim.ours if re.search(r"\d", claim.ours) or NOT_RUN not in claim.ours else NOT_RUN
+        lines.append(f"| {claim.text} | {claim.paper} | {ours} | {VERDICTS[claim.holds]} |")
+    reasons = dict.fromkeys(claim.why for claim in claims if claim.holds is False and claim.why)
+    lines += [f"\n{why}" for why in reasons]
+    heads = ["method", "ranks", "paper", "here", "beside none", "elements", "bytes", "behind"]
+    heads += [head for head, _ in part.columns]
+    lines.append(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    lines += [f"| {' | '.join(_cells(found, row))} |" for row in part.rows]
+    if done:
+        lines.append(f"\n![{part.title}]({figures}/{part.name}.png)")
+    return "\n".join(lines) + "\n\n"
+
+
+def _cells(found: Found, row: Row) -> list[str]:
+    results = found[row.key]
+    first = [row.title, str(row.ranks), row.paper]
+    if not results:
+        return [*first, NOT_RUN, *[""] * (4 + len(found.part.columns))]
+    base = found.middle(row.base) if row.base and row.base != row.key else None
+    score = middle(results, "score")
+    unit = " %" if row.task == "images" else ""
+    shown = f"{score:.2f}{unit}{_spread(results)}"
+    gap = "" if base is None else f"{score - base:+.2f}"
+    ratios = [times(middle(results, name)) for name in ("element_ratio", "ratio")]
+    behind = middle(results, "behind")
+    ratios.append("" if behind is None else f"{behind:.1f}")
+    return [*first, shown, gap, *ratios, *(column(results) for _, column in found.part.columns)]
+
+
+def _spread(results: list[Result]) -> str:
+    scores = [result["score"] for result in results]
+    return f" ({min(scores):.2f} to {max(scores):.2f})" if len(scores) > 1 else ""

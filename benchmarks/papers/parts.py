@@ -1,0 +1,176 @@
+"""What a part is made of: rows that are trained, and claims that are held against them."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+NOT_RUN = "not run"
+BATCH = 64  # of all ranks together
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training, but for its seed.
+
+    Attributes:
+        key: what it is called in a part.
+        title: what the page calls it.
+        compressor: an expression of hvd_gradcomp's names. `{0}`, `{1}` are steps of its phases.
+        paper: what the paper has in its place.
+        task: "images" or "text".
+        schedule: of the learning rate: "halved" at each fifth, "constant", or "corrected" as in
+            003, section IV.B.
+        moments: whether the moments of single samples are tracked.
+        phases: where one phase of the compressor ends and the next begins, as shares of all steps.
+        watch: what looks at the gradients, a name of `watching.WATCHES`.
+        base: the row that it is compared with.
+    """
+
+    key: str
+    title: str
+    compressor: str = "NoneCompressor()"
+    paper: str = ""
+    ranks: int = 2
+    task: str = "images"
+    optimizer: str = "sgd"
+    rate: float = 0.05
+    schedule: str = "halved"
+    moments: bool = False
+    phases: tuple[float, ...] = ()
+    watch: str = ""
+    base: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its result depends on, as JSON keeps it."""
+        told = {"key", "title", "paper", "base"}
+        kept = {name: value for name, value in asdict(self).items() if name not in told}
+        return {**kept, "phases": [*self.phases]}
+
+    def lengths(self, scale: Scale) -> list[int]:
+        """Steps of each phase but the last."""
+        ends = [max(1, round(share * scale.steps)) for share in self.phases]
+        return [end - begin for begin, end in zip([0, *ends], ends)]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long each training is."""
+
+    images: int = 6400
+    epochs: int = 4
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * (self.images // BATCH)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of a paper beside what was found; `holds` is None where it was not run."""
+
+    text: str
+    paper: str
+    ours: str
+    holds: bool | None
+    why: str = ""  # where it does not hold
+
+
+@dataclass(frozen=True)
+class Part:
+    """A paper."""
+
+    name: str
+    title: str
+    settings: str
+    rows: tuple[Row, ...]
+    claims: Callable[[Found], list[Claim]]
+    draw: Callable[[Found, Any], None]
+    columns: tuple[tuple[str, Callable[[list[Result]], str]], ...] = ()
+
+    def row(self, key: str) -> Row:
+        return next(row for row in self.rows if row.key == key)
+
+
+class Found:
+    """What was measured for a part; a folder has a file of it, written after each row."""
+
+    def __init__(self, part: Part, folder: Path) -> None:
+        self.part, self.path = part, folder / f"{part.name}.json"
+        self.content: dict[str, Any] = {"rows": []}
+        if self.path.exists():
+            self.content = json.loads(self.path.read_text())
+
+    @property
+    def scale(self) -> Scale | None:
+        """That the rows were made with."""
+        return Scale(**self.content["scale"]) if "scale" in self.content else None
+
+    def add(self, row: Row, scale: Scale, seed: int, result: Result) -> None:
+        """Keeps a result, in the place of an older one, and writes the file anew."""
+        kept = [old for old in self.content["rows"] if (old["key"], old["seed"]) != (row.key, seed)]
+        new = {"key": row.key, "seed": seed, "settings": row.settings, "result": result}
+        places = [one.key for one in self.part.rows]
+        kept = [old for old in kept if old["key"] in places]
+        rows = sorted([*kept, new], key=lambda one: (places.index(one["key"]), one["seed"]))
+        self.content = {**self.content, "scale": asdict(scale), "rows": rows}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".new")
+        lines = ",\n".join(f"  {json.dumps(one)}" for one in rows)
+        rest = {name: value for name, value in self.content.items() if name != "rows"}
+        fresh.write_text(f'{json.dumps(rest)[:-1]}, "rows": [\n{lines}\n]}}\n')
+        os.replace(fresh, self.path)
+
+    def seeds(self, key: str) -> dict[int, Result]:
+        """Results of a row by seed, where its settings are still those of the file."""
+        settings = self.part.row(key).settings
+        return {
+            one["seed"]: one["result"]
+            for one in self.content["rows"]
+            if one["key"] == key and one["settings"] == settings
+        }
+
+    def __getitem__(self, key: str) -> list[Result]:
+        return [*self.seeds(key).values()]
+
+    def middle(self, key: str, name: str = "score") -> float | None:
+        """The median over seeds; None where it was not run."""
+        return middle(self[key], name)
+
+    def away(self, key: str, other: str = "") -> float | None:
+        """By how much a row is above another, or the one it is compared with."""
+        here, there = self.middle(key), self.middle(other or self.part.row(key).base)
+        return None if here is None or there is None else here - there
+
+    @property
+    def cpu_minutes(self) -> float | None:
+        """Of all ranks and rows with one seed, over two cores; None if a row was never run."""
+        every = [middle(self[row.key], "cpu_s") for row in self.part.rows]
+        known = [seconds for seconds in every if seconds is not None]
+        return sum(known) / 120 if len(known) == len(every) else None
+
+
+def middle(results: Iterable[Result], name: str) -> float | None:
+    known = [r[name] for r in results if r.get(name) is not None]
+    return statistics.median(known) if known else None
+
+
+def said(value: float | None, form: str) -> str:
+    return NOT_RUN if value is None else form.format(value)
+
+
+def times(value: float | None) -> str:
+    return NOT_RUN if value is None else f"{value:,.1f}x" if value < 100 else f"{value:,.0f}x"
+
+
+def lost(results: list[Result]) -> str:
+    """A column: the share of the energy that a learned method leaves out."""
+    value = middle(results, "lost")
+    return "" if value is None else f"{value:.2f}"

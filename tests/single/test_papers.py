@@ -1,0 +1,163 @@
+"""What `make papers` says without training: its list, its errors, and the page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.papers import __main__ as papers
+from benchmarks.papers import data, page
+from benchmarks.papers.parts import Found, Scale
+from benchmarks.papers.registry import PARTS
+from tests.fashion import write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def call(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["papers", *words])
+    return papers.main()
+
+
+def result(score, ratio):
+    """Of one seed, as `training.run` has it."""
+    return {
+        "score": score,
+        "element_ratio": ratio,
+        "ratio": ratio / 2,
+        "late_ratio": ratio,
+        "by_rank": [ratio, ratio],
+        "behind": 3.5,
+        "lost": None,
+        "cpu_s": 60.0,
+        "cpu_ms": [50.0],
+        "parameters": 1000,
+        "curve": [[10, 0.5]],
+        "looks": [[10, 0.5, score]],
+        "seen": None,
+    }
+
+
+def test_list_has_claims_settings_and_minutes(monkeypatch, capsys):
+    assert call(monkeypatch, "--list") == 0
+    text = capsys.readouterr().out
+    for part in PARTS.values():
+        assert f"{part.name}: {part.title}" in text and part.settings in text
+        assert all(f"row: {row.key}, {row.ranks} ranks" in text for row in part.rows)
+    assert text.count("minutes a seed") == len(PARTS)
+    assert text.count("  claim: ") > 20
+
+
+def test_a_part_has_rows_with_names_of_their_own_and_a_base():
+    for part in PARTS.values():
+        keys = [row.key for row in part.rows]
+        assert len({*keys}) == len(keys)
+        assert {row.base for row in part.rows} <= {*keys}
+        assert {row.ranks for row in part.rows} <= {2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parts", "vgg"], "no part is called vgg; there are variance"),
+        (["--rows", "sgd/nine"], "no sgd/nine among the rows"),
+        (["--ranks", "two"], "--ranks must be whole numbers with commas, got two"),
+        (["--seeds", "0"], "at least 1"),
+        (["--images", "64"], "between 640 and 50000, got 64"),
+    ],
+)
+def test_arguments_that_make_no_sense(monkeypatch, capsys, words, message):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, *words)
+    assert message in capsys.readouterr().err
+
+
+def test_rows_of_two_lengths_are_not_mixed(monkeypatch, capsys, tmp_path):
+    part = PARTS["variance"]
+    Found(part, tmp_path).add(part.rows[0], Scale(images=640), 1, result(80.0, 1))
+    with pytest.raises(SystemExit):
+        call(monkeypatch, "--folder", str(tmp_path), "--parts", "variance")
+    assert "has rows of 640 images" in capsys.readouterr().err
+
+
+def test_what_is_there_is_not_run_again(monkeypatch, tmp_path):
+    part = PARTS["variance"]
+    Found(part, tmp_path).add(part.row("sgd/none"), Scale(), 1, result(80.0, 1))
+    started = []
+    monkeypatch.setattr(papers, "start", lambda part, runs, ranks, options: started.append(runs))
+    words = ["--folder", str(tmp_path), "--parts", "variance", "--rows", "sgd/none,sgd/strom-0.1"]
+    monkeypatch.setattr(papers.data, "install", lambda folder: None)
+    assert call(monkeypatch, *words, "--seeds", "2") == 0
+    assert started == [[("sgd/strom-0.1", 1), ("sgd/none", 2), ("sgd/strom-0.1", 2)]]
+    call(monkeypatch, *words, "--again")
+    assert started[1] == [("sgd/none", 1), ("sgd/strom-0.1", 1)]
+
+
+def test_the_page_is_made_of_what_was_measured(monkeypatch, capsys, tmp_path):
+    part = PARTS["variance"]
+    found = Found(part, tmp_path)
+    for seed, score in ((1, 80.0), (2, 82.0), (3, 79.0)):
+        found.add(part.row("sgd/none"), Scale(), seed, result(score, 1.0))
+        found.add(part.row("sgd/variance-1"), Scale(), seed, result(score - 5, 30.0))
+    assert call(monkeypatch, "--show", "--folder", str(tmp_path)) == 0
+    text = (tmp_path / "papers.md").read_text()
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
+    row = lines["momentum SGD, `VarianceCompressor(alpha=1)`"]
+    assert "| 90.3 %, 52.4x | 75.00 % (74.00 to 77.00) | -5.00 | 30.0x | 15.0x | 3.5 |" in row
+    claim = lines["Variance, alpha 1, momentum SGD: accuracy beside none"]
+    assert claim.endswith("| -1.4 points | -5.0 points | **does not hold** |")
+    claim = lines["Variance, alpha 1, momentum SGD: elements for one that is sent"]
+    assert claim.endswith("| 52.4x | 30.0x | holds |")
+    claim = lines["Variance, alpha 2, momentum SGD: elements for one that is sent"]
+    assert claim.endswith("| 384x | not run | not run |")
+    assert lines["Adam, `StromCompressor(tau=0.1)`"].count("not run") == 1
+    assert "2 of 18 rows were run, with 3 seeds" in text
+    assert (tmp_path / "variance.png").stat().st_size > 10_000
+    assert not (tmp_path / "egc.png").exists()
+
+
+def test_rows_whose_settings_have_changed_are_not_shown(tmp_path):
+    part = PARTS["variance"]
+    found = Found(part, tmp_path)
+    found.add(part.rows[0], Scale(), 1, result(80.0, 1.0))
+    found.content["rows"][0]["settings"]["rate"] = 7.0
+    assert found[part.rows[0].key] == []
+
+
+def test_the_page_of_the_site_is_that_of_its_measurements():
+    every = [Found(part, ROOT / papers.FOLDER) for part in PARTS.values()]
+    assert page.text(every, Path("measured/papers")) == (ROOT / papers.PAGE).read_text(), (
+        "run python -m benchmarks.papers --show"
+    )
+
+
+def test_data_of_a_folder(tmp_path):
+    write(tmp_path, train=50, test=20)
+    data.install(tmp_path)
+    x, y = data.images(tmp_path, "train", 10, 30)
+    assert x.shape == (20, 1, 28, 28) and y.shape == (20,)
+    whole, labels = data.images(tmp_path, "train", 0, 50)
+    assert x.equal(whole[10:30]) and y.equal(labels[10:30])
+    with pytest.raises(data.DataError, match="fewer than 51 images"):
+        data.images(tmp_path, "train", 0, 51)
+    text = bytes(data.text(tmp_path).tolist()).decode()
+    assert text.startswith("In the beginning") and "Ge1" not in text
+    (tmp_path / "bible.txt").unlink()
+    with pytest.raises(data.DataError, match=r"lacks bible.txt. Put the files there"):
+        data.install(tmp_path)
+
+
+def test_steps_of_phases():
+    row = PARTS["lgc"].row("ring-2")
+    assert row.lengths(Scale()) == [80, 120]
+    assert row.lengths(Scale(images=640, epochs=1)) == [2, 3]
+
+
+def test_the_lines_of_the_readme_are_among_the_rows():
+    found = Found(PARTS["variance"], ROOT / papers.FOLDER)
+    text = (ROOT / "README.md").read_text()
+    for key in ("adam/none", "adam/variance-2", "adam/hybrid-0.1"):
+        values = [found.middle(key, name) for name in ("score", "element_ratio", "ratio")]
+        assert "| {:.2f} % | {:.1f} | {:.1f} |".format(*values) in text, key
