@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2
 from typing import Any, NamedTuple
 
@@ -86,9 +87,7 @@ class EGCCompressor(MomentumCorrected):
         return min(size, max(1, int(size * log2(self.bins) / self.K + 0.5)))
 
     def capacities(self, layout: Layout) -> tuple[int, ...]:
-        most = self.capacity(layout)
-        rungs = Ladder.up_to(most).capacities
-        return (*(room for room in rungs if room >= len(layout.names)), most)
+        return _capacities(len(layout.names), self.capacity(layout))
 
     def rung_changes(self, state: Any) -> int:
         return int(state.ladder.changes)
@@ -114,6 +113,12 @@ class EGCCompressor(MomentumCorrected):
         entropy = entropy_of_layers(ops, layout, gradient, self.bins)
         quota = ops.cast(sizes * entropy / self.K + 0.5, "int64")
         return ops.minimum(ops.maximum(quota, 1), ops.words(self.most(layout)))
+
+
+@lru_cache(maxsize=1024)
+def _capacities(least: int, most: int) -> tuple[int, ...]:
+    """Of the rungs: from one element of each layer to the most of all."""
+    return (*(room for room in Ladder.up_to(most).capacities if room >= least), most)
 
 
 def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> Tensor:
