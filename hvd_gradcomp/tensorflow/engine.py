@@ -285,6 +285,7 @@ class Engine:
         self.owned = make_variable is not None
         with tf.init_scope():
             zero = tf.constant(0, tf.int64)
+            self._summed = new_variable("gradcomp_summed", zero)  # of the step before
             self.steps = self._make_variable("gradcomp_steps", zero)
             self.counters = {
                 name: keep_local(self._make_variable(f"gradcomp_{name}", value))
@@ -298,9 +299,7 @@ class Engine:
             }
         self.sums: list[tf.Variable] = []
         self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
-        # Of the bits of replies that all ranks have alike: of this step, and of the one before.
-        self._heard: list[tf.Tensor] = []
-        self._summed = new_variable("gradcomp_summed", tf.constant(0, tf.int64))
+        self._heard: list[tf.Tensor] = []  # of the bits of replies that all ranks have alike
         self._eager = tf.function(self._reduce, autograph=False)
         self._plan(())
         living.add(self)
