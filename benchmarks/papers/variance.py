@@ -88,9 +88,9 @@ def kept(found: Found) -> str:
     if not pairs:
         return ""
     return (
-        "Accuracy: what a rank still keeps at the end is not in the model. With momentum SGD: "
-        f"in norms of the gradient exchanged last: {', '.join(pairs)}. With Strom and Hybrid an "
-        "element moves by tau a step, whatever it has gathered."
+        "Accuracy: what a rank still keeps at the end is not in the model. On momentum SGD that "
+        f"is, in norms of the gradient exchanged last: {', '.join(pairs)}. With Strom and Hybrid "
+        "an element moves by tau a step, whatever it has gathered."
     )
 
 
