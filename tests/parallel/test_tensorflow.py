@@ -48,6 +48,11 @@ MESSAGES = {
     "xla": "jit_compile=False",
     "xla switched off": "nothing was raised",
     "different models": "(3, 2) float32 on rank 0",
+    "none overflows": "NonFiniteGradientError: [hvd_gradcomp: a rank has a NaN or an infinity",
+    "levels overflow": "NonFiniteGradientError: [hvd_gradcomp: a rank has a NaN or an infinity",
+    "signs overflow in a graph": "has a NaN or an infinity in its gradient",
+    "values overflow": "NonFiniteGradientError: [hvd_gradcomp: a rank has a NaN or an infinity",
+    "degenerate": "nothing was raised",
 }
 
 

@@ -71,6 +71,12 @@ MESSAGES = {
     "different compressors": "StromCompressor(tau=1.1) on rank 1",
     "damaged payload": "PayloadError: rank 1 sent a damaged payload",
     "different sizes": "payloads of different sizes",
+    "none overflows": "NonFiniteGradientError: a rank has a NaN or an infinity in its gradient, or",
+    "levels overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its gradient",
+    "two shots overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its",
+    "signs overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its gradient",
+    "values overflow": "NonFiniteGradientError: a rank has a NaN or an infinity in its gradient",
+    "degenerate": "nothing was raised",
 }
 
 
