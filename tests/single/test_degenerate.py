@@ -38,8 +38,8 @@ def check(compressor, ops, shapes, ranks, bucket_bytes, draw, steps=7):
     layers = [(f"layer{i}", shape, "float32") for i, shape in enumerate(shapes)]
     try:
         buckets = plan(compressor, layers, bucket_bytes, ranks=ranks)
-    except ValueError as error:  # LGC says that it cannot select enough
-        assert "selects" in str(error)
+    except ValueError as error:  # LGC says what it lacks
+        assert str(error).startswith("LGCCompressor: ")
         return
     assert sorted(n for _, layout in buckets for n in layout.names) == [n for n, *_ in layers]
     assert describe(compressor, layers, len(buckets), ranks)
