@@ -5,8 +5,22 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+
+class _Arrays(pickle.Unpickler):
+    """Reads arrays and what Python has, and nothing that could run."""
+
+    _KNOWN = ("_reconstruct", "_frombuffer", "ndarray", "dtype", "scalar")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "numpy" and name in self._KNOWN:
+            return super().find_class(module, name)
+        if (module, name) == ("_codecs", "encode"):  # by which Python 3 writes bytes for Python 2
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in CIFAR-10")
 
 
 def load(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -14,7 +28,7 @@ def load(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
     def read(name: str) -> tuple[np.ndarray, np.ndarray]:
         with (folder / name).open("rb") as file:
-            batch = pickle.load(file, encoding="bytes")
+            batch = _Arrays(file, encoding="bytes").load()
         images = np.asarray(batch[b"data"], np.float32).reshape(-1, 3, 32, 32) / 255
         return images.transpose(0, 2, 3, 1), np.asarray(batch[b"labels"], np.int64)
 

@@ -3,11 +3,10 @@
 Rules, in this order:
 
 * A compressor says who takes which layer (`Compressor.of_layers`): `partition` by its rules,
-
-Methods:
-  that are made for some layers leave the others to another, most take all.
+  methods that are made for some layers leave the others to another, most take all.
 * A layer is sent dense, together with all others of that kind, where compressing it saves nothing:
-  where its share of a payload (`Compressor.layer_bytes`) is at least 4 bytes an element.
+  where its share of a payload (`Compressor.layer_bytes`) is at least 4 bytes an element, and where
+  it has no elements.
 * Where the optimizer's momentum was taken over, layers whose compressor does not correct momentum
   get theirs after the exchange.
 """
@@ -259,7 +258,9 @@ def assign(
     momentum, nesterov = correction[0], bool(correction[1])
     assigned = []
     for (name, shape, _), one in zip(layers, chosen):
-        share = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
+        share: float | None = 0.0
+        if prod(shape):  # no method has to divide by none
+            share = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
         if share is not None and share >= 4 * prod(shape):
             one = NoneCompressor()
         assigned.append(corrected(one, momentum, nesterov))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvd_gradcomp import wire
 from hvd_gradcomp.aggregator import Compressor, Context, Program
 from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall, Broadcast, Switch
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
+
+_LARGEST = (2.0 - 2.0**-20) * 2.0**127  # of float32, and a bit less: sums are rounded on their way
 
 if TYPE_CHECKING:
     from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
@@ -56,7 +58,12 @@ def allgather(
 ) -> Program:
     """Everybody receives every payload and adds them up in rank order. One collective."""
     encoded, header, gradient, state = _encoded(rung, codec, ops, context, gradient, state, moment)
-    header, bodies = yield from _gathered(codec, ops, header, encoded, encoded.body, state)
+
+    def fits(header: wire.Header, bodies: Tensor) -> wire.Header:
+        sides = codec.ceilings(ops, context.layout, bodies)
+        return _summable(ops, sides, context, header) if sides else header
+
+    header, bodies = yield from _gathered(codec, ops, header, encoded, encoded.body, state, fits)
     weights = weights_of(ops, context, header)
     total = codec.decode_sum(ops, context.layout, rung, bodies, weights, room=gradient)
     return total, _needing(ops, state, header)
@@ -77,11 +84,12 @@ def summed(
     `allgather`, and the result is the same but for the order in which it is added up.
     """
     encoded, header, gradient, state = _encoded(rung, codec, ops, context, gradient, state, moment)
-    header, _ = yield from _gathered(codec, ops, header, encoded, encoded.body[:0], state)
+    nothing = encoded.body[:0]
+    header, _ = yield from _gathered(codec, ops, header, encoded, nothing, state, lambda h, _: h)
     weights = weights_of(ops, context._replace(prescale=1.0, postscale=1.0), header)
     mine, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
     x = codec.decode_sum(ops, context.layout, rung, body, mine, room=gradient)
-    total = yield from added_up(ops, context, x)
+    total = usable(ops, (yield from added_up(ops, context, x)))
     return total, _needing(ops, state, header)
 
 
@@ -114,16 +122,18 @@ def _gathered(
     encoded: Encoded,
     body: Tensor,
     state: SparseState,
+    fits: Callable[[wire.Header, Tensor], wire.Header],
 ) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
-    """The headers and bodies of all; where one cannot be used, the state is as it was."""
+    """The headers and bodies of all; where they cannot be used, the state is as it was."""
     buffers = yield Allgather(wire.seal(ops, header, body))
     try:
-        opened = wire.open_sealed(ops, header, buffers)
+        header, bodies = wire.open_sealed(ops, header, buffers)
+        header = fits(header, bodies)
     except (PayloadError, NonFiniteGradientError):
         codec.give_back(ops, state.memory, encoded.held)
         raise
     encoded.settle()
-    return opened
+    return header, bodies
 
 
 def _needing(ops: Ops, state: SparseState, header: wire.Header) -> SparseState:
@@ -144,12 +154,15 @@ def quantized_allgather(
     bands, parts = codec.bands(layout), codec.parts(layout)
     finite, gradient = checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
-    mine = codec.encode(ops, bands, x, _key(ops, codec, context, 0))
+    mine, finite = _checked_sides(
+        ops, codec, codec.encode(ops, bands, x, _key(ops, codec, context, 0)), finite
+    )
     body = wire.pack_body(ops, parts, mine)
     buffers = yield Allgather(wire.seal(ops, header_of(codec, context, finite), body))
     header, bodies = wire.open_sealed(ops, header_of(codec, context), buffers)
-    state = codec.keep(ops, bands, x, mine, state)
     payload = wire.unpack_body(ops, parts, bodies)
+    header = _summable(ops, [payload[name] for name in codec.side], context, header)
+    state = codec.keep(ops, bands, x, mine, state)
     weights = weights_of(ops, context, header)
     return codec.add_decoded(ops, bands, None, gradient, payload, weights), state
 
@@ -170,6 +183,7 @@ def two_shot(
     x = codec.collect(ops, gradient, state)
     padding = ops.zeros((world * shard - layout.size,))
     mine = codec.encode(ops, bands, ops.concat((x, padding)), _key(ops, codec, context, 0))
+    mine, finite = _checked_sides(ops, codec, mine, finite)
     header = header_of(codec, context, finite)
     bodies = [
         wire.pack_body(ops, parts, codec.shard_of(ops, mine, cuts, i, parts)) for i in range(world)
@@ -180,9 +194,11 @@ def two_shot(
     plain = weights_of(ops, context._replace(prescale=1.0, postscale=1.0), reply)
     total = codec.add_decoded(ops, cuts[rank], None, ops.zeros((shard,)), payload, plain)
 
+    finite, total = checked(ops, total)
     summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
+    summed, finite = _checked_sides(ops, codec, summed, finite)
     body = wire.pack_body(ops, parts, codec.filled(ops, summed, parts))
-    buffers = yield Allgather(wire.seal(ops, header_of(codec, context), body))
+    buffers = yield Allgather(wire.seal(ops, header_of(codec, context, finite), body))
     reply, bodies = wire.open_sealed(ops, header_of(codec, context), buffers)
     state = codec.keep(ops, bands, x, mine, state)
     state = codec.keep_of_sum(ops, cuts[rank], rank * shard, total, summed, state)
@@ -213,6 +229,48 @@ def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     if not ops.dynamic_shapes:
         gradient = ops.where(finite, gradient, 0.0)
     return finite, gradient
+
+
+def _checked_sides(
+    ops: Ops, codec: QuantizedCompressor, mine: dict[str, Tensor], finite: Any
+) -> tuple[dict[str, Tensor], Any]:
+    """A payload, and whether it can be used: a norm or a mean may overflow where no element does.
+
+    And above 2**126 what a code is divided by has an inverse that TensorFlow takes for zero. Zeros
+    instead of what cannot be used where that is known too late to leave it out.
+    """
+    healthy = ops.finite(ops.concat([mine[name] for name in codec.side]) * 4.0)
+    if not ops.dynamic_shapes:
+        mine = {**mine, **{n: ops.where(healthy, mine[n], 0.0) for n in codec.side}}
+    return mine, finite & healthy
+
+
+def _summable(
+    ops: Ops, sides: Sequence[Tensor], context: Context, header: wire.Header
+) -> wire.Header:
+    """Requires that what the ranks have sent adds up to finite numbers; the header then says so.
+
+    Args:
+        ops: the verbs.
+        sides: magnitudes that no element sent exceeds, by groups; float [world, groups] each.
+        context: of the step.
+        header: of what was sent.
+
+    Raises:
+        NonFiniteGradientError: on all ranks, as in `usable`; also where single groups are so large
+            that it cannot be ruled out.
+    """
+    most = ops.abs(sides[0])
+    for side in sides[1:]:
+        most = ops.maximum(most, ops.abs(side))
+    weight = context.prescale * context.postscale
+    total = ops.max(ops.sum(ops.cast(most, "float64"), 0)) * weight
+    intact = ops.require(
+        {wire.ANY_NOT_FINITE: ops.reshape(total, (1,)) <= _LARGEST}, NonFiniteGradientError
+    )
+    if intact is None:
+        return header
+    return header._replace(intact=intact if header.intact is None else header.intact & intact)
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:
@@ -277,14 +335,8 @@ def poison(ops: Ops, finite: Any) -> Tensor:
 
 
 def unpoisoned(ops: Ops, total: Tensor) -> Tensor:
-    """A sum of vectors that end in `poison`, without it.
-
-    Raises:
-        NonFiniteGradientError: on all ranks; where that comes a step too late, zeros instead.
-    """
-    intact = ops.require({wire.ANY_NOT_FINITE: total[-1:] == 0}, NonFiniteGradientError)
-    total = total[:-1]
-    return total if intact is None else ops.where(intact, total, 0.0)
+    """A sum of vectors that end in `poison`, without it; see `usable`."""
+    return usable(ops, total)[:-1]
 
 
 def drawn(step: Any, seed: int, count: int) -> Any:
@@ -330,7 +382,7 @@ def added_up(ops: Ops, context: Context, x: Tensor) -> Generator[Any, Any, Tenso
 
 
 def usable(ops: Ops, total: Tensor) -> Tensor:
-    """A sum of gradients, which says itself whether all were finite.
+    """A sum of gradients, which says itself whether all were finite, and not too large together.
 
     Raises:
         NonFiniteGradientError: on all ranks; where that comes a step too late, zeros instead.

@@ -81,11 +81,11 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the bucket, padding included."""
+        """Elements of the bucket, padding included; at least one, for collectives to have some."""
         if not self.names:
             return self.block
         end = self.offsets[-1] + self.sizes[-1]
-        return end if self.block == 1 else (end // self.block + 1) * self.block
+        return max(end, 1) if self.block == 1 else (end // self.block + 1) * self.block
 
     @property
     def sink(self) -> int:

@@ -6,6 +6,7 @@ shapes and the cost of backward count: data are random.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,9 +86,25 @@ def _factory(name: str) -> Any:
     if ":" not in name:
         raise ModelError(f"no model {name!r}; there are {', '.join(BUILT_IN)}, and module:factory")
     try:
-        return validate.attribute(name, "factory")
+        found = validate.attribute(name, "factory")
     except ValueError as error:
         raise ModelError(str(error)) from error
+    if inspect.isbuiltin(found) or not callable(found) or not _takes_nothing(found):
+        raise ModelError(
+            f"{name} is no function that can be called without arguments; write one, in Python, "
+            "that returns a torch.nn.Module, or (module, loss)"
+        )
+    return found
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a class that does not say what it takes
+        return True
+    return True
 
 
 def _loss(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -107,8 +107,8 @@ def attribute(name: str, what: str) -> Any:
     Raises:
         ValueError: it is no such name, or there is nothing of that name.
     """
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
+    module, _, attribute = name.partition(":")
+    if not (attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))):
         raise ValueError(f"no {what} {name!r}; give module:{what}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -50,7 +50,9 @@ NOT_FINITE = (
     f"rank {{ranks}} {IS_NOT_FINITE}; nothing was exchanged. Look for a "
     "learning rate that is too high, a division by zero, or half precision that overflows"
 )
-ANY_NOT_FINITE = NOT_FINITE.replace("rank {ranks}", "a rank")
+ANY_NOT_FINITE = NOT_FINITE.replace(
+    f"rank {{ranks}} {IS_NOT_FINITE};", f"a rank {IS_NOT_FINITE}, or the sum of all overflows;"
+)
 _OTHER_SIZE = "rank {ranks} uses another payload size; load the same checkpoint on all ranks"
 _FIELDS = {  # of a header, by what is wrong where they are not as expected
     DAMAGED: None,

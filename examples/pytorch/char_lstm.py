@@ -18,8 +18,8 @@ import torch
 from rich.progress import track
 from torch import nn
 
-import hvd_gradcomp
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.cli.options import chosen
 
 ALPHABET = 128
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=2_000_000)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    compressor = eval(options.compression, vars(hvd_gradcomp))
+    (compressor,) = chosen([options.compression])
 
     hvd.init()
     torch.set_num_threads(1)

@@ -17,9 +17,9 @@ import torch
 from rich.progress import track
 from torch import nn
 
-import hvd_gradcomp
 import hvd_gradcomp.torch as hvd
 from examples import cifar10
+from hvd_gradcomp.cli.options import chosen
 
 
 def network() -> nn.Sequential:
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    compressor = eval(options.compression, vars(hvd_gradcomp))
+    (compressor,) = chosen([options.compression])
 
     hvd.init()
     device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else "cpu"

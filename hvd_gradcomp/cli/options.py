@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import math
@@ -31,7 +32,23 @@ from hvd_gradcomp import (
     StromCompressor,
     TernGradCompressor,
     VarianceCompressor,
+    after,
+    partition,
+    role,
+    smaller,
 )
+
+
+def _makes_compressors(made: Any) -> bool:
+    return isinstance(made, type) and issubclass(made, Compressor) and made is not Compressor
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    name: made
+    for name, made in vars(hvd_gradcomp).items()
+    if name in hvd_gradcomp.__all__
+    and (made in (after, partition, role, smaller) or _makes_compressors(made))
+}
 
 
 def usual(scale: float = 1.0) -> dict[str, Compressor]:
@@ -81,15 +98,46 @@ def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
 
 def _parsed(text: str) -> Compressor:
     try:
-        made = eval(text, dict(vars(hvd_gradcomp)))  # the user's own command line
+        made = _made(ast.parse(text.strip(), mode="eval").body)
+    except (_NotWritten, SyntaxError, RecursionError, MemoryError):
+        made = None
     except Exception as error:
         raise click.BadParameter(f"{text!r}: {error}; there are {', '.join(usual())}") from error
     if not isinstance(made, Compressor):
         raise click.BadParameter(
-            f"{text!r} is no compressor; give one of {', '.join(usual())}, or write one as in "
-            "Python, such as 'QSGDCompressor(bits=4)'"
+            f"{_short(text)} is no compressor; give one of {', '.join(usual())}, or write one as "
+            "in Python, of names, numbers and texts, such as 'QSGDCompressor(bits=4)'"
         )
     return made
+
+
+class _NotWritten(Exception):  # noqa: N818 - it never leaves this module
+    """A text is no call of what makes compressors."""
+
+
+def _made(node: ast.expr) -> Any:
+    """What a text stands for: calls of what makes compressors, of literals. Nothing else runs."""
+    if isinstance(node, ast.Call):
+        if not isinstance(node.func, ast.Name) or node.func.id not in _MAKERS:
+            raise _NotWritten
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise _NotWritten
+        arguments = [_made(one) for one in node.args]
+        named = {str(keyword.arg): _made(keyword.value) for keyword in node.keywords}
+        return _MAKERS[node.func.id](*arguments, **named)
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        keys = [_made(key) for key in node.keys if key is not None]
+        return dict(zip(keys, map(_made, node.values)))
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_made(one) for one in node.elts]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise _NotWritten from None
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 200 else f"{text[:200]}...")
 
 
 def _checked(ctx: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> Sequence[str]:
@@ -129,11 +177,26 @@ def with_model(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_files(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--json` and `--png`."""
-    path = click.Path(dir_okay=False, path_type=Path)
-    command = click.option("--json", "json_path", type=path, help="Write all figures here.")(
-        command
-    )
-    return click.option("--png", "png_path", type=path, help="Draw them here.")(command)
+    kind = click.Path(dir_okay=False, path_type=Path)
+    path: dict[str, Any] = {"type": kind, "callback": _in_folder}
+    command = click.option("--json", "json_path", help="Write all figures here.", **path)(command)
+    return click.option("--png", "png_path", help="Draw them here.", **path)(command)
+
+
+def _in_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Before anything is measured, that it can be written."""
+    del ctx, parameter
+    if path is not None and not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}: make it, or write elsewhere")
+    return path
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error}") from error
 
 
 def check_png(path: Path | None) -> None:
@@ -162,8 +225,8 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
 
     figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
     yield axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with _written(path):
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
@@ -190,11 +253,11 @@ def started() -> Any:
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """In a folder that is made where there is none; nowhere without a path."""
+    """To a file; nowhere without a path."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(_known(content), indent=1, allow_nan=False)
-        path.write_text(f"{text}\n", encoding="utf-8")
+        with _written(path):
+            path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _known(content: Any) -> Any:

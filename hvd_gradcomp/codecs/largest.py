@@ -283,6 +283,10 @@ class LargestCompressor(SparseCompressor):
         values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
         return parts, index, values, hint
 
+    def ceilings(self, ops: Ops, layout: Layout, bodies: Tensor) -> list[Tensor]:
+        values = wire.unpack_body(ops, self.parts(layout), bodies)["values"]
+        return [ops.reshape(ops.max(ops.abs(values), -1), (-1, 1))]
+
     def decode_sum(
         self,
         ops: Ops,

@@ -125,6 +125,16 @@ class SparseCompressor(Compressor):
             room: float32 [size] that the sum may be written to; its values do not count.
         """
 
+    def ceilings(self, ops: Ops, layout: Layout, bodies: Tensor) -> list[Tensor]:
+        """Magnitudes that nothing sent exceeds; float32 [world, groups] each, none if all is small.
+
+        Args:
+            ops, layout: of the bucket.
+            bodies: uint8 [world, bytes].
+        """
+        del ops, layout, bodies
+        return []
+
     def init(self, ops: Ops, layout: Layout) -> Any:
         layers = ops.zeros((len(layout.names),), "int64")
         return SparseState(self.remember(ops, layout), self.ladder(layout).init(ops), layers)

@@ -159,6 +159,12 @@ class WordCompressor(SparseCompressor):
         found, settled = ops.search(tile, tuple(memory), given)
         return found, type(memory)(*settled)
 
+    def ceilings(self, ops: Ops, layout: Layout, bodies: Tensor) -> list[Tensor]:
+        exponent = wire.unpack_body(ops, self.quantizer.side_parts(layout), bodies).get("exponent")
+        if exponent is None:
+            return []
+        return [ops.bits_float((exponent + 127) * (1 << 23))]
+
     def decode_sum(
         self,
         ops: Ops,

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from examples import cifar10
 from tests.parallel.launch import HOROVODRUN
 
 pytestmark = pytest.mark.parallel
@@ -46,6 +47,9 @@ def test_cifar10(tmp_path):
     command = [sys.executable, "-m", "examples.pytorch.cifar10", str(empty)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0 and "unpack the python version of CIFAR-10" in done.stderr
+    (tmp_path / "test_batch").write_bytes(pickle.dumps(print))
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins.print has no place in CIFAR-10"):
+        cifar10.load(tmp_path)
 
 
 def test_elastic():

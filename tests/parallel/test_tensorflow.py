@@ -50,6 +50,11 @@ MESSAGES = {
     "different models": "(3, 2) float32 on rank 0",
     "other step": "a rank is at another step; load the same checkpoint on all ranks",
     "retrained alone": "a rank is in another phase of a compressor that learns",
+    "none overflows": "NonFiniteGradientError: [hvd_gradcomp: a rank has a NaN or an infinity",
+    "levels overflow": "NonFiniteGradientError: [hvd_gradcomp: a rank has a NaN or an infinity",
+    "signs overflow in a graph": "has a NaN or an infinity in its gradient",
+    "values overflow": "NonFiniteGradientError: [hvd_gradcomp: a rank has a NaN or an infinity",
+    "degenerate": "nothing was raised",
 }
 
 

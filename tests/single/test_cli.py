@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from click import ClickException
 from click.testing import CliRunner
 
-from hvd_gradcomp import NoneCompressor, StromCompressor, VarianceCompressor, models
+import hvd_gradcomp
+from hvd_gradcomp import NoneCompressor, StromCompressor, models
 from hvd_gradcomp.cli import COMMANDS, main, options
-from tests.methods import CLASSES
+from tests.methods import CLASSES, EVERY
 
 
 def said(*arguments: str) -> tuple[int, str]:
@@ -34,6 +36,28 @@ def test_every_command_explains_itself(command):
         (("bench", "-m", "no_such_module:factory"), "no module 'no_such_module'"),
         (("bench", "-m", "json:factory"), "has no 'factory'"),
         (("bench", "-m", "builtins:dict"), "has to return a torch.nn.Module"),
+        (("bench", "-c", "__import__('os').system('touch ran')"), "is no compressor"),
+        (
+            ("bench", "-c", "[c for c in ().__class__.__base__.__subclasses__()]"),
+            "is no compressor",
+        ),
+        (("bench", "-c", "QSGDCompressor(bits=open('ran', 'w'))"), "open"),
+        (("bench", "-c", "QSGDCompressor(bits=9**9**9)"), "QSGDCompressor(bits=9**9**9)"),
+        (("bench", "-c", "QSGDCompressor(**{'bits': 4})"), "is no compressor"),
+        (("bench", "-c", "after(3, QSGDCompressor(), annotations)"), "annotations"),
+        (("bench", "-c", "role('bias')"), "is no compressor"),
+        (("bench", "-c", "QSGDCompressor(bits=4"), "QSGDCompressor(bits=4"),
+        (("bench", "-c", "(" * 5000), "is no compressor"),
+        (("bench", "-m", "os:system"), "os:system is no function that can be called without"),
+        (("bench", "-m", "os:abort"), "os:abort is no function that can be called without"),
+        (("bench", "-m", "os:sep"), "os:sep is no function that can be called without"),
+        (("bench", "-m", "../../etc/passwd:x"), "no factory '../../etc/passwd:x'"),
+        (("bench", "-m", "os:path.join"), "no factory 'os:path.join'"),
+        (("compare", "../../etc/passwd:x"), "no function '../../etc/passwd:x'"),
+        (("compare", "os:system"), "os:system is no generator function"),
+        (("bench", "--png", "nosuch/x.png"), "there is no folder nosuch"),
+        (("bench", "--json", "nosuch/x.json"), "there is no folder nosuch"),
+        (("bench", "--png", "x.exe"), "ends in none of .png, .svg, .pdf"),
         (("bench", "-r", "0"), "0 is not in the range"),
         (("advise",), "--bandwidth"),
         (("advise", "--bandwidth", "0"), "0"),
@@ -41,14 +65,35 @@ def test_every_command_explains_itself(command):
         (("compare", "train"), "module:function"),
     ],
 )
-def test_bad_input_is_named(arguments, words):
+def test_bad_input_is_named(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     code, text = said(*arguments)
     assert code == 2, text
     assert words in " ".join(text.split())
+    assert "Traceback" not in text
+    assert not list(tmp_path.iterdir()), "nothing was run, and no folder made"
 
 
-def test_a_compressor_is_written_as_in_python():
-    assert options.chosen(["VarianceCompressor(alpha=2)"]) == [VarianceCompressor(alpha=2)]
+WRITTEN = [
+    "after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=-0.0))",
+    "partition([(role('bias', 'norm'), None), (smaller(100), NoneCompressor()), ('*', "
+    "QSGDCompressor(bits=8))])",
+    "partition({'*.weight': VarianceCompressor(2.0), '*': None})",
+]
+
+
+@pytest.mark.parametrize("text", [repr(c) for c in EVERY] + WRITTEN)
+def test_a_compressor_is_written_as_in_python(text):
+    assert options.chosen([text]) == [eval(text, vars(hvd_gradcomp))]
+
+
+def test_what_cannot_be_written_in_the_end_is_a_plain_error(tmp_path):
+    with pytest.raises(ClickException, match=r"cannot be written: .*directory"):
+        options.write_json(tmp_path, {})
+    with pytest.raises(ClickException, match=r"cannot be written: .*directory"):
+        (tmp_path / "x.png").mkdir()
+        with options.drawing(tmp_path / "x.png", 1, 1):
+            pass
 
 
 def test_a_short_name_has_usual_settings_for_the_size_of_the_gradients():

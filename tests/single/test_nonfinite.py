@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 
-from hvd_gradcomp import DGCCompressor, NonFiniteGradientError
+from hvd_gradcomp import DGCCompressor, NonFiniteGradientError, VarianceCompressor
 from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LARGEST, LEADER, LEARNED, QUANTIZED, WORDS
+from tests.methods import EVERY, LARGEST, LEADER, LEARNED, LINEAR, QUANTIZED, WORDS
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -96,3 +99,42 @@ def test_a_step_that_is_kept_uses_the_same_memory_again():
         ops.let_go(kept, now)
         seen |= {x.data_ptr() for x in now if x.numel() > 999}
     assert len(seen) == 4, "two vectors, and room for as many"
+
+
+SINGLE_SUMS = LINEAR + QUANTIZED + [c for c in WORDS if isinstance(c, VarianceCompressor)]
+
+
+@pytest.mark.parametrize("verbs", ["dynamic", "static", "tensorflow"])
+@pytest.mark.parametrize("compressor", SINGLE_SUMS + LARGEST + LEADER, ids=repr)
+def test_a_sum_that_overflows(compressor, verbs):
+    """Each rank's gradient is finite, and what they add up to is not: like any overflow."""
+    ops = TensorFlowOps() if verbs == "tensorflow" else TorchOps(static=verbs == "static")
+    layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)
+    world, calm = (World(compressor, ops, layout, 3, average=False) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(scale):
+        def tensor(shape):
+            x = torch.rand(shape, generator=generator) * scale
+            return tf.constant(x.numpy()) if verbs == "tensorflow" else x
+
+        return world.flat([tensor(shape) for shape in layout.shapes])
+
+    def step(world, gradients):
+        extra = {"moment": [g * 0.0 + 1.0 for g in gradients]} if compressor.uses_moments else {}
+        return world.step(gradients, **extra)
+
+    for number in range(4):
+        gradients = [draw(1.0) for _ in range(3)]
+        if number == 2:
+            kept = [x for state in world.states for _, x in leaves(state)]
+            if verbs != "tensorflow":
+                ops.keep(kept)
+            with pytest.raises(NonFiniteGradientError, match="NaN or an infinity in its gradient"):
+                step(world, [draw(3.4e38) for _ in range(3)])
+                if verbs == "static":
+                    ops.settle()
+            if verbs != "tensorflow":
+                ops.let_go(kept, kept)
+        for a, b in zip(step(world, gradients), step(calm, gradients)):
+            assert np.array_equal(np.asarray(a), np.asarray(b)), number

@@ -52,6 +52,7 @@ def program(
         total = weighted[0]
         for rank in range(1, context.size):
             total = total + weighted[rank]
+        total = exchanges.usable(ops, total)
         state = vectors.settled(lgc, ops, state, index)
         if context.rank == lgc.master:
             loss = training.ring_loss(lgc, ops, context, leader, index, sent)
@@ -124,6 +125,8 @@ def coded(
     codes = ops.stack((total[:length], code) if exact else (total[:length],))
     decoded = autoencoder.decode(ops, state.decoder, codes)[:, :selected] * unit
     back = ops.where(index < layout.sink, decoded[0], 0.0)
+    weight = context.prescale * context.postscale * context.size
+    result = exchanges.usable(ops, back * weight)
     owed = ops.gather(state.owed, index) if exact else 0.0
     state = vectors.settled(lgc, ops, state, index)
     if exact:
@@ -133,4 +136,4 @@ def coded(
     asked = total[length:]
     state = training.watched(ops, state, asked, ops.gather(back, spots) - asked)
     state = training.judged(lgc, ops, state)
-    return back * (context.prescale * context.postscale * context.size), state
+    return result, state

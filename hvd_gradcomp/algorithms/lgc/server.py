@@ -43,6 +43,7 @@ def program(
     header, bodies = vectors.opened(lgc, ops, context, buffers)
     weights = exchanges.weights_of(ops, context, header)
     mean = lgc.decode_sum(ops, layout, None, bodies, weights, gradient)  # type: ignore[arg-type]
+    mean = exchanges.usable(ops, mean)
     state = vectors.settled(lgc, ops, vectors.counted(ops, layout, state, index), index)
     if train and context.rank == lgc.master:
         loss = training.server_loss(lgc, ops, context, bodies)
@@ -95,7 +96,9 @@ def served(
         answer = ops.zeros((size["master"],), "uint8")
     answer = yield Broadcast(answer, lgc.master)
     changed, mean, loss = answered(lgc, ops, context, answer)
-    total = ops.clear_last(ops.put(ops.clear(gradient), changed, mean))
+    weight = context.prescale * context.postscale * ranks
+    sums = exchanges.usable(ops, mean * weight)
+    total = ops.clear_last(ops.put(ops.clear(gradient), changed, sums))
     spots = training.spots(ops, context.step, capacity)
     own = vectors.at(ops, index, values, ops.gather(changed, spots))
     if lgc.feedback == "exact":
@@ -116,7 +119,7 @@ def served(
     asked = ops.stack((own, ops.gather(mean, spots)))
     loss = ops.reshape(loss, ()) * 1.0
     state = training.judged(lgc, ops, state._replace(asked=asked, loss=loss))
-    return ops.scale(total, context.prescale * context.postscale * ranks), state
+    return total, state
 
 
 def answered(

@@ -170,6 +170,32 @@ def watched(folder):
     return ends[1]
 
 
+def overflow(compressor, compiled=lambda function: function):
+    """No rank's gradient overflows, their sum does."""
+    sources = [tf.Variable(tf.ones((40, 64)))]
+
+    @compiled
+    def reduce(gradient):
+        return hvd.reduce_gradients([gradient], sources, compression=compressor, op=hvd.Sum)
+
+    reduce(tf.fill((40, 64), 3e38))
+
+
+def degenerate():
+    """Variables without elements, of one, and of no dimension, in graphs."""
+    for compressor in (hvd.NoneCompressor(), hvd.StromCompressor(0.1), hvd.SparseGDCompressor(0.1)):
+        for shapes in (((0,),), ((), (0, 3), (40, 9))):
+            sources = [tf.Variable(tf.ones(shape)) for shape in shapes]
+
+            @tf.function
+            def reduce(gradients, sources=sources, compressor=compressor):
+                return hvd.reduce_gradients(gradients, sources, compression=compressor)
+
+            for reduced, shape in zip(reduce([tf.ones(shape) for shape in shapes]), shapes):
+                assert tuple(reduced.shape) == shape
+                assert bool(tf.reduce_all(tf.math.is_finite(reduced)))
+
+
 def tape(**options):
     with tf.GradientTape() as plain:
         pass
@@ -324,6 +350,11 @@ def main(folder: str) -> None:
             "different models": different_models,
             "other step": other_step,
             "retrained alone": retrained_alone,
+            "none overflows": lambda: overflow(hvd.NoneCompressor()),
+            "levels overflow": lambda: overflow(hvd.QSGDCompressor()),
+            "signs overflow in a graph": lambda: overflow(hvd.OneBitCompressor(), tf.function),
+            "values overflow": lambda: overflow(hvd.SparseGDCompressor(density=0.1)),
+            "degenerate": degenerate,
         }
     )
     errors["before init"] = before_init

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.torch import deadlock
+from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import errors_of, write
 
 
@@ -130,6 +132,38 @@ def scaled_alone():
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
+def overflow(compressor):
+    """No rank's gradient overflows, their sum does: nothing is changed, on any rank."""
+    weight = nn.Parameter(torch.ones(40, 64))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.1), [("w", weight)], compression=compressor, op=hvd.Sum
+    )
+    try:
+        (weight * 3e38).sum().backward()
+        optimizer.step()
+    finally:
+        assert torch.equal(weight, torch.ones_like(weight))
+        states = [x for b in optimizer._gradcomp.buckets for _, x in leaves(b.state)]
+        assert all(bool(x.isfinite().all()) for x in states if x.numel() > 1000)
+
+
+def degenerate():
+    """Parameters without elements, of one, and of no dimension train with all methods."""
+    for compressor in ONE_OF_EACH:
+        for shapes in (((0,),), ((), (0, 3), (40, 9))):
+            held = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+            model = nn.ParameterList(held)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(held, lr=0.1), model.named_parameters(), compression=compressor
+            )
+            for _ in range(2):
+                optimizer.zero_grad()
+                sum(p.sum() * (1 + hvd.rank()) for p in held).backward()
+                optimizer.step()
+            assert all(bool(p.isfinite().all()) for p in held)
+            assert hvd.compression_stats(optimizer).steps == 2
+
+
 def half_named():
     model = nn.Linear(3, 2)
     make(model, named_parameters=[("weight", model.weight)])
@@ -171,6 +205,12 @@ def main(folder: str) -> None:
             "loaded alone": loaded_alone,
             "scaled alone": scaled_alone,
             "flipped sum": flipped_sum,
+            "none overflows": lambda: overflow(hvd.NoneCompressor()),
+            "levels overflow": lambda: overflow(hvd.QSGDCompressor()),
+            "two shots overflow": lambda: overflow(hvd.TernGradCompressor(exchange="two_shot")),
+            "signs overflow": lambda: overflow(hvd.OneBitCompressor()),
+            "values overflow": lambda: overflow(hvd.SparseGDCompressor(density=0.1)),
+            "degenerate": degenerate,
         }
     )
     found["before init"] = before_init
