@@ -28,15 +28,17 @@ HUGE = {"1e38": 1e38, "3e38": 3e38, "the smallest numbers": 1e-45}
 ONE, ALL = "on one rank", "on all ranks"
 
 
-def attacks(seed: int, share: float = 1.0, frameworks: Sequence[str] = ()) -> Iterator[Input]:
+def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator[Input]:
     """All of this part.
 
     Args:
         seed: of what is drawn.
         share: of the methods.
-        frameworks: of `FRAMEWORKS`; all if empty.
+        only: words, of which one has to be in the name of a framework; all if empty.
     """
-    for name in frameworks or FRAMEWORKS:
+    for name in FRAMEWORKS:
+        if only and not any(word in name for word in only):
+            continue
         framework, dice = FRAMEWORKS[name](), Random(f"{seed} {name}")
         chosen = points(name)
         if share < 1:

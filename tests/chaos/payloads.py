@@ -58,15 +58,17 @@ def points(name: str) -> list[tuple[Compressor, tuple[int, ...]]]:
     return [(one, (4,)) for one in EVERY] + [(one, (15, 45, 90, 130)) for one in LEARNED]
 
 
-def attacks(seed: int, share: float = 1.0, frameworks: Sequence[str] = ()) -> Iterator[Input]:
+def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator[Input]:
     """All of this part.
 
     Args:
         seed: of what is drawn.
         share: of the inputs; below 1, of the methods too.
-        frameworks: of `FRAMEWORKS`; all if empty.
+        only: words, of which one has to be in the name of a framework; all if empty.
     """
-    for name in frameworks or FRAMEWORKS:
+    for name in FRAMEWORKS:
+        if only and not any(word in name for word in only):
+            continue
         framework, dice = FRAMEWORKS[name](), Random(f"{seed} {name}")
         chosen = points(name)
         if share < 1:
