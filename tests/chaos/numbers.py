@@ -58,7 +58,7 @@ def _on(
         flats, later = (gradients(begun, framework, random) for _ in range(2))
 
         def poisoned(value: float, ranks: Sequence[int], every: bool, flats: Any = flats) -> Any:
-            arrays = [np.array(flat) for flat in flats]
+            arrays = [host(flat) for flat in flats]
             for rank in ranks:
                 # Where there is a layer: what pads them holds nothing.
                 places = slice(0, 600) if every else dice.randrange(600)
@@ -102,7 +102,7 @@ def _endured(world: World, bad: Sequence[Any], later: Sequence[Any]) -> tuple[st
         return _after(world, later), f"{type(error).__name__}: {error}"
     except Exception as error:
         return "unexplained", f"{type(error).__name__}: {error}"
-    if any(np.array(x).tobytes() != np.array(totals[0]).tobytes() for x in totals):
+    if any(host(x).tobytes() != host(totals[0]).tobytes() for x in totals):
         return "diverged", "replicas differ"
     if not usable(totals):
         return "lost", "the result is not finite"
@@ -125,8 +125,10 @@ def _after(world: World, later: Sequence[Any]) -> str:
 
 
 def _finite(world: World) -> bool:
-    arrays = [np.array(x) for state in world.states for path, x in leaves(state)]
-    return all(np.isfinite(x).all() for x in arrays if x.dtype.kind == "f" and x.ndim)
+    """Whether states have a finite number for each element; others may be marks."""
+    arrays = [host(x) for state in world.states for _, x in leaves(state)]
+    kept = [x for x in arrays if x.dtype.kind == "f" and x.shape == (world.layout.size,)]
+    return all(np.isfinite(x).all() for x in kept)
 
 
 def _left_out(
@@ -134,7 +136,7 @@ def _left_out(
 ) -> tuple[str, str]:
     """What the engine does for `nonfinite="skip"`, by the verbs that it has for it."""
     kept = [x for state in world.states for _, x in leaves(state)]
-    before = [np.array(x) for x in kept]
+    before = [host(x) for x in kept]
     world.ops.keep(kept)
     said = ""
     try:
@@ -144,7 +146,7 @@ def _left_out(
         said = f"{type(error).__name__}: {error}"
     finally:
         world.ops.let_go(kept, kept)
-    same = all(np.array(x).tobytes() == y.tobytes() for x, y in zip(kept, before))
+    same = all(host(x).tobytes() == y.tobytes() for x, y in zip(kept, before))
     totals = [w.step([flat * 1 for flat in flats]) for w in (world, calm)]
-    same = same and all(np.array(a).tobytes() == np.array(b).tobytes() for a, b in zip(*totals))
+    same = same and all(host(a).tobytes() == host(b).tobytes() for a, b in zip(*totals))
     return "undone" if same else "lost", said

@@ -85,6 +85,11 @@ def world_of(compressor: Compressor, ops: Any, ranks: int = RANKS) -> World:
     return World(compressor, ops, Layout(names, SHAPES, block=compressor.block), ranks)
 
 
+def host(x: Any) -> np.ndarray:
+    """A copy of a tensor of any framework."""
+    return np.asarray(x).copy()
+
+
 def gradients(world: World, framework: Framework, random: Any) -> list[Any]:
     """One bucket for each rank."""
     return [
@@ -112,7 +117,7 @@ class Tampering:
         if isinstance(request, Switch):
             return request
         place, self._count = self._count // self._ranks, self._count + 1
-        data = np.array(request.tensor)
+        data = host(request.tensor)
         if rank == 0:
             self.seen.append((type(request).__name__, []))
         self.seen[place][1].append(data)
@@ -138,7 +143,7 @@ def _on(
             begun.step(gradients(begun, framework, random))
         flats = gradients(begun, framework, random)
         calm = Tampering(framework, RANKS)
-        right = [np.array(x) for x in like(begun, calm).step([flat * 1 for flat in flats])]
+        right = [host(x) for x in like(begun, calm).step([flat * 1 for flat in flats])]
         for place, (kind, sent) in enumerate(calm.seen):
             for attack, rank, what in _changes(place, sent, before.seen, dice, share):
                 where = f"after {moment} steps, {kind} {place} of rank {rank}"
@@ -188,7 +193,7 @@ def _ended(kind: str, world: World, flats: Sequence[Any], said: str) -> str:
 
 def usable(totals: Sequence[Any]) -> bool:
     """Whether what ranks got is finite, and the same on all to the bit."""
-    arrays = [np.array(total) for total in totals]
+    arrays = [host(total) for total in totals]
     alike = all(x.tobytes() == arrays[0].tobytes() for x in arrays)
     return alike and bool(np.isfinite(arrays[0]).all())
 
@@ -206,9 +211,9 @@ _CAUSES = (
 
 def _compared(kind: str, attack: str, right: Sequence[np.ndarray], totals: Sequence[Any]) -> str:
     """What has come of a step in which nothing was raised."""
-    if any(np.array(x).tobytes() != np.array(totals[0]).tobytes() for x in totals):
+    if any(host(x).tobytes() != host(totals[0]).tobytes() for x in totals):
         return "diverged"
-    if np.array(totals[0]).tobytes() == right[0].tobytes():
+    if host(totals[0]).tobytes() == right[0].tobytes():
         return "survived"
     # What is added up has no room for a checksum; and a payload does not say whose it is.
     return "unchecked" if kind == Allreduce.__name__ or attack == ANOTHERS else "lost"
