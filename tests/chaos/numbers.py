@@ -17,6 +17,7 @@ from tests.chaos.payloads import (
     RANKS,
     Framework,
     gradients,
+    host,
     like,
     points,
     usable,
