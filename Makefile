@@ -49,7 +49,7 @@ export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup check test test-older asan compat demo bench papers gpu bench-loopback \
-	bench-steps hosts hosts-possible soak images test-image clean-images docs tutorial clean
+	bench-steps hosts hosts-possible soak chaos images test-image clean-images docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -116,6 +116,9 @@ endif
 
 soak: $(horovod) ## 20,000 steps on two ranks: memory, handles, equal replicas; half an hour and more
 	@PATH="$(path)" horovodrun --gloo -np 2 $(python) -m benchmarks.soak $(ARGS)
+
+chaos: $(horovod) ## attacks on files, payloads, numbers and ranks: what came of each; a quarter of an hour
+	@$(run) -m tests.chaos $(ARGS)
 
 images: ## the CPU image from a clean base, and the demo on it across two containers over ssh
 	@docker/images.sh build

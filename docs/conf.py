@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -11,6 +12,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 import hvd_gradcomp
 from docs import figures
 from hvd_gradcomp import cli
+from tests.chaos import outcomes
 
 project = "hvd_gradcomp"
 author = "the hvd_gradcomp authors"
@@ -38,13 +40,15 @@ pygments_style = "tango"
 
 
 def generate(app):
-    """What the code knows better than a text: figures, and the help of the command line."""
+    """What code knows better than a text: figures, the help of the command line, measurements."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
     for name in ("hvd-gradcomp", *cli.COMMANDS):
         words = ["--help"] if name == "hvd-gradcomp" else [name, "--help"]
         help_of = CliRunner().invoke(cli.main, words, prog_name="hvd-gradcomp", terminal_width=88)
         (folder / f"{name}.txt").write_text(help_of.output)
+    measured = json.loads(Path(app.srcdir, "measured", "chaos.json").read_text())
+    (folder / "attacks.txt").write_text(outcomes.table(measured["parts"]))
     figures.draw(folder)
 
 

@@ -51,6 +51,7 @@ class World:
         states: each rank's state.
         steps: how many steps were made.
         traffic: the requests of the last step, `[round][rank]`.
+        failures: what each rank has raised in the last step, or None.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class World:
         self.states: list[State] = [compressor.start(ops, layout, size) for _ in range(size)]
         self.steps = 0
         self.traffic: list[list[Any]] = []
+        self.failures: list[Exception | None] = [None] * size
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors of the layers' shapes as one bucket."""
@@ -85,7 +87,7 @@ class World:
         Returns:
             What each rank hands to its optimizer.
         """
-        self.traffic = []
+        self.traffic, self.failures = [], [None] * self.size
         programs = [
             self.compressor.aggregate(
                 self.ops,
@@ -118,16 +120,14 @@ class World:
             if not isinstance(requests[0], Switch):
                 self.traffic.append([_as_sent(request) for request in requests])
             replies, requests = self._perform(requests), []
-            failures: list[Exception] = []
             for rank, program in enumerate(programs):
                 try:
                     requests.append(program.send(replies[rank]))
                 except StopIteration as stop:
                     results[rank] = stop.value
                 except Exception as error:
-                    failures.append(error)  # the other ranks have to see their replies too
-            if failures:
-                raise failures[0]
+                    self.failures[rank] = error  # the other ranks have to see their replies too
+            _raise_any(self.failures)
         return results
 
     def _perform(self, requests: list[Any]) -> list[Any]:
@@ -169,6 +169,12 @@ class World:
         raise AssertionError(f"no collective: {first!r}")
 
 
+def _raise_any(failures: Sequence[Exception | None]) -> None:
+    for error in failures:
+        if error is not None:
+            raise error
+
+
 def _as_sent(request: Any) -> Any:
     """A request that stays as it is, though what is donated may be written to."""
     if isinstance(request, Allreduce) and request.donated:
@@ -187,7 +193,6 @@ class Hosts(World):
 
     Attributes:
         states: of each host's leader.
-        failures: what each rank has raised in the last step, or None.
     """
 
     def __init__(
@@ -205,7 +210,6 @@ class Hosts(World):
         super().__init__(compressor, ops, layout, hosts, average=average, tamper=tamper)
         self.slots, self.leader = slots, leader
         self.share = 1.0 / slots if average else 1.0
-        self.failures: list[Exception | None] = []
 
     def step(self, gradients: Sequence[Tensor], **extra: Sequence[Tensor]) -> list[Tensor]:
         """One step of all ranks; gradients and the sequences in `extra` are over ranks.
@@ -258,9 +262,7 @@ class Hosts(World):
                     self.traffic.append([_as_sent(request) for request in asked])
             for rank, reply in zip(group, self._perform(asked)):
                 resume(rank, reply)
-        failed = [error for error in self.failures if error is not None]
-        if failed:
-            raise failed[0]
+        _raise_any(self.failures)
         self.steps += 1
         self.states = [results[rank][1] for rank in leaders]
         return [total for total, _ in results]

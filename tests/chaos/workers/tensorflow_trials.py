@@ -1,0 +1,248 @@
+"""Attacks on ranks that train with TensorFlow; arguments: folder, options, names of cases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_gradcomp.tensorflow as hvd
+from hvd_gradcomp import (
+    Compressor,
+    DGCCompressor,
+    GradiVeQCompressor,
+    LGCCompressor,
+    NoneCompressor,
+    StromCompressor,
+    after,
+    partition,
+)
+from hvd_gradcomp.tensorflow import engine as engines
+from tests.chaos.workers import trials
+from tests.chaos.workers.trials import Trial
+from tests.parallel.workers.results import digest
+
+FAULTY = 1
+STROM = StromCompressor(tau=0.01)
+METHODS: dict[str, Compressor] = {
+    "None": NoneCompressor(),
+    "Strom": STROM,
+    "DGC": DGCCompressor(density=0.05, momentum=0.0),
+    "after": after(3, None, StromCompressor(tau=0.01)),
+    # By a rule of its own, or the layer would be too small to gain, and sent dense.
+    "GradiVeQ": partition(
+        {
+            "*": GradiVeQCompressor(
+                ratio=4, warmup_steps=1, sample_steps=2, compress_steps=4, slice_size=60
+            )
+        }
+    ),
+    "LGC": LGCCompressor(alpha=0.1, full_steps=2, train_steps=4, momentum=0.0),
+}
+
+
+class Tape:
+    """Descent by hand, in a graph."""
+
+    def __init__(self, compressor: Compressor, outputs: int = 20, **options: Any) -> None:
+        known = set(engines.living)
+        self.w = tf.Variable(tf.ones((30, outputs)) * 0.1)
+        self.poison = tf.Variable(0.0)
+
+        @tf.function
+        def step(x: Any) -> None:
+            with tf.GradientTape() as plain:
+                value = tf.reduce_mean(tf.square(x @ self.w)) + self.poison * tf.reduce_sum(self.w)
+            tape = hvd.DistributedGradientTape(plain, compression=compressor, **options)
+            self.w.assign_sub(0.01 * tape.gradient(value, [self.w])[0])
+
+        self.step = step
+        self.train(1)
+        (self.engine,) = set(engines.living) - known
+
+    def train(self, steps: int) -> None:
+        random = np.random.default_rng(10 + hvd.rank())
+        for _ in range(steps):
+            self.step(tf.constant(random.standard_normal((4, 30)), tf.float32))
+
+    def replicas(self) -> str:
+        return digest([self.w.numpy()])
+
+
+class Fit:
+    """Keras's own loop."""
+
+    def __init__(self, compressor: Compressor, outputs: int = 4, **options: Any) -> None:
+        keras.utils.set_random_seed(1)
+        self.model = keras.Sequential(
+            [keras.Input((12,)), keras.layers.Dense(30), keras.layers.Dense(outputs)]
+        )
+        plain = keras.optimizers.SGD(0.01)
+        self.optimizer = hvd.DistributedOptimizer(plain, compression=compressor, **options)
+        self.compile()
+        self.train(1)
+        self.engine = self.optimizer._gradcomp
+
+    def compile(self) -> None:
+        self.model.compile(self.optimizer, "mse", jit_compile=False)
+
+    def train(self, steps: int) -> None:
+        random = np.random.default_rng(10 + hvd.rank())
+        x, y = random.standard_normal((4 * steps, 12)), np.ones((4 * steps, 4))
+        self.model.fit(x, y[:, : self.model.output_shape[-1]], batch_size=4, verbose=0)
+
+    def replicas(self) -> str:
+        return digest([np.asarray(v.value) for v in self.model.variables])
+
+
+def alone(trial: Trial, change: Callable[[], Any]) -> None:
+    """One rank does what the others do not."""
+    if hvd.rank() == FAULTY:
+        trial.now()
+        change()
+
+
+def around(
+    change: Callable[[Any], Any], compressor: Compressor = STROM, how: Any = Tape
+) -> Callable[[Trial], str]:
+    """Some steps, what one rank does alone, and more steps."""
+
+    def case(trial: Trial) -> str:
+        training = how(compressor)
+        training.train(3)
+        alone(trial, lambda: change(training))
+        training.train(4)
+        return training.replicas()
+
+    return case
+
+
+def frozen(training: Fit) -> None:
+    training.model.layers[0].trainable = False
+    training.compile()
+
+
+def saved(mode: Callable[[], str | None], how: Any) -> Callable[[Trial], str]:
+    """Ranks save in the mode that each is told; or not."""
+
+    def case(trial: Trial) -> str:
+        training = how(STROM)
+        chosen = mode()
+        trial.now()
+        objects = {"model": training.model} if how is Fit else {"weight": [training.w]}
+        if chosen is not None:
+            hvd.save_checkpoint(trial.folder, mode=chosen, **objects)
+        training.train(3)
+        return training.replicas()
+
+    return case
+
+
+def on_full_disk(trial: Trial) -> str:
+    training = Fit(STROM)
+    trial.now()
+    if hvd.rank() == FAULTY:
+        with trials.full_disk():
+            hvd.save_checkpoint(trial.folder, model=training.model)
+    else:
+        hvd.save_checkpoint(trial.folder, model=training.model)
+    return training.replicas()
+
+
+def others(how: Any, **differing: Any) -> Callable[[Trial], str]:
+    """One rank builds something else."""
+
+    def case(trial: Trial) -> str:
+        trial.now()
+        chosen = {"compressor": STROM, **(differing if hvd.rank() == FAULTY else {})}
+        training = how(**chosen)
+        training.train(2)
+        return training.replicas()
+
+    return case
+
+
+def poisoned(policy: str) -> Callable[[Trial], Any]:
+    """One rank's gradient is infinite, in one step."""
+
+    def case(trial: Trial) -> Any:
+        training = Tape(STROM, nonfinite=policy)
+        training.train(2)
+        before = training.replicas()
+        trial.now()
+        training.poison.assign(float("inf") if hvd.rank() == FAULTY else 0.0)
+        training.train(1)
+        training.poison.assign(0.0)
+        if policy == "propagate":
+            return bool(np.isnan(training.w.numpy()).any())
+        return [training.replicas() == before, str(np.isfinite(training.w.numpy()).all())]
+
+    return case
+
+
+@tf.custom_gradient
+def _failing(x: Any) -> Any:
+    def gradient(upstream: Any) -> Any:
+        raise ArithmeticError("this rank has failed")
+
+    return tf.identity(x), gradient
+
+
+def fails(training: Tape) -> None:
+    with tf.GradientTape() as tape:
+        value = tf.reduce_sum(_failing(training.w))
+    tape = hvd.DistributedGradientTape(tape, compression=STROM)
+    tape.gradient(value, [training.w])
+
+
+def stopped(training: Any) -> None:
+    trials.stop_for(5)
+
+
+def faulty(mode: str | None, otherwise: str | None) -> Callable[[], str | None]:
+    return lambda: mode if hvd.rank() == FAULTY else otherwise
+
+
+CASES: dict[str, Callable[[Trial], Any]] = {
+    **{
+        f"another step on one rank, {name}": around(lambda t: t.engine.steps.assign_add(1), one)
+        for name, one in METHODS.items()
+    },
+    "another step on one rank, Keras": around(lambda t: t.engine.steps.assign_add(1), how=Fit),
+    "retrain on one rank, GradiVeQ": around(lambda t: t.engine.retrain(), METHODS["GradiVeQ"]),
+    "retrain on one rank, LGC": around(lambda t: t.engine.retrain(), METHODS["LGC"]),
+    "freezing on one rank, Keras": around(frozen, how=Fit),
+    "save_checkpoint in other modes": saved(faulty("consolidated", "sharded"), Tape),
+    "save_checkpoint in other modes, Keras": saved(faulty("consolidated", "sharded"), Fit),
+    "save_checkpoint on one rank": saved(faulty("sharded", None), Tape),
+    "another compressor on one rank": others(Tape, compressor=StromCompressor(tau=0.3)),
+    "another model on one rank": others(Tape, outputs=21),
+    "another model on one rank, Keras": others(Fit, outputs=5),
+    "SIGSTOP for 5 s": around(stopped),
+    "SIGSTOP for 5 s, Keras": around(stopped, how=Fit),
+    "a checkpoint, full disk on one rank, Keras": on_full_disk,
+    **{f"inf on one rank, {policy}": poisoned(policy) for policy in ("raise", "skip", "propagate")},
+    "kill -9": around(lambda t: os.kill(os.getpid(), signal.SIGKILL)),
+    "kill -9, Keras": around(lambda t: os.kill(os.getpid(), signal.SIGKILL), how=Fit),
+    "an exception on one rank": around(fails),
+    "exit on one rank": around(lambda t: os._exit(0)),
+    "SIGSTOP for ever": around(lambda t: os.kill(os.getpid(), signal.SIGSTOP)),
+}
+
+
+def main(folder: str, given: str, *names: str) -> None:
+    del given
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    trials.run(folder, hvd.rank(), CASES, names, lambda: hvd.allgather_object(None))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,95 @@
+"""What attacked ranks share: one trial after another, each with a time limit, noted on disk."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+LIMIT = 60  # seconds that a rank may wait because of what another one did
+_SLACK = 15  # for what comes before the mistake, and for a machine that is busy
+# After these Horovod still has requests, or takes none: the next case needs other processes.
+ENDS = ("HorovodInternalError", "waits for gradcomp.checkpoint", "same name", "a loss scaler")
+
+
+class Trial:
+    """One attack.
+
+    Attributes:
+        folder: of its own; all ranks have the same.
+        made: whether this rank has made its mistake.
+    """
+
+    def __init__(self, folder: Path, rank: int, name: str) -> None:
+        self.folder = folder / name.replace(" ", "-")
+        self.made = False
+        self._note = folder / f"mistakes-{rank}.jsonl", name
+
+    def now(self) -> None:
+        """This rank makes the mistake now. It is on disk at once: it may be the end."""
+        self.made = True
+        path, name = self._note
+        _append(path, {"case": name, "at": time.time()})
+
+
+def run(
+    folder: str,
+    rank: int,
+    cases: Mapping[str, Callable[[Trial], Any]],
+    names: Sequence[str],
+    barrier: Callable[[], Any],
+) -> None:
+    """Goes through trials, and writes a line of each to `FOLDER/trials-RANK.jsonl`.
+
+    A case returns what has to be equal on all ranks if it goes on. One that hangs ends the
+    process, and says in `FOLDER/hangs-RANK` where.
+    """
+    path = Path(folder, f"trials-{rank}.jsonl")
+    # horovodrun ends the other ranks as soon as one has failed; they shall say what they saw.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with Path(folder, f"hangs-{rank}").open("w") as stream:
+        for name in names:
+            barrier()
+            print("trial:", name, flush=True)
+            trial = Trial(Path(folder), rank, name)
+            faulthandler.dump_traceback_later(LIMIT + _SLACK, exit=True, file=stream)
+            said, replicas = "", None
+            try:
+                replicas = cases[name](trial)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            faulthandler.cancel_dump_traceback_later()
+            _append(path, {"case": name, "said": said, "replicas": replicas, "at": time.time()})
+            if any(word in said for word in ENDS):
+                raise SystemExit(1)
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def stop_for(seconds: float) -> None:
+    """Stops this process, which another one lets go on."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@contextmanager
+def full_disk(size: int = 2000) -> Iterator[None]:
+    """No file of this process can grow beyond so many bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

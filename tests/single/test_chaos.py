@@ -1,0 +1,70 @@
+"""A short part of `make chaos`, and that the rig sees what it is there to see."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from hvd_gradcomp import checkpoint
+from hvd_gradcomp.ops.torch import TorchOps
+from tests.chaos import files, outcomes, payloads
+from tests.chaos.outcomes import BAD, MEANINGS, Input
+from tests.methods import ONE_OF_EACH, WORDS
+
+FILES = functools.partial(files.attacks, 3, 0.25, ["threads"])
+PAYLOADS = functools.partial(payloads.attacks, 3, 1.0, ["PyTorch"])
+
+
+def met(monkeypatch, methods):
+    """Methods that are attacked, in their fifth step."""
+    monkeypatch.setattr(payloads, "points", lambda name: [(one, (4,)) for one in methods])
+
+
+@pytest.mark.parametrize("attacks", [FILES, PAYLOADS], ids=["files", "payloads"])
+def test_nothing_is_lost_or_diverges(attacks, monkeypatch):
+    met(monkeypatch, ONE_OF_EACH)
+    inputs = list(attacks())
+    assert len(inputs) > 200
+    assert not [one for one in inputs if one.outcome in BAD]
+
+
+def came_to(inputs):
+    return {one.outcome for one in inputs}
+
+
+def test_a_file_that_is_not_checked_is_seen(monkeypatch):
+    monkeypatch.setattr(checkpoint, "_compare", lambda *_: None)
+    assert "diverged" in came_to(FILES())
+
+
+def test_a_payload_that_is_not_checked_is_seen(monkeypatch):
+    met(monkeypatch, WORDS[:1])
+    monkeypatch.setattr(TorchOps, "require", lambda *_: None)
+    assert came_to(PAYLOADS()) & {"lost", "diverged"}
+
+
+def test_inputs_are_counted_by_what_came_of_them():
+    inputs = [
+        Input("here", "cut", "ended", "SomeError: it was cut", 2.04, "a"),
+        Input("here", "cut", "ended", "SomeError: it was cut", 11.0, "b"),
+        Input("here", "cut", "diverged", "", None, "c"),
+        Input("there", "cut", "survived"),
+    ]
+    parts = {"files": {"seed": 5, "seconds": 3, "rows": outcomes.tallied(inputs)}}
+    first, second = json.loads(json.dumps(parts))["files"]["rows"]
+    assert first["outcomes"] == {"ended": 2, "diverged": 1} and first["seconds"] == 11.0
+    assert first["bad"] == [["diverged", "c", ""]] and second["inputs"] == 1
+    assert outcomes.bad(parts) == 1
+    table = outcomes.table(parts)
+    assert "2 ended, 1 diverged" in table and "diverged: here, cut, c" in table
+    assert all(f"{name} " in table for name in MEANINGS)
+
+
+def test_what_the_site_shows_is_what_was_measured():
+    path = Path(__file__).parents[2] / "docs" / "measured" / "chaos.json"
+    parts = json.loads(path.read_text())["parts"]
+    assert [*parts] == ["files", "payloads", "numbers", "ranks"]
+    assert sum(row["inputs"] for part in parts.values() for row in part["rows"]) >= 2000
