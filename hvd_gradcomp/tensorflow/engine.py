@@ -957,6 +957,7 @@ class Engine:
             ValueError: on all ranks, if a compressor cannot work with so many.
         """
         ranks, anew = self.process_set.size(), set()
+        self._summed.assign(0)  # the step before may have ended on some ranks only
         if self.op == horovod.Average:
             self.postscale = 1.0 / (self.prescale * ranks)
         for bucket, compressor in enumerate(self.compressors):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 PATIENCE = 10.0  # seconds of waiting, after which a rank tells
 _MOST = 64  # collectives that a rank tells of
@@ -126,6 +127,7 @@ class Watch:
     ) -> None:
         self._set, self._tell, self._members = process_set, tell, members
         self._pending: Any = None
+        self._settling = False
         self._before: list[list[int]] | None = None
 
     @property
@@ -139,19 +141,30 @@ class Watch:
         Raises:
             DeadlockError: on all ranks.
         """
+        if self._settling:
+            return
         if self._pending is None:
             self._say(word(asked))
         elif self._pending.ready():
-            self._hear(self._pending.wait().tolist())
+            pending, self._pending = self._pending, None
+            try:
+                table = pending.wait().tolist()
+            except HorovodInternalError:  # what the rank waits for has failed, too
+                self._before = None
+                return
+            self._hear(table)
             self._say(word(asked))
 
     def settle(self) -> None:
         """Brings a word to its end that not all ranks have told; all ranks call it."""
         if self._pending is None:
             self._say(busy())
-        self._before = None
-        pending, self._pending = self._pending, None
-        pending.wait()
+        self._settling = True  # waits, but not in vain
+        try:
+            self._pending.wait()
+        finally:
+            self._settling = False
+            self.drop()
 
     def drop(self) -> None:
         """Forgets what was told: Horovod has begun anew."""
@@ -164,7 +177,6 @@ class Watch:
         self._pending = self._tell(everybody, name, self._set)
 
     def _hear(self, table: list[list[int]]) -> None:
-        self._pending = None
         before, self._before = self._before, table
         if table != before:
             return
