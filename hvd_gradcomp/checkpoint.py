@@ -74,6 +74,23 @@ def check_mode(mode: Any) -> None:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
 
 
+def agree_on_mode(mode: Any, ranks: Ranks) -> None:
+    """Requires one of `MODES`, the same on all ranks: each mode has collectives of its own.
+
+    Raises:
+        ValueError: it is none of them.
+        CheckpointError: on all ranks, if they differ.
+    """
+    modes = ranks.gather(str(mode), str)
+    if len(set(modes)) > 1:
+        listed = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(modes))
+        raise CheckpointError(
+            f"nothing was saved: the ranks save in different modes, {listed}. Pass the same mode= "
+            "on all ranks"
+        )
+    check_mode(mode)
+
+
 def write(
     folder: str | os.PathLike[str],
     ranks: Ranks,

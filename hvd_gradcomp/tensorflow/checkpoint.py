@@ -62,12 +62,13 @@ def save_checkpoint(
             compressors keep; rank 0's count.
 
     Raises:
-        CheckpointError: on all ranks, naming those that could not write.
+        CheckpointError: on all ranks, naming those that could not write; or the ranks save in
+            different modes.
 
     >>> hvd.save_checkpoint("last", model=model, epoch=3)  # doctest: +SKIP
     """
-    checkpoint.check_mode(mode)
     ranks = _ranks(process_set)
+    checkpoint.agree_on_mode(mode, ranks)
     shared: Arrays = {}
     own: Arrays = {}
     meta: dict[str, Any] = {"objects": {}, "values": {}}

@@ -271,11 +271,13 @@ def save_checkpoint(
             only pickling could bring back, is refused.
 
     Raises:
-        CheckpointError: on all ranks, naming those that could not write.
+        CheckpointError: on all ranks, naming those that could not write; or the ranks save in
+            different modes.
 
     >>> hvd.save_checkpoint("last", model=model, optimizer=optimizer, epoch=3)  # doctest: +SKIP
     """
-    checkpoint.check_mode(mode)
+    ranks = _ranks(process_set)
+    checkpoint.agree_on_mode(mode, ranks)
     own: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for name, item in objects.items():
@@ -286,7 +288,6 @@ def save_checkpoint(
         shared[name] = item.state_dict(mode=mode)
         if mode == "sharded":
             own[name] = shared[name].pop("gradcomp")
-    ranks = _ranks(process_set)
     whole = {"mode": mode, "size": ranks.size, "objects": shared}
     checkpoint.write(
         folder,

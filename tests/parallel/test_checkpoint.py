@@ -39,7 +39,9 @@ def assert_seen(flips):
             assert one.startswith("CheckpointError") and naming in one, (name, one)
 
 
+TWO_MODES = "CheckpointError: nothing was saved: the ranks save in different modes, sharded on"
 MESSAGES = {
+    "two modes": TWO_MODES,
     "full disk": "rank 1: OSError: [Errno 27] File too large. What was saved there before is",
     "nowhere": "there is no checkpoint in",
     "truncated": "rank 1: rank-1-of-2 is damaged: its bytes are not those that were saved",
@@ -73,6 +75,7 @@ def test_tensorflow_resumes_to_the_bit(tmp_path):
 
 
 KERAS_MESSAGES = {
+    "two modes": TWO_MODES,
     "another compressor": "Use the same compression= to resume: it was made with "
     "StromCompressor(tau=0.01), here is StromCompressor(tau=1.0)",
     "another model": "was dense/kernel [216, 10] float32, here it is dense/kernel [216, 11]",

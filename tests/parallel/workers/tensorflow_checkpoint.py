@@ -14,6 +14,7 @@ import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp import DGCCompressor, GradiVeQCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.aggregator import with_leaves
+from hvd_gradcomp.checkpoint import MODES
 from hvd_gradcomp.tensorflow.engine import plain_variable
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, flipped, write
@@ -217,6 +218,7 @@ def refused(folder):
         "another object": lambda: load(build(compressor), optimizer=plain.optimizer),
         "truncated": truncated,
         "not on one rank": on_one_rank,
+        "two modes": lambda: hvd.save_checkpoint(good, mode=MODES[hvd.rank()], model=plain),
     }
     said, target = errors_of(cases), build(compressor)
     before = everything(target)

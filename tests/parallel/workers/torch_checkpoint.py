@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.checkpoint import MODES
 from hvd_gradcomp.torch import files
 from tests.methods import EVERY, LARGEST, LEARNED, WORDS
 from tests.parallel.workers.results import digest, errors_of, flipped, forged, write
@@ -190,6 +191,9 @@ def faults(folder):
             "another model": lambda: load(good, outputs=11),
             "another object": lambda: load(good, scheduler=object()),
             "mode": lambda: hvd.save_checkpoint(good, mode="whole", model=model),
+            "two modes": lambda: hvd.save_checkpoint(
+                good, mode=MODES[hvd.rank()], model=model, optimizer=optimizer
+            ),
         }
     )
     target = build(compressor)
