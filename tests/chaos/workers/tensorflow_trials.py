@@ -52,15 +52,19 @@ class Tape:
 
     def __init__(self, compressor: Compressor, outputs: int = 20, **options: Any) -> None:
         known = set(engines.living)
-        self.w = tf.Variable(tf.ones((30, outputs)) * 0.1)
+        shapes = (30, 20), (20, 30), (30, outputs)
+        self.weights = [tf.Variable(tf.ones(shape) * 0.1) for shape in shapes]
         self.poison = tf.Variable(0.0)
 
         @tf.function
         def step(x: Any) -> None:
             with tf.GradientTape() as plain:
-                value = tf.reduce_mean(tf.square(x @ self.w)) + self.poison * tf.reduce_sum(self.w)
+                for w in self.weights:
+                    x = x @ w
+                value = tf.reduce_mean(tf.square(x)) + self.poison * tf.reduce_sum(self.weights[0])
             tape = hvd.DistributedGradientTape(plain, compression=compressor, **options)
-            self.w.assign_sub(0.01 * tape.gradient(value, [self.w])[0])
+            for w, gradient in zip(self.weights, tape.gradient(value, self.weights)):
+                w.assign_sub(0.001 * gradient)
 
         self.step = step
         self.train(1)
@@ -72,7 +76,7 @@ class Tape:
             self.step(tf.constant(random.standard_normal((4, 30)), tf.float32))
 
     def replicas(self) -> str:
-        return digest([self.w.numpy()])
+        return digest([w.numpy() for w in self.weights])
 
 
 class Fit:
@@ -94,8 +98,9 @@ class Fit:
 
     def train(self, steps: int) -> None:
         random = np.random.default_rng(10 + hvd.rank())
-        x, y = random.standard_normal((4 * steps, 12)), np.ones((4 * steps, 4))
-        self.model.fit(x, y[:, : self.model.output_shape[-1]], batch_size=4, verbose=0)
+        x = random.standard_normal((4 * steps, 12))
+        y = np.ones((4 * steps, self.model.output_shape[-1]))
+        self.model.fit(x, y, batch_size=4, verbose=0)
 
     def replicas(self) -> str:
         return digest([np.asarray(v.value) for v in self.model.variables])
@@ -135,7 +140,7 @@ def saved(mode: Callable[[], str | None], how: Any) -> Callable[[Trial], str]:
         training = how(STROM)
         chosen = mode()
         trial.now()
-        objects = {"model": training.model} if how is Fit else {"weight": [training.w]}
+        objects = {"model": training.model} if how is Fit else {"weights": training.weights}
         if chosen is not None:
             hvd.save_checkpoint(trial.folder, mode=chosen, **objects)
         training.train(3)
@@ -180,8 +185,8 @@ def poisoned(policy: str) -> Callable[[Trial], Any]:
         training.train(1)
         training.poison.assign(0.0)
         if policy == "propagate":
-            return bool(np.isnan(training.w.numpy()).any())
-        return [training.replicas() == before, str(np.isfinite(training.w.numpy()).all())]
+            return bool(np.isnan(training.weights[0].numpy()).any())
+        return [training.replicas() == before, str(np.isfinite(training.weights[0].numpy()).all())]
 
     return case
 
@@ -196,9 +201,9 @@ def _failing(x: Any) -> Any:
 
 def fails(training: Tape) -> None:
     with tf.GradientTape() as tape:
-        value = tf.reduce_sum(_failing(training.w))
+        value = tf.add_n([tf.reduce_sum(_failing(w)) for w in training.weights])
     tape = hvd.DistributedGradientTape(tape, compression=STROM)
-    tape.gradient(value, [training.w])
+    tape.gradient(value, training.weights)
 
 
 def stopped(training: Any) -> None:
