@@ -21,6 +21,7 @@ MEANINGS = {
 }
 BAD = ("unexplained", "hung", "lost", "diverged")
 _FEW = 20  # bad inputs of a row that are listed
+_WIDE = 200  # characters of such a line
 
 
 class Input(NamedTuple):
@@ -117,7 +118,8 @@ def table(parts: Mapping[str, Any]) -> str:
     )
     for row in everything:
         for outcome, case, said in row["bad"]:
-            lines.append(f"{outcome}: {row['where']}, {row['attack']}, {case}: {said}")
+            where = f"{row['where']}, {row['attack']}"
+            lines.append(f"{outcome}: {where}, {case}: {said}"[:_WIDE])
     return "\n".join(lines) + "\n"
 
 

@@ -39,7 +39,7 @@ METHODS: dict[str, Compressor] = {
     "GradiVeQ": partition(
         {
             "*": GradiVeQCompressor(
-                ratio=4, warmup_steps=1, sample_steps=2, compress_steps=4, slice_size=60
+                ratio=4, warmup_steps=0, sample_steps=2, compress_steps=2, slice_size=60
             )
         }
     ),
