@@ -280,7 +280,7 @@ CASES: dict[str, Callable[[Trial], Any]] = {
 
 def main(folder: str, given: str, *names: str) -> None:
     options.update(json.loads(given))
-    hvd.init()
+    hvd.init(process_sets="dynamic" if options.get("hierarchical") else None)
     torch.set_num_threads(1)
     trials.run(folder, hvd.rank(), CASES, names, hvd.barrier)
     hvd.shutdown()
