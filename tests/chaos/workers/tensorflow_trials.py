@@ -16,12 +16,10 @@ import hvd_gradcomp.tensorflow as hvd
 from hvd_gradcomp import (
     Compressor,
     DGCCompressor,
-    GradiVeQCompressor,
     LGCCompressor,
     NoneCompressor,
     StromCompressor,
     after,
-    partition,
 )
 from hvd_gradcomp.tensorflow import engine as engines
 from tests.chaos.workers import trials
@@ -35,14 +33,6 @@ METHODS: dict[str, Compressor] = {
     "Strom": STROM,
     "DGC": DGCCompressor(density=0.05, momentum=0.0),
     "after": after(3, None, StromCompressor(tau=0.01)),
-    # By a rule of its own, or the layer would be too small to gain, and sent dense.
-    "GradiVeQ": partition(
-        {
-            "*": GradiVeQCompressor(
-                ratio=4, warmup_steps=0, sample_steps=2, compress_steps=2, slice_size=60
-            )
-        }
-    ),
     "LGC": LGCCompressor(alpha=0.1, full_steps=2, train_steps=4, momentum=0.0),
 }
 
@@ -220,7 +210,6 @@ CASES: dict[str, Callable[[Trial], Any]] = {
         for name, one in METHODS.items()
     },
     "another step on one rank, Keras": around(lambda t: t.engine.steps.assign_add(1), how=Fit),
-    "retrain on one rank, GradiVeQ": around(lambda t: t.engine.retrain(), METHODS["GradiVeQ"]),
     "retrain on one rank, LGC": around(lambda t: t.engine.retrain(), METHODS["LGC"]),
     "freezing on one rank, Keras": around(frozen, how=Fit),
     "save_checkpoint in other modes": saved(faulty("consolidated", "sharded"), Tape),
