@@ -226,7 +226,7 @@ CASES: dict[str, Callable[[Trial], Any]] = {
     "kill -9, Keras": around(lambda t: os.kill(os.getpid(), signal.SIGKILL), how=Fit),
     "an exception on one rank": around(fails),
     "exit on one rank": around(lambda t: os._exit(0)),
-    "SIGSTOP for ever": around(lambda t: os.kill(os.getpid(), signal.SIGSTOP)),
+    "SIGSTOP for ever": around(lambda t: trials.stop_for_ever()),
 }
 
 
