@@ -48,7 +48,7 @@ def main() -> None:
         metavar="WHERE",
         help="frameworks and jobs with one of these words in what the table calls them",
     )
-    parser.add_argument("--folder", help="where chaos.json goes; parts that are not run stay")
+    parser.add_argument("--folder", help="where chaos.json goes; what is not run stays")
     parser.add_argument("--show", metavar="JSON", help="prints what was measured before")
     given = parser.parse_args()
     if given.show:
@@ -60,7 +60,7 @@ def main() -> None:
     if given.folder:
         path = Path(given.folder, "chaos.json")
         before = json.loads(path.read_text())["parts"] if path.exists() else {}
-        merged = {**before, **measured}
+        merged = before | {n: outcomes.renewed(before.get(n), p) for n, p in measured.items()}
         machine = {"cores": os.cpu_count(), "system": platform.machine()}
         record = {
             "machine": machine,

@@ -69,7 +69,7 @@ def _on(
         for title, value in VALUES.items():
             rank, every = dice.randrange(RANKS), dice.random() < 0.5
             bad = poisoned(value, [rank], every)
-            case = f"{compressor!r} after {moment} steps, rank {rank}"
+            case = f"{compressor} after {moment} steps, rank {rank}"
             outcome, said = _refused(like(begun), bad, later)
             yield Input(f"{name}, raise", f"{title} {ONE}", outcome, said, case=case)
             if name == "PyTorch":
@@ -80,7 +80,7 @@ def _on(
                 for every in (False, True):
                     bad = poisoned(value, list(ranks), every)
                     outcome, said = _endured(like(begun), bad, later)
-                    case = f"{compressor!r} after {moment} steps, {'600' if every else '1'} of them"
+                    case = f"{compressor} after {moment} steps, {'600' if every else '1'} of them"
                     yield Input(f"{name}, raise", f"{title} {spread}", outcome, said, case=case)
 
 

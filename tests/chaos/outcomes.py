@@ -21,6 +21,7 @@ MEANINGS = {
 }
 BAD = ("unexplained", "hung", "lost", "diverged")
 _FEW = 20  # bad inputs of a row that are listed
+_WIDE = 200  # characters of such a line
 
 
 class Input(NamedTuple):
@@ -64,13 +65,25 @@ def tallied(inputs: Iterable[Input]) -> list[dict[str, Any]]:
         row["inputs"] += 1
         row["outcomes"] = dict(Counter(row["outcomes"]) + Counter([one.outcome]))
         error = one.said.partition(":")[0]
-        if error:
+        if error.endswith("Error"):
             row["errors"] = dict(Counter(row["errors"]) + Counter([error]))
         if one.seconds is not None:
             row["seconds"] = round(max(one.seconds, row["seconds"] or 0.0), 1)
         if one.outcome in BAD and len(row["bad"]) < _FEW:
             row["bad"].append([one.outcome, one.case, one.said[:300]])
     return list(rows.values())
+
+
+def renewed(before: Mapping[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
+    """A part of which some places were gone through again; the others stay as they were."""
+    if before is None:
+        return part
+    places = {row["where"] for row in part["rows"]}
+    kept = [row for row in before["rows"] if row["where"] not in places]
+    if not kept:
+        return part
+    seconds = before["seconds"] + part["seconds"]
+    return {**part, "seconds": seconds, "rows": [*kept, *part["rows"]]}
 
 
 def bad(parts: Mapping[str, Any]) -> int:
@@ -105,7 +118,8 @@ def table(parts: Mapping[str, Any]) -> str:
     )
     for row in everything:
         for outcome, case, said in row["bad"]:
-            lines.append(f"{outcome}: {row['where']}, {row['attack']}, {case}: {said}")
+            where = f"{row['where']}, {row['attack']}"
+            lines.append(f"{outcome}: {where}, {case}: {said}"[:_WIDE])
     return "\n".join(lines) + "\n"
 
 

@@ -76,7 +76,7 @@ def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator
         for compressor, moments in chosen:
             for attack, request, outcome, said in _on(compressor, framework, moments, dice, share):
                 checked = "dense, added up" if Allreduce.__name__ in request else "payloads"
-                case = f"{compressor!r} {request}"
+                case = f"{compressor} {request}"
                 yield Input(f"{name}, {checked}", attack, outcome, said, case=case)
 
 

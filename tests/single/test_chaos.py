@@ -58,6 +58,8 @@ def test_inputs_are_counted_by_what_came_of_them():
     assert first["outcomes"] == {"ended": 2, "diverged": 1} and first["seconds"] == 11.0
     assert first["bad"] == [["diverged", "c", ""]] and second["inputs"] == 1
     assert outcomes.bad(parts) == 1
+    again = outcomes.renewed(parts["files"], {"seed": 5, "seconds": 1, "rows": [second]})
+    assert again["rows"] == [first, second] and again["seconds"] == 4
     table = outcomes.table(parts)
     assert "2 ended, 1 diverged" in table and "diverged: here, cut, c" in table
     assert all(f"{name} " in table for name in MEANINGS)

@@ -28,13 +28,8 @@ METHODS = {
     "ScaleCom": hvd.ScaleComCompressor(density=0.05),
     "QSGD": hvd.QSGDCompressor(exchange="two_shot"),
     "after": hvd.after(3, None, hvd.StromCompressor(tau=0.01)),
-    # By a rule of its own, or these layers would be too small to gain, and sent dense.
-    "GradiVeQ": hvd.partition(
-        {
-            "*": hvd.GradiVeQCompressor(
-                ratio=4, warmup_steps=1, sample_steps=2, compress_steps=4, slice_size=60
-            )
-        }
+    "GradiVeQ": hvd.GradiVeQCompressor(
+        ratio=4, warmup_steps=1, sample_steps=2, compress_steps=4, feedback=True
     ),
     "LGC": hvd.LGCCompressor(alpha=0.1, full_steps=3, train_steps=8, momentum=0.9),
     "LGC with a server": hvd.LGCCompressor(
@@ -46,15 +41,21 @@ options: dict[str, Any] = {}
 
 def build(compressor=STROM, outputs=4, **more):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Linear(30, outputs))
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(192, outputs),
+    )
     plain = torch.optim.SGD(model.parameters(), lr=0.01)
     names = model.named_parameters()
     more = {"bucket_bytes": 4096, **options, **more}
     return model, hvd.DistributedOptimizer(plain, names, compression=compressor, **more)
 
 
-def loss_of(model, outputs=12):
-    return model(torch.randn(4, outputs) * (1 + hvd.rank())).square().mean()
+def loss_of(model):
+    return model(torch.randn(4, 1, 3, 4) * (1 + hvd.rank())).square().mean()
 
 
 def train(model, optimizer, steps):
@@ -239,7 +240,7 @@ class _Fails(torch.autograd.Function):
 
 def fails(model, optimizer):
     optimizer.zero_grad()
-    model[3](_Fails.apply(model[2](model[1](model[0](torch.ones(4, 12)))))).sum().backward()
+    model[3](_Fails.apply(model[2](model[1](model[0](torch.ones(4, 1, 3, 4)))))).sum().backward()
 
 
 CASES: dict[str, Callable[[Trial], Any]] = {
@@ -273,13 +274,13 @@ CASES: dict[str, Callable[[Trial], Any]] = {
     "kill -9": around(lambda m, o: os.kill(os.getpid(), signal.SIGKILL)),
     "an exception on one rank": around(fails),
     "exit on one rank": around(lambda m, o: os._exit(0)),
-    "SIGSTOP for ever": around(lambda m, o: os.kill(os.getpid(), signal.SIGSTOP)),
+    "SIGSTOP for ever": around(lambda m, o: trials.stop_for_ever()),
 }
 
 
 def main(folder: str, given: str, *names: str) -> None:
     options.update(json.loads(given))
-    hvd.init()
+    hvd.init(process_sets="dynamic" if options.get("hierarchical") else None)
     torch.set_num_threads(1)
     trials.run(folder, hvd.rank(), CASES, names, hvd.barrier)
     hvd.shutdown()

@@ -83,6 +83,12 @@ def stop_for(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def stop_for_ever() -> None:
+    """Stops this process; it is killed once nobody can wait for it any more, or it would stay."""
+    subprocess.Popen(["sh", "-c", f"sleep {LIMIT + 2 * _SLACK}; kill -KILL {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 @contextmanager
 def full_disk(size: int = 2000) -> Iterator[None]:
     """No file of this process can grow beyond so many bytes."""
