@@ -60,7 +60,7 @@ def allgather(
     encoded, header, gradient, state = _encoded(rung, codec, ops, context, gradient, state, moment)
 
     def fits(header: wire.Header, bodies: Tensor) -> wire.Header:
-        sides = codec.ceilings(ops, context.layout, bodies)
+        sides = codec.ceilings(ops, context.layout, rung, bodies)
         return _summable(ops, sides, context, header) if sides else header
 
     header, bodies = yield from _gathered(codec, ops, header, encoded, encoded.body, state, fits)

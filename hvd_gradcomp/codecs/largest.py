@@ -283,8 +283,9 @@ class LargestCompressor(SparseCompressor):
         values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
         return parts, index, values, hint
 
-    def ceilings(self, ops: Ops, layout: Layout, bodies: Tensor) -> list[Tensor]:
-        values = wire.unpack_body(ops, self.parts(layout), bodies)["values"]
+    def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
+        parts = self.parts_of(ops, layout, self.capacity_of(layout, rung))
+        values = wire.unpack_body(ops, parts, bodies)["values"]
         return [ops.reshape(ops.max(ops.abs(values), -1), (-1, 1))]
 
     def decode_sum(

@@ -125,14 +125,15 @@ class SparseCompressor(Compressor):
             room: float32 [size] that the sum may be written to; its values do not count.
         """
 
-    def ceilings(self, ops: Ops, layout: Layout, bodies: Tensor) -> list[Tensor]:
+    def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
         """Magnitudes that nothing sent exceeds; float32 [world, groups] each, none if all is small.
 
         Args:
             ops, layout: of the bucket.
+            rung: what fits.
             bodies: uint8 [world, bytes].
         """
-        del ops, layout, bodies
+        del ops, layout, rung, bodies
         return []
 
     def init(self, ops: Ops, layout: Layout) -> Any:

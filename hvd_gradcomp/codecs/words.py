@@ -159,7 +159,8 @@ class WordCompressor(SparseCompressor):
         found, settled = ops.search(tile, tuple(memory), given)
         return found, type(memory)(*settled)
 
-    def ceilings(self, ops: Ops, layout: Layout, bodies: Tensor) -> list[Tensor]:
+    def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
+        del rung
         exponent = wire.unpack_body(ops, self.quantizer.side_parts(layout), bodies).get("exponent")
         if exponent is None:
             return []
