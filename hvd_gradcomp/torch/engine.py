@@ -256,7 +256,6 @@ class Engine:
         self.summed = 0  # a digest of those of the exchange before; 0 for none
         self._errors: list[Exception] = []  # that programs of this step have ended with
         self._watch(self.buckets)
-        lending.waiting.among(process_set)
         living.add(self)
 
     # -- set-up ------------------------------------------------------------------------------

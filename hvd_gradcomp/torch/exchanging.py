@@ -82,6 +82,7 @@ class Exchanging:
         """Begins to watch gradients. Horovod has made the rest of the optimizer."""
         self._gradcomp, self._takeover, self._verify_every = engine, takeover, verify_every
         self._rounds: Rounds = engine.rounds
+        lending.waiting.among(engine.process_set)
         self._news = False  # since the last round
         self._versions: dict[Any, _Version] = {}  # of gradients that were taken, or reduced
         self._late: dict[Any, torch.Tensor] = {}

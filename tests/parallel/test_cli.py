@@ -36,7 +36,7 @@ def chosen(*methods: str) -> list[str]:
 
 
 def test_bench(tmp_path: Path):
-    figures, picture = tmp_path / "a" / "bench.json", tmp_path / "bench.png"
+    figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     files = ("--json", str(figures), "--png", str(picture))
     done = command("bench", "-m", f"{WORKER}:factory", "-r", "2", *chosen(*METHODS), *files)
     assert done.returncode == 0, done.stderr
