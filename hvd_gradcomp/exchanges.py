@@ -105,6 +105,8 @@ def _encoded(
     """What this rank sends, its header, memory for the result, and the state without it."""
     layout, step = context.layout, context.step
     finite, gradient = checked(ops, gradient)
+    if codec.uses_moments:
+        finite, gradient, moment = _squares_checked(ops, finite, gradient, moment)
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)
     else:
@@ -229,6 +231,21 @@ def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     if not ops.dynamic_shapes:
         gradient = ops.where(finite, gradient, 0.0)
     return finite, gradient
+
+
+def _squares_checked(
+    ops: Ops, finite: Any, gradient: Tensor, moment: Tensor | None
+) -> tuple[Any, Tensor, Tensor | None]:
+    """The same of second moments: with an infinite one an element would never be sent again.
+
+    A thousand steps of them have to fit, of what `zeta` forgets a thousandth in a step.
+    """
+    total = ops.inner(gradient, gradient) if moment is None else ops.sum(moment)
+    fits = ops.finite(total * 4096.0)
+    if not ops.dynamic_shapes:
+        gradient = ops.where(fits, gradient, 0.0)
+        moment = None if moment is None else ops.where(fits, moment, 0.0)
+    return finite & fits, gradient, moment
 
 
 def _checked_sides(

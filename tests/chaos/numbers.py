@@ -122,7 +122,10 @@ def _after(world: World, later: Sequence[Any]) -> str:
         return "diverged"
     if not _finite(world):
         return "lost"
-    return "ended" if usable(world.step(later)) else "lost"
+    try:
+        return "ended" if usable(world.step(later)) else "lost"
+    except NonFiniteGradientError:  # what nobody has sent is too large by now
+        return "lost"
 
 
 def _finite(world: World) -> bool:

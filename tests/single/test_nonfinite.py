@@ -46,6 +46,30 @@ def test_a_poisoned_gradient(compressor, value):
         assert total.isfinite().all(), "training goes on"
 
 
+@pytest.mark.parametrize("verbs", ["dynamic", "static", "tensorflow"])
+@pytest.mark.parametrize("given", [False, True], ids=["step", "sample"])
+def test_squares_that_overflow(verbs, given):
+    """With an infinite second moment an element would never be sent again."""
+    tensorflow = verbs == "tensorflow"
+    ops = TensorFlowOps() if tensorflow else TorchOps(static=verbs == "static")
+    compressor = VarianceCompressor(alpha=1.0, moments="sample" if given else "step")
+    world = World(compressor, ops, Layout(("a",), ((30, 20),)), 2)
+    make = tf.constant if tensorflow else torch.tensor
+    gradients = [np.ones(world.layout.size, "f4") * 0.01 for _ in range(2)]
+    gradients[1][17] = 1e20
+    if given:
+        gradients[1][17] = 0.01
+        squares = [g * g for g in gradients]
+        squares[1][17] = np.inf
+    flats = [make(g) for g in gradients]
+    moments = {"moment": [make(q) for q in squares]} if given else {}
+    with pytest.raises(NonFiniteGradientError, match="NaN or an infinity in its gradient"):
+        world.step(flats, **moments)
+        ops.settled()
+    for state in world.states:
+        assert all(np.isfinite(np.asarray(x)).all() for _, x in leaves(state))
+
+
 def _arrived(compressor, gradient, fields):
     momentum = getattr(compressor, "momentum", 0.0) or 0.0
     return fields[1] * momentum + gradient if momentum else gradient
