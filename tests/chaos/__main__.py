@@ -59,6 +59,7 @@ def main() -> None:
     print(outcomes.table(measured), end="")
     if given.folder:
         path = Path(given.folder, "chaos.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
         before = json.loads(path.read_text())["parts"] if path.exists() else {}
         merged = before | {n: outcomes.renewed(before.get(n), p) for n, p in measured.items()}
         machine = {"cores": os.cpu_count(), "system": platform.machine()}
