@@ -104,9 +104,10 @@ def _encoded(
 ) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
     """What this rank sends, its header, memory for the result, and the state without it."""
     layout, step = context.layout, context.step
-    finite, gradient = checked(ops, gradient)
-    if codec.uses_moments:
-        finite, gradient, moment = _squares_checked(ops, finite, gradient, moment)
+    finite, gradient = checked_to_keep(ops, gradient)
+    if moment is not None:
+        fits, moment = _without(ops, ops.finite(ops.sum(moment) * 4096.0), moment)
+        finite = finite & fits
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)
     else:
@@ -227,25 +228,20 @@ def quantized_allreduce(
 
 def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     """Whether it is finite; and zeros instead where that is known too late to leave it out."""
-    finite = ops.finite(gradient)
-    if not ops.dynamic_shapes:
-        gradient = ops.where(finite, gradient, 0.0)
-    return finite, gradient
+    return _without(ops, ops.finite(gradient), gradient)
 
 
-def _squares_checked(
-    ops: Ops, finite: Any, gradient: Tensor, moment: Tensor | None
-) -> tuple[Any, Tensor, Tensor | None]:
-    """The same of second moments: with an infinite one an element would never be sent again.
+def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
+    """The same where it is added to what is kept from step to step, and so is its square perhaps.
 
-    A thousand steps of them have to fit, of what `zeta` forgets a thousandth in a step.
+    What is kept must not overflow: with an infinite second moment an element would never be sent
+    again. So a norm beyond 2**58 counts as infinite: a thousand squares of that fit.
     """
-    total = ops.inner(gradient, gradient) if moment is None else ops.sum(moment)
-    fits = ops.finite(total * 4096.0)
-    if not ops.dynamic_shapes:
-        gradient = ops.where(fits, gradient, 0.0)
-        moment = None if moment is None else ops.where(fits, moment, 0.0)
-    return finite & fits, gradient, moment
+    return _without(ops, ops.finite(ops.inner(gradient, gradient) * 4096.0), gradient)
+
+
+def _without(ops: Ops, finite: Any, x: Tensor) -> tuple[Any, Tensor]:
+    return finite, x if ops.dynamic_shapes else ops.where(finite, x, 0.0)
 
 
 def _checked_sides(
@@ -318,7 +314,7 @@ def leader(
     A broadcast of the leader's indices and an allreduce of everybody's values there.
     """
     layout, turn = context.layout, context.step % context.size
-    finite, gradient = checked(ops, gradient)
+    finite, gradient = checked_to_keep(ops, gradient)
 
     def chosen() -> Tensor:
         return codec.choose(ops, context, gradient, state)

@@ -80,7 +80,7 @@ MESSAGES = {
     "levels overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its gradient",
     "two shots overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its",
     "signs overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its gradient",
-    "values overflow": "NonFiniteGradientError: a rank has a NaN or an infinity in its gradient",
+    "values overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its gradient",
     "degenerate": "nothing was raised",
 }
 

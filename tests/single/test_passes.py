@@ -38,7 +38,7 @@ def gradients(generator, layout, world, scale, share):
     sizes=st.lists(st.sampled_from([1, 3, 255, 256, 700, 5000]), min_size=1, max_size=4),
     seed=st.integers(0, 2**16),
     ranks=st.integers(1, 5),
-    scale=st.sampled_from([1e-30, 0.3, 3.0, 1e20]),
+    scale=st.sampled_from([1e-30, 0.3, 3.0, 1e14]),
     share=st.sampled_from([0.0, 0.002, 0.1, 1.0]),
     count=st.integers(1, 4),
 )

@@ -28,7 +28,7 @@ def program(
     """One step of a rank, after the first phase."""
     layout = context.layout
     leader = exchanges.drawn(context.step, lgc.seed, context.size)
-    finite, gradient = exchanges.checked(ops, gradient)
+    finite, gradient = exchanges.checked_to_keep(ops, gradient)
     taken = vectors.taken_in(lgc, ops, context, finite, gradient, state, leader == context.rank)
     state = state._replace(memory=taken.memory, hint=taken.hint)
     index, given = yield from places(

@@ -29,7 +29,7 @@ def program(
 ) -> Program:
     """One step of a rank, after the first phase."""
     layout = context.layout
-    finite, gradient = exchanges.checked(ops, gradient)
+    finite, gradient = exchanges.checked_to_keep(ops, gradient)
     taken = vectors.taken_in(lgc, ops, context, finite, gradient, state)
     state = state._replace(memory=taken.memory, hint=taken.hint)
     if compress:

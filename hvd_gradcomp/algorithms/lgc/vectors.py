@@ -33,7 +33,7 @@ class Taken(NamedTuple):
 
 def whole(lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
     """The first phase; momentum comes after the exchange, and goes on as the velocity `u`."""
-    finite, gradient = exchanges.checked(ops, gradient)
+    finite, gradient = exchanges.checked_to_keep(ops, gradient)
     said = ops.concat((gradient, exchanges.poison(ops, finite)))
     total = yield Allreduce(said, context.prescale, context.postscale)
     total = exchanges.unpoisoned(ops, total)
