@@ -49,7 +49,7 @@ def taped(compressor, steps=5, *, graph=True, spoilt=(), **options):
         factor = float("nan") if place in spoilt and hvd.rank() == 1 else 1.0
         said.append(errors_of({"": lambda x=x, f=factor: run(tf.constant(x), tf.constant(f))})[""])
         if place in spoilt:
-            said[-1] = said[-1].partition("; nothing was exchanged")[0][-40:]
+            said[-1] = said[-1].partition("; nothing was exchanged")[0][-80:]
     assert all(s == "nothing was raised" for p, s in enumerate(said) if p not in spoilt), said
     hvd.verify(variables)
     return variables, [said[place] for place in spoilt]
