@@ -319,7 +319,7 @@ def alike(passes, reference):
     sizes=st.lists(st.sampled_from([1, 3, 256, 700, 5000]), min_size=1, max_size=3),
     ranks=st.integers(1, 4),
     moments=st.booleans(),
-    scale=st.sampled_from([1e-30, 0.3, 3.0, 1e20]),
+    scale=st.sampled_from([1e-30, 0.3, 3.0, 1e14]),
     seed=SEEDS,
 )
 @settings(max_examples=2, deadline=None)
