@@ -7,6 +7,7 @@ over ranks.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ OPS = TorchOps()
 Loss = Callable[[], torch.Tensor]
 
 
-class Watch:
+class Watch(ABC):
     """Looks at some steps of a model's training."""
 
     looks = 20
@@ -33,13 +34,16 @@ class Watch:
         self.weights = {name: p for name, p in model.named_parameters() if p.dim() > 1}
 
     def before(self, step: int, loss: Loss) -> None:
-        """Before the step's backward."""
+        """Before the step's backward; most look at nothing there."""
+        return None
 
     def after(self, step: int) -> None:
-        """After its backward, before the optimizer."""
+        """After its backward, before the optimizer; some look at nothing there."""
+        return None
 
+    @abstractmethod
     def result(self) -> Any:
-        raise NotImplementedError
+        """What was seen, as JSON takes it."""
 
     def own(self, loss: Loss) -> dict[str, torch.Tensor]:
         """This rank's gradients of weights, flat."""

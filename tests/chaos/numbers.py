@@ -13,13 +13,12 @@ from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.testing import World
 from tests.chaos.outcomes import Input
 from tests.chaos.payloads import (
-    FRAMEWORKS,
     RANKS,
     Framework,
+    drawn,
     gradients,
     host,
     like,
-    points,
     usable,
     world_of,
 )
@@ -37,15 +36,8 @@ def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator
         share: of the methods.
         only: words, of which one has to be in the name of a framework; all if empty.
     """
-    for name in FRAMEWORKS:
-        if only and not any(word in name for word in only):
-            continue
-        framework, dice = FRAMEWORKS[name](), Random(f"{seed} {name}")
-        chosen = points(name)
-        if share < 1:
-            chosen = dice.sample(chosen, max(1, round(len(chosen) * share)))
-        for compressor, moments in chosen:
-            yield from _on(name, compressor, framework, moments, dice)
+    for name, framework, dice, compressor, moments in drawn(seed, share, only):
+        yield from _on(name, compressor, framework, moments, dice)
 
 
 def _on(

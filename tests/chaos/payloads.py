@@ -58,13 +58,13 @@ def points(name: str) -> list[tuple[Compressor, tuple[int, ...]]]:
     return [(one, (4,)) for one in EVERY] + [(one, (15, 45, 90, 130)) for one in LEARNED]
 
 
-def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator[Input]:
-    """All of this part.
+def drawn(
+    seed: int, share: float, only: Sequence[str]
+) -> Iterator[tuple[str, Framework, Random, Compressor, tuple[int, ...]]]:
+    """(its framework's name, that framework, dice of the seed, method, after which steps) of each.
 
     Args:
-        seed: of what is drawn.
-        share: of the inputs; below 1, of the methods too.
-        only: words, of which one has to be in the name of a framework; all if empty.
+        seed, share, only: see `attacks`.
     """
     for name in FRAMEWORKS:
         if only and not any(word in name for word in only):
@@ -74,10 +74,22 @@ def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator
         if share < 1:
             chosen = dice.sample(chosen, max(1, round(len(chosen) * share)))
         for compressor, moments in chosen:
-            for attack, request, outcome, said in _on(compressor, framework, moments, dice, share):
-                checked = "dense, added up" if Allreduce.__name__ in request else "payloads"
-                case = f"{compressor} {request}"
-                yield Input(f"{name}, {checked}", attack, outcome, said, case=case)
+            yield name, framework, dice, compressor, moments
+
+
+def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator[Input]:
+    """All of this part.
+
+    Args:
+        seed: of what is drawn.
+        share: of the inputs; below 1, of the methods too.
+        only: words, of which one has to be in the name of a framework; all if empty.
+    """
+    for name, framework, dice, compressor, moments in drawn(seed, share, only):
+        for attack, request, outcome, said in _on(compressor, framework, moments, dice, share):
+            checked = "dense, added up" if Allreduce.__name__ in request else "payloads"
+            case = f"{compressor} {request}"
+            yield Input(f"{name}, {checked}", attack, outcome, said, case=case)
 
 
 def world_of(compressor: Compressor, ops: Any, ranks: int = RANKS) -> World:
