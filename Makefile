@@ -64,7 +64,7 @@ check: $(tools) ## lint, format, types and import rules; under a minute, no fram
 
 test: $(site) $(clients) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)
-	@$(run) -m pytest tests/parallel $(ARGS)
+	@$(run) -m pytest -n 2 --dist worksteal tests/parallel $(ARGS)
 
 # torch 2.0 has to be loaded before TensorFlow, or it aborts: hence -p.
 test-older: $(VENV_OLDER)/.stamp ## what one process can test, on PyTorch 2.0 and TensorFlow 2.13
