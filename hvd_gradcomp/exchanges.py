@@ -184,8 +184,9 @@ def two_shot(
     parts = codec.shard_parts(layout, world)
     finite, gradient = checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
-    padding = ops.zeros((world * shard - layout.size,))
-    mine = codec.encode(ops, bands, ops.concat((x, padding)), _key(ops, codec, context, 0))
+    mine = codec.encode(ops, bands, x, _key(ops, codec, context, 0))
+    beyond = parts["codes"].count * world - mine["codes"].shape[0]
+    mine["codes"] = ops.concat((mine["codes"], ops.zeros((beyond,), "uint8")))
     mine, finite = _checked_sides(ops, codec, mine, finite)
     header = header_of(codec, context, finite)
     bodies = [
