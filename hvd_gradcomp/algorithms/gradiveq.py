@@ -91,21 +91,14 @@ class Slices(NamedTuple):
         ordered = ops.reshape(slices, (-1,))[: self.size]
         if not self._turned:
             return ordered
-        rest, filters = self.shape[1:], self.shape[0]
-        back = [self.order.index(axis) for axis in range(1, len(self.order))]
         rows = ops.reshape(ordered, tuple(self.shape[axis] for axis in self.order))
-        rows = ops.reshape(ops.transpose(rows, (*back, len(rest))), (-1, filters))
-        return ops.transpose(rows, (1, 0))
+        return ops.transpose(rows, [self.order.index(axis) for axis in range(len(self.order))])
 
     def _filters_last(self, ops: Ops, flat: Tensor) -> Tensor:
-        """The layer in the order of slices. A matrix first, then whole rows: memory is far away."""
+        """The layer in the order of slices."""
         if not self._turned:
             return flat
-        rest, filters = self.shape[1:], self.shape[0]
-        rows = ops.transpose(ops.reshape(flat, (filters, -1)), (1, 0))
-        rows = ops.reshape(ops.reshape(rows, (-1,)), (*rest, filters))
-        order = [axis - 1 for axis in self.order[:-1]]
-        return ops.reshape(ops.transpose(rows, (*order, len(rest))), (self.size,))
+        return ops.reshape(ops.transpose(ops.reshape(flat, self.shape), self.order), (self.size,))
 
     @property
     def _turned(self) -> bool:

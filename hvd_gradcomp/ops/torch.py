@@ -16,6 +16,7 @@ import itertools
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,24 +202,26 @@ class TorchOps(Ops):
         return _low_word(bits).view(torch.float32)
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        if self.native is not None and self._lies_across(x):
+        if _reversed(x):
             across, x = x, self._empty(x.shape)
             self._copy(x, across)
         return x.reshape(tuple(shape))
 
-    def _lies_across(self, x: Tensor) -> bool:
-        """Whether x is a matrix that lies in memory column by column."""
-        if x.dim() != 2 or x.is_contiguous() or x.requires_grad:
-            return False
-        return x.dtype == torch.float32 and x.t().is_contiguous()
-
     def _copy(self, into: Tensor, x: Tensor) -> None:
-        """`into` is contiguous; a matrix that lies across is read in blocks, not in strides."""
-        if self.native is None or not self._lies_across(x):
+        """`into` is contiguous; what lies across is read in blocks, or rows, not in strides."""
+        axes = _reversed(x)
+        if axes is None:
             into.copy_(x)
-            return
-        columns, rows = x.shape
-        self.native.transpose(x.data_ptr(), rows, columns, into.data_ptr(), torch.get_num_threads())
+        elif self.native is not None:
+            self.native.reverse(x.data_ptr(), *axes, into.data_ptr(), torch.get_num_threads())
+        else:
+            first, middle, last = axes
+            there = x.as_strided(axes, (middle * last, last, 1))
+            if last < first:
+                rows = there.view(first, -1).t().contiguous().view(middle, last, first)
+                into.view(last, middle, first).copy_(rows.transpose(0, 1))
+            else:
+                into.view(last, -1).copy_(there.transpose(0, 1).reshape(-1, last).t())
 
     def concat(self, xs: Sequence[Tensor]) -> Tensor:
         return torch.cat(tuple(xs), dim=-1)
@@ -797,6 +800,26 @@ def _write(tile: tuple[Tensor, ...], settled: tuple[Tensor, ...]) -> None:
     for old, new in zip(tile, settled):
         if new is not old:
             old.copy_(new)
+
+
+def _reversed(x: Tensor) -> tuple[int, int, int] | None:
+    """The axes, as they lie in memory, of what lies there in the opposite order; None of others.
+
+    On a CPU. Axes that follow each other in memory as they do in x are one; a matrix has a second
+    axis of 1.
+    """
+    if x.dim() < 2 or x.is_contiguous() or x.requires_grad or x.dtype != torch.float32 or x.is_cuda:
+        return None
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape, x.stride()):
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = axes[-1][0] * size, stride
+        elif size > 1:
+            axes.append((size, stride))
+    sizes = [size for size, _ in axes]
+    if len(axes) not in (2, 3) or any(s != prod(sizes[:i]) for i, (_, s) in enumerate(axes)):
+        return None
+    return sizes[-1], sizes[1] if len(axes) == 3 else 1, sizes[0]
 
 
 def _low_word(x: Tensor) -> Tensor:

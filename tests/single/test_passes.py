@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
 import subprocess
 
@@ -189,3 +190,30 @@ def test_what_c_and_python_hand_each_other_has_one_shape(tmp_path):
     ]
     expected += [f"{name} whole {ctypes.sizeof(shape)}" for name, shape in shapes.items()]
     assert said.splitlines() == [*expected, f"beyond is {passes._BEYOND}"]
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["with C", "without"])
+@given(
+    shape=st.lists(st.sampled_from([1, 2, 3, 9, 15, 16, 17, 64, 65]), min_size=2, max_size=4),
+    data=st.data(),
+    count=st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=60)
+def test_axes_change_their_order(native, shape, data, count):
+    """Every order; the opposite one, which filters and depth of a layer have, goes its own way."""
+    ops = TorchOps()
+    ops.native = ops.native if native else None
+    order = data.draw(st.permutations(range(len(shape))))
+    x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape).permute(order)
+    with threads(count):
+        laid = ops.reshape(x, (-1,))
+        room = ops.assemble(torch.empty(laid.shape), [x])
+    assert torch.equal(laid, x.contiguous().view(-1)) and torch.equal(room, laid)
+
+
+@pytest.mark.parametrize("shape", [(256, 130, 9), (9, 512, 96), (1024, 1, 300)])
+def test_axes_of_what_no_cache_holds_change_their_order(shape):
+    x = torch.randn(shape).permute(2, 1, 0)
+    for count in (1, 3):
+        with threads(count):
+            assert torch.equal(TorchOps().reshape(x, (-1,)), x.contiguous().view(-1))
