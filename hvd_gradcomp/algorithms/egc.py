@@ -122,48 +122,11 @@ def _capacities(least: int, most: int) -> tuple[int, ...]:
 
 
 def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> Tensor:
-    """Bits of each layer's histogram over equal bins between its extremes; float64 [layers].
-
-    Padding is zero: it is taken out of the few blocks that have some, and of what was counted.
-    """
-    table, block, layers = ops.table(layout, "layer_of_block"), layout.block, len(layout.names)
-    last = layout.size // block - 1
-    ends = [(o + size - 1) // block for o, size in zip(layout.offsets, layout.sizes)]
-    used = [o + size - block * end for o, size, end in zip(layout.offsets, layout.sizes, ends)]
-    if ends[-1] != last:  # the sink's own block
-        ends, used = [*ends, last], [*used, 0]
-    edge = ops.reshape(ops.words(ends), (-1, 1))
-    elements = ops.arange(block)
-    own = elements < ops.reshape(ops.words(used), (-1, 1))
-
-    rows = ops.reshape(gradient, (-1, block))
-    cut = ops.gather(gradient, ops.reshape(edge * block + elements, (-1,)))
-    cut = ops.reshape(cut, (-1, block))
-
-    def largest(of_blocks: Tensor, items: Tensor) -> Tensor:
-        """Of each layer; the bits of a float32 order like integers, once their sign is folded."""
-        of_ends = ops.max(ops.where(own, items, float("-inf")), -1)
-        bits = ops.float_bits(ops.put(of_blocks, ops.words(ends), of_ends))
-        folded = ops.where(bits >= 1 << 31, (1 << 32) - 1 - bits, bits + (1 << 31))
-        top = ops.segment_max(folded, table, layers)
-        return ops.bits_float(ops.where(top >= 1 << 31, top - (1 << 31), (1 << 32) - 1 - top))
-
-    high = largest(ops.max(rows, -1), cut)
-    low = 0.0 - largest(0.0 - ops.min(rows, -1), 0.0 - cut)
-    width = (high - low) / ops.full((layers,), bins, "float32")
-    sizes = ops.words(layout.sizes)
-    starts = [offset // block for offset in layout.offsets]
-    padding = ops.words([block * (b - a) for a, b in zip(starts, [*starts[1:], last + 1])]) - sizes
-    above, entropy = sizes, ops.cast(sizes * 0, "float64")
-    for upper in range(1, bins + 1):
-        if upper < bins:
-            first = low + ops.times(width, float(upper))  # of the bin
-            flags = rows >= ops.reshape(ops.gather(first, table), (-1, 1))
-            beyond = ops.segment_sum(ops.count(flags), table, layers)
-            beyond = beyond - padding * ops.cast(first <= 0.0, "int64")
-        else:
-            beyond = sizes * 0
-        share = ops.cast(above - beyond, "float64") / ops.cast(sizes, "float64")
+    """Bits of each layer's histogram over equal bins between its extremes; float64 [layers]."""
+    sizes = ops.cast(ops.words(layout.sizes), "float64")
+    entropy = sizes * 0.0
+    counts = ops.layer_histograms(layout, gradient, bins)
+    for number in range(bins):
+        share = ops.cast(counts[number], "float64") / sizes
         entropy = entropy - share * ops.log2(ops.maximum(share, 1e-300))
-        above = beyond
     return entropy

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from hvd_gradcomp.bands import Band, Bands
+    from hvd_gradcomp.layout import Layout
     from hvd_gradcomp.ops import Tensor
 
 GROUP = 32  # codes that are packed together
@@ -171,6 +172,54 @@ class Composites:
                 folded = first if half == 1 else self.concat((first, folded[:, 1:]))
             x, length = folded, half
         return self.reshape(x, (-1,))
+
+    # -- layers ------------------------------------------------------------------------------
+
+    def layer_histograms(self: Any, layout: Layout, x: Tensor, bins: int) -> Tensor:
+        """How much of each layer lies in equal bins between its extremes; int64 [bins, layers].
+
+        An element belongs to the last bin whose lower edge, `low + number * width`, it reaches.
+        Padding is zero: it is taken out of the few blocks that have some, and of what was counted.
+        """
+        table, block, layers = self.table(layout, "layer_of_block"), layout.block, len(layout.names)
+        last = layout.size // block - 1
+        ends = [(o + size - 1) // block for o, size in zip(layout.offsets, layout.sizes)]
+        used = [o + size - block * end for o, size, end in zip(layout.offsets, layout.sizes, ends)]
+        if ends[-1] != last:  # the sink's own block
+            ends, used = [*ends, last], [*used, 0]
+        edge = self.reshape(self.words(ends), (-1, 1))
+        elements = self.arange(block)
+        own = elements < self.reshape(self.words(used), (-1, 1))
+
+        rows = self.reshape(x, (-1, block))
+        cut = self.gather(x, self.reshape(edge * block + elements, (-1,)))
+        cut = self.reshape(cut, (-1, block))
+
+        def largest(of_blocks: Tensor, items: Tensor) -> Tensor:
+            """Of each layer; bits of a float32 order like integers, once their sign is folded."""
+            of_ends = self.max(self.where(own, items, float("-inf")), -1)
+            bits = self.float_bits(self.put(of_blocks, self.words(ends), of_ends))
+            folded = self.where(bits >= 1 << 31, (1 << 32) - 1 - bits, bits + (1 << 31))
+            top = self.segment_max(folded, table, layers)
+            return self.bits_float(self.where(top >= 1 << 31, top - (1 << 31), (1 << 32) - 1 - top))
+
+        high = largest(self.max(rows, -1), cut)
+        low = 0.0 - largest(0.0 - self.min(rows, -1), 0.0 - cut)
+        width = (high - low) / self.full((layers,), bins, "float32")
+        sizes = self.words(layout.sizes)
+        starts = [offset // block for offset in layout.offsets]
+        padding = (
+            self.words([block * (b - a) for a, b in zip(starts, [*starts[1:], last + 1])]) - sizes
+        )
+        above, counts = sizes, []
+        for upper in range(1, bins):
+            first = low + self.times(width, float(upper))  # of the bin
+            flags = rows >= self.reshape(self.gather(first, table), (-1, 1))
+            beyond = self.segment_sum(self.count(flags), table, layers)
+            beyond = beyond - padding * self.cast(first <= 0.0, "int64")
+            counts.append(above - beyond)
+            above = beyond
+        return self.stack([*counts, above])
 
     # -- codes for every element -------------------------------------------------------------
 

@@ -541,6 +541,55 @@ FAST static int64_t split(const float *x, int64_t n, float *above, float *below)
   return negative;
 }
 
+/* -- layers ---------------------------------------------------------------------------------- */
+
+/* Integers that order like floats: of negative ones all bits but the sign are turned round. */
+static inline int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
+
+FAST static void extremes(const float *x, int64_t n, float *low, float *high) {
+  int32_t least = INT32_MAX, most = INT32_MIN;
+  for (int64_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits = ordered(bits);
+    least = bits < least ? bits : least;
+    most = bits > most ? bits : most;
+  }
+  least = ordered(least), most = ordered(most);
+  memcpy(low, &least, 4);
+  memcpy(high, &most, 4);
+}
+
+FAST static int64_t count_from(const float *x, int64_t n, float first) {
+  int64_t count = 0;
+  for (int64_t at = 0, end; at < n; at = end) {
+    int32_t here = 0;
+    end = at + MANY < n ? at + MANY : n;
+    for (int64_t i = at; i < end; i++) here += x[i] >= first;
+    count += here;
+  }
+  return count;
+}
+
+/* counts [bins, layers]: how much of each layer lies in equal bins between its extremes. */
+void layer_histograms(const int64_t *offsets, const int64_t *sizes, int64_t layers, const float *x,
+                      int64_t bins, int64_t *counts, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
+  for (int64_t layer = 0; layer < layers; layer++) {
+    const float *own = x + offsets[layer];
+    int64_t above = sizes[layer];
+    float low, high;
+    extremes(own, above, &low, &high);
+    float width = (high - low) / (float)bins;
+    for (int64_t bin = 0; bin < bins; bin++) {
+      float edge = width * (float)(bin + 1);
+      int64_t beyond = bin + 1 < bins ? count_from(own, sizes[layer], low + edge) : 0;
+      counts[bin * layers + layer] = above - beyond;
+      above = beyond;
+    }
+  }
+}
+
 /* -- codes for every element ------------------------------------------------------------------ */
 
 static inline uint32_t mix(uint32_t x) {

@@ -517,6 +517,15 @@ class TorchOps(Ops):
         ]
         return self._given(sums, torch.int64).view(data.shape[:-1])
 
+    def layer_histograms(self, layout: Layout, x: Tensor, bins: int) -> Tensor:
+        if self.native is None:
+            return super().layer_histograms(layout, x, bins)
+        counts = self._empty(bins, len(layout.names), dtype=torch.int64)
+        tables = (self.table(layout, name).data_ptr() for name in ("offsets", "sizes"))
+        out = counts.data_ptr(), torch.get_num_threads()
+        self.native.layer_histograms(*tables, len(layout.names), x.data_ptr(), bins, *out)
+        return counts
+
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_maxima(bands, x)

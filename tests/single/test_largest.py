@@ -297,8 +297,13 @@ def test_entropy_is_that_of_the_elements_without_padding(sizes, bins, shift, see
         edges = x.min() + width * np.arange(1, bins, dtype=np.float32)
         share = np.bincount((x[:, None] >= edges).sum(1)) / size
         bits.append(-sum(p * math.log2(p) for p in share if p))
-    found = entropy_of_layers(TorchOps(), layout, gradient, bins)
+    ops, verbs = TorchOps(), TorchOps()
+    verbs.native = None
+    found = entropy_of_layers(ops, layout, gradient, bins)
     assert found.tolist() == pytest.approx(bits, abs=1e-9)
+    counts = ops.layer_histograms(layout, gradient, bins)
+    assert torch.equal(counts, verbs.layer_histograms(layout, gradient, bins))
+    assert counts.sum(0).tolist() == sizes
 
 
 def test_a_warm_up_sends_less_and_less():
