@@ -13,6 +13,7 @@
 #define TILE 16384 /* of one vector */
 #define RUN 64
 #define NEAR 256 /* words that are looked at together, at most */
+#define AHEAD 32 /* of which the one whose element is fetched already */
 
 static inline uint32_t bits_of(float x) {
   uint32_t bits;

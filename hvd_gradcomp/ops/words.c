@@ -139,6 +139,7 @@ static int64_t code_words(const float *r, const uint32_t *index, int64_t n, int3
                           uint32_t *words) {
   int64_t kept = 0;
   for (int64_t i = 0; i < n; i++) {
+    __builtin_prefetch(r + index[i + AHEAD < n ? i + AHEAD : i]);
     uint32_t at = index[i], bits = bits_of(r[at]);
     int32_t nearest = (int32_t)(((bits & 0x7fffffffu) + 0x400000u) >> 23);
     int32_t rounded = nearest < ceiling ? nearest : ceiling, below = ceiling - rounded;
@@ -357,7 +358,12 @@ void words_settle(const rule *how, const place *where, const uint8_t *body, int6
         float values[NEAR];
         n = near(where, mask_of(how), words + i, stop - i, &layer);
         values_of(how, words + i, n, how->powers ? exponents[layer] : 0, 1.0f, values);
-        for (int64_t j = 0; j < n; j++) settle(how, index_of(how, words[i + j]), values[j], r, v);
+        for (int64_t j = 0; j < n; j++) {
+          int64_t ahead = i + j + AHEAD < stop ? i + j + AHEAD : i + j;
+          __builtin_prefetch(r + index_of(how, words[ahead]), 1);
+          if (v) __builtin_prefetch(v + index_of(how, words[ahead]), 1);
+          settle(how, index_of(how, words[i + j]), values[j], r, v);
+        }
       }
     }
     return;
