@@ -844,6 +844,7 @@ class Engine:
 
     def give_up(self) -> None:
         """Ends a step that has failed."""
+        self.scaling.forget()
         if self._open:
             self.abandon()
         else:

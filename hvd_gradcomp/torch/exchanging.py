@@ -545,8 +545,13 @@ def _hook(optimizer: weakref.ref[Any], p: torch.nn.Parameter) -> Callable[..., N
     @_interpreted
     def hook(*_: Any) -> None:
         there = optimizer()
-        if there is not None:
+        if there is None:
+            return
+        try:
             there._arrive(p)
+        except BaseException:
+            there._gradcomp.scaling.forget()
+            raise
 
     return hook
 

@@ -5,7 +5,8 @@ same at every scale. A scale that is a power of two, as PyTorch's are by default
 
 A scaler does not know the optimizer before `scaler.step(optimizer)`, when the gradients are long
 under way. So `GradScaler.scale` and `.update` are made to leave a note here: the scaler that has
-scaled a loss last, and was not updated since, is the one whose gradients arrive.
+scaled a loss last, and was not updated since, is the one whose gradients arrive. A step that fails
+drops the note.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class LossScaling:
         """Fixes the scale until `end_step`; whether there is one."""
         if self._factor is not None:
             return True
-        scaler = next(reversed([*_scaling]), None) if self._given is None else self._given
+        scaler = self._noted()
         self.scaler = scaler if scaler and scaler.is_enabled() else None
         if self.scaler is None:
             return False
@@ -58,6 +59,16 @@ class LossScaling:
     def end_step(self) -> None:
         """Gradients that come next have another scale."""
         self._factor = self._inverse = None
+
+    def forget(self) -> None:
+        """The step has failed, and its scaler may live on, in the error's traceback say.
+
+        It has nothing to do with gradients that come next, unless it scales a loss anew.
+        """
+        self.end_step()
+        scaler = self._noted()
+        if scaler:
+            _scaling.pop(scaler, None)
 
     def unscale(self, gradient: torch.Tensor, out: torch.Tensor, power: int = 1) -> None:
         """Writes a gradient to its place, without the scale; a square of one with `power=2`."""
@@ -83,6 +94,10 @@ class LossScaling:
                 "does not step this optimizer: call scaler.step(optimizer), or pass scaler=False "
                 "to DistributedOptimizer"
             )
+
+    def _noted(self) -> Any:
+        """The scaler whose gradients arrive, as far as is known; None or False for none."""
+        return next(reversed([*_scaling]), None) if self._given is None else self._given
 
     def _stage(self, optimizer: Any) -> str:
         """How far the scaler is with the optimizer; "" if it has not seen it since its update."""

@@ -76,6 +76,7 @@ MESSAGES = {
     "loaded alone": "OutOfStepError: the ranks are in different steps: rank 0 in step 0, rank 1 in",
     "flipped sum": "PayloadError: what was added up in the exchange before is not the same on rank",
     "scaled alone": "or a loss scaler): raise on rank 0, skip on rank 1",
+    "scalers live on": "nothing was raised",
     "none overflows": "NonFiniteGradientError: a rank has a NaN or an infinity in its gradient, or",
     "levels overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its gradient",
     "two shots overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its",

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp import handshake
 from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.torch import deadlock
 from tests.methods import ONE_OF_EACH
@@ -124,12 +125,26 @@ def flipped_sum():
     model(torch.ones(2, 3)).sum().backward()
 
 
-def scaled_alone():
-    optimizer = make(model := nn.Linear(3, 200), compression=hvd.NoneCompressor())
+def scaled_alone(compression=None):
+    optimizer = make(model := nn.Linear(3, 200), compression=compression or hvd.NoneCompressor())
     optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if hvd.rank() else None
     loss = model(torch.ones(2, 3)).sum()
     (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def scalers_live_on():
+    """A step that fails has no part in the next optimizer's, whoever still holds its scaler."""
+    held = []
+    for compression in (hvd.NoneCompressor(), hvd.StromCompressor(0.1 + hvd.rank())):
+        try:
+            scaled_alone(compression)
+        except handshake.MismatchError as error:  # at the end of backward, and at its beginning
+            held.append(error)
+        optimizer = make(model := nn.Linear(3, 200))
+        two_steps(optimizer, model, lambda: None)
+        assert optimizer._gradcomp.scaling.scaler is None
+    assert len(held) == 2
 
 
 def overflow(compressor):
@@ -204,6 +219,7 @@ def main(folder: str) -> None:
             "frozen alone": frozen_alone,
             "loaded alone": loaded_alone,
             "scaled alone": scaled_alone,
+            "scalers live on": scalers_live_on,
             "flipped sum": flipped_sum,
             "none overflows": lambda: overflow(hvd.NoneCompressor()),
             "levels overflow": lambda: overflow(hvd.QSGDCompressor()),
