@@ -14,7 +14,7 @@ import click
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.cli import options
 from hvd_gradcomp.cli.bench import DENSE, about, settle_rounds
-from hvd_gradcomp.cost import Dense, Link, Way, break_even
+from hvd_gradcomp.cost import Bucket, Dense, Link, Way, break_even
 from hvd_gradcomp.description import brief
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def command(
     options.check_png(png_path)
     horovod = options.started()
     from hvd_gradcomp.models import ModelError, load
+    from hvd_gradcomp.torch.engine import gather_objects
     from hvd_gradcomp.torch.measure import (
+        Backward,
         CompressedExchange,
         DenseExchange,
         Gradients,
@@ -128,7 +130,10 @@ def command(
         found = link(rounds=rounds, latency=1e-6 * latency)
     else:
         found = Link.of(1e6 * bandwidth, max(ranks, 2), 1e-6 * latency)
-    pass_ = _middle(horovod.allgather_object(passes, name="backward"), len(gradients.layers))
+    everybody = gather_objects(
+        passes, list[Backward], "gradcomp.backward", horovod.global_process_set
+    )
+    pass_ = _middle(everybody, len(gradients.layers))
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
     ways: list[Way | Dense] = [Dense(DENSE, list(zip(pass_.ready, sizes)))]
     ratios = [1.0]  # elements over elements sent
@@ -179,6 +184,7 @@ def _way(
     """What a compressor costs, by all ranks' clocks; and its element ratio."""
     import horovod.torch as horovod
 
+    from hvd_gradcomp.torch.engine import gather_objects
     from hvd_gradcomp.torch.measure import alone
 
     settle = settle_rounds(compressor)
@@ -186,8 +192,10 @@ def _way(
         count: alone(compressor, gradients, count, rounds, settle, pass_.ready)
         for count in sorted({ranks, *ANCHORS})
     }
-    everywhere = horovod.allgather_object(costs, name="costs")
-    by_ranks = {count: [found[count].rounds for found in everywhere] for count in costs}
+    mine = [cost.rounds for cost in costs.values()]
+    world = horovod.global_process_set
+    everywhere = gather_objects(mine, list[list[list[Bucket]]], "gradcomp.costs", world)
+    by_ranks = {count: [found[i] for found in everywhere] for i, count in enumerate(costs)}
     return Way(brief(compressor), by_ranks), costs[ranks].element_ratio
 
 

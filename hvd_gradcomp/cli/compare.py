@@ -105,7 +105,7 @@ def _begun(run: Iterator[Any], compressor: Compressor, horovod: Any) -> Any:
         if refusal is not None:
             raise refusal
         return source
-    refused = horovod.allgather_object(refusal is not None)
+    refused = _gathered(refusal is not None, bool, horovod)
     if any(refused) and not all(refused):
         ranks = ", ".join(str(rank) for rank, one in enumerate(refused) if one)
         raise click.ClickException(
@@ -136,7 +136,7 @@ def _trained(
     except TypeError as error:
         raise click.ClickException(f"{brief(compressor)}: {error}") from error
     run.close()  # type: ignore[attr-defined]
-    everywhere = horovod.allgather_object((losses, seconds))
+    everywhere = _gathered((losses, seconds), tuple[list[float], list[float]], horovod)
     losses = [statistics.fmean(step) for step in zip(*(losses for losses, _ in everywhere))]
     slowest = [max(step) for step in zip(*(seconds for _, seconds in everywhere))]
     return {
@@ -149,6 +149,13 @@ def _trained(
         "ratio": found.ratio,
         "bytes": found.bytes_sent / max(found.steps, 1),
     }
+
+
+def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
+    """Everybody's item; see `hvd_gradcomp.messages`."""
+    engine = importlib.import_module(f"{horovod.__name__}.engine")
+    found = engine.gather_objects(item, kind, "gradcomp.compare", horovod.global_process_set)
+    return list(found)
 
 
 def _frontend(source: Any) -> Any:

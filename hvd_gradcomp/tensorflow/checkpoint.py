@@ -31,6 +31,7 @@ from hvd_gradcomp.tensorflow.engine import (
     optimizer_of,
     plain_variable,
 )
+from hvd_gradcomp.tensorflow.meeting import meet
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"
@@ -63,7 +64,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, naming those that could not write; or the ranks do not save
-            the same objects in the same mode.
+            the same objects in the same mode, or some are in a step of training.
 
     >>> hvd.save_checkpoint("last", model=model, epoch=3)  # doctest: +SKIP
     """
@@ -162,6 +163,8 @@ def load_checkpoint(
 
 
 def _ranks(process_set: Any) -> Ranks:
+    """Who saves or loads together, once they all do."""
+    meet(process_set)
     name = "gradcomp.checkpoint"
     root = process_set.ranks[0] if process_set.ranks else 0
 

@@ -71,6 +71,11 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
 GPU_BUCKET_BYTES = 25 << 20
 
+STEPPING, SAVING = 1, 2  # what a rank does that gives a word; see `meeting`
+_OTHER_CALL = (
+    "rank {ranks} saves or loads a checkpoint while others train; call save_checkpoint and "
+    "load_checkpoint on all ranks, between the same two steps"
+)
 _OTHER_GRADIENTS = (
     "rank {ranks} has gradients of other layers; freeze and thaw the same ones on all ranks, "
     "before the same step"
@@ -601,6 +606,28 @@ class Engine:
                     requests[bucket] = self._advance(programs[bucket], reply, results, bucket)
             rounds += 1
 
+    @property
+    def _alike(self) -> list[tf.Variable]:
+        """What states count alike on all ranks."""
+        if self.place is not None:
+            return []
+        return [
+            variable
+            for one, template, variables in zip(self.compressors, self.templates, self.variables)
+            for (path, _), variable in zip(leaves(template), variables)
+            if variable.dtype.is_integer and variable.shape.rank == 0 and is_replicated(one, path)
+        ]
+
+    @property
+    def word_name(self) -> str:
+        """Of what ranks compare in each step."""
+        return f"{self.name}.step"
+
+    @property
+    def word_size(self) -> int:
+        """Of how many numbers it is."""
+        return 4 + len(self._alike)
+
     def _together(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
         """Fails, on all ranks, unless they are in the same step and phase; nothing for one rank.
 
@@ -611,19 +638,14 @@ class Engine:
         if ranks == 1:
             return []
         kinds = repr([self._kind(gradient) for gradient in gradients]).encode()
-        mine = [tf.constant(1, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
+        mine = [tf.constant(STEPPING, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
         mine += [tf.identity(self.steps), tf.identity(self._summed)]
-        for one, template, variables in zip(self.compressors, self.templates, self.variables):
-            for (path, _), variable in zip(leaves(template), variables):
-                counts = variable.dtype.is_integer and variable.shape.rank == 0
-                if counts and is_replicated(one, path) and self.place is None:
-                    mine.append(tf.cast(variable, tf.int64))
-        word = tf.stack(mine)
+        word = tf.stack([*mine, *(tf.cast(v, tf.int64) for v in self._alike)])
         table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * word
         everybody = mpi_ops._allreduce(
             table,
             op=horovod.Sum,
-            name=f"{self.name}.step",
+            name=self.word_name,
             ignore_name_scope=True,
             process_set=self.process_set,
         )
@@ -634,6 +656,7 @@ class Engine:
         return [
             self.ops.require(
                 {
+                    _OTHER_CALL: everybody[:, 0] != SAVING,
                     _OTHER_GRADIENTS: alike[:, 1],
                     wire.OTHER_STEP: alike[:, 2],
                     _OTHER_PHASE: tf.reduce_all(alike, 1),

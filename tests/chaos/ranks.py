@@ -30,7 +30,8 @@ CAUSES = re.compile(
     "DeadlockError|OutOfStepError|MismatchError|PayloadError|CheckpointError|DivergedError"
     "|NonFiniteGradientError|another rank has stopped, or raised an error|this rank has failed"
     "|NaN or an infinity|another step|another phase|damaged payload|payloads of different sizes"
-    "|Horovod has been shut down|gradients of other layers|the ranks do different things"
+    "|saves or loads a checkpoint|Horovod has been shut down|gradients of other layers"
+    "|the ranks do different things"
 )
 
 

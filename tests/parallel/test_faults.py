@@ -77,13 +77,19 @@ FOUND_BY_TENSORFLOW = {
     "tape": "DivergedError: the ranks have diverged: after 3 steps parameter Variable on rank 1",
     "rung": "state ladder.rung of bucket 0 (dense/bias, dense/kernel) on rank 1",
     "version": "wire format: 1 on rank 0, 2 on rank 1\nInstall the same versions",
+    "saved late": "nothing was raised",
     "join": "hvd.join() cannot work with",
 }
+SAVED_ALONE = (
+    "a rank saves or loads a checkpoint while others train",
+    "CheckpointError: nothing was saved or loaded: rank 1 saves or loads a checkpoint, but rank 0 "
+    "waits in step 3",
+)
 
 
 def test_tensorflow_finds_differences(tmp_path):
-    for result in launch("tensorflow_endured", 2, "gloo", tmp_path, deadline=120):
-        says(result, FOUND_BY_TENSORFLOW)
+    for rank, result in enumerate(launch("tensorflow_endured", 2, "gloo", tmp_path, deadline=120)):
+        says(result, {**FOUND_BY_TENSORFLOW, "saved alone": SAVED_ALONE[rank]})
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])

@@ -139,6 +139,14 @@ def saved(mode: Callable[[], str | None], how: Any) -> Callable[[Trial], str]:
     return case
 
 
+def loaded(trial: Trial) -> str:
+    training = Tape(STROM)
+    hvd.save_checkpoint(trial.folder, weights=training.weights)
+    alone(trial, lambda: hvd.load_checkpoint(trial.folder, weights=training.weights))
+    training.train(3)
+    return training.replicas()
+
+
 def on_full_disk(trial: Trial) -> str:
     training = Fit(STROM)
     trial.now()
@@ -215,6 +223,8 @@ CASES: dict[str, Callable[[Trial], Any]] = {
     "save_checkpoint in other modes": saved(faulty("consolidated", "sharded"), Tape),
     "save_checkpoint in other modes, Keras": saved(faulty("consolidated", "sharded"), Fit),
     "save_checkpoint on one rank": saved(faulty("sharded", None), Tape),
+    "save_checkpoint on one rank, Keras": saved(faulty("sharded", None), Fit),
+    "load_checkpoint on one rank": loaded,
     "another compressor on one rank": others(Tape, compressor=StromCompressor(tau=0.3)),
     "another model on one rank": others(Tape, outputs=21),
     "another model on one rank, Keras": others(Fit, outputs=5),

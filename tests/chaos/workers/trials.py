@@ -17,7 +17,13 @@ from typing import Any
 LIMIT = 60  # seconds that a rank may wait because of what another one did
 _SLACK = 15  # for what comes before the mistake, and for a machine that is busy
 # After these Horovod still has requests, or takes none: the next case needs other processes.
-ENDS = ("HorovodInternalError", "waits for gradcomp.checkpoint", "same name", "a loss scaler")
+ENDS = (
+    "HorovodInternalError",
+    "waits for gradcomp.checkpoint",
+    "saves or loads a checkpoint",
+    "same name",
+    "a loss scaler",
+)
 
 
 class Trial:

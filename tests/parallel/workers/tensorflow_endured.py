@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -10,7 +12,7 @@ import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp import wire
-from hvd_gradcomp.tensorflow import DistributedGradientTape
+from hvd_gradcomp.tensorflow import DistributedGradientTape, meeting
 from tests.parallel.workers.results import errors_of, write
 
 FAULTY = 1
@@ -84,9 +86,47 @@ def other_version():
         wire.VERSION = 1
 
 
+class Tape:
+    """Descent in a graph, which has been traced."""
+
+    def __init__(self):
+        self.weight = weight = tf.Variable(tf.ones((40, 20)))
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                value = tf.reduce_sum(tf.square(weight))
+            tape = DistributedGradientTape(tape, compression=SENT)
+            weight.assign_sub(0.01 * tape.gradient(value, [weight])[0])
+
+        self.step = step
+        step()
+
+
+def saved_late(folder):
+    """A rank that comes late is none that trains, and what others have told it is settled."""
+    tape = Tape()
+    if hvd.rank() == FAULTY:
+        time.sleep(2 * meeting.PATIENCE)
+    for _ in range(2):
+        hvd.save_checkpoint(folder, weights=[tape.weight])
+        tape.step()
+
+
+def saved_alone(folder):
+    class Saving(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 3 and hvd.rank() == FAULTY:
+                hvd.save_checkpoint(folder, model=self.model)
+
+    fit(callbacks=[Saving()])
+
+
 def main(folder: str) -> None:
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
+    meeting.PATIENCE = 1.0
+    saved = Path(folder, "saved")
     errors = errors_of(
         {
             "clean": clean,
@@ -95,7 +135,9 @@ def main(folder: str) -> None:
             "tape": taped,
             "rung": other_rung,
             "version": other_version,
+            "saved late": lambda: saved_late(saved),
             "join": hvd.join,
+            "saved alone": lambda: saved_alone(saved),  # the last: it ends the run
         }
     )
     write(folder, hvd.rank(), errors)
