@@ -247,6 +247,10 @@ class Hosts:
             self._sh(self._inside("ip", "netns", "exec", name, *shape))
         self.rate = rate
 
+    def set_link(self, host: str, up: bool) -> None:
+        """Connects a host with the others, or cuts it off."""
+        self._sh(self._inside("ip", "link", "set", host, "up" if up else "down"))
+
     def horovodrun(
         self,
         command: Sequence[str],

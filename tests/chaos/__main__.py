@@ -7,9 +7,9 @@
     python -m tests.chaos --show docs/measured/chaos.json
 
 Each input is drawn from the seed, so the same one does the same again. Parts: `files` damages
-checkpoints, `payloads` what travels, `numbers` gradients, `ranks` real processes. What each came to
-is counted; the exit status is 1 if anything hung, was lost, diverged, or ended with an error that
-says nothing of the cause.
+checkpoints, `payloads` what travels, `numbers` gradients, `ranks` real processes, `links` what lies
+between hosts, and elastic runs. What each came to is counted; the exit status is 1 if anything
+hung, was lost, diverged, or ended with an error that says nothing of the cause.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ PARTS = {
     "payloads": "tests.chaos.payloads",
     "numbers": "tests.chaos.numbers",
     "ranks": "tests.chaos.ranks",
+    "links": "tests.chaos.links",
 }
 
 
