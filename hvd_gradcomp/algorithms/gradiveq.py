@@ -78,32 +78,19 @@ class Slices(NamedTuple):
         """Slices that share a basis."""
         return min(self.reuse, self.slices - group * self.reuse)
 
-    def cut(self, ops: Ops, bucket: Tensor) -> Tensor:
-        """The layer's slices; [count, length]."""
-        flat = self._filters_last(ops, bucket[self.start : self.start + self.size])
+    def turned(self, ops: Ops, bucket: Tensor) -> Tensor:
+        """The layer's axes in the order of slices, and zeros after these; for `ops.project`."""
+        layer = bucket[self.start : self.start + self.size]
+        if self.order != tuple(range(len(self.order))):
+            layer = ops.transpose(ops.reshape(layer, self.shape), self.order)
         missing = self.slices * self.length - self.size
         if missing:
-            flat = ops.concat((flat, ops.zeros((missing,))))
-        return ops.reshape(flat, (self.slices, self.length))
+            layer = ops.concat((ops.reshape(layer, (self.size,)), ops.zeros((missing,))))
+        return layer
 
-    def joined(self, ops: Ops, slices: Tensor) -> Tensor:
-        """The inverse of `cut`; [size], or in as many axes, one after another."""
-        ordered = ops.reshape(slices, (-1,))[: self.size]
-        if not self._turned:
-            return ordered
-        rows = ops.reshape(ordered, tuple(self.shape[axis] for axis in self.order))
-        return ops.transpose(rows, [self.order.index(axis) for axis in range(len(self.order))])
-
-    def _filters_last(self, ops: Ops, flat: Tensor) -> Tensor:
-        """The layer in the order of slices."""
-        if not self._turned:
-            return flat
-        return ops.reshape(ops.transpose(ops.reshape(flat, self.shape), self.order), (self.size,))
-
-    @property
-    def _turned(self) -> bool:
-        """Whether the framework stores the filters first."""
-        return self.order[-1:] == (0,) and len(self.order) > 1
+    def cut(self, ops: Ops, bucket: Tensor) -> Tensor:
+        """The layer's slices; [count, length]."""
+        return ops.reshape(self.turned(ops, bucket), (self.slices, self.length))
 
 
 @dataclass(frozen=True)
@@ -543,18 +530,16 @@ class GradiVeQCompressor(Compressor):
         """
         codes: list[Any] = []
         energy = lost = ops.zeros(())
-        slices, of_layer = None, None
+        slices: Any = None
+        of_layer = None
         for cut, group, _, basis, offset in self._groups(ops, layout, state):
-            if cut is not of_layer:
+            if cut.groups > 1 and cut is not of_layer:
                 slices, of_layer = cut.cut(ops, gradient), cut
-            assert slices is not None
             first, members = group * cut.reuse, cut.members(group)
-            mine = slices[first : first + members]
-            code = ops.matmul(mine, basis)
+            mine = cut.turned(ops, gradient) if cut.groups == 1 else slices[first : first + members]
+            code, whole, beside = ops.project(mine, basis, offset)
             codes.append(ops.reshape(code, (-1,)))
-            whole = ops.inner(mine, mine)
-            beside = ops.sum(ops.matmul(mine, ops.transpose(offset, (1, 0)))) * 2.0
-            beside = beside - ops.inner(offset, offset) * float(members)
+            beside = beside * 2.0 - ops.inner(offset, offset) * float(members)
             energy = energy + whole
             lost = lost + ops.maximum(whole - ops.inner(code, code) - beside, 0.0)
         return ops.concat(codes), energy, lost
@@ -580,18 +565,20 @@ class GradiVeQCompressor(Compressor):
             members = cut.members(group)
             mine = ops.reshape(code[start : start + members * used], (members, used))
             start = start + members * used
-            back = ops.matmul_plus(mine, ops.transpose(basis, (1, 0)), offset * share)
-            rows.append(ops.reshape(back, (-1,)))
-            if group == cut.groups - 1:
-                if cut.start > done:
-                    pieces.append(ops.zeros((cut.start - done,)))
-                pieces.append(cut.joined(ops, ops.concat(rows) if group else rows[0]))
-                rows, done = [], cut.start + cut.size
+            if group == 0 and cut.start > done:
+                pieces.append(ops.zeros((cut.start - done,)))
+            if cut.groups == 1:
+                pieces.append(ops.lift(mine, basis, offset * share, cut.shape, cut.order))
+            else:
+                back = ops.matmul_plus(mine, ops.transpose(basis, (1, 0)), offset * share)
+                rows.append(ops.reshape(back, (-1,)))
+            if rows and group == cut.groups - 1:
+                pieces.append(ops.unturned(ops.concat(rows), cut.shape, cut.order))
+                rows = []
+            done = cut.start + cut.size
         if layout.size > done:
             pieces.append(ops.zeros((layout.size - done,)))
-        if room is not None:
-            return ops.assemble(room, pieces)
-        return ops.concat([ops.reshape(piece, (-1,)) for piece in pieces])
+        return ops.assemble(ops.zeros((layout.size,)) if room is None else room, pieces)
 
     def _coefficients(self, ops: Ops, layout: Layout, state: Any) -> Tensor:
         """How many each layer sends; int64 [layers]."""

@@ -183,7 +183,7 @@ class Ops(Composites, ABC):
         """The pieces one after another, cut to the length of room. Donating for room.
 
         A piece may be the part of room where it belongs; or have several axes, in any order of
-        memory, and then fit whole.
+        memory, and then fit whole; or be what `lift` gave.
         """
 
     @abstractmethod

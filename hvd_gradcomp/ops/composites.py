@@ -6,6 +6,7 @@ A backend may shadow one with its better way, if the result is the same to the b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -47,6 +48,47 @@ class Composites:
         u = self.accumulate(self.scale(u, momentum), gradient)
         ahead = self.accumulate(self.times(u, momentum), gradient) if nesterov else u
         return self.accumulate(r, ahead), u
+
+    def project(self: Any, x: Tensor, basis: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of x times a basis; the sum of their squares; that of their products with `row`.
+
+        Rounded as the framework does it.
+
+        Args:
+            x: as many rows as it has, in as many axes, in any order of memory.
+            basis: [length of a row, dimension].
+            row: [1, length].
+        """
+        x = self.reshape(x, (-1, basis.shape[0]))
+        beside = self.sum(self.matmul(x, self.transpose(row, (1, 0))))
+        return self.matmul(x, basis), self.inner(x, x), beside
+
+    def lift(
+        self: Any,
+        code: Tensor,
+        basis: Tensor,
+        row: Tensor,
+        shape: Sequence[int],
+        order: Sequence[int],
+    ) -> Any:
+        """A layer to `assemble`: rows of code [rows, dimension] times the basis turned, and `row`.
+
+        The inverse of `project`, as far as there is one.
+
+        Args:
+            shape: of the layer.
+            order: of its axes, in which rows run through them; the last row may run beyond.
+        """
+        rows = self.matmul_plus(code, self.transpose(basis, (1, 0)), row)
+        return self.unturned(self.reshape(rows, (-1,)), shape, order)
+
+    def unturned(self: Any, flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+        """What runs through axes of a shape in an order, and maybe beyond, as a tensor of them."""
+        flat = flat[: prod(shape)]
+        if tuple(order) == tuple(range(len(order))):
+            return flat
+        turned = self.reshape(flat, tuple(shape[axis] for axis in order))
+        return self.transpose(turned, [order.index(axis) for axis in range(len(order))])
 
     def leaky_relu(self: Any, x: Tensor, slope: float) -> Tensor:
         """x where it is positive, `slope * x` elsewhere."""

@@ -250,19 +250,20 @@ static void turn_tile(const float *const *from, float *const *to, int past) {
   turn_plainly(from, to);
 }
 
-/* Where row i lies, of `outer` times `inner`, if in memory these come in the other order. */
-static inline int64_t swapped(int64_t i, int64_t outer, int64_t inner) {
-  return i % inner * outer + i / inner;
-}
-
-/* x [a, b, c] becomes out [c, b, a].
+/* x [a, b, c] becomes out [c, b, a]; what lies in either at one place of its first axis is
+ * contiguous, and `apart` elements from the next place.
  *
  * Of rows and columns that are far from each other: two axes are taken together, one of them the
  * shortest, and only whole rows change their places by it.
+ *
+ * past: whether out is not needed soon, and may be written past the caches.
  */
-void reverse(const float *x, int64_t a, int64_t b, int64_t c, float *out, int threads) {
-  int64_t rows = c > a ? a * b : a, columns = c > a ? c : b * c;
-  int past = a * b * c > MANY && rows % EDGE == 0 && (uintptr_t)out % (4 * EDGE) == 0;
+void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,
+             int64_t out_apart, int past, int threads) {
+  int wide = c > a; /* rows are of a and b, or of a alone */
+  int64_t rows = wide ? a * b : a, columns = wide ? c : b * c;
+  past = past && out_apart % EDGE == 0 && (wide || a % EDGE == 0) &&
+         (uintptr_t)out % (4 * EDGE) == 0;
   if (a * b * c < MANY) threads = 1;
   IN_PIECES
   for (int t = 0; t < threads; t++) {
@@ -273,12 +274,12 @@ void reverse(const float *x, int64_t a, int64_t b, int64_t c, float *out, int th
         right = left + EDGE < stop ? left + EDGE : stop;
         float *to[EDGE];
         for (int64_t j = left; j < right; j++)
-          to[j - left] = out + (c > a ? j : swapped(j, b, c)) * rows + top;
+          to[j - left] = out + (wide ? j * out_apart : j % c * out_apart + j / c * a) + top;
         for (int64_t i = top; i < low; i += EDGE) {
           const float *from[EDGE];
           int64_t height = i + EDGE < low ? EDGE : low - i, width = right - left;
-          for (int64_t k = 0; k < height; k++)
-            from[k] = x + (c > a ? swapped(i + k, b, a) : i + k) * columns + left;
+          for (int64_t k = i; k < i + height; k++)
+            from[k - i] = x + (wide ? k % a * x_apart + k / a * c : k * x_apart) + left;
           if (height == EDGE && width == EDGE)
             turn_tile(from, to, past);
           else

@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "add_at": (_I, (_P, _N, _P, _N, _P)),
     "add_momentum": (None, (_P, _P, _P, _P, _P, _N, _F, _I)),
     "sort": (_I, (_P, _N)),
-    "reverse": (None, (_P, _N, _N, _N, _P, _I)),
+    "reverse": (None, (_P, _N, _N, _N, _N, _P, _N, _I, _I)),
     "bit_planes": (None, (_P, _N, _I, _P)),
     "from_bit_planes": (None, (_P, _N, _I, _P)),
     "weighted_sum": (_U, (_P, _N, _I)),

@@ -16,12 +16,12 @@ import itertools
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
+from hvd_gradcomp.ops.blocks import Axes, Blocks, Lifted
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
@@ -43,6 +43,7 @@ _DTYPES = {
 _WORD = 0xFFFFFFFF
 _EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight
 _TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
+_CACHED = 1 << 18  # elements that are written past the caches if there are more
 
 
 class TorchOps(Ops):
@@ -202,20 +203,22 @@ class TorchOps(Ops):
         return _low_word(bits).view(torch.float32)
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        if _reversed(x):
+        if Axes.of(x):
             across, x = x, self._empty(x.shape)
             self._copy(x, across)
         return x.reshape(tuple(shape))
 
     def _copy(self, into: Tensor, x: Tensor) -> None:
         """`into` is contiguous; what lies across is read in blocks, or rows, not in strides."""
-        axes = _reversed(x)
+        axes = Axes.of(x)
         if axes is None:
             into.copy_(x)
-        elif self.native is not None:
-            self.native.reverse(x.data_ptr(), *axes, into.data_ptr(), torch.get_num_threads())
+            return
+        first, middle, last = axes
+        if self.native is not None:
+            there = (x.data_ptr(), *axes, middle * last, into.data_ptr(), middle * first)
+            self.native.reverse(*there, x.numel() > _CACHED, torch.get_num_threads())
         else:
-            first, middle, last = axes
             there = x.as_strided(axes, (middle * last, last, 1))
             if last < first:
                 rows = there.view(first, -1).t().contiguous().view(middle, last, first)
@@ -258,7 +261,9 @@ class TorchOps(Ops):
         room, start = self.own(room), 0
         for piece in pieces:
             place = room[start : start + piece.numel()]
-            if piece.dim() > 1:
+            if isinstance(piece, Lifted):
+                piece.into(place)
+            elif piece.dim() > 1:
                 self._copy(place.view(piece.shape), piece)
             elif place.shape[0] and place.data_ptr() != piece.data_ptr():
                 place.copy_(piece[: place.shape[0]])
@@ -338,6 +343,23 @@ class TorchOps(Ops):
 
     def matmul_plus(self, x: Tensor, y: Tensor, row: Tensor) -> Tensor:
         return torch.addmm(row, x, y)
+
+    def project(self, x: Tensor, basis: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = self._blocks(x, basis.shape[0])
+        return blocks.project(x, basis, row) if blocks else super().project(x, basis, row)
+
+    def lift(
+        self, code: Tensor, basis: Tensor, row: Tensor, shape: Sequence[int], order: Sequence[int]
+    ) -> Any:
+        lying = torch.empty(tuple(shape), device="meta").permute(tuple(order))
+        blocks = self._blocks(lying, basis.shape[0])
+        if blocks:
+            return Lifted(blocks, code, basis, row)
+        return super().lift(code, basis, row, shape, order)
+
+    def _blocks(self, x: Tensor, length: int) -> Blocks | None:
+        """Of what lies like x, in rows of a length."""
+        return None if self.native is None else Blocks.of(self.native, Axes.of(x), length)
 
     def inner(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.dot(x.reshape(-1), y.reshape(-1))
@@ -809,26 +831,6 @@ def _write(tile: tuple[Tensor, ...], settled: tuple[Tensor, ...]) -> None:
     for old, new in zip(tile, settled):
         if new is not old:
             old.copy_(new)
-
-
-def _reversed(x: Tensor) -> tuple[int, int, int] | None:
-    """The axes, as they lie in memory, of what lies there in the opposite order; None of others.
-
-    On a CPU. Axes that follow each other in memory as they do in x are one; a matrix has a second
-    axis of 1.
-    """
-    if x.dim() < 2 or x.is_contiguous() or x.requires_grad or x.dtype != torch.float32 or x.is_cuda:
-        return None
-    axes: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape, x.stride()):
-        if axes and axes[-1][1] == size * stride:
-            axes[-1] = axes[-1][0] * size, stride
-        elif size > 1:
-            axes.append((size, stride))
-    sizes = [size for size, _ in axes]
-    if len(axes) not in (2, 3) or any(s != prod(sizes[:i]) for i, (_, s) in enumerate(axes)):
-        return None
-    return sizes[-1], sizes[1] if len(axes) == 3 else 1, sizes[0]
 
 
 def _low_word(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.collectives import Allgather
-from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building, passes
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, blocks, building, passes
 from hvd_gradcomp.testing import World
 from hvd_gradcomp.wire import HEADER_BYTES
 from tests.methods import WORDS
@@ -209,6 +210,40 @@ def test_axes_change_their_order(native, shape, data, count):
         laid = ops.reshape(x, (-1,))
         room = ops.assemble(torch.empty(laid.shape), [x])
     assert torch.equal(laid, x.contiguous().view(-1)) and torch.equal(room, laid)
+
+
+@given(
+    filters=st.sampled_from([1, 3, 16, 32]),
+    deep=st.sampled_from([1, 2, 3, 8]),
+    across=st.integers(1, 7),
+    places=st.sampled_from([1, 2, 9, 25]),
+    start=st.integers(0, 20),
+    block=st.sampled_from([1, 100, 5000]),
+    count=st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=60)
+def test_blocks_of_a_layer_are_multiplied_as_the_whole(
+    filters, deep, across, places, start, block, count
+):
+    """The same but for rounding: coefficients, energy, and what they stand for where it belongs."""
+    generator = torch.Generator().manual_seed(filters + deep + across)
+    shape, order, length = (filters, deep * across, places, 1), (2, 3, 1, 0), filters * deep
+    bucket = torch.randn(start + math.prod(shape) + 5, generator=generator)
+    x = bucket[start : start + math.prod(shape)].view(shape).permute(order)
+    basis, row = (torch.randn(n, length, generator=generator) for n in (4, 1))
+    ops, plain = TorchOps(), TorchOps()
+    plain.native = None
+    with mock.patch.object(blocks, "_BLOCK", block), threads(count):
+        ours = ops.project(x, basis.t(), row)
+        pieces = [bucket[:start], ops.lift(ours[0], basis.t(), row, shape, order), bucket[-5:]]
+        lifted = ops.assemble(bucket.clone(), pieces)
+    theirs = plain.project(x, basis.t(), row)
+    expected = plain.lift(theirs[0], basis.t(), row, shape, order).reshape(-1)
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(lifted[start:-5], expected, rtol=1e-4, atol=1e-3)
+    assert torch.equal(lifted[:start], bucket[:start])
+    assert torch.equal(lifted[-5:], bucket[-5:])
 
 
 @pytest.mark.parametrize("shape", [(256, 130, 9), (9, 512, 96), (1024, 1, 300)])

@@ -1,0 +1,131 @@
+"""PyTorch on a CPU: layers whose axes lie in memory in the opposite order, a block at a time.
+
+A convolution lies filters first, and its slices run through it filters last. Blocks of it are
+turned, by the C library, while a cache holds them, and multiplied there, so that memory is walked
+over once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+_BLOCK = 1 << 18  # elements of a block, a thread
+
+
+class Axes(NamedTuple):
+    """A layer [first, middle, last] as it lies in memory; it is wanted as [last, middle, first]."""
+
+    first: int
+    middle: int
+    last: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Axes | None:
+        """Those of what lies on the host in the opposite order; None of others.
+
+        Axes that follow each other in memory as they do in x are one; a matrix has a second axis
+        of 1.
+        """
+        if x.dim() < 2 or x.is_contiguous() or x.requires_grad or x.dtype != torch.float32:
+            return None
+        axes: list[tuple[int, int]] = []
+        for size, stride in zip(x.shape, x.stride()):
+            if axes and axes[-1][1] == size * stride:
+                axes[-1] = axes[-1][0] * size, stride
+            elif size > 1:
+                axes.append((size, stride))
+        sizes = [size for size, _ in axes]
+        contiguous = all(s == prod(sizes[:i]) for i, (_, s) in enumerate(axes))
+        if x.is_cuda or len(axes) not in (2, 3) or not contiguous:
+            return None
+        return cls(sizes[-1], sizes[1] if len(axes) == 3 else 1, sizes[0])
+
+
+class Blocks:
+    """A layer in rows of a length, each of whole columns of `first`, cut along `middle`."""
+
+    def __init__(self, native: Any, axes: Axes, length: int) -> None:
+        first, middle, last = axes
+        if middle == 1:  # so that there is something to cut along
+            middle, last = last, middle
+        self.native, self.length = native, length
+        self.axes, self.deep = Axes(first, middle, last), length // first  # of `middle`, a row
+
+    @classmethod
+    def of(cls, native: Any, axes: Axes | None, length: int) -> Blocks | None:
+        """None where a row would not begin and end with a column."""
+        if axes is None:
+            return None
+        blocks = cls(native, axes, length)
+        fits = length % axes.first == 0 and blocks.axes.middle % max(blocks.deep, 1) == 0
+        return blocks if fits else None
+
+    @property
+    def across(self) -> int:
+        """Rows that begin at one place of `last`."""
+        return self.axes.middle // self.deep
+
+    def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """From which of these rows to which a block is, and memory for it; the same for all."""
+        fit = _BLOCK * torch.get_num_threads() // (self.axes.last * self.length)
+        count = -(-self.across // max(1, fit))
+        step = -(-self.across // count)
+        memory = torch.empty(step * self.axes.last * self.length)
+        for start in range(0, self.across, step):
+            stop = min(start + step, self.across)
+            size = (stop - start) * self.axes.last * self.length
+            yield start, stop, memory[:size].view(-1, self.length)
+
+    def read(self, layer: int, start: int, stop: int, rows: torch.Tensor) -> None:
+        """Rows of a block, from the layer at an address."""
+        first, middle, last = self.axes
+        deep, there = (stop - start) * self.deep, layer + 4 * start * self.deep * last
+        where = (there, first, deep, last, middle * last, rows.data_ptr(), deep * first)
+        self.native.reverse(*where, False, torch.get_num_threads())
+
+    def write(self, rows: torch.Tensor, layer: int, start: int, stop: int) -> None:
+        """The inverse of `read`."""
+        first, middle, last = self.axes
+        deep, there = (stop - start) * self.deep, layer + 4 * start * self.deep * last
+        where = (rows.data_ptr(), last, deep, first, deep * first, there, middle * last)
+        self.native.reverse(*where, True, torch.get_num_threads())
+
+    def project(
+        self, x: torch.Tensor, basis: torch.Tensor, row: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `Ops.project`."""
+        last, dimension = self.axes.last, basis.shape[1]
+        code = torch.empty(last, self.across, dimension)
+        energy, beside = [], []
+        for start, stop, rows in self.each():
+            self.read(x.data_ptr(), start, stop, rows)
+            part = torch.mm(rows, basis)
+            code[:, start:stop] = part.view(last, stop - start, dimension)
+            energy.append(torch.dot(rows.view(-1), rows.view(-1)))
+            beside.append(torch.mv(rows, row[0]).sum())
+        return code.view(-1, dimension), torch.stack(energy).sum(), torch.stack(beside).sum()
+
+
+class Lifted(NamedTuple):
+    """`Ops.lift`, done once it is known where the layer shall lie."""
+
+    blocks: Blocks
+    code: torch.Tensor
+    basis: torch.Tensor
+    row: torch.Tensor
+
+    def numel(self) -> int:
+        return prod(self.blocks.axes)
+
+    def into(self, place: torch.Tensor) -> None:
+        """Writes the layer."""
+        blocks, dimension = self.blocks, self.basis.shape[1]
+        code = self.code.view(blocks.axes.last, blocks.across, dimension)
+        for start, stop, rows in blocks.each():
+            part = code[:, start:stop].reshape(-1, dimension)
+            torch.addmm(self.row, part, self.basis.t(), out=rows)
+            blocks.write(rows, place.data_ptr(), start, stop)
