@@ -34,7 +34,7 @@ from hvd_gradcomp.cost import most_gathered
 from hvd_gradcomp.ladder import Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Collecting, Form
+from hvd_gradcomp.ops.rules import Collecting, Form, Places
 
 _SMALL = 4096  # a layer up to here is not sampled
 _BITS = 31  # of a magnitude
@@ -148,14 +148,15 @@ class LargestCompressor(SparseCompressor):
         """Where the parts lie in a body; None where there are no passes for it."""
         if isinstance(capacity, int):
             return _form_of(self, layout, capacity)
-        return self._form(self.parts_of(ops, layout, capacity))
-
-    def _form(self, parts: dict[str, wire.Part]) -> Form | None:
-        places = self.coding.places(parts)
-        if places is None:
+        capacities = self.capacities(layout)
+        forms = [form for each in capacities if (form := _form_of(self, layout, each))]
+        if not forms:
             return None
-        values = wire.starts(parts)["values"]
-        return Form(wire.body_bytes(parts), parts["values"].count, values, places)
+        # All numbers of all rungs in one table: each of its own would be many nodes of a graph.
+        table = [number for form in forms for number in (form.size, form.values, *form.places)]
+        width, place = len(table) // len(forms), ops.bisect(capacities, capacity)
+        size, values, *places = (ops.choice(table, place * width + i) for i in range(width))
+        return Form(size, capacity, values, Places(*places))
 
     def body_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
         return int(wire.body_bytes(self.parts(layout, self.capacity_of(layout, rung))))
@@ -328,7 +329,11 @@ def _sizes_of(compressor: LargestCompressor, layout: Layout) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _form_of(compressor: LargestCompressor, layout: Layout, capacity: int) -> Form | None:
-    return compressor._form(compressor.parts(layout, capacity))
+    parts = compressor.parts(layout, capacity)
+    places = compressor.coding.places(parts)
+    if places is None:
+        return None
+    return Form(int(wire.body_bytes(parts)), capacity, wire.starts(parts)["values"], places)
 
 
 def _within(ops: Ops, quota: Tensor, capacity: Any) -> Tensor:

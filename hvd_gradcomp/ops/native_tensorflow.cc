@@ -132,6 +132,14 @@ REGISTER_OP("GradcompGroupSquares")
     .Attr("bands: list(int)")
     .SHAPE(c->set_output(0, c->Vector(GroupsOf(c))));
 
+REGISTER_OP("GradcompLayerHistograms")
+    .Input("x: float")
+    .Output("counts: int64")
+    .Attr("bands: list(int)")
+    .Attr("bins: int >= 1")
+    .SHAPE(int64_t bins = 0; (void)c->GetAttr("bins", &bins).ok();
+           c->set_output(0, c->Matrix(bins, GroupsOf(c))));
+
 REGISTER_OP("GradcompEncodeLevels")
     .Input("x: float")
     .Input("scale: float")
@@ -577,6 +585,30 @@ class GroupSquares : public OverGroups {
     int failed = group_squares(bands_.data(), count(), Floats(c->input(0)), out, 1);
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a layer with"));
   }
+};
+
+// Of layers: bands of one row.
+class LayerHistograms : public OverGroups {
+ public:
+  explicit LayerHistograms(OpKernelConstruction *c) : OverGroups(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("bins", &bins_));
+    for (const band &layer : bands_) {
+      OP_REQUIRES(c, layer.rows == 1, InvalidArgument("a layer is a band of one row"));
+      offsets_.push_back(layer.start);
+      sizes_.push_back(layer.length);
+    }
+  }
+
+  void Compute(OpKernelContext *c) override {
+    if (!Fits(c, c->input(0), false)) return;
+    int64_t *out = NewIntegers(c, TensorShape({bins_, count()}));
+    auto *offsets = offsets_.data(), *sizes = sizes_.data();
+    if (out) layer_histograms(offsets, sizes, count(), Floats(c->input(0)), bins_, out, 1);
+  }
+
+ private:
+  int64_t bins_ = 0;
+  std::vector<int64_t> offsets_, sizes_;
 };
 
 // Base of what has codes of `bits` bits, 2 to 8, for elements with levels.
@@ -1145,6 +1177,7 @@ ON_CPU(Examine);
 ON_CPU(Key);
 ON_CPU(GroupMaxima);
 ON_CPU(GroupSquares);
+ON_CPU(LayerHistograms);
 ON_CPU(EncodeLevels);
 ON_CPU(AddLevels);
 ON_CPU(EncodeSigns);

@@ -482,6 +482,12 @@ class TensorFlowOps(Ops):
             return super().group_squares(bands, x)
         return self.native.gradcomp_group_squares(x, bands=_numbers(bands))
 
+    def layer_histograms(self, layout: Layout, x: Tensor, bins: int) -> Tensor:
+        if self.native is None:
+            return super().layer_histograms(layout, x, bins)
+        bands = [n for start, size in zip(layout.offsets, layout.sizes) for n in (start, 1, size)]
+        return self.native.gradcomp_layer_histograms(x, bands=bands, bins=bins)
+
     def encode_levels(
         self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:

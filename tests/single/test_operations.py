@@ -236,9 +236,25 @@ def filled(function, arguments):
 
 
 @built
+@FEW
+@given(
+    st.lists(st.sampled_from([1, 2, 255, 256, 257, 700]), min_size=1, max_size=4),
+    st.integers(1, 9),
+    SEEDS,
+)
+def test_histograms_of_layers(sizes, bins, seed):
+    layout = Layout(tuple(map(str, range(len(sizes)))), tuple((size,) for size in sizes))
+    own = np.zeros(layout.size, np.float32)  # padding is zero
+    for offset, size in zip(layout.offsets, sizes):
+        own[offset : offset + size] = 1
+    agree(lambda ops, x: ops.layer_histograms(layout, x, bins), noise(seed, layout.size) * own)
+
+
+@built
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_wrong_shapes_raise(how):
     ops = TensorFlowOps()
+    layout = Layout(("weight",), ((60,),))
     bands, key = Bands((Band(0, 2, 32),)), tf.constant([1, 2], tf.int64)
     x, scale, weights = noise(1, 64), noise(2, 1, 2), noise(3, 1)
     packed, signs = codes(4, 1, 32), codes(5, 1, 8)
@@ -246,6 +262,8 @@ def test_wrong_shapes_raise(how):
         (ops.group_maxima, (bands, x[:63])),
         (ops.group_maxima, (bands, x[None])),
         (ops.group_squares, (bands, x[:0])),
+        (ops.layer_histograms, (layout, x[:59], 2)),
+        (ops.layer_histograms, (layout, x, 0)),
         (ops.encode_signs, (bands, noise(1, 65))),
         (ops.encode_levels, (bands, x, scale[0, :1], 4, key)),
         (ops.encode_levels, (bands, x, scale[0], 9, key)),
