@@ -66,6 +66,16 @@ class Layout:
         return tuple(outputs_first(*layer) for layer in zip(self.names, self.shapes))
 
     @cached_property
+    def stored_outputs_last(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(start, places, inputs, outputs) of layers that `outputs_first` has in another shape."""
+        layers = zip(self.offsets, self.shapes, self.outputs_first)
+        return tuple(
+            (start, prod(stored[:-2]), stored[-2], stored[-1])
+            for start, stored, turned in layers
+            if stored != turned
+        )
+
+    @cached_property
     def elements(self) -> int:
         """Elements of all layers, without padding."""
         return sum(self.sizes)

@@ -69,9 +69,9 @@ class OneBitCompressor(QuantizedCompressor):
     def _turned(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         """The same of layers that are stored with their outputs last."""
         layout = context.layout
-        gradient, r = (_with_columns(ops, layout, x) for x in (gradient, state.r))
+        gradient, r = (ops.outputs_first(layout, x) for x in (gradient, state.r))
         total, state = yield from super().aggregate(ops, context, gradient, Residual(r))
-        total, r = (_with_columns(ops, layout, x, back=True) for x in (total, state.r))
+        total, r = (ops.outputs_first(layout, x, back=True) for x in (total, state.r))
         return total, Residual(r)
 
     def init(self, ops: Ops, layout: Layout) -> Residual:
@@ -115,19 +115,3 @@ class OneBitCompressor(QuantizedCompressor):
 
     def residual(self, state: Any) -> Tensor:
         return state.r
-
-
-def _with_columns(ops: Ops, layout: Layout, x: Tensor, back: bool = False) -> Tensor:
-    """A bucket in the order of `Layout.outputs_first`, where columns are in one piece, or back."""
-    pieces: list[Any] = []
-    ends = (*layout.offsets[1:], layout.size)
-    for start, size, end, stored, turned in zip(
-        layout.offsets, layout.sizes, ends, layout.shapes, layout.outputs_first
-    ):
-        layer = x[start : start + size]
-        if stored != turned:
-            places, (inputs, outputs) = prod(stored[:-2]), stored[-2:]
-            shape = (outputs, inputs, places) if back else (places, inputs, outputs)
-            layer = ops.reshape(ops.transpose(ops.reshape(layer, shape), (2, 1, 0)), (size,))
-        pieces += [layer, x[start + size : end]]
-    return ops.concat(pieces)

@@ -90,6 +90,18 @@ class Composites:
         turned = self.reshape(flat, tuple(shape[axis] for axis in order))
         return self.transpose(turned, [order.index(axis) for axis in range(len(order))])
 
+    def outputs_first(self: Any, layout: Layout, x: Tensor, back: bool = False) -> Tensor:
+        """A bucket with its layers in the order of `Layout.outputs_first`, or back in their own."""
+        pieces: list[Any] = []
+        end = 0
+        for start, *axes in layout.stored_outputs_last:
+            size, shape = prod(axes), tuple(axes[::-1] if back else axes)
+            layer = self.reshape(x[start : start + size], shape)
+            layer = self.reshape(self.transpose(layer, (2, 1, 0)), (size,))
+            pieces += [x[end:start], layer]
+            end = start + size
+        return self.concat([*pieces, x[end:]])
+
     def leaky_relu(self: Any, x: Tensor, slope: float) -> Tensor:
         """x where it is positive, `slope * x` elsewhere."""
         return self.where(x > 0, x, x * slope)

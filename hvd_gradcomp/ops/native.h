@@ -17,6 +17,8 @@ void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups
 int all_finite(const float *x, int64_t n);
 void layer_histograms(const int64_t *offsets, const int64_t *sizes, int64_t layers, const float *x,
                       int64_t bins, int64_t *counts, int threads);
+void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,
+             int64_t out_apart, int past, int threads);
 uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads);
 void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);

@@ -276,6 +276,13 @@ REGISTER_OP("GradcompFlatten")
     .SHAPE(int64_t size = 0; (void)c->GetAttr("size", &size).ok();
            c->set_output(0, c->Vector(size)));
 
+REGISTER_OP("GradcompTurn")
+    .Input("flat: float")
+    .Output("turned: float")
+    .Attr("offsets: list(int)")
+    .Attr("axes: list(int)")
+    .SHAPE(c->set_output(0, c->input(0)));
+
 REGISTER_OP("GradcompCut")
     .Input("flat: float")
     .Output("pieces: count * float")
@@ -1141,6 +1148,42 @@ class Flatten : public InPieces {
   int64_t size_ = 0;
 };
 
+// Each piece [a, b, c] becomes [c, b, a]; the rest stays what it is.
+class Turn : public InPieces {
+ public:
+  explicit Turn(OpKernelConstruction *c) : InPieces(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("axes", &axes_));
+    bool all = axes_.size() == 3 * offsets_.size();
+    for (size_t i = 0; all && i < axes_.size(); i += 3) {
+      int64_t count = 1;
+      for (size_t k = i; k < i + 3; k++)
+        all = all && axes_[k] > 0 && !__builtin_mul_overflow(count, axes_[k], &count);
+    }
+    OP_REQUIRES(c, all, InvalidArgument("a piece has three axes, of at least 1"));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &flat = c->input(0);
+    OP_REQUIRES(c, flat.dims() == 1, InvalidArgument("expected a vector"));
+    float *out = NewFloats(c, 0, flat.shape());
+    if (!out) return;
+    const float *from = Floats(flat);
+    int64_t end = 0, size = flat.dim_size(0);
+    for (size_t i = 0; i < offsets_.size(); i++) {
+      int64_t first = axes_[3 * i], middle = axes_[3 * i + 1], last = axes_[3 * i + 2];
+      int64_t start = offsets_[i], count = first * middle * last;
+      if (!Fits(c, i, count, size)) return;
+      std::memcpy(out + end, from + end, sizeof(float) * static_cast<size_t>(start - end));
+      reverse(from + start, first, middle, last, middle * last, out + start, middle * first, 0, 1);
+      end = start + count;
+    }
+    std::memcpy(out + end, from + end, sizeof(float) * static_cast<size_t>(size - end));
+  }
+
+ private:
+  std::vector<int64_t> axes_;
+};
+
 // What the pieces hold stays where it is, if it is aligned there.
 class Cut : public InPieces {
  public:
@@ -1188,6 +1231,7 @@ ON_CPU(AddWords);
 ON_CPU(WriteLargest);
 ON_CPU(AddLargest);
 ON_CPU(Flatten);
+ON_CPU(Turn);
 ON_CPU(Cut);
 
 }  // namespace

@@ -435,6 +435,13 @@ class TensorFlowOps(Ops):
 
     # -- shadows of composites -----------------------------------------------------------------
 
+    def outputs_first(self, layout: Layout, x: Tensor, back: bool = False) -> Tensor:
+        if self.native is None:
+            return super().outputs_first(layout, x, back)
+        offsets = [start for start, *_ in layout.stored_outputs_last]
+        axes = [n for _, *sizes in layout.stored_outputs_last for n in sizes[:: -1 if back else 1]]
+        return self.native.gradcomp_turn(x, offsets=offsets, axes=axes)
+
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         return tf.nn.leaky_relu(x, slope)
 

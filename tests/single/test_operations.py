@@ -251,10 +251,31 @@ def test_histograms_of_layers(sizes, bins, seed):
 
 
 @built
+@FEW
+@given(
+    st.lists(
+        st.tuples(*(st.sampled_from(sizes) for sizes in ([1, 3], [1, 5], [1, 2, 17], [1, 20, 64]))),
+        min_size=1,
+        max_size=3,
+    ),
+    st.booleans(),
+    SEEDS,
+)
+def test_layers_with_outputs_first(kernels, back, seed):
+    names = tuple(f"{i}/kernel" for i in range(len(kernels) + 1))
+    layout = Layout(names, (*kernels, (7,)), filters_last=True)
+    x = noise(seed, layout.size)
+    agree(lambda ops, x: ops.outputs_first(layout, x, back), x)
+    there = TensorFlowOps().outputs_first(layout, x, back)
+    assert np.array_equal(TensorFlowOps().outputs_first(layout, there, not back), x)
+
+
+@built
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_wrong_shapes_raise(how):
     ops = TensorFlowOps()
     layout = Layout(("weight",), ((60,),))
+    kernel = Layout(("kernel",), ((6, 10),), filters_last=True)
     bands, key = Bands((Band(0, 2, 32),)), tf.constant([1, 2], tf.int64)
     x, scale, weights = noise(1, 64), noise(2, 1, 2), noise(3, 1)
     packed, signs = codes(4, 1, 32), codes(5, 1, 8)
@@ -264,6 +285,8 @@ def test_wrong_shapes_raise(how):
         (ops.group_squares, (bands, x[:0])),
         (ops.layer_histograms, (layout, x[:59], 2)),
         (ops.layer_histograms, (layout, x, 0)),
+        (ops.outputs_first, (kernel, x[:59])),
+        (ops.outputs_first, (kernel, x[None])),
         (ops.encode_signs, (bands, noise(1, 65))),
         (ops.encode_levels, (bands, x, scale[0, :1], 4, key)),
         (ops.encode_levels, (bands, x, scale[0], 9, key)),
