@@ -50,11 +50,10 @@ def meet(process_set: Any) -> None:
         trained = [one for one in living if one.process_set.process_set_id == key]
         _give(words, ((one.word_name, one.word_size) for one in trained), process_set)
     while not begin.done():
-        wait([begin, *(x for x in words.values() if not x.done())], return_when=FIRST_COMPLETED)
-        told = [word for word in words.values() if word.done()]
-        for word in sorted(told, key=lambda word: word.exception() is not None):
-            _check(word.result(), process_set)  # before errors: those it has told may have ended
+        wait([begin, *_unheard(words, process_set)], return_when=FIRST_COMPLETED)
     del _begun[key]
+    if begin.exception():
+        _unheard(words, process_set)  # they say why
     begin.result()
     everybody = gather_objects([*words], list[_Word], f"{_NAME}.words", process_set)
     _give(words, (word for theirs in everybody for word in theirs), process_set)
@@ -70,6 +69,17 @@ def _give(words: dict[_Word, Future[Any]], those: Iterable[_Word], process_set: 
             mine = tf.one_hot(0, size, on_value=SAVING, off_value=0, dtype=tf.int64)
             table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * mine
             words[name, size] = _sum(table, name, process_set)
+
+
+def _unheard(words: dict[_Word, Future[Any]], process_set: Any) -> list[Future[Any]]:
+    """The words that nobody has answered yet; raises what others have told with theirs.
+
+    Before errors: those who have told something may have ended since.
+    """
+    told = {word for word in words.values() if word.done()}
+    for word in sorted(told, key=lambda word: word.exception() is not None):
+        _check(word.result(), process_set)
+    return [word for word in words.values() if word not in told]
 
 
 def _check(table: Any, process_set: Any) -> None:

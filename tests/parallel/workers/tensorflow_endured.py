@@ -114,12 +114,15 @@ def saved_late(folder):
 
 
 def saved_alone(folder):
+    others = [Tape() for _ in range(6)]  # whose words are given behind that which is heard
+
     class Saving(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 3 and hvd.rank() == FAULTY:
                 hvd.save_checkpoint(folder, model=self.model)
 
     fit(callbacks=[Saving()])
+    del others
 
 
 def main(folder: str) -> None:
