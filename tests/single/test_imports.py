@@ -14,7 +14,7 @@ import hvd_gradcomp
 ROOT = Path(hvd_gradcomp.__file__).parent
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
-PYTORCH = ("torch/", "ops/torch.py", "ops/passes.py", "models.py", "learned.py")
+PYTORCH = ("torch/", "ops/blocks.py", "ops/torch.py", "ops/passes.py", "models.py", "learned.py")
 TENSORFLOW = ("tensorflow/", "ops/tensorflow.py", "ops/tensorflow_passes.py")
 
 # From the bottom up: a module imports only from its own layer or those before it.
