@@ -1,6 +1,7 @@
 """Verbs made of other verbs, written once for all frameworks.
 
-A backend may shadow one with its better way, if the result is the same to the bit.
+A backend may shadow one with its better way, if the result is the same to the bit; of `project` and
+`lift`, which multiply matrices, but for rounding.
 """
 
 from __future__ import annotations
@@ -96,9 +97,8 @@ class Composites:
         end = 0
         for start, *axes in layout.stored_outputs_last:
             size, shape = prod(axes), tuple(axes[::-1] if back else axes)
-            layer = self.reshape(x[start : start + size], shape)
-            layer = self.reshape(self.transpose(layer, (2, 1, 0)), (size,))
-            pieces += [x[end:start], layer]
+            layer = self.unturned(x[start : start + size], shape[::-1], (2, 1, 0))
+            pieces += [x[end:start], self.reshape(layer, (size,))]
             end = start + size
         return self.concat([*pieces, x[end:]])
 
