@@ -9,7 +9,8 @@ A row is one rank's encode (all buckets) and decoding the payloads of `--ranks` 
 of `benchmarks.points`. `copies` is their sum over one `out.copy_(g)` of the whole gradient, which
 takes turns with them: the median over steps after the payloads have their size, and beside it the
 `worst` of the first 30 steps (each step's median over three beginnings). `speedup` is how much
-faster encode is with `--threads` threads, which take turns with one. `pack` is laying the gradients
+faster encode is with `--threads` threads, which take turns with one; no walk over memory gains more
+than a copy does, which is said below the table. `pack` is laying the gradients
 of 161 layers into the buckets, which Horovod's own fusion buffer does as well; it is not part of
 `copies`. `extra` is the largest memory beyond state, gradient and result, in buckets; `calls` are
 framework operator calls per step (on a GPU: the kernels and copies that were launched).
@@ -211,9 +212,10 @@ class Turn(NamedTuple):
 
 
 def take(step: Step, threads: int = 1) -> Turn:
-    """The next step; on so many threads, but for the copy."""
+    """The next step; on so many threads."""
     device = step.device
     step.draw()
+    torch.set_num_threads(threads)
     marks = [_clock(device)]
     for target, g in zip(step.targets, step.gradients):
         target.copy_(g)
@@ -223,7 +225,6 @@ def take(step: Step, threads: int = 1) -> Turn:
     step.requests, step.programs = [], []
     encode = decode = 0.0
     results = []
-    torch.set_num_threads(threads)
     for bucket in range(len(step.layouts)):
         start = _clock(device)
         step.encode(bucket)
@@ -250,7 +251,7 @@ def measure(begin: Callable[[], Step], steps: int, threads: int = 1) -> tuple[St
     for _ in range(steps):
         turns.append(take(step))
         if threads > 1:
-            faster.append(take(step, threads).encode)
+            faster.append(take(step, threads))
     made = steps * (2 if faster else 1)
     sent = step.sent - sent
     copy, pack, encode, decode = map(statistics.median, zip(*turns))
@@ -264,7 +265,8 @@ def measure(begin: Callable[[], Step], steps: int, threads: int = 1) -> tuple[St
         "copies": statistics.median(works),
         "spread": [min(works), max(works)],
         "worst": max(map(statistics.median, zip(*beginnings))) / copy,
-        "speedup": encode / statistics.median(faster) if faster else None,
+        "speedup": encode / statistics.median(t.encode for t in faster) if faster else None,
+        "copy_speedup": copy / statistics.median(t.copy for t in faster) if faster else None,
         "bytes": (step.bytes - volume) // made,
         "element_ratio": step.elements * made / sent if sent else 1.0,
         "collectives_per_bucket": (step.collectives - collectives) / made / len(step.layouts),
@@ -335,6 +337,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if rows:
         print(f"{rows[0]['buckets']} buckets; one copy takes {rows[0]['copy_ms']:.1f} ms here")
+        gains = [row["copy_speedup"] for row in rows if row["copy_speedup"]]
+        if gains:
+            gain = statistics.median(gains)
+            print(f"a copy is {gain:.2f} times faster with {options.threads} threads")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     return 0

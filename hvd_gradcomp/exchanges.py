@@ -322,7 +322,7 @@ def leader(
 
     buffer = yield from from_leader(ops, context, turn, chosen, codec.choice_bytes(layout))
     index = codec.chosen(ops, context, ops.reshape(buffer, (1, -1)))
-    values = ops.concat((codec.values(ops, gradient, state, index), poison(ops, finite)))
+    values = ops.concat((codec.values(ops, layout, gradient, state, index), poison(ops, finite)))
     total = yield Allreduce(values, context.prescale, context.postscale)
     total = unpoisoned(ops, total)
     return codec.settle_all(ops, layout, gradient, state, index, total)

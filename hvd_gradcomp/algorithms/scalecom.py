@@ -14,6 +14,7 @@ from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.cost import volume
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.rules import Form
 
 
 class ScaleComState(NamedTuple):
@@ -107,14 +108,29 @@ class ScaleComCompressor(ResidualTopK):
         del rung
         return self.choice_bytes(layout) + 4 * (self.capacity(layout) + 1)
 
+    def choice_form(self, ops: Ops, layout: Layout) -> Form | None:
+        """Where all lies in the body of the broadcast; None where there are no passes for it."""
+        if ops.largest_passes is None or self.rule is None:
+            return None
+        form = self.form(ops, layout, self.capacity(layout))
+        size = self.choice_bytes(layout) - wire.HEADER_BYTES
+        return form and form._replace(size=size, values=size)
+
     def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
         """The leader's payload: where its error-compensated gradient is largest."""
-        layout = context.layout
-        whole = state.memory.r + gradient
-        quota, scope = ops.words(self.most(layout)), Scope(layout, whole=False)
-        parts, index, _, _ = self.select(ops, scope, context.step, whole, quota, None)
-        count = ops.sum(ops.cast(index < layout.sink, "int64"))
-        body = wire.pack_body(ops, self.choice_parts(layout), parts)
+        layout, most = context.layout, self.most(context.layout)
+        quota, scope, r = ops.words(most), Scope(layout, whole=False), state.memory.r
+        form = self.choice_form(ops, layout)
+        if form is not None:
+            slack = ops.words(scope.slack(most))
+            written = ops.largest_passes.choose(
+                scope, form, context.step, quota, slack, r, gradient
+            )
+            body, count = written.body, written.sent
+        else:
+            parts, index, _, _ = self.select(ops, scope, context.step, r + gradient, quota, None)
+            body = wire.pack_body(ops, self.choice_parts(layout), parts)
+            count = ops.sum(ops.cast(index < layout.sink, "int64"))
         return wire.seal(ops, self._header(context)._replace(sent=count, wanted=count), body)
 
     def _header(self, context: Context) -> wire.Header:
@@ -122,9 +138,14 @@ class ScaleComCompressor(ResidualTopK):
         return wire.Header(self.algorithm, self.digest(context.layout), step, 0, 0, 0)
 
     def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
-        """The leader's indices, from its payload [1, bytes]; int64 [capacity]."""
+        """The leader's choice, from its payload [1, bytes]: indices, int64 [capacity].
+
+        For passes their body as it is, which they read themselves.
+        """
         layout = context.layout
         header, bodies = wire.open_sealed(ops, self._header(context), buffer)
+        if self.choice_form(ops, layout) is not None:
+            return bodies[0] if header.intact is None else ops.where(header.intact, bodies[0], 0)
         payload = wire.unpack_body(ops, self.choice_parts(layout), bodies)
         mine = {name: part[0] for name, part in payload.items()}
         index = self.coding.decode(ops, layout, mine, self.capacity(layout))
@@ -134,15 +155,24 @@ class ScaleComCompressor(ResidualTopK):
 
     # -- what all send -----------------------------------------------------------------------
 
-    def values(self, ops: Ops, gradient: Tensor, state: Any, index: Tensor) -> Tensor:
-        """What this rank has at the indices."""
-        return ops.gather(state.memory.r, index) + ops.gather(gradient, index)
+    def values(
+        self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor
+    ) -> Tensor:
+        """What this rank has where the leader has chosen; float32 [capacity]."""
+        r, form = state.memory.r, self.choice_form(ops, layout)
+        if form is not None:
+            return ops.largest_passes.values(layout, form, index, r, gradient)
+        return ops.gather(r, index) + ops.gather(gradient, index)
 
     def settle_all(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor, total: Tensor
     ) -> tuple[Tensor, ScaleComState]:
         """The mean, and the state without what was sent."""
-        r = state.memory.r
+        r, form = state.memory.r, self.choice_form(ops, layout)
+        if form is not None:
+            given = form, index, total, self.beta, r, gradient
+            mean, r, per_layer = ops.largest_passes.replace(layout, *given)
+            return mean, ScaleComState(Residual(r), state.sent + per_layer)
         kept: Any = 0.0
         if self.beta != 1.0:
             kept = ops.times(ops.gather(r, index), 1.0 - self.beta)

@@ -93,10 +93,12 @@ int largest_find(const collecting *how, const scope *of, float *r, float *u, con
       for (int64_t i = at; i < stop && i < at + SAMPLE_RUN; i++) does;                            \
   }
 
-/* What somewhat more than k elements of a group reach, to all appearance. */
-static float bound_by_sample(const scope *of, int64_t group, const float *r, int64_t wanted) {
+/* What somewhat more than k elements of r + g reach in a group, to all appearance; of r if there is
+ * no g. */
+static float bound_by_sample(const scope *of, int64_t group, const float *r, const float *g,
+                             int64_t wanted) {
   int64_t counts[SAMPLE_BINS] = {0}, top = 0, below = 0, reached = 0;
-#define BIN(i) (int64_t)(MAGNITUDE(r[i]) >> FINE)
+#define BIN(i) (int64_t)(MAGNITUDE(g ? r[i] + g[i] : r[i]) >> FINE)
   EACH_RUN(top = BIN(i) > top ? BIN(i) : top)
   EACH_RUN(counts[top - BIN(i) < SAMPLE_BINS ? top - BIN(i) : SAMPLE_BINS - 1] += stride)
 #undef BIN
@@ -105,6 +107,16 @@ static float bound_by_sample(const scope *of, int64_t group, const float *r, int
     if (reached >= wanted) break;
   }
   return below < SAMPLE_BINS - 1 && top > below ? float_of((uint32_t)(top - below) << FINE) : 0.0f;
+}
+
+/* Where to look for the k largest of r + g in each group, if nothing is known of the step before. */
+void largest_guess(const scope *of, const float *r, const float *g, const int64_t *k,
+                   const int64_t *slack, float *hint, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
+  for (int64_t group = 0; group < groups_of(of); group++)
+    hint[group] = size_of(of, group) > SMALL
+                      ? bound_by_sample(of, group, r, g, k[group] + slack[group])
+                      : 0.0f;
 }
 
 /* Looks again in groups of which fewer than k elements were found.
@@ -118,7 +130,7 @@ void largest_again(const scope *of, const float *r, const int64_t *k, const int6
     if (found->count[group] >= k[group]) continue;
     int64_t first = start_of(of, group), end = start_of(of, group + 1);
     int large = size_of(of, group) > SMALL;
-    float bound = large ? bound_by_sample(of, group, r, k[group] + slack[group]) : 0.0f;
+    float bound = large ? bound_by_sample(of, group, r, NULL, k[group] + slack[group]) : 0.0f;
     for (int scan = 0; scan < 3; scan++) {
       int64_t count = list_from(bound, r, first, end, found->index + first, found->bits + first);
       found->count[group] = count;
@@ -349,7 +361,7 @@ static void count_sent(const place *where, const uint32_t *index, int64_t count,
  */
 void largest_write(const place *where, const form *as, const elements *chosen, int64_t count,
                    int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent) {
-  uint32_t sink = (uint32_t)(where->size - 1), *values = (uint32_t *)(body + as->values);
+  uint32_t sink = (uint32_t)(where->size - 1);
   int64_t capacity = as->capacity, first = 0, places = capacity;
   memset(body, 0, (size_t)bytes);
   memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
@@ -364,8 +376,11 @@ void largest_write(const place *where, const form *as, const elements *chosen, i
     if (fit * BLOCK < places) places = fit * BLOCK;
   } else
     rotate(chosen->index, count, capacity, first, sink, (uint32_t *)(body + as->index));
-  rotate(chosen->bits, count, capacity, first, 0, values);
-  memset(values + places, 0, sizeof(uint32_t) * (size_t)(capacity - places));
+  if (as->values < bytes) {
+    uint32_t *values = (uint32_t *)(body + as->values);
+    rotate(chosen->bits, count, capacity, first, 0, values);
+    memset(values + places, 0, sizeof(uint32_t) * (size_t)(capacity - places));
+  }
   count_sent(where, chosen->index, count, capacity, first, places, sent);
 }
 
@@ -448,4 +463,81 @@ int largest_add(const place *where, const form *as, const uint8_t *bodies, int64
   if (!beyond) room[where->size - 1] = 0.0f;
   free(shares);
   return beyond ? BEYOND : 0;
+}
+
+/* -- values where another rank has chosen ----------------------------------------------------- */
+
+/* What a body chooses. Returns BEYOND, 1 if it does not ascend as what `largest_write` writes does,
+ * or 0. */
+static int choice_of(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
+                     share *of) {
+  of->index = indices_of(as, where, body, scratch, &of->count);
+  of->cut = cut_of(of->index, of->count);
+  int before = order_of(of->index, of->cut, ~0u, (uint32_t)where->size);
+  int after = order_of(of->index + of->cut, of->count - of->cut, ~0u, (uint32_t)where->size);
+  return before < 0 || after < 0 ? BEYOND : after;
+}
+
+/* values [capacity] = r + g at the indices of a body, 0 where it has none.
+ *
+ * scratch [blocks * BLOCK]. Returns BEYOND if an index lies beyond the bucket, or 0.
+ */
+int largest_values(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
+                   const float *r, const float *g, float *values, int threads) {
+  share of = {0};
+  if (choice_of(where, as, body, scratch, &of) < 0) return BEYOND;
+  IN_PIECES
+  for (int64_t i = 0; i < as->capacity; i++)
+    values[i] = i < of.count ? r[of.index[i]] + g[of.index[i]] : 0.0f;
+  return 0;
+}
+
+/* `from` may be x itself: nothing else overlaps. */
+FAST static void add_scaled(float *x, const float *from, const float *y, int64_t n, float factor) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) x[i] = from[i] + y[i] * factor;
+}
+
+/* Puts `total`, and `kept` (0 if NULL), where indices from `from` to `to` lie in a stretch. */
+static void put_between(const share *of, int64_t from, int64_t to, const float *kept,
+                        const float *total, int64_t at, int64_t end, float *r, float *mean) {
+  int64_t i = from + first_from(of->index + from, to - from, ~0u, at);
+  for (; i < to && of->index[i] < end; i++) {
+    r[of->index[i]] = kept ? kept[i] : 0.0f;
+    mean[of->index[i]] = total[i];
+  }
+}
+
+/* r = r0 + beta * g, but keeps * r0 at the indices of a body; mean = `total` there, else 0.
+ *
+ * r0 may be r, and g mean. total [capacity]. scratch [blocks * BLOCK + capacity].
+ * sent [layers]: how many of each layer were chosen.
+ * Returns BEYOND if an index lies beyond the bucket, and nothing is written; or 0.
+ */
+int largest_replace(const place *where, const form *as, const uint8_t *body, const float *total,
+                    float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
+                    float *mean, const float *g, int64_t *sent, int threads) {
+  share of = {0};
+  int wild = choice_of(where, as, body, scratch, &of);
+  if (wild < 0) return BEYOND;
+  float *kept = keeps ? (float *)(scratch + as->blocks * BLOCK) : NULL;
+  for (int64_t i = 0; kept && i < of.count; i++) kept[i] = r0[of.index[i]] * keeps;
+  memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
+  for (int64_t i = 0; i < of.count; i++)
+    sent[layer_of(where, of.index[i])] += of.index[i] < where->size - 1;
+  if (wild) threads = 1; /* nobody here writes such */
+  int64_t grain = wild ? where->size : TILE;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int t = 0; t < threads; t++) {
+    int64_t stop = border(where->size, grain, t + 1, threads);
+    for (int64_t at = border(where->size, grain, t, threads); at < stop; at += grain) {
+      int64_t end = at + grain < stop ? at + grain : stop;
+      add_scaled(r + at, r0 + at, g + at, end - at, beta);
+      memset(mean + at, 0, sizeof(float) * (size_t)(end - at));
+      put_between(&of, 0, of.cut, kept, total, at, end, r, mean);
+      put_between(&of, of.cut, of.count, kept, total, at, end, r, mean);
+    }
+  }
+  r[where->size - 1] = mean[where->size - 1] = 0.0f;
+  return 0;
 }

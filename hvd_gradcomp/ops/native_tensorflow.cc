@@ -266,6 +266,31 @@ REGISTER_OP("GradcompAddLargest")
     .BUCKET
     .SHAPE(c->set_output(0, c->input(0)));
 
+REGISTER_OP("GradcompReadChosen")
+    .Input("r: float")
+    .Input("gradient: float")
+    .Input("body: uint8")
+    .Input("form: int64")
+    .Output("values: float")
+    .BUCKET
+    .SHAPE(c->set_output(0, c->Vector(InferenceContext::kUnknownDim)));
+
+REGISTER_OP("GradcompReplaceChosen")
+    .Input("r: float")
+    .Input("gradient: float")
+    .Input("body: uint8")
+    .Input("total: float")
+    .Input("form: int64")
+    .Output("mean: float")
+    .Output("after: float")
+    .Output("per_layer: int64")
+    .Attr("beta: float")
+    .Attr("keeps: float")
+    .BUCKET
+    .SHAPE(std::vector<int64_t> sizes; (void)c->GetAttr("sizes", &sizes).ok();
+           c->set_output(0, c->input(1)); c->set_output(1, c->input(0));
+           c->set_output(2, c->Vector(static_cast<int64_t>(sizes.size()))));
+
 // Pieces of a vector to and from the tensors that they are; zeros between them.
 REGISTER_OP("GradcompFlatten")
     .Input("pieces: count * float")
@@ -982,18 +1007,20 @@ class Largest : public OfBucket {
 
  protected:
   // Reads the form of a body, and its bytes: size, capacity and values of that struct in rules.py,
-  // and its places. Whether they fit together.
-  bool Form(OpKernelContext *c, const Tensor &given, form *as, int64_t *bytes) {
+  // and its places. Whether they fit together, and there are values if they are needed.
+  bool Form(OpKernelContext *c, const Tensor &given, bool needs_values, form *as, int64_t *bytes) {
     if (!Has(c, "form", given, 7)) return false;
     auto *n = given.flat<int64_t>().data();
     int64_t size = *bytes = n[0], most = 2 * where_.size;
     *as = {n[1], n[3], n[4], n[5], n[6], n[2]};
+    bool valued = needs_values || as->values != size;
     auto fits = [&](int64_t first, int64_t items, int64_t each) {
       return 0 <= first && first % 4 == 0 && first <= size && 0 <= items && items <= most &&
              first + items * each <= size;
     };
     bool packed = as->blocks != 0;
-    if (0 <= size && size % 4 == 0 && size < int64_t{1} << 40 && fits(as->values, as->capacity, 4) &&
+    if (0 <= size && size % 4 == 0 && size < int64_t{1} << 40 &&
+        as->capacity <= most && fits(as->values, valued ? as->capacity : 0, 4) &&
         fits(as->index, packed ? as->blocks : as->capacity, packed ? 1 : 4) &&
         fits(packed ? as->deltas : 0, packed ? as->room : 0, 4) &&
         (!packed || as->blocks == (as->capacity + kGroup - 1) / kGroup))
@@ -1037,7 +1064,7 @@ class WriteLargest : public Largest {
     const float *before[2] = {nullptr, nullptr};
     if (!Number(c, "turn", c->input(fields_ + 4), &turn) || !Has(c, "quota", quota, groups) ||
         !Has(c, "slack", slack, groups) || !Has(c, "hint", hint, groups) ||
-        !Form(c, c->input(fields_ + 5), &as, &bytes) ||
+        !Form(c, c->input(fields_ + 5), false, &as, &bytes) ||
         !Has(c, "gradient", gradient, where_.size) || !Memory(c, fields_, 4, before, fields))
       return;
     auto *k = quota.flat<int64_t>().data(), *more = slack.flat<int64_t>().data();
@@ -1089,7 +1116,7 @@ class AddLargest : public Largest {
     int64_t ranks = weights.NumElements(), bytes = 0;
     form as;
     Tensor copy, scratch;
-    if (!Has(c, "room", c->input(0), where_.size) || !Form(c, c->input(3), &as, &bytes)) return;
+    if (!Has(c, "room", c->input(0), where_.size) || !Form(c, c->input(3), true, &as, &bytes)) return;
     const uint8_t *bodies = Bodies(c, c->input(1), ranks, bytes, &copy);
     if (!c->status().ok()) return;
     OP_REQUIRES_OK(
@@ -1102,6 +1129,71 @@ class AddLargest : public Largest {
     OP_REQUIRES(c, failed != BEYOND, InvalidArgument(kBeyond));
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to decompress a bucket with"));
   }
+};
+
+// Base of what reads a body of places that one rank has chosen for all.
+class Chosen : public Largest {
+ public:
+  using Largest::Largest;
+
+ protected:
+  // The inputs that all have: r, the gradient, the body, and its form at `form_at`.
+  const uint8_t *Body(OpKernelContext *c, int form_at, form *as, Tensor *copy, Tensor *scratch) {
+    int64_t bytes = 0;
+    if (!Has(c, "r", c->input(0), where_.size) || !Has(c, "gradient", c->input(1), where_.size) ||
+        !Form(c, c->input(form_at), false, as, &bytes) || !Has(c, "body", c->input(2), bytes))
+      return nullptr;
+    int64_t room = Unpacked(*as, 1) + 4 * as->capacity;
+    auto status = c->allocate_temp(tensorflow::DT_UINT8, TensorShape({room}), scratch);
+    if (status.ok()) return static_cast<const uint8_t *>(Aligned(c, c->input(2), copy));
+    c->CtxFailure(status);
+    return nullptr;
+  }
+};
+
+class ReadChosen : public Chosen {
+ public:
+  using Chosen::Chosen;
+
+  void Compute(OpKernelContext *c) override {
+    form as;
+    Tensor copy, scratch;
+    const uint8_t *body = Body(c, 3, &as, &copy, &scratch);
+    if (!c->status().ok()) return;
+    float *values = NewFloats(c, 0, TensorShape({as.capacity}));
+    if (!values) return;
+    auto *room = reinterpret_cast<uint32_t *>(scratch.flat<uint8_t>().data());
+    int failed = largest_values(&where_, &as, body, room, Floats(c->input(0)), Floats(c->input(1)),
+                                values, 1);
+    OP_REQUIRES(c, !failed, InvalidArgument(kBeyond));
+  }
+};
+
+class ReplaceChosen : public Chosen {
+ public:
+  explicit ReplaceChosen(OpKernelConstruction *c) : Chosen(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("beta", &beta_));
+    OP_REQUIRES_OK(c, c->GetAttr("keeps", &keeps_));
+  }
+
+  void Compute(OpKernelContext *c) override {
+    form as;
+    Tensor copy, scratch, *mean = nullptr, *after = nullptr, *per_layer = nullptr;
+    const uint8_t *body = Body(c, 4, &as, &copy, &scratch);
+    if (!c->status().ok() || !Has(c, "total", c->input(3), as.capacity)) return;
+    const Tensor &r = c->input(0), &gradient = c->input(1);
+    OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({1}, 0, gradient.shape(), &mean));
+    OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({0}, 1, r.shape(), &after));
+    OP_REQUIRES_OK(c, c->allocate_output(2, TensorShape({where_.layers}), &per_layer));
+    int failed = largest_replace(&where_, &as, body, Floats(c->input(3)), beta_, keeps_,
+                                 reinterpret_cast<uint32_t *>(scratch.flat<uint8_t>().data()),
+                                 after->flat<float>().data(), Floats(r), mean->flat<float>().data(),
+                                 Floats(gradient), per_layer->flat<int64_t>().data(), 1);
+    OP_REQUIRES(c, !failed, InvalidArgument(kBeyond));
+  }
+
+ private:
+  float beta_ = 1.0f, keeps_ = 0.0f;
 };
 
 // Base of what lies in a vector in pieces: in order, none over another.
@@ -1230,6 +1322,8 @@ ON_CPU(WriteWords);
 ON_CPU(AddWords);
 ON_CPU(WriteLargest);
 ON_CPU(AddLargest);
+ON_CPU(ReadChosen);
+ON_CPU(ReplaceChosen);
 ON_CPU(Flatten);
 ON_CPU(Turn);
 ON_CPU(Cut);

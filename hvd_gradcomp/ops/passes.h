@@ -44,7 +44,7 @@ typedef struct {
   int64_t *count; /* of each group */
 } elements;
 
-/* Where the parts of a body lie, in bytes. */
+/* Where the parts of a body lie, in bytes; its size for values that it does not have. */
 typedef struct {
   int64_t capacity, blocks, room; /* blocks: of packed indices, in `room` words; else 0 */
   int64_t index, deltas, values;  /* index: indices as they are, or the blocks' widths */
@@ -69,6 +69,8 @@ void words_add_places(const rule *how, const place *where, const uint8_t *bodies
 int largest_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
                  const float *u0, const float *g, const float *hint, const elements *found,
                  int threads);
+void largest_guess(const scope *of, const float *r, const float *g, const int64_t *k,
+                   const int64_t *slack, float *hint, int threads);
 void largest_again(const scope *of, const float *r, const int64_t *k, const int64_t *slack,
                    const elements *found, int threads);
 int64_t largest_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
@@ -79,5 +81,10 @@ void largest_settle(const collecting *how, const place *where, const form *as, c
                     uint32_t *scratch, float *r, float *u, int threads);
 int largest_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
                 int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads);
+int largest_values(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
+                   const float *r, const float *g, float *values, int threads);
+int largest_replace(const place *where, const form *as, const uint8_t *body, const float *total,
+                    float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
+                    float *mean, const float *g, int64_t *sent, int threads);
 
 #endif

@@ -7,6 +7,9 @@ it is given in place, and uses as many threads as PyTorch does.
     write   takes the gradient in, finds what the method wants, writes the payload's body
     settle  takes out of the memory what was sent, once the exchange has succeeded
     add     adds up the bodies of all ranks
+
+Where one rank chooses for all: `choose` writes where, `values` reads what a rank has there, and
+`replace` puts there what came back.
 """
 
 from __future__ import annotations
@@ -145,6 +148,10 @@ class WordPasses(Passes):
 class LargestPasses(Passes):
     """Those of the methods with a number of elements."""
 
+    def __init__(self, ops: TorchOps) -> None:
+        super().__init__(ops)
+        self._sum = torch.empty(0, dtype=torch.float32, device="cpu")  # used again, as `_rooms`
+
     def write(
         self,
         how: Collecting,
@@ -170,29 +177,114 @@ class LargestPasses(Passes):
             memory: r and, with momentum, u; float32 [size]. Donating.
             gradient: float32 [size].
         """
-        native, layout, threads = self.native, scope.layout, torch.get_num_threads()
-        memory = [self.ops.own(x) for x in memory]
-        r, u = _at(memory[0]), _at(memory[1]) if how.momentum else None
-        where, place = ctypes.byref(self._scope(scope)), ctypes.byref(self._place(layout))
-        taking, shape = ctypes.byref(_Collecting(*how)), _form(form)
-        per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
-        body = torch.empty(form.size, dtype=torch.uint8, device="cpu")
-        indices = 4 * form.places.blocks * GROUP  # bytes, of those that are packed
-        room, count, fresh = self._room(8 * layout.size + indices), quota.clone(), hint.clone()
-        start = room.data_ptr()
-        found = ctypes.byref(_Elements(start, start + 4 * layout.size, _at(count)))
-        given = r, u, r, u, _at(gradient), _at(hint)
-        _check(native.largest_find(taking, where, *given, found, threads))
-        native.largest_again(where, r, _at(quota), _at(slack), found, threads)
-        chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)
-        out = start + 8 * layout.size, _at(body), form.size, _at(per_layer)
-        native.largest_write(place, shape, found, chosen, turn, *out)
+        layout, memory = scope.layout, [self.ops.own(x) for x in memory]
+        room = memory[0], memory[1] if how.momentum else None
+        written = self._write(how, scope, form, turn, quota, slack, hint, room, room, gradient)
+        r, u = (_at(x) for x in room)
+        taking, indices = ctypes.byref(_Collecting(*how)), _unpacked(form)
 
         def settle() -> None:
-            sent = _at(body), _at(self._room(indices))
-            native.largest_settle(taking, place, shape, *sent, r, u, torch.get_num_threads())
+            given = self._where(layout), _form(form), _at(written.body), _at(self._room(indices))
+            self.native.largest_settle(taking, *given, r, u, torch.get_num_threads())
 
-        return Written(body, int(per_layer.sum()), chosen, per_layer, memory, settle, fresh)
+        return written._replace(memory=memory, settle=settle)
+
+    def choose(
+        self,
+        scope: Scope,
+        form: Form,
+        turn: int,
+        quota: Tensor,
+        slack: Tensor,
+        r: Tensor,
+        gradient: Tensor,
+    ) -> Written:
+        """What `write` would send of r and the gradient, which stay as they are."""
+        hint = torch.empty(quota.shape[0], dtype=torch.float32, device="cpu")
+        where, numbers = ctypes.byref(self._scope(scope)), (_at(quota), _at(slack))
+        given = where, _at(r), _at(gradient), *numbers, _at(hint)
+        self.native.largest_guess(*given, torch.get_num_threads())
+        if self._sum.numel() < scope.layout.size:
+            self._sum = torch.empty(scope.layout.size, dtype=torch.float32, device="cpu")
+        room, before = (self._sum, None), (r, None)
+        how = Collecting()
+        return self._write(how, scope, form, turn, quota, slack, hint, room, before, gradient)
+
+    def _write(
+        self,
+        how: Collecting,
+        scope: Scope,
+        form: Form,
+        turn: int,
+        quota: Tensor,
+        slack: Tensor,
+        hint: Tensor,
+        memory: tuple[Tensor, Tensor | None],
+        before: tuple[Tensor, Tensor | None],
+        gradient: Tensor,
+    ) -> Written:
+        native, layout, threads = self.native, scope.layout, torch.get_num_threads()
+        where, place = ctypes.byref(self._scope(scope)), self._where(layout)
+        per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
+        body = torch.empty(form.size, dtype=torch.uint8, device="cpu")
+        room, count = self._room(8 * layout.size + _unpacked(form)), quota.clone()
+        fresh, start = hint.clone(), room.data_ptr()
+        found = ctypes.byref(_Elements(start, start + 4 * layout.size, _at(count)))
+        given = *map(_at, memory), *map(_at, before), _at(gradient), _at(hint)
+        taking = ctypes.byref(_Collecting(*how))
+        _check(native.largest_find(taking, where, *given, found, threads))
+        native.largest_again(where, _at(memory[0]), _at(quota), _at(slack), found, threads)
+        chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)
+        out = start + 8 * layout.size, _at(body), form.size, _at(per_layer)
+        native.largest_write(place, _form(form), found, chosen, turn, *out)
+        return Written(body, int(per_layer.sum()), chosen, per_layer, (), hint=fresh)
+
+    def values(
+        self, layout: Layout, form: Form, body: Tensor, r: Tensor, gradient: Tensor
+    ) -> Tensor:
+        """What r and the gradient are together where a body of indices says; float32 [capacity].
+
+        Raises:
+            PayloadError: an index points outside of the bucket.
+        """
+        values = torch.empty(form.capacity, dtype=torch.float32, device="cpu")
+        given = self._where(layout), _form(form), _at(body), _at(self._room(_unpacked(form)))
+        into = _at(r), _at(gradient), _at(values), torch.get_num_threads()
+        _check(self.native.largest_values(*given, *into))
+        return values
+
+    def replace(
+        self,
+        layout: Layout,
+        form: Form,
+        body: Tensor,
+        total: Tensor,
+        beta: float,
+        r: Tensor,
+        gradient: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What all ranks have sent at these indices comes in for what this one has there.
+
+        Args:
+            layout, form, body: as for `values`.
+            total: what is handed out there; float32 [capacity].
+            beta: share of what is new that r takes in, and of what was sent that leaves it.
+            r, gradient: float32 [size]. Donating.
+
+        Returns:
+            `total` at the indices and 0 elsewhere, [size]; `r + beta * gradient`, and there
+            `(1 - beta) * r`; and how many of each layer were sent, int64 [layers].
+
+        Raises:
+            PayloadError: an index points outside of the bucket.
+        """
+        mean, after = self.ops.room(gradient), self.ops.room(r)
+        per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
+        scratch = self._room(_unpacked(form) + 4 * form.capacity)
+        given = self._where(layout), _form(form), _at(body), _at(total), beta, 1.0 - beta
+        into = _at(after), _at(r), _at(mean), _at(gradient), _at(per_layer)
+        _check(self.native.largest_replace(*given, _at(scratch), *into, torch.get_num_threads()))
+        return mean, after, per_layer
 
     def add(
         self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, room: Tensor
@@ -209,13 +301,14 @@ class LargestPasses(Passes):
             PayloadError: an index points outside of the bucket.
         """
         room, ranks = self.ops.room(room), bodies.shape[0]
-        scratch = self._room(4 * form.places.blocks * GROUP * ranks)
-        given = _at(bodies), bodies.stride(0), ranks, _at(weights), _at(scratch)
-        place = ctypes.byref(self._place(layout))
-        _check(
-            self.native.largest_add(place, _form(form), *given, _at(room), torch.get_num_threads())
-        )
+        scratch = self._room(_unpacked(form) * ranks)
+        given = _at(bodies), bodies.stride(0), ranks, _at(weights), _at(scratch), _at(room)
+        threads = torch.get_num_threads()
+        _check(self.native.largest_add(self._where(layout), _form(form), *given, threads))
         return room
+
+    def _where(self, layout: Layout) -> Any:
+        return ctypes.byref(self._place(layout))
 
     def _scope(self, scope: Scope) -> _Scope:
         layout = scope.layout
@@ -283,6 +376,11 @@ class _Form(ctypes.Structure):
 
 def _form(form: Form) -> Any:
     return ctypes.byref(_Form(form.capacity, *form.places, form.values))
+
+
+def _unpacked(form: Form) -> int:
+    """Bytes that the indices of a body take, where they are packed in it."""
+    return 4 * form.places.blocks * GROUP
 
 
 def _at(x: Tensor | None) -> int | None:

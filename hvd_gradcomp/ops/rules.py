@@ -109,7 +109,7 @@ class Form(NamedTuple):
     Attributes:
         size: bytes of the body.
         capacity: elements that it holds.
-        values: bytes before the values.
+        values: bytes before the values; those of the body where it has none.
         places: of the indices.
     """
 

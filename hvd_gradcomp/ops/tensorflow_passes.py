@@ -116,6 +116,46 @@ class TensorFlowLargestPasses:
             body = tf.ensure_shape(body, (form.size,))
         return Written(body, sent, sent, per_layer, written.settled, hint=hint)
 
+    def choose(
+        self,
+        scope: Scope,
+        form: Form,
+        turn: Any,
+        quota: Tensor,
+        slack: Tensor,
+        r: Tensor,
+        gradient: Tensor,
+    ) -> Written:
+        """What `write` would send of r and the gradient; as `passes.LargestPasses.choose`."""
+        hint = tf.fill(quota.shape, float("inf"))
+        return self.write(Collecting(), scope, form, turn, quota, slack, hint, (r,), gradient)
+
+    def values(
+        self, layout: Layout, form: Form, body: Tensor, r: Tensor, gradient: Tensor
+    ) -> Tensor:
+        """What r and the gradient are where a body says; as `passes.LargestPasses.values`."""
+        with _eager_errors():
+            values = self.native.gradcomp_read_chosen(
+                r, gradient, body, _flat(form), **_bucket(layout)
+            )
+        return tf.ensure_shape(values, (form.capacity,))
+
+    def replace(
+        self,
+        layout: Layout,
+        form: Form,
+        body: Tensor,
+        total: Tensor,
+        beta: float,
+        r: Tensor,
+        gradient: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What all ranks have sent comes in; as `passes.LargestPasses.replace`."""
+        given, shares = (r, gradient, body, total, _flat(form)), {"beta": beta, "keeps": 1.0 - beta}
+        with _eager_errors():
+            replaced = self.native.gradcomp_replace_chosen(*given, **shares, **_bucket(layout))
+        return replaced.mean, replaced.after, replaced.per_layer
+
     def add(
         self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, room: Tensor
     ) -> Tensor:

@@ -13,18 +13,21 @@ from hvd_gradcomp import (
     DGCCompressor,
     EGCCompressor,
     GradientDroppingCompressor,
+    ScaleComCompressor,
     SparseGDCompressor,
 )
-from hvd_gradcomp.collectives import Allgather
+from hvd_gradcomp.collectives import Allgather, Broadcast
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.testing import World
 from hvd_gradcomp.wire import HEADER_BYTES
-from tests.methods import LARGEST
+from tests.methods import LARGEST, LEADER
 from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
 
 pytestmark = NATIVE
 METHODS = [
     *LARGEST,
+    *LEADER,
+    ScaleComCompressor(density=0.03, beta=0.3, index_coding="int32"),
     SparseGDCompressor(density=0.001),
     SparseGDCompressor(density=1.0),
     DGCCompressor(density=0.01, momentum=0.9, masking=False),
@@ -36,6 +39,7 @@ ONE_EACH = [
     DGCCompressor(density=0.05, momentum=0.9),
     EGCCompressor(K=20, momentum=0.9, entropy_interval=3),
     GradientDroppingCompressor(ratio=0.9),
+    ScaleComCompressor(density=0.05, beta=0.7),
 ]
 
 
@@ -120,7 +124,7 @@ def test_an_exchange_that_fails_settles_nothing(compressor, what):
     layout, fails = layout_of(600, 5000), []
 
     def tamper(rank, request):
-        if rank == 1 and fails and isinstance(request, Allgather):
+        if rank == 1 and fails and isinstance(request, (Allgather, Broadcast)):
             damaged = request.tensor.clone()
             damaged[HEADER_BYTES - 4 if what == "payload" else HEADER_BYTES + 4] += 1
             return request._replace(tensor=damaged)
@@ -189,6 +193,38 @@ def test_no_index_is_trusted(coding, sizes, ranks, count, widths, near, seed):
         assert torch.equal(ours, theirs)
     else:
         assert ours == theirs
+
+
+@pytest.mark.parametrize("coding", ["delta", "int32"])
+@given(
+    sizes=st.sampled_from([(300, 200), (700,), (256, 1, 3000)]),
+    count=st.integers(1, 3),
+    widths=st.sampled_from([0, 3, 40]),
+    near=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=80)
+def test_no_leader_is_trusted(coding, sizes, count, widths, near, seed):
+    """A choice that nobody has made stays within the bucket, or is an error; nothing is lost."""
+    compressor, layout = ScaleComCompressor(density=0.1, index_coding=coding), layout_of(*sizes)
+    random, ops = np.random.default_rng(seed), TorchOps()
+    form, capacity = compressor.choice_form(ops, layout), compressor.capacity(layout)
+    body = random.integers(0, 256, form.size, dtype=np.uint8)
+    if coding == "delta" and widths:
+        body[: form.places.blocks] = random.integers(0, widths, form.places.blocks)
+    elif coding == "int32" and near:
+        body[:] = random.integers(0, layout.size, capacity).astype("<u4").view("u1")
+    given, generator = torch.from_numpy(body), torch.Generator().manual_seed(seed)
+    r, g = torch.randn(2, layout.size, generator=generator)
+    r[layout.sink] = g[layout.sink] = 0.0
+    whole, passes = r + g, ops.largest_passes
+    with threads(count):
+        try:
+            total = passes.values(layout, form, given, r, g)
+            mean, after, _ = passes.replace(layout, form, given, total, 1.0, r, g)
+        except PayloadError:
+            return
+    assert torch.equal(mean + after, whole)
 
 
 @dataclass(frozen=True)

@@ -454,7 +454,7 @@ def test_passes_refuse_what_does_not_fit():
         (form, 0, one, one, noise(3, 2), (r,), r),
         (form, -1, one, one, hint, (r,), r),
         (form._replace(capacity=1 << 20), 0, one, one, hint, (r,), r),
-        (form._replace(values=form.size), 0, one, one, hint, (r,), r),
+        (form._replace(values=form.size - 4), 0, one, one, hint, (r,), r),
         (form._replace(size=-4), 0, one, one, hint, (r,), r),
     ]
     for given_ in wrong:
@@ -463,8 +463,15 @@ def test_passes_refuse_what_does_not_fit():
     for given_ in ((body[:, :-4], weights, r), (body, noise(1, 2), r), (body, weights, r[:-1])):
         with pytest.raises(tf.errors.InvalidArgumentError):
             passes.add(layout, form, *given_)
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        passes.add(layout, form._replace(size=form.size + 4), body, weights, r)
+    for other in (form._replace(size=form.size + 4), form._replace(values=form.size)):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            passes.add(layout, other, body, weights, r)
+    for given_ in ((body[0], r[:-1], r), (body[0], r, r[:-1]), (body[0, :-4], r, r), (body, r, r)):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            passes.values(layout, form, *given_)
+    for total in (noise(1, form.capacity - 1), noise(1, form.capacity + 1)):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            passes.replace(layout, form, body[0], total, 0.5, r, r)
 
 
 @built
