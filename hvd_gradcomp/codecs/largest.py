@@ -34,7 +34,7 @@ from hvd_gradcomp.cost import most_gathered
 from hvd_gradcomp.ladder import Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Collecting, Form, Places
+from hvd_gradcomp.ops.rules import Collecting, Form
 
 _SMALL = 4096  # a layer up to here is not sampled
 _BITS = 31  # of a magnitude
@@ -144,19 +144,22 @@ class LargestCompressor(SparseCompressor):
             for name, part in by_capacity[0].items()
         }
 
-    def form(self, ops: Ops, layout: Layout, capacity: Any) -> Form | None:
-        """Where the parts lie in a body; None where there are no passes for it."""
+    def form(self, ops: Ops, layout: Layout, capacity: Any) -> Form | Tensor | None:
+        """Where the parts lie in a body; None where there are no passes for it.
+
+        Of a capacity that a graph knows: `Form.numbers`, int64 [7].
+        """
         if isinstance(capacity, int):
             return _form_of(self, layout, capacity)
         capacities = self.capacities(layout)
-        forms = [form for each in capacities if (form := _form_of(self, layout, each))]
-        if not forms:
-            return None
+        forms = [_form_of(self, layout, each) for each in capacities]
         # All numbers of all rungs in one table: each of its own would be many nodes of a graph.
-        table = [number for form in forms for number in (form.size, form.values, *form.places)]
-        width, place = len(table) // len(forms), ops.bisect(capacities, capacity)
-        size, values, *places = (ops.choice(table, place * width + i) for i in range(width))
-        return Form(size, capacity, values, Places(*places))
+        table = [number for form in forms if form is not None for number in form.numbers]
+        width = len(table) // len(forms)
+        if not table:
+            return None
+        place = ops.bisect(capacities, capacity) * width + ops.arange(width)
+        return ops.gather(ops.words(table), place)
 
     def body_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
         return int(wire.body_bytes(self.parts(layout, self.capacity_of(layout, rung))))
@@ -217,7 +220,7 @@ class LargestCompressor(SparseCompressor):
         self,
         ops: Ops,
         scope: Scope,
-        form: Form,
+        form: Form | Tensor,
         step: int,
         quota: Tensor,
         wanted: Tensor,

@@ -88,7 +88,7 @@ class Collecting(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the indices of a payload lie in its body; a graph may have scalars for numbers.
+    """Where the indices of a payload lie in its body.
 
     Attributes:
         blocks: of packed differences; 0 for indices of 32 bits.
@@ -97,14 +97,14 @@ class Places(NamedTuple):
         deltas: bytes before the words.
     """
 
-    blocks: Any
-    room: Any
-    first: Any
-    deltas: Any
+    blocks: int
+    room: int
+    first: int
+    deltas: int
 
 
 class Form(NamedTuple):
-    """Where everything lies in the body of a `LargestCompressor`; numbers as in `Places`.
+    """Where everything lies in the body of a `LargestCompressor`.
 
     Attributes:
         size: bytes of the body.
@@ -113,7 +113,12 @@ class Form(NamedTuple):
         places: of the indices.
     """
 
-    size: Any
-    capacity: Any
-    values: Any
+    size: int
+    capacity: int
+    values: int
     places: Places
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As operations of TensorFlow take them."""
+        return (self.size, self.capacity, self.values, *self.places)

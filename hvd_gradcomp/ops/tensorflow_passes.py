@@ -88,7 +88,7 @@ class TensorFlowLargestPasses:
         self,
         how: Collecting,
         scope: Scope,
-        form: Form,
+        form: Form | Tensor,
         turn: Any,
         quota: Tensor,
         slack: Tensor,
@@ -112,7 +112,7 @@ class TensorFlowLargestPasses:
             **_bucket(layout),
         )
         body, sent, per_layer, hint = written.body, written.sent, written.per_layer, written.next
-        if isinstance(form.size, int):
+        if isinstance(form, Form):
             body = tf.ensure_shape(body, (form.size,))
         return Written(body, sent, sent, per_layer, written.settled, hint=hint)
 
@@ -157,7 +157,12 @@ class TensorFlowLargestPasses:
         return replaced.mean, replaced.after, replaced.per_layer
 
     def add(
-        self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, room: Tensor
+        self,
+        layout: Layout,
+        form: Form | Tensor,
+        bodies: Tensor,
+        weights: Tensor,
+        room: Tensor,
     ) -> Tensor:
         """`sum over ranks of weights[rank] * what the rank sent`; raises as words' does."""
         with _eager_errors():
@@ -178,11 +183,8 @@ def _eager_errors() -> Iterator[None]:
         raise PayloadError(said) from None
 
 
-def _flat(form: Form) -> Tensor:
-    numbers = (form.size, form.capacity, form.values, *form.places)
-    if all(isinstance(number, int) for number in numbers):
-        return tf.constant(numbers, tf.int64)
-    return tf.stack([tf.cast(number, tf.int64) for number in numbers])
+def _flat(form: Form | Tensor) -> Tensor:
+    return tf.constant(form.numbers, tf.int64) if isinstance(form, Form) else form
 
 
 def _bucket(layout: Layout) -> dict[str, Any]:
