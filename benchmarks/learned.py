@@ -33,6 +33,7 @@ from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.learned import state_of
 from hvd_gradcomp.models import resnet50
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols.resizing import start
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
 
@@ -80,7 +81,7 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
         planned = plan(compressor, layers, BUCKET_BYTES, ranks=ranks)
         (layout,) = (layout for one, layout in planned if isinstance(one, LGCCompressor))
         selected = compressor.capacity(layout)
-        state = compressor.start(ops, layout, ranks)
+        state = start(compressor, ops, layout, ranks)
         vectors = torch.randn(ranks, selected, device=ops.device)
         padded = torch.nn.functional.pad(vectors, (0, -selected % autoencoder.STRIDE))
         code = autoencoder.encode(ops, state.encoder, padded[:1])

@@ -24,9 +24,13 @@ from hvd_gradcomp.codecs.pca import Components, components, dimension
 from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.collectives import Allreduce, Broadcast, Switch
+from hvd_gradcomp.composite import Composite
 from hvd_gradcomp.layers import Layer, convolves
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols import layering, resizing
+from hvd_gradcomp.protocols.carrying import correction
+from hvd_gradcomp.protocols.reporting import Report
 from hvd_gradcomp.wrappers import part
 
 _DEFAULT_LOSS = 0.01
@@ -94,7 +98,7 @@ class Slices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GradiVeQCompressor(Compressor):
+class GradiVeQCompressor(Composite):
     """Projects slices of convolutions onto their principal components (Yu et al. 2018).
 
     A layer is flattened so that the gradients of all filters at one place lie together, then along
@@ -180,6 +184,10 @@ class GradiVeQCompressor(Compressor):
 
     algorithm = 17
     state_format = 2  # the samples of all slices in turn, and their energy
+    whole_model = False
+    in_common = frozenset(
+        {"samples", "basis", "offset", "dimensions", "start", "drifted", "loss", "sent"}
+    )
 
     def __post_init__(self) -> None:
         for name, low in (("slice_size", 1), ("reuse", 1)):
@@ -207,19 +215,19 @@ class GradiVeQCompressor(Compressor):
             validate.one_of(self, "sampling", tuple(SAMPLING))
         for name in ("between", "others"):
             one = getattr(self, name)
-            if one.correction is not None or one.uses_moments:
+            if correction(one) is not None or one.uses_moments:
                 raise TypeError(
                     "GradiVeQCompressor: what sampling= or other= names takes over momentum or "
                     "uses second moments; give it to the layers by hvd_gradcomp.partition instead. "
                     f"Got {one}"
                 )
-        object.__setattr__(self, "block", self.between.block)
-        object.__setattr__(self, "max_bucket", self.between.max_bucket)
-        inside = frozenset(f"sampling.{name}" for name in self.between.replicated)
-        mine = {"samples", "basis", "offset", "dimensions", "start", "drifted", "loss", "sent"}
-        object.__setattr__(self, "replicated", inside | mine)
-        anew = frozenset(f"sampling.{name}" for name in self.between.begins_anew)
-        object.__setattr__(self, "begins_anew", anew)
+
+    @property
+    def children(self) -> dict[str, Compressor]:
+        return {"sampling": self.between}
+
+    def check(self, layout: Layout) -> None:
+        Compressor.check(self, layout)
 
     @property
     def between(self) -> Compressor:
@@ -237,7 +245,9 @@ class GradiVeQCompressor(Compressor):
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         convolutions = list(map(convolves, layers))
         others = iter(
-            self.others.of_layers([x for x, mine in zip(layers, convolutions) if not mine], ranks)
+            layering.of_layers(
+                self.others, [x for x, mine in zip(layers, convolutions) if not mine], ranks
+            )
         )
         return [self if mine else next(others) for mine in convolutions]
 
@@ -334,9 +344,6 @@ class GradiVeQCompressor(Compressor):
 
     # -- one step ----------------------------------------------------------------------------
 
-    def init(self, ops: Ops, layout: Layout) -> GradiVeQState:
-        return self.start(ops, layout, 1)
-
     def start(self, ops: Ops, layout: Layout, ranks: int) -> GradiVeQState:
         cuts = self.slices(layout)
         lengths = sum(s.groups * s.length for s in cuts)
@@ -351,7 +358,7 @@ class GradiVeQCompressor(Compressor):
             drifted=ops.host(0),
             loss=ops.full((), float("nan"), "float32"),
             sent=ops.zeros((len(layout.names),), "int64"),
-            sampling=self.between.start(ops, layout, ranks),
+            sampling=resizing.start(self.between, ops, layout, ranks),
             r=ops.zeros((layout.size,)) if self.feedback else (),
         )
 
@@ -591,25 +598,16 @@ class GradiVeQCompressor(Compressor):
 
     # -- what users ask ----------------------------------------------------------------------
 
-    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
-        del layout, steps
-        return [int(n) for n in state.sent]
-
-    def losses(self, state: Any) -> dict[str, float]:
-        return {"basis": float(state.loss)}
+    def report(self, layout: Layout, state: GradiVeQState, steps: int, since: int = 0) -> Report:
+        del layout, steps, since
+        sent = [int(n) for n in state.sent]
+        return Report(sent, self.residual(state), {"basis": float(state.loss)})
 
     def residual(self, state: Any) -> Tensor | None:
         return state.r if self.feedback else None
 
     def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
         return state if step < self.warmup_steps else state._replace(start=ops.host(step))
-
-    def owner(self, path: str, step: int) -> int | None:
-        return self.between.owner(path.partition(".")[2], step)
-
-    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> Any:
-        inner = self.between.resized(ops, state.sampling, step, ranks)
-        return state if inner is state.sampling else state._replace(sampling=inner)
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         raise TypeError(

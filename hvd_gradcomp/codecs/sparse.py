@@ -10,7 +10,7 @@ of the bucket, what payloads stand for is added up instead; see `exchanges.summe
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
@@ -18,6 +18,7 @@ from hvd_gradcomp.aggregator import Compressor, Context, Program
 from hvd_gradcomp.ladder import Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols.reporting import Report
 
 Memory = Any
 
@@ -61,7 +62,7 @@ class SparseCompressor(Compressor):
             None if there are none for it. A class that has one of them of its own inherits no rule.
     """
 
-    replicated: ClassVar[frozenset[str]] = frozenset({"ladder"})
+    replicated = frozenset({"ladder"})
     rule: Any = None
     ruled: ClassVar[frozenset[str]] = frozenset()
 
@@ -171,9 +172,9 @@ class SparseCompressor(Compressor):
     ) -> Program:
         return exchanges.sparse(self, ops, context, gradient, state, extra.get("moment"))
 
-    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
-        del layout, steps
-        return [int(n) for n in state.sent]
+    def report(self, layout: Layout, state: Any, steps: int, since: int = 0) -> Report:
+        del layout, steps, since
+        return Report([int(n) for n in state.sent], self.residual(state))
 
     def inherit(self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor) -> Any:
         memory = state.memory

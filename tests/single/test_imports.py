@@ -36,8 +36,16 @@ LAYERS = [
     {"ops/__init__.py"},
     {"layout.py"},
     {"wire.py", "ladder.py", "reports.py", "timeline.py"},
+    {"protocols/__init__.py", "protocols/stock.py"},
     {"aggregator.py"},
-    {"exchanges.py", "checkpoint.py", "verify.py"},
+    {
+        "protocols/carrying.py",
+        "protocols/layering.py",
+        "protocols/learning.py",
+        "protocols/reporting.py",
+        "protocols/resizing.py",
+    },
+    {"exchanges.py", "checkpoint.py", "composite.py", "verify.py"},
     {"hierarchy.py"},
     {
         "codecs/__init__.py",
