@@ -163,6 +163,12 @@ def test_imports_point_one_way(module):
         assert target <= below, f"{module} imports {name}, which lies above it"
 
 
+def test_no_types_point_up():
+    """What is imported for types alone counts too; `ops` and the commands name types above them."""
+    core = {m for m in set().union(*LAYERS) if not m.startswith(("ops/", "cli/"))}
+    assert not [m for m in core if "TYPE_CHECKING" in (ROOT / m).read_text()]
+
+
 def test_the_package_imports_without_any_framework():
     code = (
         "import sys, hvd_gradcomp, hvd_gradcomp.testing, hvd_gradcomp.handshake;"
