@@ -25,6 +25,7 @@ from hvd_gradcomp import (
     worth,
 )
 from hvd_gradcomp.aggregator import leaves
+from hvd_gradcomp.algorithms.gradiveq import projection
 from hvd_gradcomp.assignment import assign, plan
 from hvd_gradcomp.layers import Weight, convolves
 from hvd_gradcomp.layout import Layout
@@ -127,7 +128,8 @@ def test_the_projection_is_linear(seed, data):
         for _ in range(2)
     )
     codes = [
-        compressor.encode(world.ops, world.layout, x, world.states[0])[0] for x in (a, b, a + b)
+        projection.encode(compressor, world.ops, world.layout, x, world.states[0])[0]
+        for x in (a, b, a + b)
     ]
     torch.testing.assert_close(codes[0] + codes[1], codes[2], rtol=1e-4, atol=1e-4)
 
@@ -225,8 +227,8 @@ def test_tensorflow_traces_it_whole(how):
     gradient = world.flat([tf.constant(x) for x in gradients(11)[0]])
 
     def back(gradient):
-        code, _, lost = compressor.encode(ops, world.layout, gradient, state)
-        return compressor.decode(ops, world.layout, code, state), lost
+        code, _, lost = projection.encode(compressor, ops, world.layout, gradient, state)
+        return projection.decode(compressor, ops, world.layout, code, state), lost
 
     traced = tf.function(back, jit_compile=how == "xla", autograph=False)(gradient)
     for mine, theirs in zip(traced, back(gradient)):
@@ -243,8 +245,12 @@ def test_torch_compiles_it_whole():
     gradient = world.flat([torch.from_numpy(x) for x in gradients(11)[0]])
 
     def back(gradient):
-        return compressor.decode(
-            ops, layout, compressor.encode(ops, layout, gradient, state)[0], state
+        return projection.decode(
+            compressor,
+            ops,
+            layout,
+            projection.encode(compressor, ops, layout, gradient, state)[0],
+            state,
         )
 
     compiled = torch.compile(back, fullgraph=True, backend="eager")
