@@ -13,6 +13,7 @@ from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.ladder import Ladder, LadderState
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols.reporting import Report
 
 
 class EGCState(NamedTuple):
@@ -89,16 +90,17 @@ class EGCCompressor(MomentumCorrected):
     def capacities(self, layout: Layout) -> tuple[int, ...]:
         return _capacities(len(layout.names), self.capacity(layout))
 
-    def rung_changes(self, state: Any) -> int:
-        return int(state.ladder.changes)
+    def report(self, layout: Layout, state: EGCState, steps: int, since: int = 0) -> Report:
+        said = super().report(layout, state, steps, since)
+        return said._replace(rung_changes=int(state.ladder.changes))
 
     def init(self, ops: Ops, layout: Layout) -> EGCState:
         memory, ladder, sent, hint = super().init(ops, layout)
         return EGCState(memory, ladder, sent, hint, ops.zeros((len(layout.names),), "int64"))
 
     def quota(
-        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
-    ) -> tuple[Tensor, Any]:
+        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: EGCState
+    ) -> tuple[Tensor, EGCState]:
         quota = ops.cond(
             step % self.entropy_interval == 0,
             lambda: self._quota_by_entropy(ops, layout, gradient),

@@ -10,15 +10,16 @@ each rank; what is sent is velocity, and the optimizer only adds it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.aggregator import Compressor, State, derived
 from hvd_gradcomp.codecs.largest import LargestCompressor
 from hvd_gradcomp.codecs.sparse import Memory, Residual
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.rules import Collecting
+from hvd_gradcomp.protocols.carrying import Correction
 
 
 class Velocity(NamedTuple):
@@ -45,7 +46,7 @@ class MomentumCorrected(LargestCompressor):
         validate.boolean(self, "masking")
 
     @property
-    def correction(self) -> tuple[float | None, bool | None]:
+    def correction(self) -> Correction:
         return self.momentum, self.nesterov
 
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
@@ -68,11 +69,16 @@ class MomentumCorrected(LargestCompressor):
             return Residual(r)
         return Velocity(r, ops.put(memory.u, index, 0.0) if self.masking else memory.u)
 
-    @property
-    def rule(self) -> Collecting:  # type: ignore[override]
+    @derived
+    def rule(self) -> Collecting:
         return Collecting(self.momentum or 0.0, bool(self.nesterov), self.masking)
 
-    def with_velocity(self, state: Any, velocity: Tensor) -> Any:
+    def velocity(self, state: State) -> Tensor | None:
+        """None: it is not all that the state holds."""
+        del state
+        return None
+
+    def with_velocity(self, state: State, velocity: Tensor) -> State:
         if not self.momentum:
             return state
         return state._replace(memory=state.memory._replace(u=velocity))
