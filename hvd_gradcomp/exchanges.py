@@ -27,9 +27,11 @@ class Leading(Protocol):
         """The leader's payload: which elements travel."""
 
     def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
-        """The indices, from its payload [1, bytes]."""
+        """The choice, from its payload [1, bytes]: what the next two are given as `index`."""
 
-    def values(self, ops: Ops, gradient: Tensor, state: State, index: Tensor) -> Tensor:
+    def values(
+        self, ops: Ops, layout: Layout, gradient: Tensor, state: State, index: Tensor
+    ) -> Tensor:
         """What this rank has at the indices."""
 
     def settle_all(
