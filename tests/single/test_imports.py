@@ -38,7 +38,10 @@ LAYERS = [
     {"wire.py", "ladder.py", "reports.py", "timeline.py"},
     {"aggregator.py"},
     {"exchanges.py", "checkpoint.py", "verify.py"},
+    {"engine/__init__.py", "engine/stack.py"},
     {"hierarchy.py"},
+    {"engine/seat.py"},
+    {"engine/dispatch.py", "engine/totals.py"},
     {
         "codecs/__init__.py",
         "codecs/indices.py",
