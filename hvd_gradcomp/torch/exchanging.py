@@ -121,7 +121,7 @@ class Exchanging:
             )
         if p in self._late:
             self._versions[p] = _version(p)  # a zero was added
-            self._gradcomp.forget_passes([p])
+            self._gradcomp.sources.forget([p])
             self._at_end_of_backward()
             return
         if p.grad is None:
@@ -459,7 +459,7 @@ class Exchanging:
             )
         self._begin()
         self._synchronized = False
-        self._gradcomp.forget_passes()
+        self._gradcomp.sources.forget()
         for parameter in self._parameter_names:
             moments.discard(parameter)
         parameters.join(self)  # what has thawed is reduced when the next backward ends

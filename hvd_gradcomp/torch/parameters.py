@@ -21,7 +21,7 @@ from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.layers import Layer, Weight, convolving
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.torch.engine import Bucket
+    from hvd_gradcomp.torch.buckets import Bucket
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have hooks
 

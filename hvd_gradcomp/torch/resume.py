@@ -11,7 +11,9 @@ import torch
 from hvd_gradcomp import handshake
 from hvd_gradcomp.aggregator import Compressor, is_replicated, leaves, with_leaves
 from hvd_gradcomp.torch import handout, parameters
-from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine
+from hvd_gradcomp.torch.buckets import Bucket
+from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.exchange import LOGGER, settled
 from hvd_gradcomp.torch.handout import Said
 
 
@@ -199,7 +201,7 @@ def _exchange_of(engine: Engine) -> _Exchange:
 
 def _held(engine: Engine) -> dict[str, Any]:
     """What this rank can hand out."""
-    engine.settled()
+    settled(engine)
     return {
         "steps": engine.steps,
         "order": list(engine.order),
