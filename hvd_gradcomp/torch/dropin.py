@@ -1,12 +1,4 @@
-"""Drop-in for `horovod.torch`: all of it, with gradient compression in `DistributedOptimizer`.
-
--import horovod.torch as hvd
-+import hvd_gradcomp.torch as hvd
-...
--optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
-+                                     compression=hvd.VarianceCompressor(alpha=2))
-"""
+"""All that `import hvd_gradcomp.torch` gives: Horovod's names, and ours in the place of some."""
 
 from hvd_gradcomp.installation import require_horovod as _require_horovod
 

@@ -1,0 +1,42 @@
+"""Drop-in for `horovod.torch`: all of it, with gradient compression in `DistributedOptimizer`.
+
+-import horovod.torch as hvd
++import hvd_gradcomp.torch as hvd
+...
+-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
++optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
++                                     compression=hvd.VarianceCompressor(alpha=2))
+
+Horovod is imported with the first name that is asked for. `hvd_gradcomp.torch.ddp`, which
+compresses for PyTorch's own `DistributedDataParallel`, works without.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.torch.dropin import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """A module of this package, or what `dropin` has.
+
+    Raises:
+        ImportError: it is of Horovod, which cannot be imported; with what helps.
+    """
+    if name != "__all__" and (name.startswith("_") or find_spec(f"{__name__}.{name}")):
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")
+    dropin = import_module(f"{__name__}.dropin")
+    globals().update({each: getattr(dropin, each) for each in ("__all__", *dropin.__all__)})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})
