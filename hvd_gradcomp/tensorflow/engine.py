@@ -51,21 +51,20 @@ from hvd_gradcomp.aggregator import (
 )
 from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
 from hvd_gradcomp.collectives import (
-    Allgather,
     Allreduce,
-    Alltoall,
-    Broadcast,
-    Collective,
     Gather,
-    Inside,
     Switch,
-    goes_as_sum,
 )
+from hvd_gradcomp.engine import totals
+from hvd_gradcomp.engine.dispatch import Dispatch
+from hvd_gradcomp.engine.seat import Seated
+from hvd_gradcomp.engine.stack import Stack, known, run
 from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps, assertion
-from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
+from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.tensorflow import tracing
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
@@ -222,7 +221,7 @@ def takes_part(process_set: Any) -> bool:
     return horovod.rank() in (process_set.ranks or ())
 
 
-class Engine:
+class Engine(Seated):
     """The exchange of one optimizer, or of the tapes over one list of variables.
 
     Args:
@@ -270,7 +269,6 @@ class Engine:
         self.process_set, self.sparse_as_dense = process_set, sparse_as_dense
         average = op == horovod.Average
         self.place = hierarchy.place_of(mpi_ops, process_set, average) if hierarchical else None
-        self._groups: hierarchy.Groups | None = None  # made when all are known to want them
         self.prescale = 1.0 / predivide if average else 1.0
         self.postscale = predivide / self.seat[1] if average else 1.0
         self.settings = (
@@ -304,40 +302,19 @@ class Engine:
             }
         self.sums: list[tf.Variable] = []
         self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
+        self.dispatch = Dispatch(tracing.Tracing(), self, self)
         self._heard: list[tf.Tensor] = []  # of the bits of replies that all ranks have alike
         self._eager = tf.function(self._reduce, autograph=False)
         self._plan(())
         living.add(self)
 
-    @property
-    def seat(self) -> tuple[int, int]:
-        """(rank, size) as compressors see them: of hosts, where only those exchange."""
-        if self.place is not None:
-            return self.place.host, self.place.hosts
-        return self.process_set.rank(), self.process_set.size()
-
-    def leads(self, bucket: int) -> bool:
-        """Whether this rank compresses a bucket, and keeps its state."""
-        return self.place is None or self.place.slot == self.leader(bucket)
-
     def leader(self, bucket: int) -> int:
         """The place in its host of the rank that compresses a bucket."""
         return 0 if self.place is None else bucket % self.place.slots
 
-    @property
-    def groups(self) -> hierarchy.Groups:
-        """The process sets of this rank among hosts; all ranks ask together the first time."""
-        assert self.place is not None
-        if self._groups is None:
-            with tf.init_scope():
-                self._groups = hierarchy.groups_of(mpi_ops, self.place, self._gather_objects)
-        return self._groups
-
-    def among(self, request: Collective | None) -> Any:
-        """The process set that a collective is for; of None, those that exchange compressed."""
-        if self.place is None:
-            return self.process_set
-        return self.groups.inside if isinstance(request, Inside) else self.groups.across
+    def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
+        with tf.init_scope():
+            return hierarchy.groups_of(mpi_ops, place, self._gather_objects)
 
     def _gather_objects(self, item: Any, kind: Any) -> list[Any]:
         with explained("the exchange of what the ranks train"):
@@ -515,9 +492,7 @@ class Engine:
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             with tf.control_dependencies([self._still_valid()]):
                 dense = [None if g is None else tf.identity(g) for g in dense]
-        programs: list[list[Program]] = []
-        requests: list[Collective] = []
-        results: list[Any] = [None] * len(self.layouts)
+        stacks: list[Stack] = []
         before: list[State] = []
         trained = [self._trained(bucket, gradients) for bucket in range(len(self.layouts))]
         for bucket, layout in enumerate(self.layouts):
@@ -547,16 +522,16 @@ class Engine:
             else:
                 leader = self.leader(bucket)
                 program = hierarchy.aggregate(one, *how, place=self.place, leader=leader, **extra)
-            programs.append([program])
+            stacks.append(Stack(program, known))
         # All first rounds come before any second one, as far as an eager run is concerned.
-        for bucket, stack in enumerate(programs):
-            requests.append(self._advance(stack, None, results, bucket))
+        requests = [stack.send(None) for stack in stacks]
         self._heard = []
         together = self._together(gradients)
         # In different phases a rank would wait for ever for what others do not ask for.
         phases = any(isinstance(request, Switch) for request in requests)
         with tf.control_dependencies(together if phases else []):
-            self._finish(programs, requests, results)
+            self._finish(stacks, requests)
+        results = [stack.result for stack in stacks]
         reduced = list(gradients)
         planned = {place for places in self.places for place in places}
         for place, gradient in enumerate(gradients):
@@ -588,9 +563,7 @@ class Engine:
                 self._measure(reduced)
         return reduced, finite
 
-    def _finish(
-        self, programs: list[list[Program]], requests: list[Any], results: list[Any]
-    ) -> None:
+    def _finish(self, stacks: Sequence[Stack], requests: list[Any]) -> None:
         """Runs all programs from their first requests to their ends."""
         rounds = 0
         while any(request is not None for request in requests):
@@ -603,7 +576,7 @@ class Engine:
             ]
             for bucket, reply in enumerate(replies):
                 if reply is not None:
-                    requests[bucket] = self._advance(programs[bucket], reply, results, bucket)
+                    requests[bucket] = stacks[bucket].send(reply)
             rounds += 1
 
     @property
@@ -707,8 +680,8 @@ class Engine:
             ignore_name_scope=True,
             process_set=self.process_set,
         )
-        self.counters["bytes_sent"].assign_add(_bytes(wire))
-        self.counters["bytes_received"].assign_add(_bytes(reply))
+        self.sent(wire)
+        self.received(reply)
         return tf.cast(reply, rows.dtype)
 
     def _sum(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
@@ -747,23 +720,6 @@ class Engine:
             if given[place] is not None:
                 reduced[place] = tf.cast(piece, self.layers[place][2])
 
-    def _advance(self, stack: list[Program], reply: Any, results: list[Any], bucket: int) -> Any:
-        """Resumes the innermost program until it asks for a collective, or all have ended."""
-        while stack:
-            try:
-                request = stack[-1].send(reply)
-            except StopIteration as stop:
-                stack.pop()
-                reply = stop.value
-                continue
-            if isinstance(request, Switch) and isinstance(request.index, int):
-                stack.append(request.branches[request.index]())
-                reply = None
-                continue
-            return request
-        results[bucket] = reply
-        return None
-
     def _perform(
         self, request: Any, name: str, path: Any, taken: Any = None, among: Any = None
     ) -> Any:
@@ -789,76 +745,26 @@ class Engine:
                 self.ops.verdicts.append(finite)
             self._heard.append(summed)
             return reply
-        process_set, counts = among or self.among(request), not isinstance(request, Inside)
-        title = timeline.collective(name, request, path)
-        if isinstance(request, Inside):
-            request = request.request
-        tensor, world = request.tensor, process_set.size()
-        if taken is not None and isinstance(request, (Broadcast, Gather)):
-            # A rank that only receives hands over a constant. TensorFlow's graph optimizer frees
-            # what depends on constants alone from its branch, and then this rank asks when others
-            # do not.
-            tensor = tf.where(taken, tensor, tf.zeros_like(tensor))
-        shared: dict[str, Any] = {
-            "name": title,
-            "ignore_name_scope": True,
-            "process_set": process_set,
-        }
-        here = process_set.rank()
-        source = request.root if isinstance(request, Broadcast) else None
-        if counts and source in (None, here):
-            self.counters["bytes_sent"].assign_add(_bytes(tensor))
-        size = tensor.shape.num_elements()
-        gloo = mpi_ops.gloo_enabled()
-        if isinstance(request, Allgather) and goes_as_sum(
-            size or 0, tensor.dtype.name, world, gloo
-        ):
-            own = tf.bitcast(tf.reshape(tensor, (-1, 4)), tf.int32)
-            others = mpi_ops._allreduce(own, op=horovod.Sum, **shared) - own
-            both = (own, others) if here == 0 else (others, own)
-            reply = tf.reshape(tf.bitcast(tf.stack(both), tf.uint8), (world, *tensor.shape))
-        elif isinstance(request, Allgather):
-            reply = mpi_ops.allgather(tensor, **shared)
-            same = assertion(
-                tf.equal(tf.size(reply), world * tf.size(tensor)),
-                f"{ASSERTION}: the ranks sent payloads of different sizes for {title}; load "
-                "the same checkpoint on all ranks",
-                tf.size(reply),
-                tf.size(tensor),
-            )
-            with tf.control_dependencies([same]):
-                reply = tf.reshape(reply, tf.concat(([world], tf.shape(tensor)), 0))
-            reply.set_shape((world, *tensor.shape))
-        elif isinstance(request, Allreduce):
-            reply = mpi_ops._allreduce(
-                tensor,
-                op=horovod.Sum,
-                prescale_factor=request.prescale,
-                postscale_factor=request.postscale,
-                **shared,
-            )
-        elif isinstance(request, Alltoall):
-            reply = mpi_ops.alltoall(tf.reshape(tensor, (-1,)), **shared)
-            reply = tf.reshape(reply, tf.shape(tensor))
-        elif isinstance(request, Gather):
-            splits = [0] * world
-            splits[request.root] = request.lengths[here]
-            tensor = tf.reshape(tensor, (splits[request.root],))
-            given = mpi_ops.alltoall(tensor, splits=tf.constant(splits, tf.int32), **shared)[0]
-            # Counted before its shape is known, or ranks that get nothing would leave it out.
-            self.counters["bytes_received"].assign_add(_bytes(given))
-            return tf.reshape(given, (sum(request.lengths) if request.root == here else 0,))
-        elif isinstance(request, Broadcast):
-            ranks = process_set.ranks
-            root = ranks[request.root] if ranks else request.root
-            reply = mpi_ops.broadcast(tensor, root, **shared)
-        else:
-            raise TypeError(f"{request!r} is no collective; {self.compressor} has asked for it")
-        if isinstance(request, (Allreduce, Broadcast)) and self.place is None:
-            self._heard.append(_sum_of_bits(reply))
-        if counts and source != here:
-            self.counters["bytes_received"].assign_add(_bytes(reply))
+        if taken is not None:
+            request = tracing.asked_in_branch(request, taken)
+        sent = self.dispatch.submit(request, name, path, among)
+        reply = self.dispatch.receive(sent)
+        if isinstance(request, Gather):  # counted before its shape is known; see `Tracing.gather`
+            here = sent.group.rank()
+            reply = tf.reshape(reply, (sum(request.lengths) if request.root == here else 0,))
         return reply
+
+    def sent(self, tensor: tf.Tensor) -> None:
+        """Counts what is handed to a collective."""
+        self.counters["bytes_sent"].assign_add(tracing.bytes_of(tensor))
+
+    def received(self, tensor: tf.Tensor) -> None:
+        """Counts what is handed back."""
+        self.counters["bytes_received"].assign_add(tracing.bytes_of(tensor))
+
+    def heard(self, reply: tf.Tensor) -> None:
+        """Takes note of what is the same to the bit on all ranks."""
+        self._heard.append(tracing.sum_of_bits(reply))
 
     def _run(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
         """A branch of a `Switch`, to its end: results, whether gradients were finite, and sums."""
@@ -871,51 +777,38 @@ class Engine:
             self.ops.verdicts, self._heard = outside, sums
 
     def _run_to_end(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
-        results: list[Any] = [None]
-        stack, reply = [program], None
-        for turn in itertools.count():
-            request = self._advance(stack, reply, results, 0)
-            if request is None:
-                return results[0]
-            reply = self._perform(request, name, f"{path}.{turn}", taken)
+        turns = itertools.count()
+        return run(program, lambda r: self._perform(r, name, f"{path}.{next(turns)}", taken), known)
 
     def stats(self) -> CompressionStats:
         """Totals since the start; reads the device."""
-        steps = int(self.counters["exchanges"])
-        layers: dict[str, int] = {}
-        losses, residuals, rung_changes = [], [], 0
-        theirs: set[str] = set()
-        for bucket, (layout, compressor) in enumerate(zip(self.layouts, self.compressors)):
-            if not self.leads(bucket):
-                theirs.update(layout.names)
-                continue
-            state = with_leaves(self.templates[bucket], list(self.variables[bucket]))
-            sent = compressor.elements_sent(layout, state, steps)
-            layers.update(zip(layout.names, sent))
-            losses.append(compressor.losses(state))
-            rung_changes += compressor.rung_changes(state)
-            working, own = compressor.at_work(state, steps)
-            residuals.append(working.residual(own))
+        counted = {
+            name: int(self.counters[name])
+            for name in ("exchanges", "bytes_sent", "bytes_received", "skipped")
+        }
+        mine = [bucket for bucket in range(len(self.layouts)) if self.leads(bucket)]
+        planned = {name for layout in self.layouts for name in layout.names}
+        theirs = planned - {name for bucket in mine for name in self.layouts[bucket].names}
         unbucketed = self.counters["unbucketed"].numpy().tolist()
-        for (name, _, _), sent_as_is in zip(self.layers, unbucketed):
-            if name not in theirs:
-                layers[name] = layers.get(name, 0) + sent_as_is
-        sizes = {name: prod(shape) for name, shape, _ in self.layers if name in layers}
-        elements = sum(sizes.values())
-        return CompressionStats(
+        names = [name for name, _, _ in self.layers]
+        steps = counted.pop("exchanges")
+        return totals.stats(
+            [
+                totals.Exchanged(
+                    self.layouts[bucket],
+                    self.compressors[bucket],
+                    with_leaves(self.templates[bucket], list(self.variables[bucket])),
+                    steps,
+                )
+                for bucket in mine
+            ],
+            totals.Counted(**counted),
             steps=steps,
-            elements=elements * steps,
-            elements_sent=sum(layers.values()),
-            bytes_dense=4 * elements * steps,
-            bytes_sent=int(self.counters["bytes_sent"]),
-            bytes_received=int(self.counters["bytes_received"]),
-            layers={name: layers[name] for name in sizes},
-            losses=mean_losses(losses),
-            sizes=sizes,
-            skipped=int(self.counters["skipped"]),
-            rung_changes=rung_changes,
-            residual_norm=norm_of(float(tf.norm(r)) for r in residuals if r is not None),
-            gradient_norm=norm_of(() if self._norm is None else [float(self._norm)]),
+            order=names,
+            beside={name: sent for name, sent in zip(names, unbucketed) if name not in theirs},
+            unplanned={name: prod(shape) for name, shape, _ in self.layers if name not in planned},
+            norm=lambda x: float(tf.norm(x)),
+            gradient_norms=() if self._norm is None else [float(self._norm)],
         )
 
     def watch(self) -> bool:
@@ -1028,16 +921,3 @@ def poisoned(gradients: list[Any], others: Sequence[Any]) -> list[Any]:
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _sum_of_bits(x: tf.Tensor) -> tf.Tensor:
-    """Any bit that flips changes it; an int64 scalar."""
-    kinds = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
-    return tf.reduce_sum(tf.cast(tf.bitcast(x, kinds[x.dtype.size]), tf.int64))
-
-
-def _bytes(tensor: tf.Tensor) -> tf.Tensor:
-    known = tensor.shape.num_elements()
-    if known is not None:
-        return tf.constant(known * tensor.dtype.size, tf.int64)
-    return tf.size(tensor, tf.int64) * tensor.dtype.size
