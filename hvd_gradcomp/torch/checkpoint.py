@@ -23,10 +23,10 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
     checkpoint.check_mode(mode)
     settled(engine)
-    names = list(engine.gathered)
+    names = list(engine.ledger.gathered)
     if mode == "consolidated":
         names = [name for name, _, _ in engine.layers]  # of as many on all ranks
-    gathered = [engine.gathered.get(name, 0) for name in names]
+    gathered = [engine.ledger.gathered.get(name, 0) for name in names]
     counters = torch.tensor([*gathered, *engine.counted[0]], device="cpu")
     if mode == "consolidated":
         counters = _summed(f"{engine.name}.counters", counters, engine.process_set)

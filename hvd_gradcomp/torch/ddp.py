@@ -17,6 +17,7 @@ by bucket, in the same order on all ranks.
 from __future__ import annotations
 
 import logging
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,27 +25,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_gradcomp import assignment, checkpoint, failures, handshake, hierarchy, worth
+from hvd_gradcomp import checkpoint, failures, handshake, hierarchy
 from hvd_gradcomp.aggregator import Compressor, leaves, with_leaves
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.checkpoint import Source
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch import exchange, momentum
-from hvd_gradcomp.torch.buckets import (
-    BUCKET_BYTES,
-    Bucket,
-    Named,
-    as_used,
-    carry_over,
-    leaving_dense,
-    planned,
-)
 from hvd_gradcomp.torch.moments import track_moments
 from hvd_gradcomp.torch.parameters import layers_of
+from hvd_gradcomp.torch.planning import Planned
 from hvd_gradcomp.torch.process_groups import Distributed, Group
 from hvd_gradcomp.torch.rounds import OutOfStepError
-from hvd_gradcomp.torch.sources import Sources, source_of
 
 __all__ = ["CompressionState", "compress", "hook", "track_moments"]
 
@@ -77,7 +69,7 @@ hook.__annotations__.update(
 )
 
 
-class _Exchange(exchange.Exchange):
+class _Exchange(Planned):
     """The programs of a model, over `torch.distributed`."""
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
@@ -86,12 +78,29 @@ class _Exchange(exchange.Exchange):
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
         raise NotImplementedError
 
-    def begin_step(self) -> bool:
+    def watch_order(self) -> list[Any]:
+        """Hooks that see in which order the first backward comes by the layers."""
+        myself = weakref.proxy(self)
+
+        def seen(name: str) -> Any:
+            def hook(_: torch.Tensor) -> None:
+                if not myself.ordered:
+                    myself._arrived.append(name)
+
+            return hook
+
+        return [] if self.ordered else [p.register_hook(seen(name)) for name, p in self._named]
+
+    def begin(self) -> bool:
         """Begins a step; whether a gradient that is not finite undoes it."""
         self._begin_step()
         for bucket in self.buckets:
             bucket.refresh()
         return self._undoes
+
+    def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Takes a gradient; starts the program of its bucket when it was the last one."""
+        self._lay(parameter, gradient)
 
     def finish(self) -> None:
         """Runs all programs to their ends, in the same order on all ranks.
@@ -100,6 +109,7 @@ class _Exchange(exchange.Exchange):
             NonFiniteGradientError: on all ranks.
             Exception: what one of this rank's programs has raised.
         """
+        self.order_is_known()
         while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
             self._resume(running)
             others = [e for e in self._errors if not isinstance(e, NonFiniteGradientError)]
@@ -107,20 +117,16 @@ class _Exchange(exchange.Exchange):
                 raise others[0]
         self._end_step()
 
+    def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The reduced gradient, after `finish`."""
+        return self._taken(parameter)
+
     def end(self) -> None:
         """All results were taken."""
         self.sources.end_step()
         self.scaling.end_step()
         for bucket in self.buckets:
             bucket.result = None
-
-    def settle_on(self, buckets: list[Bucket]) -> None:
-        """Goes on with these."""
-        self._settle_on(buckets)
-
-    lay = exchange.Exchange._lay
-    taken = exchange.Exchange._taken
-    place_of = property(lambda self: self._places.__getitem__)
 
 
 class CompressionState:
@@ -174,102 +180,48 @@ class CompressionState:
             )
         compressor, gives_up = _settled(compression, optimizer)
         self._group = Group(process_group or model.process_group)
-        self._named = _reduced(model)
-        self.compressor = leaving_dense(compressor, self._named)
-        self._bucket_bytes = bucket_bytes
-        self._layers = layers_of(self._named)
-        self._arrived: list[str] | None = [] if compressor.needs_order else None
-        self._order: list[str] = []
-        self._exchange = _Exchange(
-            Distributed(),
-            process_set=self._group,
-            place=None,
-            prescale=1.0,
-            postscale=1.0 / self._group.size(),
-            nonfinite=nonfinite,
-            scaler=scaler,
-        )
+        named, refused = _reduced(model), ""
         try:
-            self._prepare(backward_passes_per_step, batch_size)
-            refused = ""
+            self._run = _Exchange(
+                named,
+                compressor,
+                Distributed(),
+                name="ddp",
+                tracking="ddp.track_moments(module) before DistributedDataParallel",
+                passes=backward_passes_per_step,
+                batch_size=batch_size,
+                bucket_bytes=bucket_bytes,
+                process_set=self._group,
+                prescale=1.0,
+                postscale=1.0 / self._group.size(),
+                nonfinite=nonfinite,
+                scaler=scaler,
+            )
         except ValueError as error:
             refused = str(error)
-        self._agree(refused, f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}")
-        self._watch_order()
-        self._takeover = _take_over(optimizer, self._exchange) if gives_up else None
-        self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
-        self._error: Exception | None = None
-
-    # -- set-up --------------------------------------------------------------------------------
-
-    def _prepare(self, passes: int, batch_size: int | None) -> None:
-        assigned = assignment.assign(self.compressor, self._layers, self._group.size())
-        used = [pair for pair, one in zip(self._named, assigned) if one.uses_moments]
-        how = "ddp.track_moments(module) before DistributedDataParallel"
-        source = source_of(self.compressor, used, passes, self._group.rank() == 0, how)
-        run = self._exchange
-        run.sources = Sources(source, batch_size, run.scaling, lambda p: run.place_of(p))
-        run.settle_on(self._planned(self._named))
-        run.sources.watch(run.buckets)
-
-    def _planned(self, named: Named) -> list[Bucket]:
-        layers = {layer[0]: layer for layer in self._layers}
-        return list(
-            planned(
-                named,
-                [layers[name] for name, _ in named],
-                self.compressor,
-                name="ddp",
-                ranks=self._group.size(),
-                bucket_bytes=self._bucket_bytes,
-                with_moments=self._exchange.sources.kept,
-            )
+        settings = f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}"
+        every = self._group.gather_objects(
+            {
+                **handshake.describe(
+                    layers_of(named),
+                    compressor,
+                    [] if refused else [bucket.layout for bucket in self._run.buckets],
+                    settings,
+                    framework=f"torch {torch.__version__.partition('+')[0]}",
+                    horovod=f"none, torch.distributed's {self._group.backend}",
+                ),
+                "what the compressor refuses": refused or "nothing",
+            },
+            handshake.Description,
         )
-
-    def _agree(self, refused: str, settings: str) -> None:
-        """Compares with the other ranks what is about to be trained.
-
-        Raises:
-            ValueError: this model cannot be compressed so.
-            MismatchError: on all ranks.
-        """
-        layouts = [] if refused else [bucket.layout for bucket in self._exchange.buckets]
-        mine = handshake.describe(
-            self._layers,
-            self.compressor,
-            layouts,
-            settings,
-            framework=f"torch {torch.__version__.partition('+')[0]}",
-            horovod=f"none, torch.distributed's {self._group.backend}",
-        )
-        every = self._group.gather_objects({**mine, "refused": refused}, handshake.Description)
         handshake.agree(every, self._group.ranks)
         if refused:
             raise ValueError(refused)
-        if self._group.rank() == 0 and self._arrived is None:
-            size = self._group.size()
-            target = self._bucket_bytes or BUCKET_BYTES
-            plan = assignment.plan(self.compressor, self._layers, target, ranks=size)
-            for line in worth.warnings(self.compressor, plan, size):
-                LOGGER.warning("%s", line)
-
-    def _watch_order(self) -> None:
-        """In the first step, sees in which order backward comes by the layers."""
-        self._hooks: list[Any] = []
-        arrived = self._arrived
-        if arrived is not None:
-            for name, p in self._named:
-                self._hooks.append(p.register_hook(lambda _, name=name: arrived.append(name)))
-
-    def _reorder(self, order: list[str]) -> None:
-        """Plans the buckets for layers that are used in this order, on all ranks alike."""
-        for one in self._hooks:
-            one.remove()
-        self._arrived, self._order, left = None, order, self._exchange.buckets
-        known = dict(self._named)
-        names = as_used(self._layers, order)
-        self._exchange.settle_on(self._planned([(name, known[name]) for name in names]))
-        carry_over(left, self._exchange.buckets)
+        self._hooks = self._run.watch_order()
+        if gives_up:
+            _take_over(optimizer, self._run)
+        self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
+        self._error: Exception | None = None
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -287,7 +239,7 @@ class CompressionState:
             if self._error is None:
                 self._give(buffer, pairs)
             if bucket.is_last() and self._error is None:
-                self._exchange.finish()
+                self._run.finish()
         except Exception as error:
             self._fail(error)
         if bucket.is_last():
@@ -305,9 +257,9 @@ class CompressionState:
                 "the exchange of an earlier step has failed, and what was kept is lost: start all "
                 "ranks again, from a checkpoint"
             )
-        undoes = self._exchange.begin_step()
-        mine = torch.tensor([self._exchange.steps, undoes], device=self._group.device)
-        transport = self._exchange.dispatch.transport
+        undoes = self._run.begin()
+        mine = torch.tensor([self._run.steps, undoes], device=self._group.device)
+        transport = self._run.dispatch.transport
         with failures.named(RuntimeError, "the beginning of a step", "torch.distributed"):
             every = transport.wait(transport.allgather(mine, "begin", self._group)).tolist()
         if any(one != every[0] for one in every):
@@ -316,9 +268,11 @@ class CompressionState:
                 "the ranks are in different steps, or only some of them use a GradScaler: load the "
                 f"same checkpoint on all ranks. By rank (step, whether it can be undone): {said}"
             )
-        if self._arrived is not None and self._exchange.steps > 0:
-            arrived = list(dict.fromkeys(self._arrived))[::-1]
-            self._reorder(self._group.gather_objects(arrived, list[str])[0])
+        if not self._run.ordered and self._run.steps > 0:
+            for one in self._hooks:
+                one.remove()
+            self._run.reorder(self._group.gather_objects(self._run.order, list[str])[0])
+        self._run.judge()
 
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
         if buffer.is_sparse:
@@ -327,7 +281,7 @@ class CompressionState:
                 "the embedding with sparse=False, or use hvd.DistributedOptimizer"
             )
         for p, gradient in pairs:
-            self._exchange.lay(p, gradient)
+            self._run.give(p, gradient)
 
     def _hand_out(self) -> None:
         """Gives DDP the reduced gradients; an error is raised once its backward has ended.
@@ -338,11 +292,11 @@ class CompressionState:
         error, self._error = self._error, None
         for future, buffer, pairs in waiting:
             for p, gradient in pairs if error is None else ():
-                gradient.copy_(self._exchange.taken(p))
+                gradient.copy_(self._run.take(p))
             if error is not None:
                 buffer.fill_(float("nan"))
             future.set_result(buffer)
-        self._exchange.end()
+        self._run.end()
         if error is not None:
             _raise_after_backward(error)
 
@@ -357,39 +311,39 @@ class CompressionState:
     @property
     def steps(self) -> int:
         """Exchanges so far."""
-        return self._exchange.steps
+        return self._run.steps
 
     def stats(self) -> CompressionStats:
         """What this rank's exchanges have moved so far, measured; see `CompressionStats`.
 
         Without what ranks say of themselves at the beginning of each step, 16 bytes.
         """
-        return exchange.stats_of(self._exchange, [name for name, _, _ in self._layers], {})
+        return self._run.stats()
 
     def retrain(self) -> None:
         """Lets the compressor learn anew from the next step on; all ranks call it."""
-        exchange.retrain(self._exchange)
+        exchange.retrain(self._run)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's compressor keeps. It belongs to this rank: each saves its own."""
-        exchange.settled(self._exchange)
+        exchange.settled(self._run)
         return {
             "format": checkpoint.FORMAT,
-            "compressor": repr(self.compressor),
-            "formats": checkpoint.formats(self.compressor),
+            "compressor": repr(self._run.compressor),
+            "formats": checkpoint.formats(self._run.compressor),
             "rank": self._group.rank(),
             "size": self._group.size(),
-            "steps": self._exchange.steps,
-            "order": list(self._order),
-            "arrived": None if self._arrived is None else list(self._arrived),
-            "counters": list(self._exchange.ledger.counters),
+            "steps": self._run.steps,
+            "order": list(self._run.order),
+            "ordered": self._run.ordered,
+            "counters": list(self._run.ledger.counters),
             "buckets": [
                 {
                     "digest": bucket.layout.digest,
                     "names": bucket.layout.names,
                     "state": {path: x.detach().clone() for path, x in leaves(bucket.state)},
                 }
-                for bucket in self._exchange.buckets
+                for bucket in self._run.buckets
             ],
         }
 
@@ -401,15 +355,14 @@ class CompressionState:
         Raises:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
-        if isinstance(saved, dict) and saved.get("order"):
-            self._reorder(saved["order"])
-        checkpoint.check_exchange(
-            saved, self.compressor, [bucket.layout for bucket in self._exchange.buckets]
-        )
+        run = self._run
+        if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
+            run.reorder(saved["order"])
+        checkpoint.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
         rank, size = self._group.rank(), self._group.size()
         if saved["size"] != size:
             raise checkpoint.CheckpointError(checkpoint.other_size(saved["size"], size))
-        for bucket, entry in zip(self._exchange.buckets, saved["buckets"]):
+        for bucket, entry in zip(self._run.buckets, saved["buckets"]):
             how = saved["steps"], "sharded", saved["rank"], rank
             values = [
                 entry["state"][path].to(current.device, copy=True)
@@ -418,11 +371,11 @@ class CompressionState:
                 for path, current in leaves(bucket.state)
             ]
             bucket.state = with_leaves(bucket.state, values)
-        self._exchange.steps = saved["steps"]
+        self._run.steps = saved["steps"]
         if saved["rank"] == rank:
-            self._exchange.ledger.counters = list(saved["counters"])
-        if self._arrived is not None:
-            self._arrived[:] = saved["arrived"]
+            self._run.ledger.counters = list(saved["counters"])
+        if not run.ordered:
+            run.order = list(saved["order"])
 
 
 def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
@@ -454,7 +407,7 @@ def _settled(compression: Any, optimizer: torch.optim.Optimizer | None) -> tuple
     return compression, False
 
 
-def _take_over(optimizer: Any, run: _Exchange) -> momentum.Takeover:
+def _take_over(optimizer: Any, run: _Exchange) -> None:
     """Takes the momentum of SGD, which goes on as without it: what is saved has it still."""
     own = momentum.momentum_of(optimizer)
     assert own is not None
@@ -468,7 +421,6 @@ def _take_over(optimizer: Any, run: _Exchange) -> momentum.Takeover:
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_state_dict_post_hook(lambda _, state: taken.restored(state))
     optimizer.register_load_state_dict_post_hook(lambda _: taken.take())
-    return taken
 
 
 def _raise_after_backward(error: Exception) -> None:

@@ -7,7 +7,8 @@ earlier layers are still differentiated. `finishing` resumes the programs until 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,10 +37,12 @@ class Ledger:
 
     Attributes:
         counters: bytes sent, bytes received, steps left out.
+        gathered: values of sparse gradients, which are gathered as they are, by the layer's name.
     """
 
     def __init__(self) -> None:
         self.counters = [0, 0, 0]
+        self.gathered: dict[str, int] = {}
         self._heard: list[torch.Tensor] = []
 
     def sent(self, tensor: torch.Tensor) -> None:
@@ -88,18 +91,19 @@ class Exchange(Seated):
         transport: Transport,
         *,
         process_set: Any,
-        place: hierarchy.Place | None,
         prescale: float,
         postscale: float,
-        nonfinite: str | None,
-        scaler: Any,
+        place: hierarchy.Place | None = None,
+        nonfinite: str | None = None,
+        scaler: Any = None,
     ) -> None:
         self.process_set, self.place = process_set, place
         self.prescale, self.postscale = prescale, postscale
         self.nonfinite, self.scaling = nonfinite, LossScaling(scaler)
         self._policy = nonfinite or "raise"
         self.ledger = Ledger()
-        self.dispatch = Dispatch(transport, self.ledger, self)
+        # A weak reference: what refers to itself would live on after its optimizer.
+        self.dispatch = Dispatch(transport, self.ledger, weakref.proxy(self))
         self.steps = self.summed = 0
         self.undone = False
         self._open = False  # a program of this step has started
@@ -177,12 +181,9 @@ class Exchange(Seated):
             bucket.result, bucket.state = bucket.stack.result
             bucket.stack, bucket.round = None, 0
             return
-        with self._explained(self._what(bucket)):
+        with self._explained(f"the exchange of {bucket.name} in step {self.steps}"):
             bucket.sent = self._submit(bucket, request)
         bucket.round += 1
-
-    def _what(self, bucket: Bucket) -> str:
-        return f"the exchange of {bucket.name} in step {self.steps}"
 
     def _submit(self, bucket: Bucket, request: Collective) -> Sent:
         return self.dispatch.submit(request, bucket.name, bucket.round)
@@ -190,7 +191,7 @@ class Exchange(Seated):
     def _wait(self, bucket: Bucket) -> torch.Tensor:
         sent = bucket.sent
         assert sent is not None
-        with self._explained(self._what(bucket)):
+        with self._explained(f"the exchange of {bucket.name} in step {self.steps}"):
             reply: torch.Tensor = self.dispatch.receive(sent)
         bucket.sent = None
         return reply
@@ -254,6 +255,21 @@ class Exchange(Seated):
         """Whether a step with a gradient that is not finite leaves everything as it was."""
         return self._policy != "raise"
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the optimizer has to leave out the step that was exchanged last."""
+        return self.undone and self._policy == "skip"
+
+    def poisoned(self, what: str) -> None:
+        """A gradient that was added up beside the buckets is not finite, on all ranks.
+
+        Raises:
+            NonFiniteGradientError: if that is the policy; else the step is undone as far as it can.
+        """
+        if not self._undoes:
+            raise NonFiniteGradientError(what)
+        self.undone = True
+
     def _skip(self, error: Exception) -> None:
         """Gives out NaN, on all ranks, for a loss scaler or `step` to see."""
         counters = self.ledger.counters
@@ -279,15 +295,12 @@ class Exchange(Seated):
         return self.scaling.scale(gradient).to(parameter.dtype)
 
 
-def stats_of(
-    exchange: Exchange, order: Sequence[str], beside: Mapping[str, int]
-) -> CompressionStats:
+def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:
     """Totals since the start; reads the device.
 
     Args:
         exchange: what has moved them.
         order: names of layers, as the model has them.
-        beside: values that were sent beside the buckets, by the layer's name.
     """
     return totals.stats(
         [
@@ -297,7 +310,7 @@ def stats_of(
         totals.Counted(*exchange.ledger.counters),
         steps=exchange.steps,
         order=order,
-        beside=beside,
+        beside=exchange.ledger.gathered,
         unplanned={},
         norm=_norm,
         gradient_norms=[_norm(p.grad) for p in exchange.parameters if p.grad is not None],

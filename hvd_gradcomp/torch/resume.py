@@ -191,7 +191,7 @@ def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
 
 
 def _exchange_of(engine: Engine) -> _Exchange:
-    said = engine.description()
+    said = engine.agreement.description()
     if engine.compressor.needs_order:
         del said["buckets"]  # they follow from the order of use, which is handed out
     process_set = engine.process_set

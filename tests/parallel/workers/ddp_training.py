@@ -232,7 +232,7 @@ def one_fails():
     model, state = wrapped(StromCompressor(tau=0.01))
     train(model, sgd(model), 2)
     if dist.get_rank() == 1:
-        bucket = state._exchange.buckets[0]
+        bucket = state._run.buckets[0]
         bucket.state = None
     raises(Exception, "", lambda: backward(model, 3))
     raises(RuntimeError, "", lambda: backward(model, 4))
