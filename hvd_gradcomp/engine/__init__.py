@@ -6,6 +6,6 @@
     totals      what `stats` reports, from buckets and counters
 
 A frontend gives a `Transport` of five collectives and keeps the tensors. There are four:
-`torch/lending.py` (Horovod, by handles), `torch/gloo_and_nccl.py` (`torch.distributed`),
+`torch/lending.py` (Horovod, by handles), `torch/process_groups.py` (`torch.distributed`),
 `tensorflow/tracing.py` (Horovod, in a graph), and that of `testing.World`, in memory.
 """
