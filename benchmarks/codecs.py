@@ -34,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import points
 from hvd_gradcomp import Compressor
 from hvd_gradcomp.aggregator import Context, leaves
-from hvd_gradcomp.collectives import Allgather, Switch
+from hvd_gradcomp.collectives import Allgather
+from hvd_gradcomp.engine.stack import Stack
 from hvd_gradcomp.layout import plan_buckets
 from hvd_gradcomp.models import resnet50
 from hvd_gradcomp.ops.torch import TorchOps
@@ -153,26 +154,17 @@ class Step:
         program = self.compressor.aggregate(
             self.ops, context, self.gradients[bucket], self.states[bucket], **extra
         )
-        self.programs.append([program])
+        self.programs.append(Stack(program))
         self.requests.append(self._advance(bucket, None))
 
     def _advance(self, bucket: int, reply: Any) -> Any:
         """The next collective of a bucket, or None at its end."""
-        programs = self.programs[bucket]
-        while programs:
-            try:
-                request = programs[-1].send(reply)
-            except StopIteration as stop:
-                programs.pop()
-                reply = stop.value
-                continue
-            if not isinstance(request, Switch):
-                self.bytes += request.tensor.numel() * request.tensor.element_size()
-                self.collectives += 1
-                return request
-            programs.append(request.branches[int(request.index)]())
-            reply = None
-        self.total, self.states[bucket] = reply
+        request = self.programs[bucket].send(reply)
+        if request is not None:
+            self.bytes += request.tensor.numel() * request.tensor.element_size()
+            self.collectives += 1
+            return request
+        self.total, self.states[bucket] = self.programs[bucket].result
         if self.undoes:
             self.ops.let_go(self.before[bucket], [x for _, x in leaves(self.states[bucket])])
         return None

@@ -28,23 +28,23 @@ _CAUSES = {  # by what Horovod's text has in it
 }
 
 
-def explained(what: str, said: str) -> str:
-    """What failed, the likely cause, and what Horovod said of it.
+def explained(what: str, said: str, who: str = "Horovod") -> str:
+    """What failed, the likely cause, and what Horovod, or who moves the bytes, said of it.
 
     >>> explained("the exchange", "Horovod has been shut down.")[:47]
     'the exchange failed: another rank has stopped, '
     """
     cause = next((cause for mark, cause in _CAUSES.items() if mark in said), _STOPPED)
-    return f"{what} failed: {cause}. Horovod says: {said}"
+    return f"{what} failed: {cause}. {who} says: {said}"
 
 
 @contextmanager
-def named(kind: type[Exception], what: str) -> Iterator[None]:
+def named(kind: type[Exception], what: str, who: str = "Horovod") -> Iterator[None]:
     """Explains an error of one kind; it stays of that kind, which elastic training goes by."""
     try:
         yield
     except kind as error:
-        raise kind(explained(what, str(error))) from error
+        raise kind(explained(what, str(error), who)) from error
 
 
 def refuse_join(engines: WeakSet[Any]) -> None:

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp import wire
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
-from hvd_gradcomp.collectives import Allreduce, Broadcast, Inside, Switch
+from hvd_gradcomp.collectives import Allreduce, Broadcast, Inside
+from hvd_gradcomp.engine.stack import unswitched
 from hvd_gradcomp.exchanges import poison
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 
@@ -180,7 +181,7 @@ def aggregate(
     if place.slot == leader:
         try:
             program = compressor.aggregate(ops, context, total, state, **extra)
-            total, state = yield from _unswitched(program)
+            total, state = yield from unswitched(program)
             verdict = ops.cast(poison(ops, ops.settled()), layout.dtype)
         except Exception as error:
             failure = error
@@ -208,20 +209,3 @@ def is_result(request: Any) -> bool:
     that bucket waits as well, for what this rank leads.
     """
     return isinstance(request, Inside) and isinstance(request.request, Broadcast)
-
-
-def _unswitched(program: Program) -> Program:
-    """The same, with the branches of each `Switch` whose index is known in the place of it.
-
-    So an error in a branch is raised here, as in a function that was called.
-    """
-    reply = None
-    while True:
-        try:
-            request = program.send(reply)
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(request, Switch) and isinstance(request.index, int):
-            reply = yield from _unswitched(request.branches[request.index]())
-        else:
-            reply = yield request

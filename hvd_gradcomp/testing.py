@@ -18,22 +18,142 @@ tensor([ 0.5000,  0.0000,  0.0000, -0.2000])
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvd_gradcomp import hierarchy
+from hvd_gradcomp import hierarchy, timeline
 from hvd_gradcomp.aggregator import Compressor, Context, Program, State
-from hvd_gradcomp.collectives import (
-    Allgather,
-    Allreduce,
-    Alltoall,
-    Broadcast,
-    Gather,
-    Inside,
-    Switch,
-)
+from hvd_gradcomp.collectives import Allreduce, Gather, Inside, Switch
+from hvd_gradcomp.engine.dispatch import Dispatch
+from hvd_gradcomp.engine.seat import Seated
+from hvd_gradcomp.engine.stack import Stack, never
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.protocols import resizing
+
+
+class Group(NamedTuple):
+    """Ranks that take part in a collective, and which of them asks."""
+
+    ranks: Sequence[int]
+    own: int
+
+    def rank(self) -> int:
+        return self.ranks.index(self.own)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class _Member(Seated):
+    """A rank of a world, or of a host in it."""
+
+    def __init__(self, across: Group, inside: Group) -> None:
+        self.process_set, self.place = across, None
+        self._inside = inside
+
+    def among(self, request: Any) -> Group:
+        return self._inside if isinstance(request, Inside) else self.process_set
+
+    def leader(self, bucket: Any) -> int:
+        del bucket
+        return 0
+
+    def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
+        raise NotImplementedError
+
+
+class _Uncounted:
+    """A ledger that nobody reads."""
+
+    def sent(self, tensor: Tensor) -> None:
+        """Nothing: `World.traffic` has it."""
+
+    received = heard = sent
+
+
+class _Table:
+    """What ranks have laid down for one collective, and what each picks up."""
+
+    def __init__(self) -> None:
+        self.given: dict[int, Any] = {}
+        self.replies: list[Tensor] | None = None
+
+
+class InMemory:
+    """A transport between ranks of one process: each lays a tensor down, and all pick up."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._tables: dict[tuple[str, tuple[int, ...]], _Table] = {}
+
+    def _lay(
+        self, given: Any, name: str, group: Group, replies: Callable[[list[Any]], list[Tensor]]
+    ) -> Any:
+        key = name, tuple(group.ranks)
+        table = self._tables.setdefault(key, _Table())
+        table.given[group.rank()] = given
+        if len(table.given) == group.size():
+            del self._tables[key]
+        return table, group, replies
+
+    def wait(self, pending: Any) -> Tensor:
+        table, group, replies = pending
+        if len(table.given) < group.size():
+            raise AssertionError("a rank waits for what others have not asked for")
+        if table.replies is None:
+            table.replies = replies([table.given[rank] for rank in range(group.size())])
+        return table.replies[group.rank()]
+
+    def allgather(self, tensor: Tensor, name: str, group: Group) -> Any:
+        def replies(tensors: list[Tensor]) -> list[Tensor]:
+            return [self._ops.stack(_alike(tensors))] * len(tensors)
+
+        return self._lay(tensor, name, group, replies)
+
+    def allreduce(self, request: Allreduce, name: str, group: Group) -> Any:
+        def replies(tensors: list[Tensor]) -> list[Tensor]:
+            total = _alike(tensors)[0] * request.prescale
+            for tensor in tensors[1:]:
+                total = total + tensor * request.prescale
+            return [total * request.postscale for _ in tensors]  # each rank may write to its own
+
+        return self._lay(request.tensor, name, group, replies)
+
+    def alltoall(self, tensor: Tensor, name: str, group: Group) -> Any:
+        def replies(tensors: list[Tensor]) -> list[Tensor]:
+            ranks = range(len(_alike(tensors)))
+            return [self._ops.stack([tensor[rank] for tensor in tensors]) for rank in ranks]
+
+        return self._lay(tensor, name, group, replies)
+
+    def gather(self, request: Gather, name: str, group: Group) -> Any:
+        def replies(requests: list[Gather]) -> list[Tensor]:
+            plans = {(r.root, r.lengths) for r in requests}
+            lengths = tuple(r.tensor.shape[0] for r in requests)
+            if len(plans) != 1 or request.lengths != lengths:
+                raise AssertionError(f"ranks gather differently: {plans}")
+            everything = self._ops.concat([r.tensor for r in requests])
+            ranks = range(len(requests))
+            return [everything if r == request.root else everything[:0] for r in ranks]
+
+        return self._lay(request, name, group, replies)
+
+    def broadcast(self, tensor: Tensor, root: int, name: str, group: Group) -> Any:
+        def replies(given: list[tuple[Tensor, int]]) -> list[Tensor]:
+            roots = {root for _, root in given}
+            if len(roots) != 1:
+                raise AssertionError(f"ranks name different roots: {roots}")
+            tensors = _alike([tensor for tensor, _ in given])
+            return [tensors[group.ranks.index(root)]] * len(tensors)
+
+        return self._lay((tensor, root), name, group, replies)
+
+
+def _alike(tensors: list[Tensor]) -> list[Tensor]:
+    shapes = {(tuple(x.shape), x.dtype) for x in tensors}
+    if len(shapes) != 1:
+        raise AssertionError(f"ranks sent different shapes: {shapes}")
+    return tensors
 
 
 class World:
@@ -74,6 +194,13 @@ class World:
         self.steps = 0
         self.traffic: list[list[Any]] = []
         self.failures: list[Exception | None] = [None] * size
+        everybody = [Group(range(size), rank) for rank in range(size)]
+        self._seat([_Member(group, group) for group in everybody])
+
+    def _seat(self, members: list[_Member]) -> None:
+        transport, ledger = InMemory(self.ops), _Uncounted()
+        self._dispatches = [Dispatch(transport, ledger, member) for member in members]
+        self._name = timeline.bucket("world", 0, self.layout)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors of the layers' shapes as one bucket."""
@@ -108,68 +235,37 @@ class World:
 
     def _run(self, programs: list[Program]) -> list[Any]:
         """All programs to their end, round by round."""
-        results: list[Any] = [None] * self.size
-        requests = []
-        for rank, program in enumerate(programs):
-            try:
-                requests.append(next(program))
-            except StopIteration as stop:
-                results[rank] = stop.value
-        while requests:
-            if len(requests) != self.size:
+        stacks = [Stack(program, enters=never) for program in programs]
+        requests = [stack.send(None) for stack in stacks]
+        while any(request is not None for request in requests):
+            if any(request is None for request in requests):
                 raise AssertionError("some ranks ended while others still ask for a collective")
             if self.tamper is not None:
                 requests = [self.tamper(rank, r) for rank, r in enumerate(requests)]
             if not isinstance(requests[0], Switch):
                 self.traffic.append([_as_sent(request) for request in requests])
-            replies, requests = self._perform(requests), []
-            for rank, program in enumerate(programs):
+            replies = self._perform(requests)
+            for rank, stack in enumerate(stacks):
                 try:
-                    requests.append(program.send(replies[rank]))
-                except StopIteration as stop:
-                    results[rank] = stop.value
+                    requests[rank] = stack.send(replies[rank])
                 except Exception as error:
                     self.failures[rank] = error  # the other ranks have to see their replies too
             _raise_any(self.failures)
-        return results
+        return [stack.result for stack in stacks]
 
-    def _perform(self, requests: list[Any]) -> list[Any]:
+    def _perform(self, requests: list[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+        """The replies to what ranks ask for at the same time; all ranks, if none are named."""
         kinds = {type(r) for r in requests}
         if len(kinds) != 1:
             raise AssertionError(f"ranks ask for different collectives: {kinds}")
-        first = requests[0]
-        if isinstance(first, Switch):
+        if isinstance(requests[0], Switch):
             chosen = {int(r.index) for r in requests}
             if len(chosen) != 1:
                 raise AssertionError(f"ranks are in different phases: {chosen}")
             return self._run([r.branches[int(r.index)]() for r in requests])
-        if isinstance(first, Gather):
-            plans = {(r.root, r.lengths) for r in requests}
-            if len(plans) != 1 or first.lengths != tuple(r.tensor.shape[0] for r in requests):
-                raise AssertionError(f"ranks gather differently: {plans}")
-            everything = self.ops.concat([r.tensor for r in requests])
-            ranks = range(len(requests))
-            return [everything if r == first.root else everything[:0] for r in ranks]
-        shapes = {(tuple(r.tensor.shape), r.tensor.dtype) for r in requests}
-        if len(shapes) != 1:
-            raise AssertionError(f"ranks sent different shapes: {shapes}")
-        tensors = [r.tensor for r in requests]
-        if isinstance(first, Allgather):
-            gathered = self.ops.stack(tensors)
-            return [gathered] * len(tensors)
-        if isinstance(first, Allreduce):
-            total = tensors[0] * first.prescale
-            for tensor in tensors[1:]:
-                total = total + tensor * first.prescale
-            return [total * first.postscale for _ in tensors]  # each rank may write to its own
-        if isinstance(first, Alltoall):
-            return [self.ops.stack([t[rank] for t in tensors]) for rank in range(len(tensors))]
-        if isinstance(first, Broadcast):
-            roots = {r.root for r in requests}
-            if len(roots) != 1:
-                raise AssertionError(f"ranks name different roots: {roots}")
-            return [tensors[first.root]] * len(tensors)
-        raise AssertionError(f"no collective: {first!r}")
+        those = [self._dispatches[rank] for rank in ranks or range(len(requests))]
+        sent = [one.submit(r, self._name, len(self.traffic)) for one, r in zip(those, requests)]
+        return [one.receive(each) for one, each in zip(those, sent)]
 
 
 def _raise_any(failures: Sequence[Exception | None]) -> None:
@@ -213,6 +309,15 @@ class Hosts(World):
         super().__init__(compressor, ops, layout, hosts, average=average, tamper=tamper)
         self.slots, self.leader = slots, leader
         self.share = 1.0 / slots if average else 1.0
+        ranks = range(hosts * slots)
+        self._hosts = [list(ranks[host * slots : (host + 1) * slots]) for host in range(hosts)]
+        places = [(host, slot) for host in range(hosts) for slot in range(slots)]
+        self._seat(
+            [
+                _Member(Group(ranks[slot::slots], rank), Group(self._hosts[host], rank))
+                for rank, (host, slot) in enumerate(places)
+            ]
+        )
 
     def step(self, gradients: Sequence[Tensor], **extra: Sequence[Tensor]) -> list[Tensor]:
         """One step of all ranks; gradients and the sequences in `extra` are over ranks.
@@ -235,37 +340,31 @@ class Hosts(World):
             for host in range(self.size)
             for slot in range(self.slots)
         ]
-        ranks = range(len(programs))
-        self.failures, results = [None for _ in ranks], [(None, None) for _ in ranks]
-        requests: list[Any] = [None for _ in ranks]
+        stacks = [Stack(program, enters=never) for program in programs]
+        self.failures = [None for _ in stacks]
+        requests: list[Any] = [None for _ in stacks]
 
         def resume(rank: int, reply: Any) -> None:
             requests[rank] = None
             try:
-                requests[rank] = programs[rank].send(reply)
-            except StopIteration as stop:
-                results[rank] = stop.value
+                requests[rank] = stacks[rank].send(reply)
             except Exception as error:
                 self.failures[rank] = error
 
-        for rank in ranks:
+        for rank in range(len(stacks)):
             resume(rank, None)
-        hosts = [list(ranks[h * self.slots : (h + 1) * self.slots]) for h in range(self.size)]
-        leaders = list(ranks[self.leader :: self.slots])
+        leaders = list(range(self.leader, len(stacks), self.slots))
         while any(request is not None for request in requests):
-            ready = [host for host in hosts if isinstance(requests[host[0]], Inside)]
-            inside = [host for host in ready if all(isinstance(requests[r], Inside) for r in host)]
+            inside = [h for h in self._hosts if all(isinstance(requests[r], Inside) for r in h)]
             group = inside[0] if inside else leaders
             asked = [requests[rank] for rank in group]
-            if inside:
-                asked = [request.request for request in asked]
-            else:
+            if not inside:
                 asked = [self.tamper(h, r) for h, r in enumerate(asked)] if self.tamper else asked
                 if not isinstance(asked[0], Switch):
                     self.traffic.append([_as_sent(request) for request in asked])
-            for rank, reply in zip(group, self._perform(asked)):
+            for rank, reply in zip(group, self._perform(asked, group)):
                 resume(rank, reply)
         _raise_any(self.failures)
         self.steps += 1
-        self.states = [results[rank][1] for rank in leaders]
-        return [total for total, _ in results]
+        self.states = [stacks[rank].result[1] for rank in leaders]
+        return [stack.result[0] for stack in stacks]

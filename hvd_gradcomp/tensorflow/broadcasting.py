@@ -10,15 +10,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.handshake import MismatchError
-from hvd_gradcomp.tensorflow.engine import (
-    LOGGER,
-    TITLES,
-    Engine,
-    gather_objects,
-    is_rank_local,
-    living,
-    plain_variable,
-)
+from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, Engine, gather_objects, living
+from hvd_gradcomp.tensorflow.variables import is_rank_local, plain_variable
 
 _TRAVEL = frozenset({"uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bool"})
 

@@ -27,12 +27,10 @@ from hvd_gradcomp.tensorflow.engine import (
     Engine,
     distributed_in,
     gather_objects,
-    is_own,
-    is_rank_local,
     optimizer_of,
-    plain_variable,
 )
 from hvd_gradcomp.tensorflow.meeting import meet
+from hvd_gradcomp.tensorflow.variables import is_own, is_rank_local, plain_variable
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"

@@ -9,7 +9,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp import verify
-from hvd_gradcomp.tensorflow.engine import Engine, plain_variable
+from hvd_gradcomp.tensorflow.engine import Engine
+from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
 def check(engine: Engine, sources: Sequence[Any]) -> None:

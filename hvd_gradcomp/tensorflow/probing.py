@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from hvd_gradcomp import probe
-from hvd_gradcomp.collectives import Allreduce, Collective
+from hvd_gradcomp.collectives import Allreduce
+from hvd_gradcomp.engine.stack import run
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.tensorflow.engine import takes_part
 from hvd_gradcomp.tensorflow.tape import with_kernels
@@ -119,20 +120,14 @@ class Probe(probe.Probe):
         rank, size = self.process_set.rank(), self.process_set.size()
         with tf.device("CPU:0"):
             taken = tf.identity(taken)
-            self._run(self.program(TensorFlowOps(), int(step), taken, rank, size, moments))
+            program = self.program(TensorFlowOps(), int(step), taken, rank, size, moments)
+            run(program, self._sum)
             return tf.constant(int(step), tf.int64)
 
-    def _run(self, program: Generator[Collective, Any, Any]) -> None:
-        reply = None
-        while True:
-            try:
-                request = program.send(reply)
-            except StopIteration:
-                return
-            assert isinstance(request, Allreduce)
-            reply = horovod.allreduce(
-                request.tensor, name=self._name, op=horovod.Sum, process_set=self.process_set
-            )
+    def _sum(self, request: Allreduce) -> tf.Tensor:
+        return horovod.allreduce(
+            request.tensor, name=self._name, op=horovod.Sum, process_set=self.process_set
+        )
 
 
 def _layer_names(variables: Sequence[Any]) -> list[str]:

@@ -21,14 +21,8 @@ from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.layers import Layer, Weight, convolving
-from hvd_gradcomp.tensorflow.engine import (
-    LOGGER,
-    TITLES,
-    Engine,
-    check,
-    plain_variable,
-    takes_part,
-)
+from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, Engine, check, takes_part
+from hvd_gradcomp.tensorflow.variables import plain_variable
 
 _said: set[Compressor] = set()
 _known: dict[Any, tuple[list[Any], Engine | None]] = {}

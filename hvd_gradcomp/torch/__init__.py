@@ -6,39 +6,37 @@
 -optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 +optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
 +                                     compression=hvd.VarianceCompressor(alpha=2))
+
+Horovod is imported with the first name that is asked for. `hvd_gradcomp.torch.ddp`, which
+compresses for PyTorch's own `DistributedDataParallel`, works without.
 """
 
-from hvd_gradcomp.installation import require_horovod as _require_horovod
+from __future__ import annotations
 
-_require_horovod("torch")
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from horovod.torch import *  # noqa: F403
+if TYPE_CHECKING:
+    from hvd_gradcomp.torch.dropin import *  # noqa: F403
 
-# Horovod's modules of these names, which `import ... as` and `from ... import` would find.
-for _name in ("elastic", "optimizer"):
-    globals().pop(_name, None)
 
-from hvd_gradcomp import *  # noqa: F403
-from hvd_gradcomp.checkpoint import CheckpointError
-from hvd_gradcomp.handshake import MismatchError
-from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import elastic
-from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
-from hvd_gradcomp.torch.handout import broadcast_parameters
-from hvd_gradcomp.torch.joining import join
-from hvd_gradcomp.torch.moments import MomentTracker, track_moments
-from hvd_gradcomp.torch.optimizer import (
-    DistributedOptimizer,
-    compression_stats,
-    describe,
-    retrain,
-    verify,
-)
-from hvd_gradcomp.torch.probing import Probe
-from hvd_gradcomp.torch.reports import StatsWriter
-from hvd_gradcomp.torch.resume import broadcast_optimizer_state
-from hvd_gradcomp.torch.rounds import GradientChangedError, OutOfStepError
-from hvd_gradcomp.torch.schedulers import EGCScheduler
-from hvd_gradcomp.verify import DivergedError
+def __getattr__(name: str) -> Any:
+    """A module of this package, or what `dropin` has.
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+    Raises:
+        ImportError: it is of Horovod, which cannot be imported; with what helps.
+    """
+    if name != "__all__" and (name.startswith("_") or find_spec(f"{__name__}.{name}")):
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")
+    dropin = import_module(f"{__name__}.dropin")
+    globals().update({each: getattr(dropin, each) for each in ("__all__", *dropin.__all__)})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -15,18 +15,20 @@ from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source, Takeover
 from hvd_gradcomp.protocols import learning, resizing
 from hvd_gradcomp.torch import files, lending, parameters
-from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine, gather_objects
+from hvd_gradcomp.torch.buckets import Bucket
+from hvd_gradcomp.torch.engine import Engine, gather_objects
+from hvd_gradcomp.torch.exchange import LOGGER, settled
 
 
 def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
     checkpoint.check_mode(mode)
-    engine.settled()
-    names = list(engine.gathered)
+    settled(engine)
+    names = list(engine.ledger.gathered)
     if mode == "consolidated":
         names = [name for name, _, _ in engine.layers]  # of as many on all ranks
-    gathered = [engine.gathered.get(name, 0) for name in names]
-    counters = torch.tensor([*gathered, *engine.counters], device="cpu")
+    gathered = [engine.ledger.gathered.get(name, 0) for name in names]
+    counters = torch.tensor([*gathered, *engine.counted[0]], device="cpu")
     if mode == "consolidated":
         counters = _summed(f"{engine.name}.counters", counters, engine.process_set)
     return {

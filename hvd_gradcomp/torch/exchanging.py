@@ -121,7 +121,7 @@ class Exchanging:
             )
         if p in self._late:
             self._versions[p] = _version(p)  # a zero was added
-            self._gradcomp.forget_passes([p])
+            self._gradcomp.sources.forget([p])
             self._at_end_of_backward()
             return
         if p.grad is None:
@@ -187,7 +187,7 @@ class Exchanging:
             while not rounds.closed:
                 self._news = False
                 parameters.join(self)
-                engine.agree()
+                engine.agreement.agree()
                 words = yield from self._tell(last)
                 ended = rounds.ended
                 names = [self._parameter_names[p] for p in engine.ordered_parameters]
@@ -218,14 +218,14 @@ class Exchanging:
         settings = digest_of(engine.in_step)
         summed = engine.summed
         word = Word(engine.steps, last, self._rounds.ended, codes, settings, summed, watch.pending)
-        heads = yield from engine.tell(word.head(known), "end")
+        heads = yield from engine.agreement.tell(word.head(known), "end")
         if any_told(heads):
             watch.settle()
         if not all_set_alike(heads):
             engine.compare_step()
         layers: Sequence[Sequence[int]] = [usual(len(codes), known)] * len(heads)
         if not all_plain(heads):
-            layers = yield from engine.tell(codes, "end.layers")
+            layers = yield from engine.agreement.tell(codes, "end.layers")
         return read(heads, layers)
 
     def _codes(self) -> list[int]:
@@ -459,7 +459,7 @@ class Exchanging:
             )
         self._begin()
         self._synchronized = False
-        self._gradcomp.forget_passes()
+        self._gradcomp.sources.forget()
         for parameter in self._parameter_names:
             moments.discard(parameter)
         parameters.join(self)  # what has thawed is reduced when the next backward ends

@@ -19,6 +19,8 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
+from hvd_gradcomp.collectives import Allreduce, Gather, goes_as_sum
+from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.torch import deadlock
 
 # Seconds between two looks at what is on its way. Horovod starts what it is given once in a
@@ -180,3 +182,72 @@ def sparse_allreduce(
         return torch.sparse_coo_tensor(places, scaled, tensor.size(), check_invariants=False)
 
     return wait
+
+
+class _Reply:
+    """A loan, and what is made of its result."""
+
+    def __init__(self, loan: Loan, shaped: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._loan, self.ready, self._shaped = loan, loan.ready, shaped
+
+    def wait(self) -> torch.Tensor:
+        reply = self._loan.wait()
+        if isinstance(reply, tuple):  # alltoall also hands back how much came from whom
+            reply = reply[0]
+        if reply.is_cuda:
+            # Horovod makes the default stream of its own thread wait, not the one used here.
+            here = torch.cuda.current_stream(reply.device)
+            if here != torch.cuda.default_stream(reply.device):
+                here.wait_stream(torch.cuda.default_stream(reply.device))
+        return self._shaped(reply)
+
+
+class Lending:
+    """Horovod as a transport; see `Transport`. What its collectives return has `ready()`."""
+
+    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
+        own, ranks = tensor.contiguous(), group.size()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if goes_as_sum(tensor.numel(), dtype, ranks, horovod.gloo_enabled()):
+            own, rank = own.view(torch.int32), group.rank()
+            return _Reply(allreduce(own, name, group), lambda sum_: _both(sum_, own, rank))
+
+        def rows(reply: torch.Tensor) -> torch.Tensor:
+            if reply.numel() != ranks * own.numel():
+                raise PayloadError(
+                    f"the ranks sent payloads of different sizes for {name}: {reply.numel()} items "
+                    f"came from {ranks} ranks, this one sent {own.numel()}. Load the same "
+                    "checkpoint on all ranks"
+                )
+            return reply.view(ranks, *own.shape)
+
+        return _Reply(allgather(own, name, group), rows)
+
+    def allreduce(self, request: Allreduce, name: str, group: Any) -> _Reply:
+        tensor, prescale, postscale, donated = request
+        loan = allreduce(tensor.contiguous(), name, group, prescale, postscale, donated)
+        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+
+    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
+        loan = alltoall(tensor.contiguous().view(-1), [], name, group)
+        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+
+    def gather(self, request: Gather, name: str, group: Any) -> _Reply:
+        tensor, splits = request.tensor.contiguous(), [0] * group.size()
+        splits[request.root] = tensor.numel()
+        return _Reply(alltoall(tensor, splits, name, group), lambda reply: reply)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Reply:
+        loan = broadcast(tensor.contiguous(), root, name, group)
+        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+
+    def wait(self, pending: _Reply) -> torch.Tensor:
+        return pending.wait()
+
+
+def _both(total: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
+    """The bytes of two ranks, from the sum of their words."""
+    both = total.new_empty((2, *total.shape))
+    both[rank] = own
+    torch.sub(total, own, out=both[1 - rank])
+    return both.view(torch.uint8)

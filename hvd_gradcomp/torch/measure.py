@@ -25,10 +25,12 @@ from hvd_gradcomp.algorithms.lgc import LGCCompressor
 from hvd_gradcomp.collectives import Allgather, Allreduce, Collective, Gather, goes_as_sum
 from hvd_gradcomp.cost import KINDS, Link, volume
 from hvd_gradcomp.cost import Bucket as Cost
+from hvd_gradcomp.engine.dispatch import Sent
 from hvd_gradcomp.models import Model, ModelError, shapes
 from hvd_gradcomp.protocols.carrying import Corrects
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
+from hvd_gradcomp.torch.buckets import Bucket
+from hvd_gradcomp.torch.engine import TITLES, Engine
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
 
@@ -328,10 +330,8 @@ class _Imagined:
         return True
 
 
-class _Answered(NamedTuple):
-    """What was asked for, in the place of a loan that need not be waited for."""
-
-    request: Collective
+class _Answered:
+    """What stands for a loan that need not be waited for."""
 
     def ready(self) -> bool:
         return True
@@ -372,7 +372,7 @@ class _AloneEngine(Engine):
         super()._advance(bucket, reply)
         marks.append(time.perf_counter())
 
-    def _submit(self, bucket: Bucket, request: Collective) -> Any:
+    def _submit(self, bucket: Bucket, request: Collective) -> Sent:
         if isinstance(request, Gather):
             raise UnmeasurableError(
                 f"{type(self.compressor).__name__}: its ranks have different parts to play, so "
@@ -383,11 +383,12 @@ class _AloneEngine(Engine):
         half = isinstance(request, Allreduce) and tensor.dtype in (torch.float16, torch.bfloat16)
         kind = "allreduce16" if half else type(request).__name__.lower()
         self.asks[bucket.name].append((kind, size))
-        return _Answered(request)
+        return Sent(request, self.process_set, True, _Answered())
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
-        request: Any = bucket.loan.request
-        bucket.loan = None
+        assert bucket.sent is not None
+        request: Any = bucket.sent.request
+        bucket.sent = None
         if isinstance(request, Allgather):
             return request.tensor.expand(self.process_set.size(), *request.tensor.shape).clone()
         tensor: torch.Tensor = request.tensor.clone()

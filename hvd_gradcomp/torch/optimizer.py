@@ -18,7 +18,7 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp import description, hierarchy, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.stats import CompressionStats
-from hvd_gradcomp.torch import digests, lending, momentum
+from hvd_gradcomp.torch import digests, exchange, lending, momentum
 from hvd_gradcomp.torch.engine import TITLES, Engine
 from hvd_gradcomp.torch.exchanging import class_of
 
@@ -259,7 +259,7 @@ def retrain(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
-    engine_of(optimizer).retrain()
+    exchange.retrain(engine_of(optimizer))
 
 
 def verify(optimizer: torch.optim.Optimizer) -> None:

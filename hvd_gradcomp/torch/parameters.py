@@ -22,7 +22,7 @@ from hvd_gradcomp.layers import Layer, Weight, convolving
 from hvd_gradcomp.protocols.learning import retrained
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.torch.engine import Bucket
+    from hvd_gradcomp.torch.buckets import Bucket
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have hooks
 

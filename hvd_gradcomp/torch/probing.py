@@ -8,14 +8,15 @@ before Horovod's. Hooks are there only where the next step is probed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp import probe
-from hvd_gradcomp.collectives import Allreduce, Collective
+from hvd_gradcomp.collectives import Allreduce
+from hvd_gradcomp.engine.stack import run
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.torch.parameters import layers_of
 
@@ -98,7 +99,7 @@ class Probe(probe.Probe):
             here = TorchOps(_HOST)
             with torch.no_grad():
                 program = self.program(here, step, self._on_host(taken), rank, size, squares)
-                readings = self._run(program)
+                readings = tuple(run(program, self._sum))
         self._prepare()
         return readings
 
@@ -141,19 +142,10 @@ class Probe(probe.Probe):
         ]
         return torch.cat(rows)
 
-    def _run(
-        self, program: Generator[Collective, Any, tuple[probe.Reading, ...]]
-    ) -> tuple[probe.Reading, ...]:
-        reply = None
-        while True:
-            try:
-                request = program.send(reply)
-            except StopIteration as stop:
-                return tuple(stop.value)
-            assert isinstance(request, Allreduce)
-            reply = horovod.allreduce(
-                request.tensor, name=self._name, op=horovod.Sum, process_set=self.process_set
-            )
+    def _sum(self, request: Allreduce) -> torch.Tensor:
+        return horovod.allreduce(
+            request.tensor, name=self._name, op=horovod.Sum, process_set=self.process_set
+        )
 
 
 def _takes_part(process_set: Any) -> bool:

@@ -12,7 +12,9 @@ from hvd_gradcomp import handshake
 from hvd_gradcomp.aggregator import Compressor, is_replicated, leaves, with_leaves
 from hvd_gradcomp.protocols import learning, resizing
 from hvd_gradcomp.torch import handout, parameters
-from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine
+from hvd_gradcomp.torch.buckets import Bucket
+from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.exchange import LOGGER, settled
 from hvd_gradcomp.torch.handout import Said
 
 
@@ -190,7 +192,7 @@ def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
 
 
 def _exchange_of(engine: Engine) -> _Exchange:
-    said = engine.description()
+    said = engine.agreement.description()
     if engine.compressor.needs_order:
         del said["buckets"]  # they follow from the order of use, which is handed out
     process_set = engine.process_set
@@ -200,7 +202,7 @@ def _exchange_of(engine: Engine) -> _Exchange:
 
 def _held(engine: Engine) -> dict[str, Any]:
     """What this rank can hand out."""
-    engine.settled()
+    settled(engine)
     return {
         "steps": engine.steps,
         "order": list(engine.order),

@@ -46,7 +46,10 @@ LAYERS = [
         "protocols/resizing.py",
     },
     {"exchanges.py", "checkpoint.py", "composite.py", "verify.py"},
+    {"engine/__init__.py", "engine/stack.py"},
     {"hierarchy.py"},
+    {"engine/seat.py"},
+    {"engine/dispatch.py", "engine/totals.py"},
     {
         "codecs/__init__.py",
         "codecs/indices.py",

@@ -18,13 +18,13 @@ from hvd_gradcomp.tensorflow.engine import (
     gather_objects,
     living,
     optimizer_of,
-    plain_variable,
     takes_part,
 )
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.reports import StatsWriter as StatsWriter
 from hvd_gradcomp.tensorflow.stats import verify
+from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

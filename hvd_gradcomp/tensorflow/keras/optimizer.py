@@ -36,14 +36,12 @@ from hvd_gradcomp.tensorflow.engine import (
     Engine,
     check,
     distributed_in,
-    keep_local,
-    keep_own,
-    plain_variable,
     poisoned,
     takes_part,
-    times,
 )
+from hvd_gradcomp.tensorflow.running import times
 from hvd_gradcomp.tensorflow.tape import layers_in, named_layers, variables_of
+from hvd_gradcomp.tensorflow.variables import keep_local, keep_own, plain_variable
 from hvd_gradcomp.wrappers import take_over
 
 _OPS = {"Average": horovod.Average, "Sum": horovod.Sum}

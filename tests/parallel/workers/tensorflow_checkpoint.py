@@ -15,7 +15,7 @@ import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp import DGCCompressor, GradiVeQCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.aggregator import with_leaves
 from hvd_gradcomp.protocols import carrying
-from hvd_gradcomp.tensorflow.engine import plain_variable
+from hvd_gradcomp.tensorflow.variables import plain_variable
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, flipped, write
 

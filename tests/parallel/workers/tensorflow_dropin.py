@@ -26,7 +26,7 @@ from hvd_gradcomp import (
 from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.configuration import as_config
 from hvd_gradcomp.protocols import carrying
-from hvd_gradcomp.tensorflow.engine import is_rank_local
+from hvd_gradcomp.tensorflow.variables import is_rank_local
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, write
 

@@ -12,8 +12,8 @@ from keras import layers
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp import GradiVeQCompressor
 from hvd_gradcomp.tensorflow import DistributedGradientTape
-from hvd_gradcomp.tensorflow.engine import plain_variable
 from hvd_gradcomp.tensorflow.tape import engine_of_variables
+from hvd_gradcomp.tensorflow.variables import plain_variable
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, write
 

@@ -116,8 +116,10 @@ def flipped_sum():
     submit = engine._submit
 
     def tampered(bucket, request):
-        loan = submit(bucket, request)
-        return Flipping(loan) if hvd.rank() == 1 and engine.steps == 1 else loan
+        sent = submit(bucket, request)
+        if hvd.rank() == 1 and engine.steps == 1:
+            return sent._replace(pending=Flipping(sent.pending))
+        return sent
 
     engine._submit = tampered
     two_steps(optimizer, model, lambda: None)

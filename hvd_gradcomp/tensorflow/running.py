@@ -1,0 +1,383 @@
+"""Traces one exchange: the programs of all buckets, and what has no bucket.
+
+All programs run to their ends while the graph is built, round by round; the graph then does what it
+can at the same time, so buckets overlap. No variable is assigned before the payloads of all buckets
+have been checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp import hierarchy, timeline, wire
+from hvd_gradcomp.aggregator import Context, Program, State, leaves, with_leaves
+from hvd_gradcomp.collectives import Allreduce, Gather, Switch
+from hvd_gradcomp.engine.dispatch import Dispatch
+from hvd_gradcomp.engine.stack import Stack, known, run
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.ops.tensorflow import ASSERTION
+from hvd_gradcomp.tensorflow import tracing
+from hvd_gradcomp.tensorflow.states import States
+
+STEPPING, SAVING = 1, 2  # what a rank does that gives a word; see `meeting`
+_OTHER_CALL = (
+    "rank {ranks} saves or loads a checkpoint while others train; call save_checkpoint and "
+    "load_checkpoint on all ranks, between the same two steps"
+)
+_OTHER_GRADIENTS = (
+    "rank {ranks} has gradients of other layers; freeze and thaw the same ones on all ranks, "
+    "before the same step"
+)
+_OTHER_SUMS = (
+    "rank {ranks} has heard another sum in the exchange before, so replicas have diverged: a reply "
+    "was damaged on its way. Load the last checkpoint on all ranks; if it happens again, suspect "
+    "memory or the network"
+)
+_OTHER_PHASE = (
+    "rank {ranks} is in another phase of a compressor that learns; load the same checkpoint and "
+    "call hvd.retrain on all ranks, before the same step"
+)
+
+
+class Running(States):
+    """An exchange as it is traced; the ledger of what it moves.
+
+    Args:
+        layers, compressor: see `Engine`.
+        sparse_as_dense, undoes: as there.
+        how: for `States`.
+    """
+
+    _asked: tf.Variable  # whether somebody wants to know the norm
+
+    def __init__(
+        self, layers: Any, compressor: Any, *, sparse_as_dense: bool, undoes: bool, **how: Any
+    ) -> None:
+        super().__init__(layers, compressor, **how)
+        self.sparse_as_dense, self.undoes = sparse_as_dense, undoes
+        self.dispatch = Dispatch(tracing.Tracing(), weakref.proxy(self), weakref.proxy(self))
+        self._heard: list[tf.Tensor] = []  # of the bits of replies that all ranks have alike
+        self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
+
+    def _kind(self, gradient: Any) -> str:
+        if gradient is None:
+            return " without a gradient"
+        sparse = isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense
+        return ", sparse" if sparse else ""
+
+    def _reduce(self, gradients: list[Any], moments: list[Any]) -> tuple[list[Any], Any]:
+        # Where a leader finds that a gradient is not finite, its host has to hear of it first.
+        self.ops.verdicts = [] if self.undoes or self.place is not None else None
+        dense: list[Any] = list(gradients)
+        sparse: dict[int, Any] = {}
+        for place, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                if self.sparse_as_dense:
+                    dense[place] = tf.convert_to_tensor(gradient)
+                else:
+                    dense[place], sparse[place] = None, gradient
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            with tf.control_dependencies([_still_valid()]):
+                dense = [None if g is None else tf.identity(g) for g in dense]
+        stacks: list[Stack] = []
+        before: list[State] = []
+        trained = [self._trained(bucket, gradients) for bucket in range(len(self.layouts))]
+        for bucket, layout in enumerate(self.layouts):
+            context = Context(
+                layout,
+                *self.seat,
+                tf.identity(self.steps),
+                self.prescale,
+                self.postscale,
+            )
+            extra = {}
+            if self._moments[bucket] and any(
+                moments[place] is not None for place in self.places[bucket]
+            ):
+                extra["moment"] = self._flat(bucket, moments, "float32")
+            state = with_leaves(
+                self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]]
+            )
+            before.append(state)
+            if trained[bucket] is not None:
+                nothing = with_leaves(state, [tf.zeros_like(x) for _, x in leaves(state)])
+                state = _where(trained[bucket], state, nothing)
+            flat = self._flat(bucket, dense, layout.dtype)
+            one, how = self.compressors[bucket], (self.ops, context, flat, state)
+            if self.place is None:
+                program = one.aggregate(*how, **extra)
+            else:
+                leader = self.leader(bucket)
+                program = hierarchy.aggregate(one, *how, place=self.place, leader=leader, **extra)
+            stacks.append(Stack(program, known))
+        # All first rounds come before any second one, as far as an eager run is concerned.
+        requests = [stack.send(None) for stack in stacks]
+        self._heard = []
+        together = self._together(gradients)
+        # In different phases a rank would wait for ever for what others do not ask for.
+        phases = any(isinstance(request, Switch) for request in requests)
+        with tf.control_dependencies(together if phases else []):
+            self._finish(stacks, requests)
+        results = [stack.result for stack in stacks]
+        reduced = list(gradients)
+        planned = {place for places in self.places for place in places}
+        for place, gradient in enumerate(gradients):
+            if place in sparse:
+                reduced[place] = self._gather(place, gradient)
+            elif gradient is not None and place not in planned:  # sparse at first, not now
+                reduced[place] = self._sum(place, dense[place])
+        finite = self._verdict()
+        if not self.undoes and self.place is not None:
+            facts = {wire.ANY_NOT_FINITE: tf.reshape(finite, (1,))}
+            finite = tf.reduce_all(self.ops.require(facts, NonFiniteGradientError))
+        one = tf.cast(finite, tf.int64)
+        # The totals depend on the checks of the payloads: a step that fails leaves no trace.
+        with tf.control_dependencies([finite, *together, *(total for total, _ in results)]):
+            for bucket, (total, state) in enumerate(results):
+                if trained[bucket] is not None:
+                    state = _where(trained[bucket], state, before[bucket])
+                for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
+                    variable.assign(tf.where(finite, value, variable) if self.undoes else value)
+                self._cut(bucket, total, dense, reduced)
+            self._summed.assign(tf.add_n(self._heard) if self._heard else 0)
+            self.steps.assign_add(one)
+            self.counters["exchanges"].assign_add(one)
+            self.counters["skipped"].assign_add(1 - one)
+        if self.undoes:
+            reduced = [times(g, tf.where(finite, 1.0, float("nan"))) for g in reduced]
+        if self._norm is not None:
+            with tf.control_dependencies([total for total, _ in results]):
+                self._measure(reduced)
+        return reduced, finite
+
+    def _finish(self, stacks: Sequence[Stack], requests: list[Any]) -> None:
+        """Runs all programs from their first requests to their ends."""
+        rounds = 0
+        while any(request is not None for request in requests):
+            due = [request for request in requests if request is not None]
+            # What another leader sends comes last, as far as an eager run is concerned.
+            due = [request for request in due if not hierarchy.is_result(request)] or due
+            replies = [
+                self._perform(request, name, rounds) if any(request is d for d in due) else None
+                for name, request in zip(self.names, requests)
+            ]
+            for bucket, reply in enumerate(replies):
+                if reply is not None:
+                    requests[bucket] = stacks[bucket].send(reply)
+            rounds += 1
+
+    def _together(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Fails, on all ranks, unless they are in the same step and phase; nothing for one rank.
+
+        Phases go by the step and by what states count alike on all ranks. Added up, each rank's
+        in a place of its own, since that is what works with `hvd.join()`.
+        """
+        rank, ranks = self.process_set.rank(), self.process_set.size()
+        if ranks == 1:
+            return []
+        kinds = repr([self._kind(gradient) for gradient in gradients]).encode()
+        mine = [tf.constant(STEPPING, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
+        mine += [tf.identity(self.steps), tf.identity(self._summed)]
+        word = tf.stack([*mine, *(tf.cast(v, tf.int64) for v in self._alike)])
+        table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * word
+        everybody = mpi_ops._allreduce(
+            table,
+            op=horovod.Sum,
+            name=self.word_name,
+            ignore_name_scope=True,
+            process_set=self.process_set,
+        )
+        joined = everybody[:, 0] == 0
+        alike = joined[:, None] | (everybody == word)
+        summed = alike[:, 3] | (everybody[:, 3] == 0) | (word[3] == 0)
+        alike = tf.concat((alike[:, :3], alike[:, 4:]), 1)
+        return [
+            self.ops.require(
+                {
+                    _OTHER_CALL: everybody[:, 0] != SAVING,
+                    _OTHER_GRADIENTS: alike[:, 1],
+                    wire.OTHER_STEP: alike[:, 2],
+                    _OTHER_PHASE: tf.reduce_all(alike, 1),
+                    _OTHER_SUMS: summed,
+                }
+            )
+        ]
+
+    def _verdict(self) -> Any:
+        """Whether all gradients of the step were finite, as far as it has not been an error."""
+        verdicts, self.ops.verdicts = self.ops.verdicts, None
+        return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
+
+    def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Everybody's slices, as stock Horovod does it: nothing is compressed."""
+        name = f"{self.name}.sparse{place}.{timeline.readable(self.layers[place][0])}"
+        values = self._gather_rows(gradient.values, f"{name}.values")
+        indices = self._gather_rows(gradient.indices, f"{name}.indices")
+        if self.op == horovod.Average:
+            values = values / tf.cast(self.process_set.size(), values.dtype)
+        self._count(place, gradient.values)
+        if self.ops.verdicts is not None:  # all ranks see all values
+            self.ops.verdicts.append(self.ops.finite(values))
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+    def _gather_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        wire = tf.cast(rows, tf.float32) if rows.dtype == tf.bfloat16 else rows
+        reply = mpi_ops.allgather(
+            wire,
+            name=name,
+            ignore_name_scope=True,
+            process_set=self.process_set,
+        )
+        self.sent(wire)
+        self.received(reply)
+        return tf.cast(reply, rows.dtype)
+
+    def _sum(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
+        """A dense gradient that has no bucket."""
+        wire = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
+        share = 1.0 if self.place is None else self.place.share
+        request = Allreduce(wire, self.prescale, self.postscale * share)
+        self._count(place, wire)
+        name = f"{self.name}.dense{place}.{timeline.readable(self.layers[place][0])}"
+        total = self._perform(request, name, 0, among=self.process_set)
+        if self.ops.verdicts is not None:
+            self.ops.verdicts.append(self.ops.finite(total))
+        return tf.cast(total, gradient.dtype)
+
+    def _count(self, place: int, sent: tf.Tensor) -> None:
+        here = tf.one_hot(place, len(self.layers), dtype=tf.int64)
+        self.counters["unbucketed"].assign_add(here * tf.size(sent, tf.int64))
+
+    def _flat(self, bucket: int, values: Sequence[Any], dtype: str) -> tf.Tensor:
+        mine = [values[place] for place in self.places[bucket]]
+        return self.ops.flatten(self.layouts[bucket], mine, dtype)
+
+    def _trained(self, bucket: int, gradients: Sequence[Any]) -> tf.Tensor | None:
+        """Which elements belong to layers that have a gradient; None where all have."""
+        if all(gradients[place] is not None for place in self.places[bucket]):
+            return None
+        ones = [
+            None if gradient is None else tf.ones(shape)
+            for gradient, (_, shape, _) in zip(gradients, self.layers)
+        ]
+        return self._flat(bucket, ones, "float32") > 0
+
+    def _cut(self, bucket: int, total: tf.Tensor, given: list[Any], reduced: list[Any]) -> None:
+        pieces = self.ops.cut(self.layouts[bucket], total)
+        for place, piece in zip(self.places[bucket], pieces):
+            if given[place] is not None:
+                reduced[place] = tf.cast(piece, self.layers[place][2])
+
+    def _perform(
+        self, request: Any, name: str, path: Any, taken: Any = None, among: Any = None
+    ) -> Any:
+        """The reply.
+
+        Args:
+            request: a collective.
+            name: of the bucket.
+            path: the round.
+            taken: true where the branch that asks is the one that runs.
+            among: the process set, where it is another than the request is for.
+        """
+        if isinstance(request, Switch):
+            index = request.index
+            branches = [
+                lambda branch=branch, i=i: self._run(
+                    branch(), name, f"{path}.{i}", tf.equal(index, i)
+                )
+                for i, branch in enumerate(request.branches)
+            ]
+            reply, finite, summed = tf.switch_case(tf.cast(index, tf.int32), branches)
+            if self.ops.verdicts is not None:
+                self.ops.verdicts.append(finite)
+            self._heard.append(summed)
+            return reply
+        if taken is not None:
+            request = tracing.asked_in_branch(request, taken)
+        sent = self.dispatch.submit(request, name, path, among)
+        reply = self.dispatch.receive(sent)
+        if isinstance(request, Gather):  # counted before its shape is known; see `Tracing.gather`
+            here = sent.group.rank()
+            reply = tf.reshape(reply, (sum(request.lengths) if request.root == here else 0,))
+        return reply
+
+    def sent(self, tensor: tf.Tensor) -> None:
+        """Counts what is handed to a collective."""
+        self.counters["bytes_sent"].assign_add(tracing.bytes_of(tensor))
+
+    def received(self, tensor: tf.Tensor) -> None:
+        """Counts what is handed back."""
+        self.counters["bytes_received"].assign_add(tracing.bytes_of(tensor))
+
+    def heard(self, reply: tf.Tensor) -> None:
+        """Takes note of what is the same to the bit on all ranks."""
+        self._heard.append(tracing.sum_of_bits(reply))
+
+    def _run(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
+        """A branch of a `Switch`, to its end: results, whether gradients were finite, and sums."""
+        outside, sums = self.ops.verdicts, self._heard
+        self.ops.verdicts, self._heard = None if outside is None else [], [tf.constant(0, tf.int64)]
+        try:
+            results = self._run_to_end(program, name, path, taken)
+            return results, self._verdict(), tf.add_n(self._heard)
+        finally:
+            self.ops.verdicts, self._heard = outside, sums
+
+    def _run_to_end(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
+        turns = itertools.count()
+        return run(program, lambda r: self._perform(r, name, f"{path}.{next(turns)}", taken), known)
+
+    def _measure(self, reduced: list[Any]) -> None:
+        def measured() -> None:
+            known = [tf.cast(values_of(g), tf.float32) for g in reduced if g is not None]
+            self._norm.assign(tf.linalg.global_norm(known))  # type: ignore[union-attr]
+            self._asked.assign(False)
+
+        tf.cond(self._asked, measured, lambda: None)
+
+
+def _where(trained: tf.Tensor, state: State, other: State) -> State:
+    """A state that is another's in all it holds of elements that are not trained."""
+    pairs = zip(leaves(state), leaves(other))
+    held = [tf.where(trained, x, y) if y.shape == trained.shape else x for (_, x), (_, y) in pairs]
+    return with_leaves(state, held)
+
+
+def _still_valid() -> Any:
+    """Fails where a trace runs among other ranks than it was made for."""
+    rank, size = horovod.rank(), horovod.size()
+    same = tf.equal(mpi_ops.rank_op(), rank) & tf.equal(mpi_ops.size_op(), size)
+    return tf.debugging.Assert(
+        same,
+        [
+            f"{ASSERTION}: this was traced for rank {rank} of {size}, and the ranks have "
+            "changed since. Make the tf.function inside the function that hvd.elastic.run "
+            "wraps, so that it is traced again"
+        ],
+    )
+
+
+def times(gradient: Any, factor: tf.Tensor) -> Any:
+    """A gradient, which may be sparse or None, times a scalar."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = times(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    wide = gradient.dtype if gradient.dtype.size >= 4 else tf.float32
+    return tf.cast(tf.cast(gradient, wide) * tf.cast(factor, wide), gradient.dtype)
+
+
+def values_of(gradient: Any) -> tf.Tensor:
+    """A gradient, or the rows of a sparse one."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

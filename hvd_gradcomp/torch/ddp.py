@@ -1,0 +1,435 @@
+"""Gradient compression for PyTorch's own `DistributedDataParallel`: no Horovod.
+
+    from hvd_gradcomp import VarianceCompressor
+    from hvd_gradcomp.torch import ddp
+
+     model = DistributedDataParallel(model)
+    +state = ddp.compress(model, VarianceCompressor(alpha=2.0))
+
+How. A communication hook sees the gradients of each of DDP's buckets, lays them into our own
+(`DistributedDataParallel` plans its buckets anew after the first step; what a compressor keeps must
+not move), and begins a bucket's program with the last of its gradients. What the program asks for
+first travels while earlier layers are differentiated. Ranks meet by the order in which they ask,
+so everything after it waits for DDP's last bucket: then all programs are run to their ends, bucket
+by bucket, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_gradcomp import checkpoint, failures, handshake, hierarchy
+from hvd_gradcomp.aggregator import Compressor, leaves, with_leaves
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.checkpoint import Source
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch import exchange, momentum
+from hvd_gradcomp.torch.moments import track_moments
+from hvd_gradcomp.torch.parameters import layers_of
+from hvd_gradcomp.torch.planning import Planned
+from hvd_gradcomp.torch.process_groups import Distributed, Group
+from hvd_gradcomp.torch.rounds import OutOfStepError
+
+__all__ = ["CompressionState", "compress", "hook", "track_moments"]
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+
+
+def compress(model: DistributedDataParallel, compression: Any = None, **options: Any) -> Any:
+    """Lets a model exchange its gradients compressed; all ranks call it, before the first forward.
+
+    Args:
+        model: a `DistributedDataParallel`.
+        compression, options: as in `CompressionState`.
+
+    Returns:
+        The `CompressionState`: keep it, it has what a checkpoint needs, and `stats()`.
+    """
+    state = CompressionState(model, compression, **options)
+    model.register_comm_hook(state, hook)
+    return state
+
+
+def hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What `model.register_comm_hook(state, ddp.hook)` takes."""
+    return state.take_in(bucket)
+
+
+# DDP compares these with its classes, and takes no texts.
+hook.__annotations__.update(
+    bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]}
+)
+
+
+class _Exchange(Planned):
+    """The programs of a model, over `torch.distributed`."""
+
+    def _explained(self, what: str) -> AbstractContextManager[None]:
+        return failures.named(RuntimeError, what, "torch.distributed")
+
+    def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
+        raise NotImplementedError
+
+    def watch_order(self) -> list[Any]:
+        """Hooks that see in which order the first backward comes by the layers."""
+        myself = weakref.proxy(self)
+
+        def seen(name: str) -> Any:
+            def hook(_: torch.Tensor) -> None:
+                if not myself.ordered:
+                    myself._arrived.append(name)
+
+            return hook
+
+        return [] if self.ordered else [p.register_hook(seen(name)) for name, p in self._named]
+
+    def begin(self) -> bool:
+        """Begins a step; whether a gradient that is not finite undoes it."""
+        self._begin_step()
+        for bucket in self.buckets:
+            bucket.refresh()
+        return self._undoes
+
+    def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Takes a gradient; starts the program of its bucket when it was the last one."""
+        self._lay(parameter, gradient)
+
+    def finish(self) -> None:
+        """Runs all programs to their ends, in the same order on all ranks.
+
+        Raises:
+            NonFiniteGradientError: on all ranks.
+            Exception: what one of this rank's programs has raised.
+        """
+        self.order_is_known()
+        while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
+            self._resume(running)
+            others = [e for e in self._errors if not isinstance(e, NonFiniteGradientError)]
+            if others:  # what this rank does not ask for, the others must not wait for
+                raise others[0]
+        self._end_step()
+
+    def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The reduced gradient, after `finish`."""
+        return self._taken(parameter)
+
+    def end(self) -> None:
+        """All results were taken."""
+        self.sources.end_step()
+        self.scaling.end_step()
+        for bucket in self.buckets:
+            bucket.result = None
+
+
+class CompressionState:
+    """What compresses the gradients of one model, and what it keeps from step to step.
+
+    All ranks of the process group make it, before the first forward. Layers that do not require a
+    gradient are left out, as `DistributedDataParallel` leaves them out.
+
+    Args:
+        model: a `DistributedDataParallel`.
+        compression: a compressor of this package; None for none.
+        process_group: the ranks that take part; the model's if None.
+        optimizer: the SGD whose momentum a compressor that corrects it takes over (DGC, EGC, LGC).
+            Without it the compressor is given its `momentum=`, and the optimizer none.
+        backward_passes_per_step: backwards for each exchange, all but the last under
+            `model.no_sync()`; more than one gives the moments of micro-batches.
+        batch_size: samples that a rank sees for each exchange, for `moments="microbatch"`.
+        bucket_bytes: target size of our buckets; 25 MiB if None.
+        nonfinite: what becomes of a step with a gradient that is not finite on any rank. All ranks
+            do the same. "raise": a NonFiniteGradientError from backward. "propagate": gradients are
+            NaN, and what the compressor keeps is as before the step. None: "propagate" with a
+            GradScaler, which then leaves the step out; else "raise".
+        scaler: the `GradScaler` that scales the loss; None finds it, False for none.
+
+    Raises:
+        TypeError: the model or `compression` is something else.
+        ValueError: the compressor cannot take these layers; a momentum is to be taken over from
+            nowhere; moments are not set up.
+        MismatchError: on all ranks, if they do not train the same model in the same way.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        compression: Any = None,
+        process_group: Any = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        backward_passes_per_step: int = 1,
+        batch_size: int | None = None,
+        bucket_bytes: int | None = None,
+        nonfinite: str | None = None,
+        scaler: Any = None,
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(f"a DistributedDataParallel is compressed, got {type(model).__name__}")
+        if nonfinite not in (None, "raise", "propagate"):
+            raise ValueError(
+                f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook cannot "
+                "leave out the optimizer's step. A GradScaler does, by itself"
+            )
+        compressor, gives_up = _settled(compression, optimizer)
+        self._group = Group(process_group or model.process_group)
+        named, refused = _reduced(model), ""
+        try:
+            self._run = _Exchange(
+                named,
+                compressor,
+                Distributed(),
+                name="ddp",
+                tracking="ddp.track_moments(module) before DistributedDataParallel",
+                passes=backward_passes_per_step,
+                batch_size=batch_size,
+                bucket_bytes=bucket_bytes,
+                process_set=self._group,
+                prescale=1.0,
+                postscale=1.0 / self._group.size(),
+                nonfinite=nonfinite,
+                scaler=scaler,
+            )
+        except ValueError as error:
+            refused = str(error)
+        settings = f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}"
+        every = self._group.gather_objects(
+            {
+                **handshake.describe(
+                    layers_of(named),
+                    compressor,
+                    [] if refused else [bucket.layout for bucket in self._run.buckets],
+                    settings,
+                    framework=f"torch {torch.__version__.partition('+')[0]}",
+                    horovod=f"none, torch.distributed's {self._group.backend}",
+                ),
+                "what the compressor refuses": refused or "nothing",
+            },
+            handshake.Description,
+        )
+        handshake.agree(every, self._group.ranks)
+        if refused:
+            raise ValueError(refused)
+        self._hooks = self._run.watch_order()
+        if gives_up:
+            _take_over(optimizer, self._run)
+        self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
+        self._error: Exception | None = None
+
+    # -- one step ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_in(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Takes the gradients of one of DDP's buckets; with the last one the exchange ends."""
+        buffer = bucket.buffer()
+        future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        pairs = list(zip(bucket.parameters(), bucket.gradients()))
+        first = not self._waiting
+        self._waiting.append((future, buffer, pairs))
+        try:
+            if first:
+                self._begin()
+            if self._error is None:
+                self._give(buffer, pairs)
+            if bucket.is_last() and self._error is None:
+                self._run.finish()
+        except Exception as error:
+            self._fail(error)
+        if bucket.is_last():
+            self._hand_out()
+        return future
+
+    def _begin(self) -> None:
+        """Begins a step, once all ranks have said that they begin the same.
+
+        Raises:
+            OutOfStepError: on all ranks.
+        """
+        if self._group.handle is None:
+            raise RuntimeError(
+                "the exchange of an earlier step has failed, and what was kept is lost: start all "
+                "ranks again, from a checkpoint"
+            )
+        undoes = self._run.begin()
+        mine = torch.tensor([self._run.steps, undoes], device=self._group.device)
+        transport = self._run.dispatch.transport
+        with failures.named(RuntimeError, "the beginning of a step", "torch.distributed"):
+            every = transport.wait(transport.allgather(mine, "begin", self._group)).tolist()
+        if any(one != every[0] for one in every):
+            said = {r: tuple(one) for r, one in zip(self._group.ranks, every)}
+            raise OutOfStepError(
+                "the ranks are in different steps, or only some of them use a GradScaler: load the "
+                f"same checkpoint on all ranks. By rank (step, whether it can be undone): {said}"
+            )
+        if not self._run.ordered and self._run.steps > 0:
+            for one in self._hooks:
+                one.remove()
+            self._run.reorder(self._group.gather_objects(self._run.order, list[str])[0])
+        self._run.judge()
+
+    def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
+        if buffer.is_sparse:
+            raise ValueError(
+                "a sparse gradient cannot be compressed in a hook of DistributedDataParallel: make "
+                "the embedding with sparse=False, or use hvd.DistributedOptimizer"
+            )
+        for p, gradient in pairs:
+            self._run.give(p, gradient)
+
+    def _hand_out(self) -> None:
+        """Gives DDP the reduced gradients; an error is raised once its backward has ended.
+
+        So the model is not left in the middle of a step.
+        """
+        waiting, self._waiting = self._waiting, []
+        error, self._error = self._error, None
+        for future, buffer, pairs in waiting:
+            for p, gradient in pairs if error is None else ():
+                gradient.copy_(self._run.take(p))
+            if error is not None:
+                buffer.fill_(float("nan"))
+            future.set_result(buffer)
+        self._run.end()
+        if error is not None:
+            _raise_after_backward(error)
+
+    def _fail(self, error: Exception) -> None:
+        """This step has failed: here alone, unless all ranks have found the same."""
+        self._error = error
+        if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
+            self._group.hang_up()
+
+    # -- what it keeps, and what it has done ---------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Exchanges so far."""
+        return self._run.steps
+
+    def stats(self) -> CompressionStats:
+        """What this rank's exchanges have moved so far, measured; see `CompressionStats`.
+
+        Without what ranks say of themselves at the beginning of each step, 16 bytes.
+        """
+        return self._run.stats()
+
+    def retrain(self) -> None:
+        """Lets the compressor learn anew from the next step on; all ranks call it."""
+        exchange.retrain(self._run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's compressor keeps. It belongs to this rank: each saves its own."""
+        exchange.settled(self._run)
+        return {
+            "format": checkpoint.FORMAT,
+            "compressor": repr(self._run.compressor),
+            "formats": checkpoint.formats(self._run.compressor),
+            "rank": self._group.rank(),
+            "size": self._group.size(),
+            "steps": self._run.steps,
+            "order": list(self._run.order),
+            "ordered": self._run.ordered,
+            "counters": list(self._run.ledger.counters),
+            "buckets": [
+                {
+                    "digest": bucket.layout.digest,
+                    "names": bucket.layout.names,
+                    "state": {path: x.detach().clone() for path, x in leaves(bucket.state)},
+                }
+                for bucket in self._run.buckets
+            ],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; on all ranks, between the same two steps.
+
+        Of what another rank has saved only what all ranks have alike is taken.
+
+        Raises:
+            CheckpointError: it is of another format, compressor, model or number of ranks.
+        """
+        run = self._run
+        if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
+            run.reorder(saved["order"])
+        checkpoint.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
+        rank, size = self._group.rank(), self._group.size()
+        if saved["size"] != size:
+            raise checkpoint.CheckpointError(checkpoint.other_size(saved["size"], size))
+        for bucket, entry in zip(self._run.buckets, saved["buckets"]):
+            how = saved["steps"], "sharded", saved["rank"], rank
+            values = [
+                entry["state"][path].to(current.device, copy=True)
+                if checkpoint.source_of(bucket.compressor, path, *how) is Source.SAVED
+                else current
+                for path, current in leaves(bucket.state)
+            ]
+            bucket.state = with_leaves(bucket.state, values)
+        self._run.steps = saved["steps"]
+        if saved["rank"] == rank:
+            self._run.ledger.counters = list(saved["counters"])
+        if not run.ordered:
+            run.order = list(saved["order"])
+
+
+def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that DDP reduces, by name."""
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    return [
+        (name, p)
+        for name, p in model.module.named_parameters()
+        if p.requires_grad and name not in ignored
+    ]
+
+
+def _settled(compression: Any, optimizer: torch.optim.Optimizer | None) -> tuple[Compressor, bool]:
+    """The compressor with its momentum settled, and whether the optimizer gives its up."""
+    if compression is None:
+        return NoneCompressor(), False
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        compression = compression()
+    if not isinstance(compression, Compressor):
+        raise TypeError(f"compression= takes a compressor of hvd_gradcomp, got {compression!r}")
+    if optimizer is not None:
+        return momentum.settle(optimizer, compression)
+    correction = carrying.correction(compression)
+    if correction is not None and correction[0] is None:
+        raise ValueError(
+            "the compressor corrects momentum: pass optimizer=, whose momentum it takes over; or "
+            "give the compressor momentum=0.9 and the optimizer none; or momentum=0 to go without. "
+            f"Got {compression}"
+        )
+    return compression, False
+
+
+def _take_over(optimizer: Any, run: _Exchange) -> None:
+    """Takes the momentum of SGD, which goes on as without it: what is saved has it still."""
+    own = momentum.momentum_of(optimizer)
+    assert own is not None
+    taken = momentum.Takeover(optimizer, *own)
+
+    def before_step(*_: Any) -> None:
+        taken.check()
+        if not run.undone:
+            taken.decay()
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_state_dict_post_hook(lambda _, state: taken.restored(state))
+    optimizer.register_load_state_dict_post_hook(lambda _: taken.take())
+
+
+def _raise_after_backward(error: Exception) -> None:
+    """Raises an error from backward, behind the callback that DDP is about to queue."""
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def fail() -> None:
+        raise error
+
+    engine.queue_callback(lambda: engine.queue_callback(fail))

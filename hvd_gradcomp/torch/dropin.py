@@ -1,0 +1,36 @@
+"""All that `import hvd_gradcomp.torch` gives: Horovod's names, and ours in the place of some."""
+
+from hvd_gradcomp.installation import require_horovod as _require_horovod
+
+_require_horovod("torch")
+
+from horovod.torch import *  # noqa: F403
+
+# Horovod's modules of these names, which `import ... as` and `from ... import` would find.
+for _name in ("elastic", "optimizer"):
+    globals().pop(_name, None)
+
+from hvd_gradcomp import *  # noqa: F403
+from hvd_gradcomp.checkpoint import CheckpointError
+from hvd_gradcomp.handshake import MismatchError
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch import elastic
+from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.torch.handout import broadcast_parameters
+from hvd_gradcomp.torch.joining import join
+from hvd_gradcomp.torch.moments import MomentTracker, track_moments
+from hvd_gradcomp.torch.optimizer import (
+    DistributedOptimizer,
+    compression_stats,
+    describe,
+    retrain,
+    verify,
+)
+from hvd_gradcomp.torch.probing import Probe
+from hvd_gradcomp.torch.reports import StatsWriter
+from hvd_gradcomp.torch.resume import broadcast_optimizer_state
+from hvd_gradcomp.torch.rounds import GradientChangedError, OutOfStepError
+from hvd_gradcomp.torch.schedulers import EGCScheduler
+from hvd_gradcomp.verify import DivergedError
+
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -1,0 +1,344 @@
+"""Runs the programs of a model's buckets over a transport, while gradients arrive.
+
+A bucket's program starts when the last of its gradients has come, so what it sends travels while
+earlier layers are still differentiated. `finishing` resumes the programs until all have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hvd_gradcomp import hierarchy
+from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.collectives import Collective
+from hvd_gradcomp.engine import totals
+from hvd_gradcomp.engine.dispatch import Dispatch, Sent, Transport
+from hvd_gradcomp.engine.seat import Seated
+from hvd_gradcomp.engine.stack import Stack
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.protocols.learning import retrained
+from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.torch.buckets import Bucket
+from hvd_gradcomp.torch.scaling import LossScaling
+from hvd_gradcomp.torch.sources import Sources
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+_SENT, _RECEIVED, _SKIPPED = range(3)  # of a ledger's counters
+_PRIME = 2**31 - 1
+
+
+class Ledger:
+    """What this rank has moved.
+
+    Attributes:
+        counters: bytes sent, bytes received, steps left out.
+        gathered: values of sparse gradients, which are gathered as they are, by the layer's name.
+    """
+
+    def __init__(self) -> None:
+        self.counters = [0, 0, 0]
+        self.gathered: dict[str, int] = {}
+        self._heard: list[torch.Tensor] = []
+
+    def sent(self, tensor: torch.Tensor) -> None:
+        """Was handed to a collective."""
+        self.counters[_SENT] += tensor.numel() * tensor.element_size()
+
+    def received(self, tensor: torch.Tensor) -> None:
+        """Was handed back by one."""
+        self.counters[_RECEIVED] += tensor.numel() * tensor.element_size()
+
+    def heard(self, reply: torch.Tensor) -> None:
+        """Came back, and is the same to the bit on all ranks."""
+        if not reply.is_cuda:
+            self._heard.append(_sum_of_bits(reply))
+
+    def digest(self) -> int:
+        """Of what was heard since the last time; 0 for nothing."""
+        sums, self._heard = self._heard, []
+        return sum(int(x) for x in sums) % _PRIME
+
+
+class Exchange(Seated):
+    """The buckets of one model, and their programs.
+
+    Args:
+        transport: moves tensors; what its collectives return has `ready()`.
+        process_set: the ranks that take part.
+        place: of this rank among hosts.
+        prescale, postscale: see `Context`.
+        nonfinite: what becomes of a step with a gradient that is not finite.
+        scaler: of the loss; None looks for one.
+
+    Attributes:
+        buckets: in the order in which backward fills them.
+        sources: of second moments.
+        steps: exchanges so far.
+        undone: whether the last exchange left everything as it was.
+        summed: a digest of the sums that the exchange before has heard; 0 for none.
+    """
+
+    buckets: list[Bucket]
+    sources: Sources
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        process_set: Any,
+        prescale: float,
+        postscale: float,
+        place: hierarchy.Place | None = None,
+        nonfinite: str | None = None,
+        scaler: Any = None,
+    ) -> None:
+        self.process_set, self.place = process_set, place
+        self.prescale, self.postscale = prescale, postscale
+        self.nonfinite, self.scaling = nonfinite, LossScaling(scaler)
+        self._policy = nonfinite or "raise"
+        self.ledger = Ledger()
+        # A weak reference: what refers to itself would live on after its optimizer.
+        self.dispatch = Dispatch(transport, self.ledger, weakref.proxy(self))
+        self.steps = self.summed = 0
+        self.undone = False
+        self._open = False  # a program of this step has started
+        self._errors: list[Exception] = []  # that programs of this step have ended with
+
+    def _explained(self, what: str) -> AbstractContextManager[None]:
+        """Says what a failure of the transport means, where something was under way."""
+        raise NotImplementedError
+
+    def leader(self, bucket: Bucket) -> int:
+        return bucket.leader
+
+    def _settle_on(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self._places = {
+            p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
+        }
+
+    @property
+    def parameters(self) -> Set[torch.nn.Parameter]:
+        """All that have a place in a bucket."""
+        return self._places.keys()
+
+    def _begin_step(self) -> None:
+        """Fixes what is the same for a whole step."""
+        scaled = self.scaling.begin_step()
+        self._policy = self.nonfinite or ("skip" if scaled else "raise")
+
+    def _lay(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Lays a gradient into its bucket, whose program starts when it was the last one."""
+        bucket, slot = self._places[parameter]
+        with torch.no_grad():
+            if gradient is None:
+                bucket.views[slot].zero_()
+            else:
+                self.scaling.unscale(gradient, bucket.views[slot])
+            self.sources.give(bucket, slot)
+        if bucket.flat.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
+        bucket.absent.discard(slot)
+        if not bucket.absent and bucket.stack is None and bucket.result is None:
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        self._open = True
+        if bucket.streams:
+            here = torch.cuda.current_stream(bucket.flat.device)
+            for stream in bucket.streams - {here}:
+                here.wait_stream(stream)
+            bucket.streams.clear()
+        context = Context(bucket.layout, *self.seat, self.steps, self.prescale, self.postscale)
+        extra = {} if bucket.moment is None else {"moment": bucket.moment}
+        if self._undoes:
+            bucket.keep_before()
+        how = bucket.ops, context, bucket.flat, bucket.state
+        with torch.no_grad():
+            if self.place is None:
+                program = bucket.compressor.aggregate(*how, **extra)
+            else:
+                program = hierarchy.aggregate(
+                    bucket.compressor, *how, place=self.place, leader=bucket.leader, **extra
+                )
+            bucket.stack = Stack(program)
+            try:
+                self._advance(bucket, None)
+            except Exception:
+                bucket.abandon()
+                raise
+
+    def _advance(self, bucket: Bucket, reply: Any) -> None:
+        """Resumes a bucket's program until it asks for a collective, or has ended."""
+        assert bucket.stack is not None
+        request = bucket.stack.send(reply)
+        if request is None:
+            bucket.result, bucket.state = bucket.stack.result
+            bucket.stack, bucket.round = None, 0
+            return
+        with self._explained(f"the exchange of {bucket.name} in step {self.steps}"):
+            bucket.sent = self._submit(bucket, request)
+        bucket.round += 1
+
+    def _submit(self, bucket: Bucket, request: Collective) -> Sent:
+        return self.dispatch.submit(request, bucket.name, bucket.round)
+
+    def _wait(self, bucket: Bucket) -> torch.Tensor:
+        sent = bucket.sent
+        assert sent is not None
+        with self._explained(f"the exchange of {bucket.name} in step {self.steps}"):
+            reply: torch.Tensor = self.dispatch.receive(sent)
+        bucket.sent = None
+        return reply
+
+    def _resume(self, buckets: Sequence[Bucket]) -> None:
+        """Goes on with the programs of buckets, once their replies are there."""
+        for bucket in buckets:
+            try:
+                with torch.no_grad():
+                    self._advance(bucket, self._wait(bucket))
+            except Exception as error:
+                self._errors.append(error)
+                bucket.abandon()
+
+    def advance(self) -> bool:
+        """Resumes the programs whose reply is there; whether there were any."""
+        running = [bucket for bucket in self.buckets if bucket.stack is not None]
+        ready = [bucket for bucket in running if bucket.sent and bucket.sent.pending.ready()]
+        self._resume(ready)
+        return bool(ready)
+
+    def finishing(self) -> Iterator[None]:
+        """Runs every started program to its end; yields where all wait for other ranks.
+
+        Raises:
+            PayloadError: and the like, from a program. All other programs are ended first, so
+                that no rank waits for one of this rank's.
+        """
+        while any(bucket.stack is not None for bucket in self.buckets):
+            if not self.advance():
+                yield
+        if self._open:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """All programs have ended: keeps what they did, or undoes it."""
+        self._open, errors, self._errors = False, self._errors, []
+        if self._undoes:
+            for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
+                try:
+                    ops.settle()
+                except NonFiniteGradientError as error:
+                    errors.append(error)
+        for bucket in self.buckets:
+            bucket.absent = set(range(len(bucket.parameters)))
+            bucket.end(undo=bool(errors))
+        others = [e for e in errors if not isinstance(e, NonFiniteGradientError)]
+        self.undone = bool(errors) and not others and self._undoes
+        self.summed = self.ledger.digest()
+        if self.undone:
+            self._skip(errors[0])
+            return
+        self.steps += 1
+        if errors:
+            for bucket in self.buckets:
+                bucket.result = None
+            raise (others or errors)[0]
+
+    @property
+    def _undoes(self) -> bool:
+        """Whether a step with a gradient that is not finite leaves everything as it was."""
+        return self._policy != "raise"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the optimizer has to leave out the step that was exchanged last."""
+        return self.undone and self._policy == "skip"
+
+    def poisoned(self, what: str) -> None:
+        """A gradient that was added up beside the buckets is not finite, on all ranks.
+
+        Raises:
+            NonFiniteGradientError: if that is the policy; else the step is undone as far as it can.
+        """
+        if not self._undoes:
+            raise NonFiniteGradientError(what)
+        self.undone = True
+
+    def _skip(self, error: Exception) -> None:
+        """Gives out NaN, on all ranks, for a loss scaler or `step` to see."""
+        counters = self.ledger.counters
+        counters[_SKIPPED] += 1
+        expected = self.scaling.scaler is not None or counters[_SKIPPED] > 1
+        LOGGER.log(
+            logging.DEBUG if expected else logging.WARNING,
+            "step left out (%d so far): %s",
+            counters[_SKIPPED],
+            error,
+        )
+        for bucket in self.buckets:
+            bucket.result = bucket.flat.zero_()  # what lies between the layers has to stay 0
+            for view in bucket.views:
+                view.fill_(float("nan"))
+
+    def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The reduced gradient of a parameter, in its shape and dtype."""
+        bucket, slot = self._places[parameter]
+        if bucket.result is None:
+            raise RuntimeError("a gradient without an exchange; this is a bug in hvd_gradcomp")
+        gradient = bucket.layer(bucket.result, slot)
+        return self.scaling.scale(gradient).to(parameter.dtype)
+
+
+def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:
+    """Totals since the start; reads the device.
+
+    Args:
+        exchange: what has moved them.
+        order: names of layers, as the model has them.
+    """
+    return totals.stats(
+        [
+            totals.Exchanged(b.layout, b.compressor, b.state, exchange.steps - b.since)
+            for b in filter(exchange.leads, exchange.buckets)
+        ],
+        totals.Counted(*exchange.ledger.counters),
+        steps=exchange.steps,
+        order=order,
+        beside=exchange.ledger.gathered,
+        unplanned={},
+        norm=_norm,
+        gradient_norms=[_norm(p.grad) for p in exchange.parameters if p.grad is not None],
+    )
+
+
+def settled(exchange: Exchange) -> None:
+    """Waits for what is still on its way from a GPU to the host."""
+    for device in {bucket.flat.device for bucket in exchange.buckets}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def retrain(exchange: Exchange) -> None:
+    """Lets the compressors learn anew what they learn, from the next step on."""
+    for bucket in exchange.buckets:
+        bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, exchange.steps)
+
+
+def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """Any bit that flips changes it."""
+    data = x.detach().reshape(-1).view(torch.uint8)
+    whole = data.shape[0] // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+
+
+def _norm(x: torch.Tensor) -> float:
+    values = x.detach().coalesce().values() if x.is_sparse else x.detach()
+    dtype = torch.promote_types(values.dtype, torch.float32)  # halves overflow, doubles stay
+    return float(torch.linalg.vector_norm(values, dtype=dtype))

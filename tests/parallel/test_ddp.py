@@ -1,0 +1,76 @@
+"""DistributedDataParallel over real processes, where Horovod cannot be imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.methods import ONE_OF_EACH
+from tests.parallel.launch import ROOT, environment, launch
+
+pytestmark = pytest.mark.parallel
+# Where importing Horovod is an error.
+WORKER = (
+    "import runpy, sys; sys.modules['horovod'] = None;"
+    "runpy.run_module('tests.parallel.workers.ddp_training', run_name='__main__', alter_sys=True)"
+)
+ALWAYS = ["every_method", "some_ranks"]
+ON_TWO = [
+    "dense_is_what_ddp_does",
+    "options_of_ddp",
+    "momentum_is_taken_over",
+    "state_goes_on",
+    "what_differs",
+    "not_finite",
+    "one_fails",
+    "scaled",
+    "one_ends",
+]
+
+
+def processes(folder, ranks, *parts):
+    """Runs parts of the worker, and fails where a rank does, or is waited for."""
+    folder.mkdir(exist_ok=True)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(folder), str(rank), str(ranks), *parts],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = []
+    try:
+        for process in running:
+            said.append(process.communicate(timeout=300)[0])
+    finally:
+        for process in running:
+            process.kill()
+    assert not any(process.returncode for process in running), "\n".join(said)
+    for rank in range(ranks):
+        assert json.loads((folder / f"{rank}.json").read_text()) == list(parts)
+
+
+def test_two_ranks(tmp_path):
+    processes(tmp_path, 2, *ALWAYS, *ON_TWO)
+
+
+def test_four_ranks(tmp_path):
+    processes(tmp_path, 4, *ALWAYS)
+
+
+def test_parameters_are_those_that_horovod_gives_to_the_bit(tmp_path):
+    launch("torch_compared", 2, "gloo", tmp_path)
+    processes(tmp_path / "ddp", 2, "compared")
+    for place, compression in enumerate(ONE_OF_EACH):
+        for rank in range(2):
+            over = torch.load(tmp_path / f"horovod-{place}-{rank}.pt")
+            without = torch.load(tmp_path / "ddp" / f"ddp-{place}-{rank}.pt")
+            assert torch.equal(over, without), compression
