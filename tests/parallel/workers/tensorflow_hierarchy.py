@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.protocols import carrying
-from hvd_gradcomp.tensorflow import DistributedGradientTape, engine
+from hvd_gradcomp.tensorflow import DistributedGradientTape, states
 from tests.methods import LEADER
 from tests.parallel.workers.results import digest, errors_of, write
 
@@ -146,7 +146,7 @@ def micro_batches():
 def main(folder: str) -> None:
     hvd.init(process_sets="dynamic")
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    engine.BUCKET_BYTES = 6000
+    states.BUCKET_BYTES = 6000
     skipping, _ = taped(STROM, graph=False, spoilt=(2,), nonfinite="skip")
     raising, said = taped(STROM, spoilt=(2,))
     result = {
