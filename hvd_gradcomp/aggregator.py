@@ -16,11 +16,13 @@ whose name is in `replicated` is equal on all ranks, any other belongs to its ra
 from __future__ import annotations
 
 import ast
+import inspect
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from hvd_gradcomp import registry
 from hvd_gradcomp.collectives import Collective
 from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.layout import BLOCK, Layout
@@ -49,7 +51,7 @@ class Compressor(ABC):
     """What a user passes as `compression=`. Concrete classes are frozen dataclasses.
 
     Attributes:
-        algorithm: its number in the wire header; never reused.
+        algorithm: its number in the wire header, which follows from its name; see `registry`.
         replicated: names of state fields, dotted, that are equal on all ranks with all they hold.
         begins_anew: names of state fields, dotted, that say how a rank works and not what it owes
             or has in common with others: where ranks' states become one, they begin anew.
@@ -75,6 +77,16 @@ class Compressor(ABC):
     runs: ClassVar[bool] = True
     adds_up: ClassVar[bool] = False
     uses_moments: ClassVar[bool] = False
+
+    def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:
+        """Makes a method known by its name.
+
+        Args:
+            registered: False for a base of others that has no abstract method.
+        """
+        super().__init_subclass__(**arguments)
+        if registered and not inspect.isabstract(cls):
+            cls.algorithm = registry.register(cls)
 
     def __str__(self) -> str:
         """For messages: without what is as it is by default. `repr` has all of it."""
@@ -238,8 +250,7 @@ class _Brief(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = getattr(node.func, "id", "")
-        of_class = next((cls for cls in kinds(Compressor) if cls.__name__ == name), None)
-        known = getattr(of_class, "__dataclass_fields__", {})
+        known = getattr(registry.known().get(name), "__dataclass_fields__", {})
         defaults = {key: repr(field.default) for key, field in known.items()}
         node.keywords = [
             given
@@ -247,12 +258,6 @@ class _Brief(ast.NodeTransformer):
             if defaults.get(given.arg or "") != ast.unparse(given.value)
         ]
         return node
-
-
-def kinds(cls: type[Any]) -> list[type[Any]]:
-    """A class and all that are derived from it."""
-    below: list[type[Any]] = cls.__subclasses__()
-    return [cls, *(kind for one in below for kind in kinds(one))]
 
 
 def brief(text: str) -> str:

@@ -40,8 +40,6 @@ class MomentumAfter(Compressor):
     momentum: float
     nesterov: bool = False
 
-    algorithm = 14
-
     def __post_init__(self) -> None:
         validate.real(self, "momentum", low=0, high=1)
         validate.boolean(self, "nesterov")
@@ -128,8 +126,6 @@ class After(Compressor):
     steps: int
     first: Compressor
     then: Compressor
-
-    algorithm = 15
 
     def __post_init__(self) -> None:
         validate.whole(self, "steps", low=1)

@@ -73,7 +73,6 @@ class EGCCompressor(MomentumCorrected):
     masking: bool = True
     index_coding: str = "delta"
 
-    algorithm = 9
     begins_anew = frozenset({"hint", "quota"})
 
     def __post_init__(self) -> None:

@@ -178,7 +178,6 @@ class GradiVeQCompressor(Compressor):
     other: Any = None
     feedback: bool = False
 
-    algorithm = 17
     state_format = 2  # the samples of all slices in turn, and their energy
 
     def __post_init__(self) -> None:

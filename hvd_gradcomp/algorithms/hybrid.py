@@ -47,7 +47,6 @@ class HybridCompressor(WordCompressor):
     zeta: float = 0.999
     moments: str = "auto"
 
-    algorithm = 4
     uses_moments = True
 
     def __post_init__(self) -> None:

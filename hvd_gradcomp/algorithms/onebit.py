@@ -46,7 +46,6 @@ class OneBitCompressor(QuantizedCompressor):
 
     exchange: str = "auto"
 
-    algorithm = 12
     bits = 1
     side = ("above", "below")
     seed = 0

@@ -50,8 +50,6 @@ class QSGDCompressor(LevelsCompressor):
     exchange: str = "auto"
     seed: int = 0
 
-    algorithm = 10
-
     def __post_init__(self) -> None:
         validate.one_of(self, "bits", (2, 3, 4, 8))
         validate.whole(self, "bucket_size", low=32)

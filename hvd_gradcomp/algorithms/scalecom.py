@@ -56,7 +56,6 @@ class ScaleComCompressor(ResidualTopK):
     beta: float = 1.0
     index_coding: str = "delta"
 
-    algorithm = 13
     replicated = frozenset({"sent"})
 
     def __post_init__(self) -> None:

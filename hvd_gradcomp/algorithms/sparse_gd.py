@@ -59,8 +59,6 @@ class SparseGDCompressor(ResidualTopK):
     density: float = 0.001
     index_coding: str = "delta"
 
-    algorithm = 6
-
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)

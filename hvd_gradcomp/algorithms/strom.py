@@ -38,8 +38,6 @@ class StromCompressor(WordCompressor):
 
     tau: float = 0.1
 
-    algorithm = 5
-
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)
 

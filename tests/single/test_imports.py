@@ -30,6 +30,7 @@ LAYERS = [
         "membership.py",
         "messages.py",
         "names.py",
+        "registry.py",
         "cost.py",
     },
     {"ops/building.py", "ops/composites.py", "ops/native.py", "ops/rules.py"},
