@@ -323,7 +323,7 @@ class Engine:
                 raise ValueError(
                     f"{name} is on {p.device}, and this Horovod was built without collectives for "
                     "tensors there. Build it for this PyTorch with HOROVOD_GPU_OPERATIONS=NCCL "
-                    "(docker/build-horovod.sh), or train on the CPU"
+                    "(hvd-gradcomp build-horovod), or train on the CPU"
                 )
         devices = [p.device for _, p in named_parameters]
         verbs = {device: TorchOps(device) for device in devices}

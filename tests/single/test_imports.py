@@ -82,7 +82,7 @@ LAYERS = [
     {"__init__.py", "handshake.py", "installation.py", "probe.py", "testing.py"},
     {"cli/__init__.py"},
     {"cli/options.py", "cli/inspection.py", "cli/selftest.py", "cli/usercode.py"},
-    {"cli/doctor.py", "cli/build.py", "cli/bench.py"},
+    {"cli/doctor.py", "cli/build.py", "cli/build_horovod.py", "cli/bench.py"},
     {"cli/advise.py", "cli/compare.py"},
     {"__main__.py"},
 ]
