@@ -27,12 +27,14 @@ from rich.table import Table
 
 from hvd_gradcomp import GradiVeQCompressor, LGCCompressor
 from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.algorithms.gradiveq import projection
 from hvd_gradcomp.algorithms.lgc import training
 from hvd_gradcomp.assignment import plan
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.learned import state_of
 from hvd_gradcomp.models import resnet50
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols.resizing import start
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
 
@@ -47,17 +49,17 @@ def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
             buckets.append((layout, torch.randn(layout.size, device=ops.device), state))
     pairs = []
     for layout, gradient, state in buckets:
-        for cut, _, _, basis, _ in compressor._groups(ops, layout, state):
+        for cut, _, _, basis, _ in projection.groups_of(compressor, ops, layout, state):
             pairs.append((cut.cut(ops, gradient).contiguous(), basis.contiguous()))
 
     def encode() -> list[Any]:
-        return [compressor.encode(ops, *bucket)[0] for bucket in buckets]
+        return [projection.encode(compressor, ops, *bucket)[0] for bucket in buckets]
 
     codes = encode()
 
     def decode() -> None:
         for (layout, gradient, state), code in zip(buckets, codes):
-            compressor.decode(ops, layout, code, state, room=gradient)
+            projection.decode(compressor, ops, layout, code, state, room=gradient)
 
     def products() -> None:
         for slices, basis in pairs:
@@ -80,7 +82,7 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
         planned = plan(compressor, layers, BUCKET_BYTES, ranks=ranks)
         (layout,) = (layout for one, layout in planned if isinstance(one, LGCCompressor))
         selected = compressor.capacity(layout)
-        state = compressor.start(ops, layout, ranks)
+        state = start(compressor, ops, layout, ranks)
         vectors = torch.randn(ranks, selected, device=ops.device)
         padded = torch.nn.functional.pad(vectors, (0, -selected % autoencoder.STRIDE))
         code = autoencoder.encode(ops, state.encoder, padded[:1])

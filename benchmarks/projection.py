@@ -26,6 +26,7 @@ from examples import digits
 from examples.pytorch.learned import network
 from hvd_gradcomp import GradiVeQCompressor
 from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 
@@ -83,7 +84,7 @@ def main() -> None:
         def left_out(
             kind: str, gradient: torch.Tensor, kinds=kinds, states=states, layout=layout
         ) -> float:
-            _, energy, lost = kinds[kind].encode(ops, layout, gradient, states[kind])
+            _, energy, lost = projection.encode(kinds[kind], ops, layout, gradient, states[kind])
             return float(lost / energy)
 
         seen = []
@@ -94,10 +95,12 @@ def main() -> None:
             if 0 <= step - warmup < options.samples:
                 seen.append(mean)
                 for kind, one in kinds.items():
-                    states[kind] = one._recorded(ops, layout, mean, step - warmup, states[kind])
+                    states[kind] = basis.recorded(
+                        one, ops, layout, mean, step - warmup, states[kind]
+                    )
             if age == 0:
                 for kind, one in kinds.items():
-                    program = one._learned(ops, Context(layout, 0, 1, 0), states[kind])
+                    program = basis.learned(one, ops, Context(layout, 0, 1, 0), states[kind])
                     try:
                         program.send(next(program).tensor)
                     except StopIteration as stop:

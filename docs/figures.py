@@ -39,6 +39,7 @@ from hvd_gradcomp.codecs.pca import components
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols.reporting import report
 from hvd_gradcomp.testing import World
 
 OPS = TorchOps()
@@ -279,7 +280,7 @@ def autoencoder(path):
         held = [state.memory.r.clone() for state in world.states]
         result = take(world.step([lay(g) for g in each])[0])
         if 20 <= step < 20 + train:
-            losses += [*compressor.losses(world.states[0]).values()]
+            losses += [*report(compressor, world.layout, world.states[0], step + 1).losses.values()]
     index = result.nonzero()[:, 0]
     mean = sum(take(r) + g.reshape(-1) for r, g in zip(held, gradients[-1]))[index] / 2
     (code, *_) = [r[0].tensor for r in world.traffic if isinstance(r[0], Allreduce)]

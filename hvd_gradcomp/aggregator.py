@@ -19,15 +19,17 @@ import ast
 import inspect
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Generator
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 from hvd_gradcomp import registry
 from hvd_gradcomp.collectives import Collective
-from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.layout import BLOCK, Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols import stock
 
+T = TypeVar("T")
 State = Any
 Program = Generator[Collective, Any, tuple[Tensor, State]]
 
@@ -47,8 +49,16 @@ class Context(NamedTuple):
     postscale: float = 1.0
 
 
-class Compressor(ABC):
+def derived(of: Callable[[Any], T]) -> T:
+    """An attribute of a compressor that follows from its fields; for what the class declares."""
+    attribute: Any = cached_property(of)
+    return attribute
+
+
+class Compressor(stock.Refuses, ABC):
     """What a user passes as `compression=`. Concrete classes are frozen dataclasses.
+
+    A method needs `init` and `aggregate`. What it may have besides is in `protocols`.
 
     Attributes:
         algorithm: its number in the wire header, which follows from its name; see `registry`.
@@ -64,19 +74,22 @@ class Compressor(ABC):
         runs: whether it has programs of its own; a partition only chooses among others.
         adds_up: whether it does nothing but to add up gradients, or what they are cast to.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
+        needs_order: whether who compresses a layer depends on the order in which the model uses
+            its layers; see `protocols.layering`.
     """
 
-    algorithm: ClassVar[int]
-    replicated: ClassVar[frozenset[str]] = frozenset()
-    begins_anew: ClassVar[frozenset[str]] = frozenset()
-    block: ClassVar[int] = BLOCK
-    max_bucket: ClassVar[int] = 1 << 31
-    native_dtypes: ClassVar[frozenset[str]] = frozenset({"float32"})
-    whole_model: ClassVar[bool] = False
-    state_format: ClassVar[int] = 1
-    runs: ClassVar[bool] = True
-    adds_up: ClassVar[bool] = False
-    uses_moments: ClassVar[bool] = False
+    algorithm: int
+    replicated: frozenset[str] = frozenset()
+    begins_anew: frozenset[str] = frozenset()
+    block: int = BLOCK
+    max_bucket: int = 1 << 31
+    native_dtypes: frozenset[str] = frozenset({"float32"})
+    whole_model: bool = False
+    state_format: int = 1
+    runs: bool = True
+    adds_up: bool = False
+    uses_moments: bool = False
+    needs_order: bool = False
 
     def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:
         """Makes a method known by its name.
@@ -94,12 +107,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def init(self, ops: Ops, layout: Layout) -> State:
-        """The state before the first step."""
-
-    def start(self, ops: Ops, layout: Layout, ranks: int) -> State:
-        """The same where it depends on how many ranks exchange. Frontends call this."""
-        del ranks
-        return self.init(ops, layout)
+        """The state before the first step; see `protocols.resizing` if it hangs on the ranks."""
 
     @abstractmethod
     def aggregate(
@@ -109,108 +117,6 @@ class Compressor(ABC):
 
         `gradient` is [layout.size], zero outside the layers. Donating: the result may lie in it.
         """
-
-    def of_layers(self, layers: Sequence[Layer], ranks: int) -> Sequence[Compressor]:
-        """Who compresses which layer: itself all of them, unless it knows better.
-
-        Args:
-            layers: (name, shape, dtype) in the order of the model.
-            ranks: how many exchange.
-
-        Raises:
-            ValueError: it cannot work on these layers, or with so many ranks.
-        """
-        del ranks
-        return [self] * len(layers)
-
-    @property
-    def needs_order(self) -> bool:
-        """Whether `of_layers` looks at the order in which the model uses its layers."""
-        return False
-
-    def layer_bytes(self, shape: Sequence[int]) -> float | None:
-        """About what a layer takes of a payload; None where that depends on the gradients.
-
-        Args:
-            shape: with the outputs first, as `Layout.outputs_first` has it.
-        """
-        del shape
-        return None
-
-    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
-        """The same, with the momentum that it takes over from the optimizer; see `wrappers`."""
-        del momentum, nesterov
-        return self
-
-    @property
-    def correction(self) -> tuple[float | None, bool | None] | None:
-        """(momentum, nesterov) that it applies itself, None in them for the optimizer's."""
-        return None
-
-    def elements_sent(self, layout: Layout, state: State, steps: int) -> Sequence[int]:
-        """Elements of each layer that this rank has sent in so many steps; reads the device."""
-        del state
-        return [size * steps for size in layout.sizes]
-
-    def residual(self, state: State) -> Tensor | None:
-        """What was accumulated and not yet sent, [size]; None where nothing is kept."""
-        del state
-        return None
-
-    def at_work(self, state: State, steps: int) -> tuple[Compressor, State]:
-        """Who has compressed the last of so many steps, and the state it keeps: see `after`."""
-        del steps
-        return self, state
-
-    def rung_changes(self, state: State) -> int:
-        """How often its payload's room has changed, see `ladder`; all ranks have the same."""
-        del state
-        return 0
-
-    def velocity(self, state: State) -> Tensor | None:
-        """The momentum of the steps so far, [size], where it is all that the state holds."""
-        del state
-        return None
-
-    def with_velocity(self, state: State, velocity: Tensor) -> State:
-        """Goes on from a velocity that all ranks have in common."""
-        del velocity
-        return state
-
-    def losses(self, state: State) -> dict[str, float]:
-        """What a learned method loses, as shares of the energy, by name; reads the device."""
-        del state
-        return {}
-
-    def retrained(self, ops: Ops, state: State, step: Any) -> State:
-        """A state that learns a basis or an autoencoder anew, from this step on."""
-        del ops, step
-        return state
-
-    def owner(self, path: str, step: int) -> int | None:
-        """Whose tensor counts where the ranks' states become one; None if they are added up.
-
-        Asked of the fields, dotted as in `leaves`, that are not `replicated`: an autoencoder that
-        one rank trains cannot be added up, a residual has to be.
-        """
-        del path, step
-        return None
-
-    def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
-        """A state that goes on among other ranks than before; the same if nothing hangs on them.
-
-        Raises:
-            ValueError: it cannot work with so many.
-        """
-        del ops, step, ranks
-        return state
-
-    def inherit(
-        self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
-    ) -> tuple[State, Tensor]:
-        """Takes over what another method had kept: (state, gradient) with it inside."""
-        del ops
-        return state, gradient + residual
 
     def check(self, layout: Layout) -> None:
         """Raises a ValueError that names the layers if a bucket is larger than can be addressed."""
@@ -224,24 +130,6 @@ class Compressor(ABC):
     def digest(self, layout: Layout) -> int:
         """32 bits that differ when the layout, the method or a hyper-parameter differs."""
         return zlib.crc32(repr(self).encode(), layout.digest)
-
-    # The stock Horovod interface sees one nameless tensor, whose payload is always allreduced.
-    # A method that is not linear cannot work there.
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Stock Horovod's entry. Linear compressors override it; the others say what to import."""
-        framework = type(tensor).__module__.partition(".")[0]
-        package = "tensorflow" if framework == "tensorflow" else "torch"
-        raise TypeError(
-            f"a compressor cannot work inside horovod.{package}, which adds payloads up as they "
-            f"are. Change the import to `import hvd_gradcomp.{package} as hvd` and keep the rest. "
-            f"Got {self}"
-        )
-
-    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """Stock Horovod's way back; see `compress`."""
-        del context
-        return tensor
 
 
 class _Brief(ast.NodeTransformer):

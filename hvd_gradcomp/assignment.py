@@ -2,10 +2,10 @@
 
 Rules, in this order:
 
-* A compressor says who takes which layer (`Compressor.of_layers`): `partition` by its rules,
+* A compressor says who takes which layer (`protocols.layering`): `partition` by its rules,
   methods that are made for some layers leave the others to another, most take all.
 * A layer is sent dense, together with all others of that kind, where compressing it saves nothing:
-  where its share of a payload (`Compressor.layer_bytes`) is at least 4 bytes an element, and where
+  where its share of a payload (`layer_bytes`, ibid.) is at least 4 bytes an element, and where
   it has no elements.
 * Where the optimizer's momentum was taken over, layers whose compressor does not correct momentum
   get theirs after the exchange.
@@ -20,11 +20,13 @@ from math import prod
 from typing import Any, Union
 
 from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Compressor, Context, Program, State
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State, derived
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.layers import ROLES, Layer, Traits, traits_of
 from hvd_gradcomp.layout import Layout, outputs_first, plan_buckets
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols import layering
+from hvd_gradcomp.protocols.carrying import Correction, correction
 from hvd_gradcomp.wrappers import corrected, part
 
 _WHOLE = 1 << 62
@@ -114,22 +116,31 @@ class Partition(Compressor):
     runs = False
 
     def __post_init__(self) -> None:
-        compressors = [c for _, c in self.rules]
-        object.__setattr__(self, "uses_moments", any(c.uses_moments for c in compressors))
-        sources = {getattr(c, "moments", "") for c in compressors if c.uses_moments}
-        if len(sources) > 1:
+        if len(self._sources) > 1:
             raise ValueError(
-                f"partition: its compressors take moments from {sorted(sources)}; give all of "
-                "them the same moments="
+                f"partition: its compressors take moments from {sorted(self._sources)}; give all "
+                "of them the same moments="
             )
-        object.__setattr__(self, "moments", sources.pop() if sources else "")
 
     def __repr__(self) -> str:
         return f"partition([{', '.join(f'({r!r}, {c!r})' for r, c in self.rules)}])"
 
     @property
-    def correction(self) -> tuple[float | None, bool | None] | None:
-        known = {c.correction for _, c in self.rules} - {None}
+    def _sources(self) -> set[str]:
+        return {getattr(c, "moments", "") for _, c in self.rules if c.uses_moments}
+
+    @derived
+    def moments(self) -> str:
+        """Where second moments come from; of all its compressors that use some."""
+        return next(iter(self._sources), "")
+
+    @derived
+    def uses_moments(self) -> bool:
+        return any(c.uses_moments for _, c in self.rules)
+
+    @property
+    def correction(self) -> Correction | None:
+        known = {correction(c) for _, c in self.rules} - {None}
         if len(known) > 1:
             raise ValueError(
                 "the compressors of a partition correct different momenta, and an optimizer has "
@@ -140,7 +151,7 @@ class Partition(Compressor):
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         return Partition(tuple((r, corrected(c, momentum, nesterov)) for r, c in self.rules))
 
-    @property
+    @derived
     def needs_order(self) -> bool:
         return any(c.needs_order for _, c in self.rules)
 
@@ -155,7 +166,7 @@ class Partition(Compressor):
         settled: list[Compressor] = list(chosen)
         for one in dict.fromkeys(chosen):  # which may itself tell layers apart
             places = [place for place, other in enumerate(chosen) if other == one]
-            mine = one.of_layers([layers[place] for place in places], ranks)
+            mine = layering.of_layers(one, [layers[place] for place in places], ranks)
             for place, inner in zip(places, mine):
                 settled[place] = inner
         return settled
@@ -247,22 +258,22 @@ def assign(
         ValueError: a compressor does not fit the layers or the ranks; or a momentum is to be taken
             over where there is no optimizer.
     """
-    chosen = compressor.of_layers(layers, ranks)
-    correction = compressor.correction or (0.0, False)
-    if correction[0] is None:
+    chosen = layering.of_layers(compressor, layers, ranks)
+    momentum, nesterov = correction(compressor) or (0.0, False)
+    if momentum is None:
         raise ValueError(
             "there is no optimizer here to take the momentum over from; give momentum=0.9, or "
             f"momentum=0 to go without. Got {compressor}"
         )
-    momentum, nesterov = correction[0], bool(correction[1])
     assigned = []
     for (name, shape, _), one in zip(layers, chosen):
         share: float | None = 0.0
         if prod(shape):  # no method has to divide by none
-            share = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
+            stored = outputs_first(name, shape) if filters_last else shape
+            share = layering.layer_bytes(one, stored)
         if share is not None and share >= 4 * prod(shape):
             one = NoneCompressor()
-        assigned.append(corrected(one, momentum, nesterov))
+        assigned.append(corrected(one, momentum, bool(nesterov)))
     return assigned
 
 

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Optional
 from hvd_gradcomp import messages
 from hvd_gradcomp.aggregator import Compressor, brief, is_replicated
 from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.protocols import learning
 from hvd_gradcomp.registry import known
 
 FORMAT = 3
@@ -297,7 +298,7 @@ def source_of(
         saver: the rank that saved it.
         rank: the rank that takes it.
     """
-    owner = compressor.owner(path, steps)
+    owner = learning.owner(compressor, path, steps)
     if is_replicated(compressor, path):
         return Source.SAVED
     if mode == "sharded":

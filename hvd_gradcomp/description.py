@@ -11,6 +11,7 @@ from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.assignment import assign
 from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.layout import Layout, outputs_first
+from hvd_gradcomp.protocols.layering import layer_bytes
 from hvd_gradcomp.worth import at_work, goes_dense
 from hvd_gradcomp.wrappers import MomentumAfter
 
@@ -36,7 +37,7 @@ def describe(
     summed = {one for one, layout in whole.items() if goes_dense(at_work(one), layout, ranks)}
     for (name, shape, _), one in zip(layers, assigned):
         size = 4 * prod(shape)
-        share = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
+        share = layer_bytes(one, outputs_first(name, shape) if filters_last else shape)
         if share is not None and one in summed:
             share = size
         dense, expected = dense + size, expected + (share or 0.0)

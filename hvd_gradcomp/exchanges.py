@@ -1,235 +1,46 @@
-"""How payloads meet: small generators, one a pattern of communication."""
+"""How payloads meet: small generators, and what those of the families in `codecs` share.
+
+A family has its own program beside it: `codecs.sparse`, `codecs.quantized`, `codecs.linear`.
+"""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hvd_gradcomp import wire
 from hvd_gradcomp.aggregator import Compressor, Context, Program
-from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall, Broadcast, Switch
-from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
+from hvd_gradcomp.collectives import Allreduce, Broadcast, Switch
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
 
 _LARGEST = (2.0 - 2.0**-20) * 2.0**127  # of float32, and a bit less: sums are rounded on their way
 
-if TYPE_CHECKING:
-    from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
-    from hvd_gradcomp.codecs.linear import LinearCompressor
-    from hvd_gradcomp.codecs.quantized import QuantizedCompressor
-    from hvd_gradcomp.codecs.sparse import Encoded, SparseCompressor, SparseState
-    from hvd_gradcomp.ladder import Rung
 
+class Leading(Protocol):
+    """What `leader` asks of a codec."""
 
-def sparse(
-    codec: SparseCompressor,
-    ops: Ops,
-    context: Context,
-    gradient: Tensor,
-    state: SparseState,
-    moment: Tensor | None,
-) -> Program:
-    """What was sent is gathered; or added up on the way, where that brings a rank fewer bytes.
+    def choice_bytes(self, layout: Layout) -> int:
+        """Bytes of `choose`."""
 
-    All ranks read all headers, so all choose the same rung for the next step, and all raise when
-    one of them has a gradient that is not finite. That rank's state is then as it was; the others
-    keep their gradient of the step in their residual.
-    """
-    ladder = codec.ladder(context.layout, context.size)
-    rung, climbed = ladder.climb(ops, state.ladder)
-    rank = codec, ops, context, gradient, state._replace(ladder=climbed), moment
-    if not ladder.summed:
-        return (yield from allgather(rung, *rank))
-    top = rung._replace(dense=True, summed=True)
-    if not ladder.capacities:
-        return (yield from summed(top, *rank))
-    ways = (lambda: allgather(rung._replace(dense=False), *rank), lambda: summed(top, *rank))
-    return (yield Switch(ops.pick(rung.dense, 1, 0), ways))
+    def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
+        """The leader's payload: which elements travel."""
 
+    def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
+        """The indices, from its payload [1, bytes]."""
 
-def allgather(
-    rung: Rung,
-    codec: SparseCompressor,
-    ops: Ops,
-    context: Context,
-    gradient: Tensor,
-    state: SparseState,
-    moment: Tensor | None,
-) -> Program:
-    """Everybody receives every payload and adds them up in rank order. One collective."""
-    encoded, header, gradient, state = _encoded(rung, codec, ops, context, gradient, state, moment)
+    def values(self, ops: Ops, gradient: Tensor, state: Any, index: Tensor) -> Tensor:
+        """What this rank has at the indices."""
 
-    def fits(header: wire.Header, bodies: Tensor) -> wire.Header:
-        sides = codec.ceilings(ops, context.layout, rung, bodies)
-        return _summable(ops, sides, context, header) if sides else header
-
-    header, bodies = yield from _gathered(codec, ops, header, encoded, encoded.body, state, fits)
-    weights = weights_of(ops, context, header)
-    total = codec.decode_sum(ops, context.layout, rung, bodies, weights, room=gradient)
-    return total, _needing(ops, state, header)
-
-
-def summed(
-    rung: Rung,
-    codec: SparseCompressor,
-    ops: Ops,
-    context: Context,
-    gradient: Tensor,
-    state: SparseState,
-    moment: Tensor | None,
-) -> Program:
-    """Each rank decodes its own payload, and an allreduce adds up what these stand for.
-
-    An allgather of the headers comes first, so ranks learn of each other what they do by
-    `allgather`, and the result is the same but for the order in which it is added up.
-    """
-    encoded, header, gradient, state = _encoded(rung, codec, ops, context, gradient, state, moment)
-    nothing = encoded.body[:0]
-    header, _ = yield from _gathered(codec, ops, header, encoded, nothing, state, lambda h, _: h)
-    weights = weights_of(ops, context._replace(prescale=1.0, postscale=1.0), header)
-    mine, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
-    x = codec.decode_sum(ops, context.layout, rung, body, mine, room=gradient)
-    total = usable(ops, (yield from added_up(ops, context, x)))
-    return total, _needing(ops, state, header)
-
-
-def _encoded(
-    rung: Rung,
-    codec: SparseCompressor,
-    ops: Ops,
-    context: Context,
-    gradient: Tensor,
-    state: SparseState,
-    moment: Tensor | None,
-) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
-    """What this rank sends, its header, memory for the result, and the state without it."""
-    layout, step = context.layout, context.step
-    finite, gradient = checked_to_keep(ops, gradient)
-    if moment is not None:
-        fits, moment = _without(ops, ops.finite(ops.sum(moment) * 4096.0), moment)
-        finite = finite & fits
-    if finite is False:
-        encoded = codec.nothing(ops, layout, rung)
-    else:
-        encoded, state = codec.encode(ops, layout, rung, step, gradient, state, moment)
-    number, digest, step = codec.algorithm, codec.digest(layout), step % (1 << 32)
-    sent, wanted = encoded.sent, encoded.wanted
-    header = wire.Header(number, digest, step, rung.index, sent, wanted, finite)
-    return encoded, header, gradient, state
-
-
-def _gathered(
-    codec: SparseCompressor,
-    ops: Ops,
-    header: wire.Header,
-    encoded: Encoded,
-    body: Tensor,
-    state: SparseState,
-    fits: Callable[[wire.Header, Tensor], wire.Header],
-) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
-    """The headers and bodies of all; where they cannot be used, the state is as it was."""
-    buffers = yield Allgather(wire.seal(ops, header, body))
-    try:
-        header, bodies = wire.open_sealed(ops, header, buffers)
-        header = fits(header, bodies)
-    except (PayloadError, NonFiniteGradientError):
-        codec.give_back(ops, state.memory, encoded.held)
-        raise
-    encoded.settle()
-    return header, bodies
-
-
-def _needing(ops: Ops, state: SparseState, header: wire.Header) -> SparseState:
-    """The state that knows how much room the ranks have needed."""
-    needed = ops.stage(ops.max(header.wanted))
-    return state._replace(ladder=state.ladder._replace(needed=needed))
-
-
-def quantized_allgather(
-    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
-) -> Program:
-    """Everybody receives every code and adds up what they stand for, in rank order.
-
-    `size - 1` payloads arrive at each rank. The state is replaced at the end: a failed exchange
-    leaves it as it was.
-    """
-    layout = context.layout
-    bands, parts = codec.bands(layout), codec.parts(layout)
-    finite, gradient = checked(ops, gradient)
-    x = codec.collect(ops, gradient, state)
-    mine, finite = _checked_sides(
-        ops, codec, codec.encode(ops, bands, x, _key(ops, codec, context, 0)), finite
-    )
-    body = wire.pack_body(ops, parts, mine)
-    buffers = yield Allgather(wire.seal(ops, header_of(codec, context, finite), body))
-    header, bodies = wire.open_sealed(ops, header_of(codec, context), buffers)
-    payload = wire.unpack_body(ops, parts, bodies)
-    header = _summable(ops, [payload[name] for name in codec.side], context, header)
-    state = codec.keep(ops, bands, x, mine, state)
-    weights = weights_of(ops, context, header)
-    return codec.add_decoded(ops, bands, None, gradient, payload, weights), state
-
-
-def two_shot(
-    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
-) -> Program:
-    """Each rank adds up one shard of the bucket, quantizes the sum again, and hands it to all.
-
-    An alltoall and an allgather; `2 * (size - 1)` payloads of a shard arrive at each rank. What
-    quantizing the sum takes is kept, where the method keeps anything, by the rank that did it.
-    """
-    layout, world, rank = context.layout, context.size, context.rank
-    shard, bands = codec.shard_size(layout, world), codec.bands(layout)
-    cuts = [bands.cut(i * shard, (i + 1) * shard) for i in range(world)]
-    parts = codec.shard_parts(layout, world)
-    finite, gradient = checked(ops, gradient)
-    x = codec.collect(ops, gradient, state)
-    mine = codec.encode(ops, bands, x, _key(ops, codec, context, 0))
-    beyond = parts["codes"].count * world - mine["codes"].shape[0]
-    mine["codes"] = ops.concat((mine["codes"], ops.zeros((beyond,), "uint8")))
-    mine, finite = _checked_sides(ops, codec, mine, finite)
-    header = header_of(codec, context, finite)
-    bodies = [
-        wire.pack_body(ops, parts, codec.shard_of(ops, mine, cuts, i, parts)) for i in range(world)
-    ]
-    buffers = yield Alltoall(ops.stack([wire.seal(ops, header, body) for body in bodies]))
-    reply, bodies = wire.open_sealed(ops, header_of(codec, context), buffers)
-    payload = wire.unpack_body(ops, parts, bodies)
-    plain = weights_of(ops, context._replace(prescale=1.0, postscale=1.0), reply)
-    total = codec.add_decoded(ops, cuts[rank], None, ops.zeros((shard,)), payload, plain)
-
-    finite, total = checked(ops, total)
-    summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
-    summed, finite = _checked_sides(ops, codec, summed, finite)
-    body = wire.pack_body(ops, parts, codec.filled(ops, summed, parts))
-    buffers = yield Allgather(wire.seal(ops, header_of(codec, context, finite), body))
-    reply, bodies = wire.open_sealed(ops, header_of(codec, context), buffers)
-    state = codec.keep(ops, bands, x, mine, state)
-    state = codec.keep_of_sum(ops, cuts[rank], rank * shard, total, summed, state)
-    payload = wire.unpack_body(ops, parts, bodies)
-    weights = weights_of(ops, context, reply)
-    pieces = []
-    for other, cut in enumerate(cuts):
-        room = gradient[other * shard : (other + 1) * shard]
-        if room.shape[0] < shard:  # the last shard may reach beyond the bucket
-            room = ops.zeros((shard,))
-        theirs = {name: part[other : other + 1] for name, part in payload.items()}
-        weight = weights[other : other + 1]
-        pieces.append(codec.add_decoded(ops, cut, None, room, theirs, weight))
-    return ops.assemble(gradient, pieces), state
-
-
-def quantized_allreduce(
-    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
-) -> Program:
-    """What would be quantized, as it is: in buckets so small that codes would take more bytes."""
-    total = yield from added_up(ops, context, codec.collect(ops, gradient, state))
-    return usable(ops, total), codec.keep_nothing(ops, state)
+    def settle_all(
+        self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor, total: Tensor
+    ) -> tuple[Tensor, Any]:
+        """The mean, and the state without what was sent."""
 
 
 def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     """Whether it is finite; and zeros instead where that is known too late to leave it out."""
-    return _without(ops, ops.finite(gradient), gradient)
+    return without(ops, ops.finite(gradient), gradient)
 
 
 def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
@@ -238,28 +49,15 @@ def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     What is kept must not overflow: with an infinite second moment an element would never be sent
     again. So a norm beyond 2**58 counts as infinite: a thousand squares of that fit.
     """
-    return _without(ops, ops.finite(ops.inner(gradient, gradient) * 4096.0), gradient)
+    return without(ops, ops.finite(ops.inner(gradient, gradient) * 4096.0), gradient)
 
 
-def _without(ops: Ops, finite: Any, x: Tensor) -> tuple[Any, Tensor]:
+def without(ops: Ops, finite: Any, x: Tensor) -> tuple[Any, Tensor]:
+    """The same of anything that travels, by whether it is finite."""
     return finite, x if ops.dynamic_shapes else ops.where(finite, x, 0.0)
 
 
-def _checked_sides(
-    ops: Ops, codec: QuantizedCompressor, mine: dict[str, Tensor], finite: Any
-) -> tuple[dict[str, Tensor], Any]:
-    """A payload, and whether it can be used: a norm or a mean may overflow where no element does.
-
-    And above 2**126 what a code is divided by has an inverse that TensorFlow takes for zero. Zeros
-    instead of what cannot be used where that is known too late to leave it out.
-    """
-    healthy = ops.finite(ops.concat([mine[name] for name in codec.side]) * 4.0)
-    if not ops.dynamic_shapes:
-        mine = {**mine, **{n: ops.where(healthy, mine[n], 0.0) for n in codec.side}}
-    return mine, finite & healthy
-
-
-def _summable(
+def summable(
     ops: Ops, sides: Sequence[Tensor], context: Context, header: wire.Header
 ) -> wire.Header:
     """Requires that what the ranks have sent adds up to finite numbers; the header then says so.
@@ -287,12 +85,6 @@ def _summable(
     return header._replace(intact=intact if header.intact is None else header.intact & intact)
 
 
-def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:
-    """The key of this rank's private random numbers in this step; int64 [2]."""
-    salt = f"{codec.seed} {context.rank} {stage} {context.layout.digest}".encode()
-    return ops.key(context.step, zlib.crc32(salt))
-
-
 def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.Header:
     """What this rank says about a payload of a fixed size."""
     elements = context.layout.elements
@@ -307,9 +99,7 @@ def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     return weights if header.intact is None else weights * ops.cast(header.intact, "float32")
 
 
-def leader(
-    codec: ScaleComCompressor, ops: Ops, context: Context, gradient: Tensor, state: object
-) -> Program:
+def leader(codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: object) -> Program:
     """One rank after the other says which elements travel; their values are added up on the way.
 
     A broadcast of the leader's indices and an allreduce of everybody's values there.
@@ -366,18 +156,6 @@ def drawn(step: Any, seed: int, count: int) -> Any:
     for shift in (7919, 104729):
         x = x * ((x + shift) % prime) % prime * 16807 % prime
     return x // 1024 % count
-
-
-def allreduce(
-    codec: LinearCompressor, ops: Ops, context: Context, gradient: Tensor, state: object
-) -> Program:
-    """The ranks' codes are added up on the way: for codecs whose codes may be added.
-
-    The sum itself says whether all were finite; or too large together for the dtype that travels.
-    """
-    code = codec.encode(ops, gradient)
-    total = yield Allreduce(code, context.prescale, context.postscale, donated=True)
-    return usable(ops, codec.decode(ops, context.layout, total)), state
 
 
 def added_up(ops: Ops, context: Context, x: Tensor) -> Generator[Any, Any, Tensor]:

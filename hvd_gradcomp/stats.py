@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -95,7 +95,7 @@ class CompressionStats:
         )
 
 
-def mean_losses(several: Iterable[dict[str, float]]) -> dict[str, float]:
+def mean_losses(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each loss over the buckets that have it.
 
     >>> mean_losses([{"basis": 0.5}, {}, {"basis": 0.25}])

@@ -33,6 +33,7 @@ from hvd_gradcomp.collectives import (
 )
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols import resizing
 
 
 class World:
@@ -67,7 +68,9 @@ class World:
         self.compressor, self.ops, self.layout, self.size = compressor, ops, layout, size
         self.postscale = 1.0 / size if average else 1.0
         self.tamper = tamper
-        self.states: list[State] = [compressor.start(ops, layout, size) for _ in range(size)]
+        self.states: list[State] = [
+            resizing.start(compressor, ops, layout, size) for _ in range(size)
+        ]
         self.steps = 0
         self.traffic: list[list[Any]] = []
         self.failures: list[Exception | None] = [None] * size

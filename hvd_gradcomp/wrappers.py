@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.aggregator import Compressor, Context, Program, derived
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.collectives import Switch
+from hvd_gradcomp.composite import Composite
 from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols import carrying, layering, resizing
+from hvd_gradcomp.protocols.carrying import Correction, Corrects
+from hvd_gradcomp.protocols.reporting import Report, report
 
 
 class MomentumState(NamedTuple):
@@ -23,7 +27,7 @@ class MomentumState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MomentumAfter(Compressor):
+class MomentumAfter(Composite):
     """The momentum of layers whose compressor does not correct it, applied to the exchanged mean.
 
     Where a model's optimizer has handed its momentum over, these layers get it back here:
@@ -40,36 +44,34 @@ class MomentumAfter(Compressor):
     momentum: float
     nesterov: bool = False
 
+    in_common = frozenset({"velocity"})
+
     def __post_init__(self) -> None:
         validate.real(self, "momentum", low=0, high=1)
         validate.boolean(self, "nesterov")
-        for name in ("block", "max_bucket", "native_dtypes", "whole_model", "uses_moments"):
-            object.__setattr__(self, name, getattr(self.inner, name))
-        object.__setattr__(self, "moments", getattr(self.inner, "moments", ""))
-        inside = frozenset(f"inner.{name}" for name in self.inner.replicated)
-        object.__setattr__(self, "replicated", inside | {"velocity"})
-        anew = frozenset(f"inner.{name}" for name in self.inner.begins_anew)
-        object.__setattr__(self, "begins_anew", anew)
 
     @property
-    def correction(self) -> tuple[float | None, bool | None]:
+    def children(self) -> dict[str, Compressor]:
+        return {"inner": self.inner}
+
+    @derived
+    def native_dtypes(self) -> frozenset[str]:
+        return self.inner.native_dtypes
+
+    @property
+    def correction(self) -> Correction:
         return self.momentum, self.nesterov
 
-    def check(self, layout: Layout) -> None:
-        self.inner.check(layout)
-
-    def layer_bytes(self, shape: Sequence[int]) -> float | None:
-        return self.inner.layer_bytes(shape)
-
-    def init(self, ops: Ops, layout: Layout) -> MomentumState:
-        return self.start(ops, layout, 1)
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        del momentum, nesterov
+        return self
 
     def start(self, ops: Ops, layout: Layout, ranks: int) -> MomentumState:
         velocity = ops.zeros((layout.size,), layout.dtype)
-        return MomentumState(self.inner.start(ops, layout, ranks), velocity)
+        return MomentumState(resizing.start(self.inner, ops, layout, ranks), velocity)
 
     def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+        self, ops: Ops, context: Context, gradient: Tensor, state: MomentumState, **extra: Tensor
     ) -> Program:
         program = self.inner.aggregate(ops, context, gradient, state.inner, **extra)
         mean, inner = yield from program
@@ -80,36 +82,17 @@ class MomentumAfter(Compressor):
             mean = ops.overwrite(mean, velocity)
         return mean, MomentumState(inner, velocity)
 
-    def velocity(self, state: Any) -> Tensor:
+    def velocity(self, state: MomentumState) -> Tensor:
         return state.velocity
 
-    def with_velocity(self, state: Any, velocity: Tensor) -> MomentumState:
+    def with_velocity(self, state: MomentumState, velocity: Tensor) -> MomentumState:
         return state._replace(velocity=velocity)
 
-    def losses(self, state: Any) -> dict[str, float]:
-        return self.inner.losses(state.inner)
+    def residual(self, state: MomentumState) -> Tensor | None:
+        return carrying.residual(self.inner, state.inner)
 
-    def retrained(self, ops: Ops, state: Any, step: Any) -> MomentumState:
-        return MomentumState(self.inner.retrained(ops, state.inner, step), state.velocity)
-
-    def owner(self, path: str, step: int) -> int | None:
-        return self.inner.owner(path.partition(".")[2], step)
-
-    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> MomentumState:
-        inner = self.inner.resized(ops, state.inner, step, ranks)
-        return state if inner is state.inner else MomentumState(inner, state.velocity)
-
-    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
-        return self.inner.elements_sent(layout, state.inner, steps)
-
-    def at_work(self, state: Any, steps: int) -> tuple[Compressor, Any]:
-        return self.inner.at_work(state.inner, steps)
-
-    def rung_changes(self, state: Any) -> int:
-        return self.inner.rung_changes(state.inner)
-
-    def residual(self, state: Any) -> Tensor | None:
-        return self.inner.residual(state.inner)
+    def report(self, layout: Layout, state: MomentumState, steps: int, since: int = 0) -> Report:
+        return report(self.inner, layout, state.inner, steps, since)
 
 
 class AfterState(NamedTuple):
@@ -120,7 +103,7 @@ class AfterState(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class After(Compressor):
+class After(Composite):
     """Two phases; made by `after`."""
 
     steps: int
@@ -129,46 +112,32 @@ class After(Compressor):
 
     def __post_init__(self) -> None:
         validate.whole(self, "steps", low=1)
-        both = (self.first, self.then)
-        object.__setattr__(self, "block", max(c.block for c in both))
-        object.__setattr__(self, "max_bucket", min(c.max_bucket for c in both))
-        object.__setattr__(self, "whole_model", any(c.whole_model for c in both))
-        object.__setattr__(self, "uses_moments", any(c.uses_moments for c in both))
-        sources = [getattr(c, "moments", "") for c in both if c.uses_moments]
-        object.__setattr__(self, "moments", sources[0] if sources else "")
-        inside = [f"first.{name}" for name in self.first.replicated]
-        inside += [f"then.{name}" for name in self.then.replicated]
-        object.__setattr__(self, "replicated", frozenset(inside))
-        anew = [f"first.{name}" for name in self.first.begins_anew]
-        anew += [f"then.{name}" for name in self.then.begins_anew]
-        object.__setattr__(self, "begins_anew", frozenset(anew))
+
+    @property
+    def children(self) -> dict[str, Compressor]:
+        return {"first": self.first, "then": self.then}
 
     def __repr__(self) -> str:
         return f"after({self.steps}, {self.first!r}, {self.then!r})"
 
     @property
-    def correction(self) -> tuple[float | None, bool | None] | None:
-        return self.then.correction or self.first.correction
+    def correction(self) -> Correction | None:
+        return carrying.correction(self.then) or carrying.correction(self.first)
 
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         both = (corrected(c, momentum, nesterov) for c in (self.first, self.then))
         return After(self.steps, *both)
 
-    def check(self, layout: Layout) -> None:
-        self.first.check(layout)
-        self.then.check(layout)
-
-    def layer_bytes(self, shape: Sequence[int]) -> float | None:
-        return self.then.layer_bytes(shape)
-
-    def init(self, ops: Ops, layout: Layout) -> AfterState:
-        return self.start(ops, layout, 1)
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        both = (layering.of_layers(c, layers, ranks) for c in (self.first, self.then))
+        return [After(self.steps, first, then) for first, then in zip(*both)]
 
     def start(self, ops: Ops, layout: Layout, ranks: int) -> AfterState:
-        return AfterState(*(one.start(ops, layout, ranks) for one in (self.first, self.then)))
+        both = (resizing.start(c, ops, layout, ranks) for c in (self.first, self.then))
+        return AfterState(*both)
 
     def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+        self, ops: Ops, context: Context, gradient: Tensor, state: AfterState, **extra: Tensor
     ) -> Program:
         def before() -> Program:
             given = _wanted(self.first, extra)
@@ -179,13 +148,13 @@ class After(Compressor):
         def then(inherits: bool) -> Program:
             start, whole = state.then, gradient
             if inherits:
-                residual = self.first.residual(state.first)
+                residual = carrying.residual(self.first, state.first)
                 if residual is not None:
-                    start, whole = self.then.inherit(ops, start, whole, residual)
-                velocity = self.first.velocity(state.first)
+                    start, whole = carrying.inherit(self.then, ops, start, whole, residual)
+                velocity = carrying.velocity(self.first, state.first)
                 if velocity is not None:
                     # A copy: a program may write to its state, and this one is the first phase's.
-                    start = self.then.with_velocity(start, velocity * 1)
+                    start = carrying.with_velocity(self.then, start, velocity * 1)
             program = self.then.aggregate(ops, context, whole, start, **_wanted(self.then, extra))
             mean, later = yield from program
             return mean, AfterState(state.first, later)
@@ -193,51 +162,23 @@ class After(Compressor):
         phase = ops.bisect((self.steps, self.steps + 1), context.step + 1)
         return (yield Switch(phase, (before, lambda: then(True), lambda: then(False))))
 
-    @property
-    def needs_order(self) -> bool:
-        return self.first.needs_order or self.then.needs_order
+    def velocity(self, state: AfterState) -> Tensor | None:
+        return carrying.velocity(self.first, state.first)
 
-    def velocity(self, state: Any) -> Tensor | None:
-        return self.first.velocity(state.first)
+    def with_velocity(self, state: AfterState, velocity: Tensor) -> AfterState:
+        first = carrying.with_velocity(self.first, state.first, velocity)
+        return state._replace(first=first)
 
-    def with_velocity(self, state: Any, velocity: Tensor) -> AfterState:
-        return AfterState(self.first.with_velocity(state.first, velocity), state.then)
-
-    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
-        both = (c.of_layers(layers, ranks) for c in (self.first, self.then))
-        return [After(self.steps, first, then) for first, then in zip(*both)]
-
-    def losses(self, state: Any) -> dict[str, float]:
-        return {**self.first.losses(state.first), **self.then.losses(state.then)}
-
-    def retrained(self, ops: Ops, state: Any, step: Any) -> AfterState:
-        return AfterState(
-            self.first.retrained(ops, state.first, step),
-            self.then.retrained(ops, state.then, step),
+    def report(self, layout: Layout, state: AfterState, steps: int, since: int = 0) -> Report:
+        turn = self.steps
+        first = report(self.first, layout, state.first, min(steps, turn), min(since, turn))
+        then = report(self.then, layout, state.then, max(steps - turn, 0), max(since - turn, 0))
+        return Report(
+            [a + b for a, b in zip(first.sent, then.sent)],
+            then.residual if steps > turn else first.residual,
+            {**first.losses, **then.losses},
+            first.rung_changes + then.rung_changes,
         )
-
-    def owner(self, path: str, step: int) -> int | None:
-        phase, _, inside = path.partition(".")
-        return (self.first if phase == "first" else self.then).owner(inside, step)
-
-    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> AfterState:
-        first = self.first.resized(ops, state.first, step, ranks)
-        then = self.then.resized(ops, state.then, step, ranks)
-        same = first is state.first and then is state.then
-        return state if same else AfterState(first, then)
-
-    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
-        early = self.first.elements_sent(layout, state.first, min(steps, self.steps))
-        late = self.then.elements_sent(layout, state.then, max(steps - self.steps, 0))
-        return [a + b for a, b in zip(early, late)]
-
-    def at_work(self, state: Any, steps: int) -> tuple[Compressor, Any]:
-        if steps <= self.steps:
-            return self.first.at_work(state.first, steps)
-        return self.then.at_work(state.then, steps)
-
-    def rung_changes(self, state: Any) -> int:
-        return self.first.rung_changes(state.first) + self.then.rung_changes(state.then)
 
 
 def after(steps: int, first: Compressor | None, then: Compressor | None) -> Compressor:
@@ -278,9 +219,7 @@ def part(what: str, compressor: Any) -> Compressor:
 
 def corrected(compressor: Compressor, momentum: float, nesterov: bool) -> Compressor:
     """A compressor that corrects this momentum, or is followed by it."""
-    if isinstance(compressor, MomentumAfter):
-        return compressor
-    if compressor.correction is not None:
+    if isinstance(compressor, Corrects) and compressor.correction is not None:
         return compressor.corrected(momentum, nesterov)
     return MomentumAfter(compressor, momentum, nesterov) if momentum else compressor
 
@@ -302,7 +241,7 @@ def take_over(
     Raises:
         ValueError: the optimizer cannot hand a momentum over, or has another.
     """
-    if compressor.correction is None:
+    if not isinstance(compressor, Corrects) or compressor.correction is None:
         return compressor, False
     momentum, nesterov = compressor.correction
     if momentum == 0:

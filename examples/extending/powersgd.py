@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hvd_gradcomp import Compressor, exchanges, validate
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.protocols.reporting import Report
 
 
 class Iteration(NamedTuple):
@@ -90,8 +91,9 @@ class PowerSGDCompressor(Compressor):
         rows, columns, rank = self.matrix(shape)
         return 4 * rank * (rows + columns)
 
-    def elements_sent(self, layout, state, steps):
-        return [rank * (rows + columns) * steps for rows, columns, rank in self.matrices(layout)]
+    def report(self, layout, state, steps, since=0):
+        sent = [rank * (rows + columns) for rows, columns, rank in self.matrices(layout)]
+        return Report([count * (steps - since) for count in sent], state.r)
 
     def residual(self, state):
         return state.r

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hvd_gradcomp import Compressor, exchanges, validate
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.protocols.reporting import Report
 
 
 class Kept(NamedTuple):
@@ -74,8 +75,9 @@ class RandomKCompressor(Compressor):
     def layer_bytes(self, shape):
         return 4 * self.stretches(prod(shape))
 
-    def elements_sent(self, layout, state, steps):
-        return [self.stretches(size) * steps for size in layout.sizes]
+    def report(self, layout, state, steps, since=0):
+        sent = [self.stretches(size) for size in layout.sizes]
+        return Report([count * (steps - since) for count in sent], state.r)
 
     def residual(self, state):
         return state.r

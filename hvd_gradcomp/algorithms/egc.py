@@ -13,6 +13,7 @@ from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.ladder import Ladder, LadderState
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols.reporting import Report
 
 
 class EGCState(NamedTuple):
@@ -88,8 +89,9 @@ class EGCCompressor(MomentumCorrected):
     def capacities(self, layout: Layout) -> tuple[int, ...]:
         return _capacities(len(layout.names), self.capacity(layout))
 
-    def rung_changes(self, state: Any) -> int:
-        return int(state.ladder.changes)
+    def report(self, layout: Layout, state: EGCState, steps: int, since: int = 0) -> Report:
+        said = super().report(layout, state, steps, since)
+        return said._replace(rung_changes=int(state.ladder.changes))
 
     def init(self, ops: Ops, layout: Layout) -> EGCState:
         memory, ladder, sent, hint = super().init(ops, layout)

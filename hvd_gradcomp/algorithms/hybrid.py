@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_gradcomp import validate
+from hvd_gradcomp.aggregator import derived
 from hvd_gradcomp.algorithms.variance import MOMENTS, Ambiguity
 from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
 from hvd_gradcomp.codecs.selection import Sent
@@ -77,8 +78,8 @@ class HybridCompressor(WordCompressor):
             ops.scale(ops.put(memory.v, sent.index, v), self.zeta),
         )
 
-    @property
-    def rule(self) -> Rule:  # type: ignore[override]
+    @derived
+    def rule(self) -> Rule:
         return Rule(
             ambiguity=True,
             large=True,

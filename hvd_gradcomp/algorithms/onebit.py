@@ -10,7 +10,7 @@ from typing import Any
 from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.bands import Bands
-from hvd_gradcomp.codecs.quantized import EXCHANGES, Payload, QuantizedCompressor
+from hvd_gradcomp.codecs.quantized import EXCHANGES, Into, Payload, QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -84,15 +84,8 @@ class OneBitCompressor(QuantizedCompressor):
         above, below, codes = ops.encode_signs(bands, x)
         return {"above": above, "below": below, "codes": codes}
 
-    def add_decoded(
-        self,
-        ops: Ops,
-        bands: Bands,
-        base: Tensor | None,
-        room: Tensor,
-        payload: Payload,
-        weights: Tensor,
-    ) -> Tensor:
+    def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
+        base, room, weights = into
         codes, above, below = payload["codes"], payload["above"], payload["below"]
         return ops.add_signs(bands, base, room, codes, above, below, weights)
 

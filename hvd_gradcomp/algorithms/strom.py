@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_gradcomp import validate
+from hvd_gradcomp.aggregator import derived
 from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
 from hvd_gradcomp.codecs.selection import Sent
 from hvd_gradcomp.codecs.sparse import Residual
@@ -59,6 +60,6 @@ class StromCompressor(WordCompressor):
         kept = ops.gather(memory.r, sent.index) - value
         return Residual(ops.put(memory.r, sent.index, kept))
 
-    @property
-    def rule(self) -> Rule:  # type: ignore[override]
+    @derived
+    def rule(self) -> Rule:
         return Rule(large=True, subtracts=True, tau=self.tau)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvd_gradcomp import validate
+from hvd_gradcomp.aggregator import derived
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo
 from hvd_gradcomp.codecs.selection import Sent
 from hvd_gradcomp.codecs.words import WordCompressor
@@ -128,8 +129,8 @@ class VarianceCompressor(WordCompressor):
         kept = ops.gather(memory.r, sent.index) - value if self.feedback_rounding else 0.0
         return Ambiguity(ops.put(memory.r, sent.index, kept), ops.put(memory.v, sent.index, 0.0))
 
-    @property
-    def rule(self) -> Rule:  # type: ignore[override]
+    @derived
+    def rule(self) -> Rule:
         return Rule(
             ambiguity=True,
             powers=True,

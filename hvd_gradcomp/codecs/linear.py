@@ -13,6 +13,7 @@ from typing import Any
 from hvd_gradcomp import exchanges
 from hvd_gradcomp import ops as verbs
 from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -42,8 +43,14 @@ class LinearCompressor(Compressor):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
     ) -> Program:
+        """The ranks' codes are added up on the way.
+
+        The sum itself says whether all were finite; or too large together for what travels.
+        """
         del extra
-        return exchanges.allreduce(self, ops, context, gradient, state)
+        code = self.encode(ops, gradient)
+        total = yield Allreduce(code, context.prescale, context.postscale, donated=True)
+        return exchanges.usable(ops, self.decode(ops, context.layout, total)), state
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Stock Horovod's entry: what it shall allreduce, and the dtype to come back to."""

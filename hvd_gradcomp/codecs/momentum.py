@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.aggregator import Compressor, derived
 from hvd_gradcomp.codecs.largest import LargestCompressor
 from hvd_gradcomp.codecs.sparse import Memory, Residual
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.rules import Collecting
+from hvd_gradcomp.protocols.carrying import Correction
 
 
 class Velocity(NamedTuple):
@@ -45,7 +46,7 @@ class MomentumCorrected(LargestCompressor):
         validate.boolean(self, "masking")
 
     @property
-    def correction(self) -> tuple[float | None, bool | None]:
+    def correction(self) -> Correction:
         return self.momentum, self.nesterov
 
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
@@ -68,9 +69,14 @@ class MomentumCorrected(LargestCompressor):
             return Residual(r)
         return Velocity(r, ops.put(memory.u, index, 0.0) if self.masking else memory.u)
 
-    @property
-    def rule(self) -> Collecting:  # type: ignore[override]
+    @derived
+    def rule(self) -> Collecting:
         return Collecting(self.momentum or 0.0, bool(self.nesterov), self.masking)
+
+    def velocity(self, state: Any) -> Tensor | None:
+        """None: it is not all that the state holds."""
+        del state
+        return None
 
     def with_velocity(self, state: Any, velocity: Tensor) -> Any:
         if not self.momentum:

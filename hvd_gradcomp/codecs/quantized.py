@@ -13,28 +13,39 @@ padding: then "auto" adds these up as they are.
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
-from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.aggregator import Compressor, Context, Program, derived
 from hvd_gradcomp.bands import Band, Bands
+from hvd_gradcomp.collectives import Allgather, Alltoall
 from hvd_gradcomp.cost import volume
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 
 EXCHANGES = ("auto", "allgather", "two_shot")
-_PROGRAMS: dict[str, Callable[..., Program]] = {
-    "allgather": exchanges.quantized_allgather,
-    "two_shot": exchanges.two_shot,
-    "allreduce": exchanges.quantized_allreduce,
-}
 Payload = dict[str, Tensor]
+
+
+class Into(NamedTuple):
+    """What decoded payloads are added to.
+
+    Attributes:
+        base: float32 [size]; None for zeros.
+        room: where the result may be written; may be `base`. Donating.
+        weights: of each rank's payload, float32 [world].
+    """
+
+    base: Tensor | None
+    room: Tensor
+    weights: Tensor
 
 
 class QuantizedCompressor(Compressor):
@@ -49,7 +60,7 @@ class QuantizedCompressor(Compressor):
     block = GROUP
     max_bucket = 1 << 32  # places that the random numbers tell apart
     bits: int
-    side: ClassVar[tuple[str, ...]]
+    side: tuple[str, ...]
     seed: int
     exchange: str
 
@@ -66,28 +77,13 @@ class QuantizedCompressor(Compressor):
         """The side values of the groups, and "codes", packed, uint8 [size * bits / 8]."""
 
     @abstractmethod
-    def add_decoded(
-        self,
-        ops: Ops,
-        bands: Bands,
-        base: Tensor | None,
-        room: Tensor,
-        payload: Payload,
-        weights: Tensor,
-    ) -> Tensor:
-        """`base + sum over ranks of weight * what the payload stands for`.
-
-        Args:
-            base: float32 [size]; None for zeros.
-            room: where the result may be written; may be `base`. Donating.
-            payload: parts [world, ...].
-            weights: float32 [world].
-        """
+    def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
+        """`base + sum over ranks of weight * what the payload stands for`; parts [world, ...]."""
 
     def less(self, ops: Ops, bands: Bands, x: Tensor, room: Tensor, payload: Payload) -> Tensor:
         """What is left of x when this rank's payload is taken off; see `add_decoded`."""
         one = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
-        return self.add_decoded(ops, bands, x, room, one, ops.full((1,), -1.0, "float32"))
+        return self.add_decoded(ops, bands, one, Into(x, room, ops.full((1,), -1.0, "float32")))
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -202,9 +198,25 @@ class Keeping(QuantizedCompressor, registered=False):
 
     codec: QuantizedCompressor
 
-    def __post_init__(self) -> None:
-        for name in ("algorithm", "bits", "side", "seed", "exchange"):
-            object.__setattr__(self, name, getattr(self.codec, name))
+    @derived
+    def algorithm(self) -> int:
+        return self.codec.algorithm
+
+    @derived
+    def bits(self) -> int:
+        return self.codec.bits
+
+    @derived
+    def side(self) -> tuple[str, ...]:
+        return self.codec.side
+
+    @derived
+    def seed(self) -> int:
+        return self.codec.seed
+
+    @derived
+    def exchange(self) -> str:
+        return self.codec.exchange
 
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         return self.codec.rows(shape)
@@ -212,16 +224,8 @@ class Keeping(QuantizedCompressor, registered=False):
     def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
         return self.codec.encode(ops, bands, x, key)
 
-    def add_decoded(
-        self,
-        ops: Ops,
-        bands: Bands,
-        base: Tensor | None,
-        room: Tensor,
-        payload: Payload,
-        weights: Tensor,
-    ) -> Tensor:
-        return self.codec.add_decoded(ops, bands, base, room, payload, weights)
+    def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
+        return self.codec.add_decoded(ops, bands, payload, into)
 
     def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Any:
         there = ops.accumulate(state.r, x)
@@ -247,15 +251,8 @@ class LevelsCompressor(QuantizedCompressor):
         scale = self.scale(ops, bands, x)
         return {"scale": scale, "codes": ops.encode_levels(bands, x, scale, self.bits, key)}
 
-    def add_decoded(
-        self,
-        ops: Ops,
-        bands: Bands,
-        base: Tensor | None,
-        room: Tensor,
-        payload: Payload,
-        weights: Tensor,
-    ) -> Tensor:
+    def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
+        base, room, weights = into
         codes, scale = payload["codes"], payload["scale"]
         return ops.add_levels(bands, base, room, codes, scale, self.bits, weights)
 
@@ -278,3 +275,112 @@ def rows_of_length(size: int, length: int) -> tuple[tuple[int, int], ...]:
     """
     whole, rest = divmod(size, length)
     return tuple(r for r in ((whole, length), (1, rest)) if r[0] and r[1])
+
+
+def allgather(
+    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
+) -> Program:
+    """Everybody receives every code and adds up what they stand for, in rank order.
+
+    `size - 1` payloads arrive at each rank. The state is replaced at the end: a failed exchange
+    leaves it as it was.
+    """
+    layout = context.layout
+    bands, parts = codec.bands(layout), codec.parts(layout)
+    finite, gradient = exchanges.checked(ops, gradient)
+    x = codec.collect(ops, gradient, state)
+    mine, finite = _checked_sides(
+        ops, codec, codec.encode(ops, bands, x, _key(ops, codec, context, 0)), finite
+    )
+    body = wire.pack_body(ops, parts, mine)
+    buffers = yield Allgather(wire.seal(ops, exchanges.header_of(codec, context, finite), body))
+    header, bodies = wire.open_sealed(ops, exchanges.header_of(codec, context), buffers)
+    payload = wire.unpack_body(ops, parts, bodies)
+    header = exchanges.summable(ops, [payload[name] for name in codec.side], context, header)
+    state = codec.keep(ops, bands, x, mine, state)
+    weights = exchanges.weights_of(ops, context, header)
+    return codec.add_decoded(ops, bands, payload, Into(None, gradient, weights)), state
+
+
+def two_shot(
+    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
+) -> Program:
+    """Each rank adds up one shard of the bucket, quantizes the sum again, and hands it to all.
+
+    An alltoall and an allgather; `2 * (size - 1)` payloads of a shard arrive at each rank. What
+    quantizing the sum takes is kept, where the method keeps anything, by the rank that did it.
+    """
+    layout, world, rank = context.layout, context.size, context.rank
+    shard, bands = codec.shard_size(layout, world), codec.bands(layout)
+    cuts = [bands.cut(i * shard, (i + 1) * shard) for i in range(world)]
+    parts = codec.shard_parts(layout, world)
+    finite, gradient = exchanges.checked(ops, gradient)
+    x = codec.collect(ops, gradient, state)
+    mine = codec.encode(ops, bands, x, _key(ops, codec, context, 0))
+    beyond = parts["codes"].count * world - mine["codes"].shape[0]
+    mine["codes"] = ops.concat((mine["codes"], ops.zeros((beyond,), "uint8")))
+    mine, finite = _checked_sides(ops, codec, mine, finite)
+    header = exchanges.header_of(codec, context, finite)
+    bodies = [
+        wire.pack_body(ops, parts, codec.shard_of(ops, mine, cuts, i, parts)) for i in range(world)
+    ]
+    buffers = yield Alltoall(ops.stack([wire.seal(ops, header, body) for body in bodies]))
+    reply, bodies = wire.open_sealed(ops, exchanges.header_of(codec, context), buffers)
+    payload = wire.unpack_body(ops, parts, bodies)
+    plain = exchanges.weights_of(ops, context._replace(prescale=1.0, postscale=1.0), reply)
+    total = codec.add_decoded(ops, cuts[rank], payload, Into(None, ops.zeros((shard,)), plain))
+
+    finite, total = exchanges.checked(ops, total)
+    summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
+    summed, finite = _checked_sides(ops, codec, summed, finite)
+    body = wire.pack_body(ops, parts, codec.filled(ops, summed, parts))
+    buffers = yield Allgather(wire.seal(ops, exchanges.header_of(codec, context, finite), body))
+    reply, bodies = wire.open_sealed(ops, exchanges.header_of(codec, context), buffers)
+    state = codec.keep(ops, bands, x, mine, state)
+    state = codec.keep_of_sum(ops, cuts[rank], rank * shard, total, summed, state)
+    payload = wire.unpack_body(ops, parts, bodies)
+    weights = exchanges.weights_of(ops, context, reply)
+    pieces = []
+    for other, cut in enumerate(cuts):
+        room = gradient[other * shard : (other + 1) * shard]
+        if room.shape[0] < shard:  # the last shard may reach beyond the bucket
+            room = ops.zeros((shard,))
+        theirs = {name: part[other : other + 1] for name, part in payload.items()}
+        into = Into(None, room, weights[other : other + 1])
+        pieces.append(codec.add_decoded(ops, cut, theirs, into))
+    return ops.assemble(gradient, pieces), state
+
+
+def allreduce(
+    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
+) -> Program:
+    """What would be quantized, as it is: in buckets so small that codes would take more bytes."""
+    total = yield from exchanges.added_up(ops, context, codec.collect(ops, gradient, state))
+    return exchanges.usable(ops, total), codec.keep_nothing(ops, state)
+
+
+def _checked_sides(
+    ops: Ops, codec: QuantizedCompressor, mine: dict[str, Tensor], finite: Any
+) -> tuple[dict[str, Tensor], Any]:
+    """A payload, and whether it can be used: a norm or a mean may overflow where no element does.
+
+    And above 2**126 what a code is divided by has an inverse that TensorFlow takes for zero. Zeros
+    instead of what cannot be used where that is known too late to leave it out.
+    """
+    healthy = ops.finite(ops.concat([mine[name] for name in codec.side]) * 4.0)
+    if not ops.dynamic_shapes:
+        mine = {**mine, **{n: ops.where(healthy, mine[n], 0.0) for n in codec.side}}
+    return mine, finite & healthy
+
+
+def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:
+    """The key of this rank's private random numbers in this step; int64 [2]."""
+    salt = f"{codec.seed} {context.rank} {stage} {context.layout.digest}".encode()
+    return ops.key(context.step, zlib.crc32(salt))
+
+
+_PROGRAMS: dict[str, Callable[..., Program]] = {
+    "allgather": allgather,
+    "two_shot": two_shot,
+    "allreduce": allreduce,
+}

@@ -4,20 +4,22 @@ Two branches: `codecs.words`, a rule for each element, and `codecs.largest`, a n
 Both settle their state by what was *sent*, never by what was wanted.
 
 An allgather brings a rank the payload of every other. Where that is more bytes than an allreduce
-of the bucket, what payloads stand for is added up instead; see `exchanges.summed`.
+of the bucket, what payloads stand for is added up instead; see `summed`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.collectives import Allgather, Switch
 from hvd_gradcomp.ladder import Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
-from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
+from hvd_gradcomp.protocols.reporting import Report
 
 Memory = Any
 
@@ -61,7 +63,7 @@ class SparseCompressor(Compressor):
             None if there are none for it. A class that has one of them of its own inherits no rule.
     """
 
-    replicated: ClassVar[frozenset[str]] = frozenset({"ladder"})
+    replicated = frozenset({"ladder"})
     rule: Any = None
     ruled: ClassVar[frozenset[str]] = frozenset()
 
@@ -169,11 +171,11 @@ class SparseCompressor(Compressor):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
     ) -> Program:
-        return exchanges.sparse(self, ops, context, gradient, state, extra.get("moment"))
+        return program(Given(self, ops, context, gradient, state, extra.get("moment")))
 
-    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
-        del layout, steps
-        return [int(n) for n in state.sent]
+    def report(self, layout: Layout, state: Any, steps: int, since: int = 0) -> Report:
+        del layout, steps, since
+        return Report([int(n) for n in state.sent], self.residual(state))
 
     def inherit(self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor) -> Any:
         memory = state.memory
@@ -181,3 +183,111 @@ class SparseCompressor(Compressor):
 
     def residual(self, state: Any) -> Tensor:
         return state.memory.r
+
+
+class Given(NamedTuple):
+    """What a rank has in a step."""
+
+    codec: SparseCompressor
+    ops: Ops
+    context: Context
+    gradient: Tensor
+    state: SparseState
+    moment: Tensor | None
+
+
+def program(given: Given) -> Program:
+    """What was sent is gathered; or added up on the way, where that brings a rank fewer bytes.
+
+    All ranks read all headers, so all choose the same rung for the next step, and all raise when
+    one of them has a gradient that is not finite. That rank's state is then as it was; the others
+    keep their gradient of the step in their residual.
+    """
+    ops, context, state = given.ops, given.context, given.state
+    ladder = given.codec.ladder(context.layout, context.size)
+    rung, climbed = ladder.climb(ops, state.ladder)
+    given = given._replace(state=state._replace(ladder=climbed))
+    if not ladder.summed:
+        return (yield from allgather(rung, given))
+    top = rung._replace(dense=True, summed=True)
+    if not ladder.capacities:
+        return (yield from summed(top, given))
+    ways = (lambda: allgather(rung._replace(dense=False), given), lambda: summed(top, given))
+    return (yield Switch(ops.pick(rung.dense, 1, 0), ways))
+
+
+def allgather(rung: Rung, given: Given) -> Program:
+    """Everybody receives every payload and adds them up in rank order. One collective."""
+    codec, ops, context, *_ = given
+    encoded, header, gradient, state = _encoded(rung, given)
+
+    def fits(header: wire.Header, bodies: Tensor) -> wire.Header:
+        sides = codec.ceilings(ops, context.layout, rung, bodies)
+        return exchanges.summable(ops, sides, context, header) if sides else header
+
+    header, bodies = yield from _gathered(given, header, encoded, state, encoded.body, fits)
+    weights = exchanges.weights_of(ops, context, header)
+    total = codec.decode_sum(ops, context.layout, rung, bodies, weights, room=gradient)
+    return total, _needing(ops, state, header)
+
+
+def summed(rung: Rung, given: Given) -> Program:
+    """Each rank decodes its own payload, and an allreduce adds up what these stand for.
+
+    An allgather of the headers comes first, so ranks learn of each other what they do by
+    `allgather`, and the result is the same but for the order in which it is added up.
+    """
+    codec, ops, context, *_ = given
+    encoded, header, gradient, state = _encoded(rung, given)
+    nothing = encoded.body[:0]
+    header, _ = yield from _gathered(given, header, encoded, state, nothing, lambda h, _: h)
+    weights = exchanges.weights_of(ops, context._replace(prescale=1.0, postscale=1.0), header)
+    mine, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
+    x = codec.decode_sum(ops, context.layout, rung, body, mine, room=gradient)
+    total = exchanges.usable(ops, (yield from exchanges.added_up(ops, context, x)))
+    return total, _needing(ops, state, header)
+
+
+def _encoded(rung: Rung, given: Given) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
+    """What this rank sends, its header, memory for the result, and the state without it."""
+    codec, ops, context, gradient, state, moment = given
+    layout, step = context.layout, context.step
+    finite, gradient = exchanges.checked_to_keep(ops, gradient)
+    if moment is not None:
+        fits, moment = exchanges.without(ops, ops.finite(ops.sum(moment) * 4096.0), moment)
+        finite = finite & fits
+    if finite is False:
+        encoded = codec.nothing(ops, layout, rung)
+    else:
+        encoded, state = codec.encode(ops, layout, rung, step, gradient, state, moment)
+    number, digest, step = codec.algorithm, codec.digest(layout), step % (1 << 32)
+    sent, wanted = encoded.sent, encoded.wanted
+    header = wire.Header(number, digest, step, rung.index, sent, wanted, finite)
+    return encoded, header, gradient, state
+
+
+def _gathered(
+    given: Given,
+    header: wire.Header,
+    encoded: Encoded,
+    state: SparseState,
+    body: Tensor,
+    fits: Callable[[wire.Header, Tensor], wire.Header],
+) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
+    """The headers and bodies of all; where they cannot be used, the state is as it was."""
+    codec, ops = given.codec, given.ops
+    buffers = yield Allgather(wire.seal(ops, header, body))
+    try:
+        header, bodies = wire.open_sealed(ops, header, buffers)
+        header = fits(header, bodies)
+    except (PayloadError, NonFiniteGradientError):
+        codec.give_back(ops, state.memory, encoded.held)
+        raise
+    encoded.settle()
+    return header, bodies
+
+
+def _needing(ops: Ops, state: SparseState, header: wire.Header) -> SparseState:
+    """The state that knows how much room the ranks have needed."""
+    needed = ops.stage(ops.max(header.wanted))
+    return state._replace(ladder=state.ladder._replace(needed=needed))

@@ -18,6 +18,7 @@ from abc import abstractmethod
 from typing import Any
 
 from hvd_gradcomp import wire
+from hvd_gradcomp.aggregator import derived
 from hvd_gradcomp.codecs.quantizers import Quantizer
 from hvd_gradcomp.codecs.selection import Sent, layer_of, select
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
@@ -26,6 +27,7 @@ from hvd_gradcomp.ladder import Ladder, Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.rules import Rule
+from hvd_gradcomp.protocols.reporting import Report
 
 
 class WordCompressor(SparseCompressor):
@@ -34,8 +36,8 @@ class WordCompressor(SparseCompressor):
     rule: Rule | None = None
     ruled = frozenset({"gate", "settle", "quantizer"})
 
-    @property
-    def max_bucket(self) -> int:  # type: ignore[override]
+    @derived
+    def max_bucket(self) -> int:
         """As many elements as the index in a word can tell apart."""
         return 1 << self._index_bits
 
@@ -65,8 +67,9 @@ class WordCompressor(SparseCompressor):
             return Ladder.up_to(int(room) // 4 + 1, summed=True)
         return Ladder.up_to(places // 4)
 
-    def rung_changes(self, state: Any) -> int:
-        return int(state.ladder.changes)
+    def report(self, layout: Layout, state: Any, steps: int, since: int = 0) -> Report:
+        said = super().report(layout, state, steps, since)
+        return said._replace(rung_changes=int(state.ladder.changes))
 
     def parts(self, layout: Layout, rung: Rung) -> dict[str, wire.Part]:
         """The body of a payload on one rung; `rung.dense` is a Python bool."""

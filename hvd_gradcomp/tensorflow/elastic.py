@@ -28,6 +28,7 @@ from horovod.tensorflow.elastic import (
 )
 
 from hvd_gradcomp.membership import LOGGER, Lost, Membership, Seat
+from hvd_gradcomp.protocols import carrying
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import (
     TITLES,
@@ -259,7 +260,7 @@ def _broadcast_object(item: Any) -> Any:
 def _squares(engine: Engine) -> float:
     total = 0.0
     for bucket, compressor in enumerate(engine.compressors):
-        residual = compressor.residual(engine.state_of(bucket))
+        residual = carrying.residual(compressor, engine.state_of(bucket))
         if residual is not None:
             total += float(tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))))
     return total

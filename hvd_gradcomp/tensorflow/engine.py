@@ -65,6 +65,9 @@ from hvd_gradcomp.layers import Layer
 from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps, assertion
+from hvd_gradcomp.protocols import learning
+from hvd_gradcomp.protocols.reporting import Report, report
+from hvd_gradcomp.protocols.resizing import resized, start
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -370,7 +373,7 @@ class Engine:
         self.places = [[places[name] for name in layout.names] for layout in self.layouts]
         self.variables: list[list[tf.Variable]] = []
         with tf.init_scope():
-            self.templates = [one.start(self.ops, layout, ranks) for one, layout in planned]
+            self.templates = [start(one, self.ops, layout, ranks) for one, layout in planned]
             for bucket, template in enumerate(self.templates):
                 self.variables.append([])
                 for path, value in leaves(template):
@@ -406,7 +409,7 @@ class Engine:
             for one, template, variables in zip(self.compressors, self.templates, self.variables)
             for (path, _), variable in zip(leaves(template), variables)
             if is_rank_local(variable) and self.place is None
-            if (owner := one.owner(path, steps)) is not None
+            if (owner := learning.owner(one, path, steps)) is not None
         ]
 
     def forget(self) -> None:
@@ -883,19 +886,16 @@ class Engine:
         """Totals since the start; reads the device."""
         steps = int(self.counters["exchanges"])
         layers: dict[str, int] = {}
-        losses, residuals, rung_changes = [], [], 0
+        reports: list[Report] = []
         theirs: set[str] = set()
         for bucket, (layout, compressor) in enumerate(zip(self.layouts, self.compressors)):
             if not self.leads(bucket):
                 theirs.update(layout.names)
                 continue
             state = with_leaves(self.templates[bucket], list(self.variables[bucket]))
-            sent = compressor.elements_sent(layout, state, steps)
-            layers.update(zip(layout.names, sent))
-            losses.append(compressor.losses(state))
-            rung_changes += compressor.rung_changes(state)
-            working, own = compressor.at_work(state, steps)
-            residuals.append(working.residual(own))
+            said = report(compressor, layout, state, steps)
+            reports.append(said)
+            layers.update(zip(layout.names, said.sent))
         unbucketed = self.counters["unbucketed"].numpy().tolist()
         for (name, _, _), sent_as_is in zip(self.layers, unbucketed):
             if name not in theirs:
@@ -910,11 +910,13 @@ class Engine:
             bytes_sent=int(self.counters["bytes_sent"]),
             bytes_received=int(self.counters["bytes_received"]),
             layers={name: layers[name] for name in sizes},
-            losses=mean_losses(losses),
+            losses=mean_losses(said.losses for said in reports),
             sizes=sizes,
             skipped=int(self.counters["skipped"]),
-            rung_changes=rung_changes,
-            residual_norm=norm_of(float(tf.norm(r)) for r in residuals if r is not None),
+            rung_changes=sum(said.rung_changes for said in reports),
+            residual_norm=norm_of(
+                float(tf.norm(said.residual)) for said in reports if said.residual is not None
+            ),
             gradient_norm=norm_of(() if self._norm is None else [float(self._norm)]),
         )
 
@@ -948,7 +950,7 @@ class Engine:
     def retrain(self) -> None:
         """Lets the compressors learn anew what they learn, from the next step on."""
         for bucket, compressor in enumerate(self.compressors):
-            state = compressor.retrained(self.ops, self.state_of(bucket), int(self.steps))
+            state = learning.retrained(compressor, self.ops, self.state_of(bucket), int(self.steps))
             for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
                 variable.assign(value)
 
@@ -985,7 +987,7 @@ class Engine:
             self.postscale = 1.0 / (self.prescale * ranks)
         for bucket, compressor in enumerate(self.compressors):
             before = self.state_of(bucket)
-            after = compressor.resized(self.ops, before, int(self.steps), ranks)
+            after = resized(compressor, self.ops, before, int(self.steps), ranks)
             if after is before:
                 continue
             anew.add(compressor)

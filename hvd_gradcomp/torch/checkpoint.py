@@ -13,6 +13,7 @@ import torch
 from hvd_gradcomp import checkpoint
 from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source, Takeover
+from hvd_gradcomp.protocols import learning, resizing
 from hvd_gradcomp.torch import files, lending, parameters
 from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine, gather_objects
 
@@ -59,7 +60,7 @@ def _state(engine: Engine, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]
         if mode == "sharded" or is_replicated(one, path):
             state[path] = x.detach().clone()
             continue
-        owner = one.owner(path, engine.steps)
+        owner = learning.owner(one, path, engine.steps)
         if owner not in (None, engine.seat[0]):
             x = torch.zeros_like(x)
         state[path] = _summed(f"{bucket.name}.{path}", x, engine.among(None))
@@ -131,7 +132,9 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
     size, size_then = engine.seat[1], hosts or saved["size"]
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
         values, one = [], bucket.compressor
-        fresh = dict(leaves(one.start(bucket.ops, bucket.layout, size))) if one.begins_anew else {}
+        fresh: dict[str, torch.Tensor] = {}
+        if one.begins_anew:
+            fresh = dict(leaves(resizing.start(one, bucket.ops, bucket.layout, size)))
         # An owner is a rank among those that exchange: with hosts, another's state has none.
         saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
         how = saved["steps"], saved["mode"], saver, rank
@@ -149,7 +152,7 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
         if any(x.shape != y.shape for x, (_, y) in zip(values, leaves(before))):
             # A parameter server's decoder has a head for each rank.
             LOGGER.warning("%s learns anew: %d ranks exchange now", one, size)
-            bucket.state = one.resized(bucket.ops, bucket.state, saved["steps"], size)
+            bucket.state = resizing.resized(one, bucket.ops, bucket.state, saved["steps"], size)
     engine.steps = saved["steps"]
     if not engine.ordered:
         engine.order = list(saved["order"])

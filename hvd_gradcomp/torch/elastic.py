@@ -17,6 +17,7 @@ from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
 from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.membership import LOGGER, Lost, Membership, Seat
+from hvd_gradcomp.protocols import carrying, resizing
 from hvd_gradcomp.torch import checkpoint, lending
 from hvd_gradcomp.torch.engine import TITLES, Engine, gather_objects
 from hvd_gradcomp.torch.handout import from_root
@@ -162,7 +163,7 @@ class CompressedOptimizer(StateHandler):
         """Sets what belongs to this rank alone to what it was before the first step."""
         ranks = self.engine.process_set.size()
         for bucket in self.engine.buckets:
-            fresh = leaves(bucket.compressor.start(bucket.ops, bucket.layout, ranks))
+            fresh = leaves(resizing.start(bucket.compressor, bucket.ops, bucket.layout, ranks))
             values = [
                 x if is_replicated(bucket.compressor, path) else new
                 for (path, x), (_, new) in zip(leaves(bucket.state), fresh)
@@ -179,7 +180,7 @@ class CompressedOptimizer(StateHandler):
         anew = set()
         for bucket in engine.buckets:
             one = bucket.compressor
-            resized = one.resized(bucket.ops, bucket.state, engine.steps, ranks)
+            resized = resizing.resized(one, bucket.ops, bucket.state, engine.steps, ranks)
             if resized is not bucket.state:
                 anew.add(one)
             bucket.state = resized
@@ -196,7 +197,7 @@ def _cloned(state: State) -> State:
 def _squares(engine: Engine) -> float:
     total = 0.0
     for bucket in engine.buckets:
-        residual = bucket.compressor.residual(bucket.state)
+        residual = carrying.residual(bucket.compressor, bucket.state)
         if residual is not None:
             total += float(residual.double().square().sum())
     return total

@@ -43,6 +43,10 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.names import Names
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.protocols.learning import retrained
+from hvd_gradcomp.protocols.reporting import Report, report
+from hvd_gradcomp.protocols.resizing import start
 from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
 from hvd_gradcomp.torch import lending, moments, parameters
 from hvd_gradcomp.torch.parameters import layers_of
@@ -347,7 +351,7 @@ class Engine:
             turns = 1 if self.place is None or self.compressor.needs_order else self.place.slots
             if self.place is not None and self.place.slot != index % turns:
                 compressor = NoneCompressor()  # what has no state
-            state = compressor.start(ops, layout, ranks)
+            state = start(compressor, ops, layout, ranks)
             name = timeline.bucket(self.name, index, layout)
             bucket = Bucket(name, layout, compressor, ops, parameters, flat, moment, state)
             bucket.leader = index % turns
@@ -423,7 +427,7 @@ class Engine:
         new = list(self._plan(everything, self.buckets))
         for bucket in new:
             bucket.since = self.steps
-            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
+            bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, self.steps)
         self._named = everything
         self._name_of.update((p, name) for name, p in named_parameters)
         self.layers += self.used[len(self.used) - len(named_parameters) :]
@@ -505,8 +509,8 @@ class Engine:
         residuals: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
             for kept, vector in (
-                (velocities, bucket.compressor.velocity(bucket.state)),
-                (residuals, bucket.compressor.residual(bucket.state)),
+                (velocities, carrying.velocity(bucket.compressor, bucket.state)),
+                (residuals, carrying.residual(bucket.compressor, bucket.state)),
             ):
                 if vector is not None:
                     kept.update(zip(bucket.layout.names, bucket.cut(vector)))
@@ -514,10 +518,11 @@ class Engine:
         for bucket in self.buckets:
             one, ops, state = bucket.compressor, bucket.ops, bucket.state
             if set(bucket.layout.names) <= set(velocities):
-                state = one.with_velocity(state, bucket.joined(velocities))
-            if set(bucket.layout.names) <= set(residuals) and one.residual(state) is not None:
+                state = carrying.with_velocity(one, state, bucket.joined(velocities))
+            kept_before = set(bucket.layout.names) <= set(residuals)
+            if kept_before and carrying.residual(one, state) is not None:
                 nothing = ops.zeros((bucket.layout.size,))
-                state, _ = one.inherit(ops, state, nothing, bucket.joined(residuals))
+                state, _ = carrying.inherit(one, ops, state, nothing, bucket.joined(residuals))
             bucket.state = state
 
     def rename(self, name: str) -> None:
@@ -988,16 +993,15 @@ class Engine:
         """Totals since the start; reads the device."""
         layers: dict[str, int] = {}
         sizes: dict[str, int] = {}
-        residuals = []
+        reports: list[Report] = []
         elements = 0
         for bucket in filter(self.leads, self.buckets):
             steps = self.steps - bucket.since
             elements += bucket.layout.elements * steps
             sizes.update(zip(bucket.layout.names, bucket.layout.sizes))
-            working, state = bucket.compressor.at_work(bucket.state, self.steps)
-            residuals.append(working.residual(state))
-            sent = bucket.compressor.elements_sent(bucket.layout, bucket.state, steps)
-            layers.update(zip(bucket.layout.names, sent))
+            said = report(bucket.compressor, bucket.layout, bucket.state, self.steps, bucket.since)
+            reports.append(said)
+            layers.update(zip(bucket.layout.names, said.sent))
         for name, values in self.gathered.items():
             layers[name] = layers.get(name, 0) + values
         order = [name for name, _, _ in self.layers if name in layers]
@@ -1009,11 +1013,11 @@ class Engine:
             bytes_sent=self.counters[_SENT],
             bytes_received=self.counters[_RECEIVED],
             layers={name: layers[name] for name in order},
-            losses=mean_losses(b.compressor.losses(b.state) for b in self.buckets),
+            losses=mean_losses(said.losses for said in reports),
             sizes={name: sizes[name] for name in order if name in sizes},
             skipped=self.counters[_SKIPPED],
-            rung_changes=sum(b.compressor.rung_changes(b.state) for b in self.buckets),
-            residual_norm=norm_of(_norm(r) for r in residuals if r is not None),
+            rung_changes=sum(said.rung_changes for said in reports),
+            residual_norm=norm_of(_norm(r.residual) for r in reports if r.residual is not None),
             gradient_norm=norm_of(_norm(p.grad) for p in self._places if p.grad is not None),
         )
 
@@ -1028,7 +1032,7 @@ class Engine:
     def retrain(self) -> None:
         """Lets the compressors learn anew what they learn, from the next step on."""
         for bucket in self.buckets:
-            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
+            bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, self.steps)
 
 
 def _references(x: torch.Tensor) -> float:

@@ -26,6 +26,7 @@ from hvd_gradcomp.collectives import Allgather, Allreduce, Collective, Gather, g
 from hvd_gradcomp.cost import KINDS, Link, volume
 from hvd_gradcomp.cost import Bucket as Cost
 from hvd_gradcomp.models import Model, ModelError, shapes
+from hvd_gradcomp.protocols.carrying import Corrects
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.engine import TITLES, Bucket, Engine
 
@@ -270,7 +271,7 @@ def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_
     Raises:
         UnmeasurableError: on all ranks, if the compressor does not take these layers.
     """
-    if compressor.correction is not None and compressor.correction[0] is None:
+    if isinstance(compressor, Corrects) and (compressor.correction or (0.0,))[0] is None:
         compressor = compressor.corrected(0.9, False)
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
     try:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.protocols.carrying import correction
 from hvd_gradcomp.wrappers import take_over
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -110,6 +111,6 @@ class Takeover:
 
 def settle(optimizer: torch.optim.Optimizer, compressor: Compressor) -> tuple[Compressor, bool]:
     """The compressor with its momentum settled, and whether the optimizer gives its own up."""
-    if compressor.correction is None or compressor.correction[0] == 0:
+    if (correction(compressor) or (0.0,))[0] == 0:
         return compressor, False
     return take_over(compressor, type(optimizer).__name__, momentum_of(optimizer))

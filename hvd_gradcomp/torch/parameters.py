@@ -19,6 +19,7 @@ import torch
 
 from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.layers import Layer, Weight, convolving
+from hvd_gradcomp.protocols.learning import retrained
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.engine import Bucket
@@ -127,7 +128,7 @@ def hold(bucket: Bucket, slots: set[int], step: int) -> None:
     was learned while a layer was out does not fit it: with its return the compressor learns anew.
     """
     if bucket.held - slots:
-        bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, step)
+        bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, step)
     bucket.held = slots
     if not slots or len(slots) == len(bucket.parameters):
         return

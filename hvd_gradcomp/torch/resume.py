@@ -10,6 +10,7 @@ import torch
 
 from hvd_gradcomp import handshake
 from hvd_gradcomp.aggregator import Compressor, is_replicated, leaves, with_leaves
+from hvd_gradcomp.protocols import learning, resizing
 from hvd_gradcomp.torch import handout, parameters
 from hvd_gradcomp.torch.engine import LOGGER, Bucket, Engine
 from hvd_gradcomp.torch.handout import Said
@@ -222,7 +223,7 @@ def _held(engine: Engine) -> dict[str, Any]:
 
 def _common(compressor: Compressor, path: str, steps: int, seat: int) -> bool:
     """Whether all ranks may have what this one has of a tensor."""
-    return is_replicated(compressor, path) or compressor.owner(path, steps) == seat
+    return is_replicated(compressor, path) or learning.owner(compressor, path, steps) == seat
 
 
 def _counts(compressor: Compressor, path: str, x: torch.Tensor) -> bool:
@@ -234,7 +235,7 @@ def _keeps_alone(bucket: Bucket, steps: int) -> bool:
     """Whether this rank keeps something back that no other rank has."""
     one = bucket.compressor
     return any(
-        not is_replicated(one, path) and one.owner(path, steps) is None and bool(x.any())
+        not is_replicated(one, path) and learning.owner(one, path, steps) is None and bool(x.any())
         for path, x in leaves(bucket.state)
         if tuple(x.shape) == (bucket.layout.size,)
     )
@@ -271,10 +272,10 @@ def _take(engine: Engine, given: dict[str, Any], keeps: bool, all_keep: bool) ->
         before = bucket.state
         if all_keep:
             continue
-        if any(one.owner(path, steps) not in (None, seat) for path in alone):
-            bucket.state = one.resized(bucket.ops, bucket.state, steps, engine.seat[1])
+        if any(learning.owner(one, path, steps) not in (None, seat) for path in alone):
+            bucket.state = resizing.resized(one, bucket.ops, bucket.state, steps, engine.seat[1])
         elif fields is None:
-            bucket.state = one.retrained(bucket.ops, bucket.state, steps)
+            bucket.state = learning.retrained(one, bucket.ops, bucket.state, steps)
         if bucket.state is not before:
             anew[one] = None
     engine.compare_again()
@@ -287,7 +288,7 @@ def _fill(
     """Sets a bucket's state to what the root holds, and the rest to what it was, or at first."""
     one, state = bucket.compressor, bucket.state
     if not stays:
-        state = one.start(bucket.ops, bucket.layout, engine.seat[1])
+        state = resizing.start(one, bucket.ops, bucket.layout, engine.seat[1])
     values = [
         fields[path].to(x.device)
         if path in fields and (not stays or _common(one, path, engine.steps, seat))

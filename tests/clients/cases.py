@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import optimizer as hooks
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.protocols.carrying import correction
 from tests.parallel.workers.results import digest, errors_of, write
 
 RATE = 0.1  # of all that SGD trains
@@ -119,7 +120,7 @@ def compare(
             "digest": digest(p.detach().numpy() for p in ours.parameters()),
         }
     for compressor in METHODS:
-        momentum = 0.0 if compressor.correction is None else compressor.correction[0]
+        momentum = (correction(compressor) or (0.0,))[0]
         with watched() as norms:
             model = train(compressor, mine(samples), BATCH, momentum=momentum, **clipped)
         result["methods"][repr(compressor)] = {

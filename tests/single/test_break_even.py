@@ -1,6 +1,6 @@
 """No method moves more bytes than a dense allreduce, among however many ranks.
 
-Where an allgather would, what is sent is added up on the way: see `exchanges.summed`.
+Where an allgather would, what is sent is added up on the way: see `codecs.sparse.summed`.
 """
 
 from __future__ import annotations

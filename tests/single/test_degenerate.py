@@ -16,6 +16,7 @@ from hvd_gradcomp.assignment import plan
 from hvd_gradcomp.description import describe
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols.reporting import report
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.testing import World
 from tests.methods import EVERY, LEARNED, OUTSIDE
@@ -56,7 +57,7 @@ def check(compressor, ops, shapes, ranks, bucket_bytes, draw, steps=7):
             for total in totals:
                 assert total.shape == (layout.size,) and np.isfinite(total).all()
                 assert np.array_equal(total, totals[0])
-        sent = one.elements_sent(layout, world.states[0], steps)
+        sent = report(one, layout, world.states[0], steps).sent
         sizes = dict(zip(layout.names, layout.sizes))
         stats = CompressionStats(steps=steps, layers=dict(zip(layout.names, sent)), sizes=sizes)
         assert all(0 <= density <= 1 for density in stats.density.values())

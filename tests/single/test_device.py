@@ -12,6 +12,7 @@ from hvd_gradcomp.aggregator import Context
 from hvd_gradcomp.collectives import Allgather, Switch
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols.resizing import start
 from tests.methods import EVERY, LARGEST, LEARNED, WORDS
 
 SPARSE = WORDS + [c for c in LARGEST if not getattr(c, "phases", ())]
@@ -134,7 +135,7 @@ def run_without_data(compressor, ops, layout, state, step):
 def test_no_step_of_any_method_reads_the_device(compressor):
     """In each phase; `deflate` packs indices on the host, which its documentation says."""
     ops, layout = WithoutData(), Layout(LAYOUT.names, LAYOUT.shapes, block=compressor.block)
-    state = compressor.start(ops, layout, 2)
+    state = start(compressor, ops, layout, 2)
     state = run_without_data(compressor, ops, layout, state, 0)  # makes tables
     reads = getattr(compressor, "index_coding", "") == "deflate"
     with NoCopies(), pytest.raises(NotImplementedError) if reads else contextlib.nullcontext():

@@ -83,7 +83,7 @@ def test_nothing_is_lost(compressor, size, average):
         received = received + totals[0].double() * (size if average else 1)
     kept = sum(compressor.residual(state).double() for state in world.states)
     torch.testing.assert_close(received + kept, there, atol=1e-4, rtol=1e-4)
-    sent = compressor.elements_sent(world.layout, world.states[0], world.steps)
+    sent = compressor.report(world.layout, world.states[0], world.steps).sent
     bytes_ = sum(round(compressor.layer_bytes(shape)) for shape in world.layout.shapes)
     assert 4 * sum(sent) == bytes_ * world.steps
     assert sum(r[0].tensor.numel() for r in world.traffic) * 4 == bytes_ + 4, "and one poison"

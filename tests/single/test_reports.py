@@ -17,6 +17,8 @@ from hvd_gradcomp import JSONLines, SparseGDCompressor, StromCompressor, TensorB
 from hvd_gradcomp.ladder import Ladder
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols.reporting import report
+from hvd_gradcomp.protocols.resizing import start
 from hvd_gradcomp.reports import StatsWriter, Writer, scalars, summary
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.testing import World
@@ -292,10 +294,10 @@ def test_changes_of_the_rung_are_counted():
 @pytest.mark.parametrize("compressor", [*EVERY, *learned_by("torch", 2)], ids=repr)
 def test_every_method_says_what_it_keeps(compressor):
     layout = Layout(("a", "b"), ((30, 20, 3), (40, 9)), block=compressor.block)
-    state = compressor.start(TorchOps(), layout, 2)
-    assert compressor.rung_changes(state) == 0
-    working, own = compressor.at_work(state, 1)
-    kept = working.residual(own)
+    state = start(compressor, TorchOps(), layout, 2)
+    said = report(compressor, layout, state, 1)
+    assert said.rung_changes == 0
+    kept = said.residual
     assert kept is None or (kept.shape == (layout.size,) and not kept.any())
 
 
@@ -305,10 +307,9 @@ def test_what_is_kept_is_that_of_the_phase_at_work():
     world = World(compressor, TorchOps(), layout, 1)
     for step in range(1, 5):
         world.step([torch.ones(layout.size)])
-        working, state = compressor.at_work(world.states[0], step)
-        kept = working.residual(state)
-        sent = compressor.elements_sent(layout, world.states[0], step)[0]
+        said = report(compressor, layout, world.states[0], step)
+        kept, (sent,) = said.residual, said.sent
         assert (sent == 0) == (step <= 2)
         # Strom keeps all; then its debt has gone over, and 6 elements a step are paid.
         assert float(kept[0:600].max()) == step and int((kept[:600] < step).sum()) == sent
-    assert compressor.rung_changes(world.states[0]) == 0
+    assert said.rung_changes == 0

@@ -10,6 +10,7 @@ from hvd_gradcomp.failures import explained, named
 from hvd_gradcomp.handshake import MismatchError, agree, describe
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols import resizing
 
 OPS = TorchOps()
 WEIGHTS = verify.weights(OPS)
@@ -54,7 +55,10 @@ def test_only_replicated_state_is_compared():
     assert all(name.startswith("state ladder.") for name, _ in named_)
     assert named_[0][0].endswith("of bucket 2 (a, b)")
     gradiveq = GradiVeQCompressor(ratio=4)
-    names = [n for n, _ in verify.replicated(0, gradiveq, layout, gradiveq.start(OPS, layout, 2))]
+    names = [
+        n
+        for n, _ in verify.replicated(0, gradiveq, layout, resizing.start(gradiveq, OPS, layout, 2))
+    ]
     assert any("basis" in n for n in names)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.collectives import Switch
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols.reporting import Report
 
 _NOT_CONVERGED = (
     "LGC: the loss of the autoencoder has not fallen to {bound} of the gradient's energy by the "
@@ -196,12 +196,10 @@ class LGCCompressor(LGCSettings):
         learned = path.startswith("moments") or path in _LEARNED
         return self.master if common or learned else None
 
-    def elements_sent(self, layout: Layout, state: Any, steps: int) -> Sequence[int]:
-        whole = min(steps, self.full_steps)
-        return [int(n) + whole * size for n, size in zip(state.sent, layout.sizes)]
-
-    def losses(self, state: Any) -> dict[str, float]:
-        return {"autoencoder": float(state.loss)}
+    def report(self, layout: Layout, state: LGCState, steps: int, since: int = 0) -> Report:
+        whole = min(steps - since, self.full_steps)
+        sent = [int(n) + whole * size for n, size in zip(state.sent, layout.sizes)]
+        return Report(sent, self.residual(state), {"autoencoder": float(state.loss)})
 
     def residual(self, state: Any) -> Tensor:
         return state.memory.r + state.owed if self.feedback == "exact" else state.memory.r

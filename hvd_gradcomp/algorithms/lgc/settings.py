@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from hvd_gradcomp import validate, wire
-from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.aggregator import Compressor, derived
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.dgc import DGCCompressor
 from hvd_gradcomp.codecs import autoencoder
@@ -114,7 +114,7 @@ class LGCSettings(MomentumCorrected, registered=False):
             for place in range(len(layers))
         ]
 
-    @property
+    @derived
     def needs_order(self) -> bool:
         return self.first_layer is None or self.last_layer is None
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.largest import Scope, largest
 from hvd_gradcomp.codecs.selection import layer_of
@@ -16,9 +17,6 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.rules import Form, Places
-
-if TYPE_CHECKING:
-    from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
 
 _MAGNITUDE = (1 << 31) - 1
 

@@ -25,6 +25,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.configuration import as_config
+from hvd_gradcomp.protocols import carrying
 from hvd_gradcomp.tensorflow.engine import is_rank_local
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, write
@@ -82,7 +83,7 @@ class Trained(Subclassed):
 
 
 def plain_for(compressor):
-    if compressor.correction:
+    if carrying.correction(compressor):
         return keras.optimizers.SGD(0.001, momentum=0.9)
     return keras.optimizers.Adam(0.01)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.protocols import carrying
 from hvd_gradcomp.torch import files
 from tests.methods import DGC_WARMED_UP, EGC, EVERY, GRADIVEQ_BY_LOSS, LEARNED, LGC_SERVER, VARIANCE
 from tests.parallel.workers.results import digest, errors_of, flipped, forged, write
@@ -23,7 +24,7 @@ def build(compressor=None, outputs=10, **options):
     convolutions = (nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.ReLU())
     model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(96, outputs))
     plain = torch.optim.Adam(model.parameters(), lr=0.01)
-    if compressor is not None and compressor.correction is not None:
+    if compressor is not None and carrying.correction(compressor) is not None:
         plain = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0)
     names = model.named_parameters()
     return model, hvd.DistributedOptimizer(
@@ -70,7 +71,7 @@ def mass(optimizer):
     """The sum over ranks of what is kept, in float64, layer by layer."""
     flat = []
     for bucket in optimizer._gradcomp.buckets:
-        kept = bucket.compressor.residual(bucket.state)
+        kept = carrying.residual(bucket.compressor, bucket.state)
         if kept is not None:
             flat.append(kept.double())
     total = hvd.allreduce(torch.cat(flat), op=hvd.Sum) if flat else torch.zeros(1)

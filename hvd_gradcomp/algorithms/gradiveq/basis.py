@@ -1,0 +1,102 @@
+"""Samples of what the ranks' mean was, and the bases that one rank makes of them for all."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
+from hvd_gradcomp.algorithms.gradiveq.slices import Slices, sizes_of
+from hvd_gradcomp.codecs.pca import Components, components, dimension
+from hvd_gradcomp.collectives import Broadcast
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+def recorded(
+    gradiveq: GradiVeQSettings,
+    ops: Ops,
+    layout: Layout,
+    total: Tensor,
+    row: Any,
+    state: GradiVeQState,
+) -> GradiVeQState:
+    """The state with some slices of each basis of this step's result, and their energy."""
+    pieces: list[Any] = []
+    for cut in gradiveq.slices(layout):
+        slices = cut.cut(ops, total)
+        for group in range(cut.groups):
+            first, members = group * cut.reuse, cut.members(group)
+            turn = (ops.arange(cut.rows) + row * cut.rows) % members * cut.length
+            place = ops.reshape(turn, (-1, 1)) + ops.reshape(ops.arange(cut.length), (1, -1))
+            mine = ops.reshape(slices[first : first + members], (-1,))
+            pieces.append(ops.gather(mine, ops.reshape(place, (-1,))))
+            pieces.append(ops.reshape(ops.inner(mine, mine), (1,)))
+    taken = ops.concat(pieces)
+    taken = ops.where(taken - taken == 0, taken, 0.0)  # one that is not finite says nothing
+    place = ops.arange(taken.shape[0]) + row * taken.shape[0]
+    return state._replace(samples=ops.put(state.samples * 1, place, taken))
+
+
+def learned(
+    gradiveq: GradiVeQSettings, ops: Ops, context: Context, state: GradiVeQState
+) -> Generator[Any, Any, GradiVeQState]:
+    """One rank computes the bases; all get the same bits."""
+    layout = context.layout
+    root, sizes = layout.digest % context.size, sizes_of(gradiveq.slices(layout))
+    ends = sizes.basis, sizes.basis + sizes.offset, sizes.basis + sizes.offset + sizes.groups
+    mine = _bases(gradiveq, ops, layout, state) if context.rank == root else ops.zeros(ends[2:])
+    flat = yield Broadcast(mine, root)
+    dimensions = ops.cast(flat[ends[1] :], "int64")
+    return state._replace(
+        basis=flat[: ends[0]] * 1,
+        offset=flat[ends[0] : ends[1]] * 1,
+        dimensions=ops.stage(dimensions),
+    )
+
+
+def _bases(gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState) -> Tensor:
+    """All bases, then the offsets, then the dimensions; float32."""
+    samples = ops.reshape(state.samples, (gradiveq.sample_steps, -1))
+    bases, offsets, dimensions = [], [], []
+    start = 0
+    for cut in gradiveq.slices(layout):
+        for _ in range(cut.groups):
+            end = start + cut.rows * cut.length
+            mine, energy = samples[:, start:end], samples[:, end]
+            start = end + 1
+            found, used = _basis(gradiveq, ops, cut, mine, ops.cast(energy, "float64"))
+            count = found.energy.shape[0]
+            basis = found.vectors[:, count - cut.room :]  # [length, room], the strongest last
+            column = ops.arange(cut.room) >= cut.room - used
+            basis = ops.where(column, basis, 0.0)
+            mean = ops.reshape(found.mean, (1, cut.length))
+            inside = ops.matmul(ops.matmul(mean, basis), ops.transpose(basis, (1, 0)))
+            bases.append(ops.reshape(ops.cast(basis, "float32"), (-1,)))
+            offsets.append(ops.reshape(ops.cast(mean - inside, "float32"), (-1,)))
+            dimensions.append(ops.cast(used, "float32"))
+    return ops.concat((*bases, *offsets, *dimensions))
+
+
+def _basis(
+    gradiveq: GradiVeQSettings, ops: Ops, cut: Slices, samples: Tensor, energy: Tensor
+) -> tuple[Components, Tensor]:
+    """Components of samples [steps, rows * length], and how many of them are used.
+
+    Each step counts alike, whatever its energy: what shall be small is the share left out.
+    """
+    weight = ops.where(energy > 0, 1.0 / ops.where(energy > 0, energy, 1.0), 0.0)
+
+    def part(first: int, last: int) -> tuple[Tensor, Tensor]:
+        rows = ops.reshape(samples[first:last], (-1, cut.length))
+        each = ops.reshape(weight[first:last], (-1, 1)) * ops.full((1, cut.rows), 1.0, "float64")
+        return rows, ops.reshape(each, (-1,))
+
+    everything = components(ops, *part(0, gradiveq.sample_steps))
+    if gradiveq.loss_threshold is None:
+        return everything, ops.full((1,), cut.room)
+    fitted = gradiveq.fitted_steps
+    found = components(ops, *part(0, fitted))
+    held = part(fitted if fitted < gradiveq.sample_steps else 0, gradiveq.sample_steps)
+    return everything, dimension(ops, found, *held, gradiveq.loss_threshold, cut.room)

@@ -1,0 +1,224 @@
+"""The public class: the phases of a cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_gradcomp import exchanges
+from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.algorithms.gradiveq import basis, projection
+from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
+from hvd_gradcomp.algorithms.gradiveq.slices import sizes_of
+from hvd_gradcomp.algorithms.gradiveq.stock import FittedGradiVeQ
+from hvd_gradcomp.codecs.linear import LinearCompressor
+from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
+from hvd_gradcomp.codecs.sparse import Residual
+from hvd_gradcomp.collectives import Allreduce, Switch
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.protocols import resizing
+from hvd_gradcomp.protocols.reporting import Report
+
+
+@dataclass(frozen=True)
+class GradiVeQCompressor(GradiVeQSettings):
+    """Projects slices of convolutions onto their principal components (Yu et al. 2018).
+
+    A layer is flattened so that the gradients of all filters at one place lie together, then along
+    depth, width and height, and cut into slices `s`. After `warmup_steps` uncompressed steps,
+    cycles of two phases follow. For `sample_steps` the mean gradient is exchanged whole and slices
+    of it are recorded, a few of every `reuse` each step, in turn. One rank computes the samples'
+    mean `mu` and principal components `U`, of the covariance over all these slices, and broadcasts
+    them. For `compress_steps` each rank sends `z = U^T s` only; the ranks' mean of `z` gives back
+    `U (z - U^T mu) + mu`.
+
+    What travels: while compressing, 4 bytes a coefficient (`d` of them a slice) and 8 bytes a
+    bucket, by allreduce; while sampling, what `sampling` sends; once a cycle a broadcast of
+    `4 * (length * (d + 1) + 1)` bytes a basis, `d` being the most that it may have. State, besides
+    that of `sampling`: a basis, `4 * length * (d + 1)` bytes, and its samples, about three times as
+    much (at least a slice for each of `sample_steps`); with `feedback` 4 bytes an element. Memory
+    and time do not depend on the number of ranks.
+
+    Args:
+        slice_size: elements of a slice; None takes `filters * depth` if that is at most `max_slice`
+            and not the whole layer (a 1x1 kernel), else the largest multiple of the filters that
+            is at most `max_slice`; shorter, down to the filters, where a basis would have fewer
+            samples than dimensions, or zeros would fill up more than a twentieth.
+            Of a layer with fewer elements, all.
+        max_slice: see there. Larger finds more correlation and costs more: time in proportion,
+            state with the square.
+        loss_threshold: the share of the samples' energy that a basis may leave out, in (0, 1). Each
+            cycle `d` is the smallest for which a basis of the first three quarters of the samples
+            leaves out no more of the last quarter; then the basis is made of all. At most
+            `length / 4` or `sample_steps - 1` dimensions, whichever is more. Larger sends less.
+            0.01 unless a `ratio` is given.
+        ratio: fixes `d = max(1, length // ratio)` instead, at least 1. Larger sends less. Where
+            `slice_size` or `reuse` leave fewer samples than that, `d` is one less than these, and a
+            warning at the first step says so.
+        reuse: slices that share a basis; None for one basis a layer.
+        warmup_steps: steps before the first cycle, at least 0.
+        sample_steps: sampling steps of a cycle, at least 2.
+        compress_steps: compressed steps of a cycle, at least 1. More: fewer bytes and older bases.
+        resample_loss: the next cycle starts early once the mean over ranks of the local loss
+            `||s - s'||^2 / ||s||^2` exceeds this, in (0, 1]; None never.
+        sampling: how warm-up and sampling steps are exchanged: "none", "qsgd" (4 bits), or a
+            compressor.
+        other: the compressor of layers that are no convolution; None sends them dense. PyTorch's
+            and Keras's layers are known by their class; of others the name and the number of axes
+            decide. `partition` decides as its user likes.
+        feedback: keep on each rank what its projection left out, `r`, and add `4 / compress_steps`
+            of `r` to each gradient that is compressed. Since a basis never takes what it leaves
+            out, `r` grows through a cycle and drains into the next one's basis; all of it at once
+            would throw the model off. Sampling sends nothing of `r`; what the codes of QSGD or
+            TernGrad miss there is added to it, and what FP16 rounds off on each rank (not what it
+            rounds off in their sum: that no rank knows).
+
+    Differs from the paper: samples come from all slices that share a basis, not from the first
+    only, and each sampling step counts alike, whatever its energy. So 25 samples are enough, and
+    cycles are a quarter as long (the paper has 100 and 400), which leaves out about half as much;
+    slices are capped; the dimension is chosen on samples that were held out; the loss is measured
+    by bucket; one rank computes the basis, so that all have the same bits; feedback (off by
+    default). Weights of transposed convolutions are cut as if they were stored like others.
+    Products are rounded as the framework does it, so PyTorch and TensorFlow send the same
+    coefficients but for the last bits.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range, or both `loss_threshold` and `ratio` are
+            given.
+        TypeError: `sampling` or `other` is no compressor, or one that takes momentum over.
+
+    >>> cut = GradiVeQCompressor(ratio=8).slices_of((64, 16, 3, 3), filters_last=False)
+    >>> cut.slices, cut.length, cut.room
+    (9, 1024, 128)
+    """
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> GradiVeQState:
+        cuts = self.slices(layout)
+        sizes = sizes_of(cuts)
+        dimensions = [s.room for s in cuts for _ in range(s.groups)]
+        return GradiVeQState(
+            samples=ops.zeros((self.sample_steps * sizes.samples,)),
+            basis=ops.zeros((sizes.basis,)),
+            offset=ops.zeros((sizes.offset,)),
+            dimensions=ops.stage(ops.words(dimensions)),
+            start=ops.host(self.warmup_steps),
+            drifted=ops.host(0),
+            loss=ops.full((), float("nan"), "float32"),
+            sent=ops.zeros((len(layout.names),), "int64"),
+            sampling=resizing.start(self.between, ops, layout, ranks),
+            r=ops.zeros((layout.size,)) if self.feedback else (),
+        )
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: GradiVeQState, **extra: Tensor
+    ) -> Program:
+        del extra
+        start, drifted = ops.staged(state.start), ops.staged(state.drifted)
+        over = (context.step - start >= self.cycle_steps) | (drifted > 0)
+        start = ops.pick(over, context.step, start)
+        state = state._replace(start=ops.host(start), drifted=ops.host(0))
+        elapsed, last = context.step - start, self.sample_steps - 1
+        phase = ops.bisect((-1, last - 1, last), elapsed)
+
+        def whole() -> Program:
+            return self._whole(ops, context, gradient, state)
+
+        def sample() -> Program:
+            total, after = yield from self._whole(ops, context, gradient, state)
+            return total, basis.recorded(self, ops, context.layout, total, elapsed, after)
+
+        def learn() -> Program:
+            total, after = yield from sample()
+            return total, (yield from basis.learned(self, ops, context, after))
+
+        def compress() -> Program:
+            return self._compressed(ops, context, gradient, state)
+
+        return (yield Switch(phase, (whole, sample, learn, compress)))
+
+    def _whole(self, ops: Ops, context: Context, gradient: Tensor, state: GradiVeQState) -> Program:
+        between = self.between
+        state = state._replace(sent=state.sent + ops.words(context.layout.sizes))
+        if self.feedback and isinstance(between, LevelsCompressor):  # which keeps nothing itself
+            keeping = Keeping(between).aggregate(ops, context, gradient, Residual(state.r))
+            total, kept = yield from keeping
+            return total, state._replace(r=kept.r)
+        r = state.r
+        if self.feedback and isinstance(between, LinearCompressor) and between.itemsize < 4:
+            there = between.decode(ops, context.layout, between.encode(ops, gradient))
+            missed = gradient - there
+            # What is not finite is found in the sum.
+            r = r + ops.where(missed - missed == 0, missed, 0.0)
+        total, inner = yield from between.aggregate(ops, context, gradient, state.sampling)
+        return total, state._replace(sampling=inner, r=r)
+
+    def _compressed(
+        self, ops: Ops, context: Context, gradient: Tensor, state: GradiVeQState
+    ) -> Program:
+        layout, weight = context.layout, context.prescale * context.postscale
+        finite, gradient = exchanges.checked(ops, gradient)
+        if self.feedback:
+            gradient = ops.accumulate(gradient, state.r * self.drain)
+        code, energy, lost = projection.encode(self, ops, layout, gradient, state)
+        loss = ops.where(energy > 0, lost / ops.where(energy > 0, energy, 1.0), 0.0)
+        said = ops.concat((code, ops.reshape(loss, (1,)), exchanges.poison(ops, finite)))
+        total = yield Allreduce(said, context.prescale, context.postscale)
+        total = exchanges.unpoisoned(ops, total)
+        loss = ops.reshape(total[-1:], ()) * (1.0 / (weight * context.size))
+        if self.resample_loss is not None:
+            drifted = ops.stage(ops.cast(loss > self.resample_loss, "int64"))
+            state = state._replace(drifted=drifted)
+        if self.feedback:
+            share = 1.0 / (weight * context.size)
+            missed = gradient - projection.decode(self, ops, layout, code, state, share)
+            state = state._replace(r=state.r * (1.0 - self.drain) + missed)
+        mean = projection.decode(self, ops, layout, total[:-1], state, room=gradient)
+        sent = state.sent + projection.coefficients(self, ops, layout, state)
+        return mean, state._replace(loss=loss, sent=sent)
+
+    # -- what users ask ----------------------------------------------------------------------
+
+    def report(self, layout: Layout, state: GradiVeQState, steps: int, since: int = 0) -> Report:
+        del layout, steps, since
+        sent = [int(n) for n in state.sent]
+        return Report(sent, self.residual(state), {"basis": float(state.loss)})
+
+    def residual(self, state: GradiVeQState) -> Tensor | None:
+        return state.r if self.feedback else None
+
+    def retrained(self, ops: Ops, state: GradiVeQState, step: Any) -> GradiVeQState:
+        return state if step < self.warmup_steps else state._replace(start=ops.host(step))
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        raise TypeError(
+            "the compressor has no basis yet: inside stock Horovod nothing could be sampled. Pass "
+            "compression=compressor.fit(samples), with samples [count, *shape] of the gradients of "
+            "each convolution; or import hvd_gradcomp.torch (or .tensorflow) as hvd. Got "
+            f"{self}"
+        )
+
+    def fit(self, samples: Sequence[Tensor], filters_last: bool | None = None) -> FittedGradiVeQ:
+        """A stock Horovod `Compressor` with a basis for each shape, from gradients seen before.
+
+        Args:
+            samples: float32 [count, *shape] of each layer, at least 2 of each. Stock Horovod names
+                no layers, so those of one shape share a basis.
+            filters_last: see `Layout`; None for what the tensors' framework does.
+
+        Returns:
+            What `hvd.DistributedOptimizer(compression=)` of stock Horovod takes. It projects
+            tensors whose shape it has seen and passes on others.
+
+        Raises:
+            ValueError: there are no samples, or fewer than 2 of a layer.
+        """
+        if not samples or any(len(x.shape) < 2 or x.shape[0] < 2 for x in samples):
+            raise ValueError(
+                "fit needs samples [count, *shape] with at least 2 of each layer, got shapes "
+                f"{[tuple(x.shape) for x in samples]}"
+            )
+        if filters_last is None:
+            filters_last = type(samples[0]).__module__.partition(".")[0] == "tensorflow"
+        return FittedGradiVeQ(self, samples, filters_last)

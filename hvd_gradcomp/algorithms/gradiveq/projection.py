@@ -1,0 +1,116 @@
+"""Coefficients of slices in their bases, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
+from hvd_gradcomp.algorithms.gradiveq.slices import Slices
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class Group(NamedTuple):
+    """Slices of a layer that share a basis."""
+
+    cut: Slices
+    number: int  # in its layer
+    used: Any  # dimensions
+    basis: Tensor  # [length, dimensions]
+    offset: Tensor  # [1, length]
+
+
+def groups_of(
+    gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState
+) -> list[Group]:
+    """All groups of slices that share a basis, in order."""
+    found = []
+    start = offset = number = 0
+    for cut in gradiveq.slices(layout):
+        for group in range(cut.groups):
+            basis = state.basis[start : start + cut.length * cut.room]
+            basis = ops.reshape(basis, (cut.length, cut.room))
+            used: Any = cut.room
+            if gradiveq.loss_threshold is not None and ops.dynamic_shapes:
+                used = ops.staged(state.dimensions[number])
+                basis = basis[:, cut.room - used :]
+            beside = ops.reshape(state.offset[offset : offset + cut.length], (1, cut.length))
+            found.append(Group(cut, group, used, basis, beside))
+            start += cut.length * cut.room
+            offset += cut.length
+            number += 1
+    return found
+
+
+def encode(
+    gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, gradient: Tensor, state: GradiVeQState
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The coefficients, linear in the gradient; its energy; what of it the basis leaves out.
+
+    The local loss needs no projection back: with `c` the offset, which is orthogonal to `U`,
+    `||s - U U^T s - c||^2 = ||s||^2 - ||U^T s||^2 - 2 c.s + ||c||^2`.
+    """
+    codes: list[Any] = []
+    energy = lost = ops.zeros(())
+    slices: Any = None
+    of_layer = None
+    for cut, group, _, basis, offset in groups_of(gradiveq, ops, layout, state):
+        if cut.groups > 1 and cut is not of_layer:
+            slices, of_layer = cut.cut(ops, gradient), cut
+        first, members = group * cut.reuse, cut.members(group)
+        mine = cut.turned(ops, gradient) if cut.groups == 1 else slices[first : first + members]
+        code, whole, beside = ops.project(mine, basis, offset)
+        codes.append(ops.reshape(code, (-1,)))
+        beside = beside * 2.0 - ops.inner(offset, offset) * float(members)
+        energy = energy + whole
+        lost = lost + ops.maximum(whole - ops.inner(code, code) - beside, 0.0)
+    return ops.concat(codes), energy, lost
+
+
+def decode(
+    gradiveq: GradiVeQSettings,
+    ops: Ops,
+    layout: Layout,
+    code: Tensor,
+    state: GradiVeQState,
+    share: float = 1.0,
+    room: Tensor | None = None,
+) -> Tensor:
+    """What coefficients stand for; with a `share` of the mean's part outside the basis.
+
+    Args:
+        room: where the result may lie; donating. None for nowhere yet.
+    """
+    pieces: list[Any] = []
+    rows: list[Any] = []
+    done, start = 0, 0
+    for cut, group, used, basis, offset in groups_of(gradiveq, ops, layout, state):
+        members = cut.members(group)
+        mine = ops.reshape(code[start : start + members * used], (members, used))
+        start = start + members * used
+        if group == 0 and cut.start > done:
+            pieces.append(ops.zeros((cut.start - done,)))
+        if cut.groups == 1:
+            pieces.append(ops.lift(mine, basis, offset * share, cut.shape, cut.order))
+        else:
+            back = ops.matmul_plus(mine, ops.transpose(basis, (1, 0)), offset * share)
+            rows.append(ops.reshape(back, (-1,)))
+        if rows and group == cut.groups - 1:
+            pieces.append(ops.unturned(ops.concat(rows), cut.shape, cut.order))
+            rows = []
+        done = cut.start + cut.size
+    if layout.size > done:
+        pieces.append(ops.zeros((layout.size - done,)))
+    return ops.assemble(ops.zeros((layout.size,)) if room is None else room, pieces)
+
+
+def coefficients(
+    gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState
+) -> Tensor:
+    """How many each layer sends; int64 [layers]."""
+    counts: list[Any] = []
+    for cut, group, used, _, _ in groups_of(gradiveq, ops, layout, state):
+        if group == 0:
+            counts.append(0)
+        counts[-1] = counts[-1] + cut.members(group) * used
+    return ops.words(counts)

@@ -1,0 +1,234 @@
+"""Parameters, which layers are projected, how they are cut, and how many bytes travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+from hvd_gradcomp import validate
+from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.gradiveq.slices import Slices, sizes_of
+from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
+from hvd_gradcomp.composite import Composite
+from hvd_gradcomp.layers import Layer, convolves
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.protocols import layering
+from hvd_gradcomp.protocols.carrying import correction
+from hvd_gradcomp.wrappers import part
+
+_DEFAULT_LOSS = 0.01
+_SAMPLES = 3  # for each dimension, where there are so many
+_FILLED = 1.05  # zeros that fill up the last slice are projected too
+_LEAST_RATIO = 4  # that a loss_threshold has room for at once
+_DRAIN = 4.0  # times that the residual could be sent in a cycle
+SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
+
+
+class GradiVeQState(NamedTuple):
+    """State of one bucket. All but `sampling` and `r` is equal on all ranks."""
+
+    samples: (
+        Tensor  # float32 [sample_steps * sum over groups of (rows * length + 1)], the energy last
+    )
+    basis: Tensor  # float32 [sum over groups of length * room]
+    offset: Tensor  # float32 [sum over groups of length], the mean's part outside the basis
+    dimensions: Tensor  # int64 [groups], on the host
+    start: Tensor  # int64 [] step at which the cycle began to sample, on the host
+    drifted: (
+        Tensor  # int64 [] whether the loss of the last step asks for another cycle, on the host
+    )
+    loss: Tensor  # float32 [] of the last compressed step, mean over ranks; NaN before one
+    sent: Tensor  # int64 [layers]
+    sampling: Any  # state of the compressor of the other steps
+    r: Any  # float32 [size] with feedback, else ()
+
+
+@dataclass(frozen=True)
+class GradiVeQSettings(Composite, registered=False):
+    """Base of `GradiVeQCompressor`: its fields, and what follows from them."""
+
+    slice_size: int | None = None
+    max_slice: int = 1024
+    loss_threshold: float | None = None
+    ratio: float | None = None
+    reuse: int | None = None
+    warmup_steps: int = 100
+    sample_steps: int = 25
+    compress_steps: int = 100
+    resample_loss: float | None = None
+    sampling: Any = "none"
+    other: Any = None
+    feedback: bool = False
+
+    state_format = 2  # the samples of all slices in turn, and their energy
+    whole_model = False
+    in_common = frozenset(
+        {"samples", "basis", "offset", "dimensions", "start", "drifted", "loss", "sent"}
+    )
+
+    def __post_init__(self) -> None:
+        for name, low in (("slice_size", 1), ("reuse", 1)):
+            if getattr(self, name) is not None:
+                validate.whole(self, name, low=low)
+        validate.whole(self, "max_slice", low=1)
+        if self.loss_threshold is not None and self.ratio is not None:
+            raise ValueError(
+                "GradiVeQCompressor: loss_threshold and ratio fix the same thing; give one, got "
+                f"{self.loss_threshold!r} and {self.ratio!r}"
+            )
+        if self.ratio is not None:
+            validate.real(self, "ratio", low=1, closed="[")
+        else:
+            if self.loss_threshold is None:
+                object.__setattr__(self, "loss_threshold", _DEFAULT_LOSS)
+            validate.real(self, "loss_threshold", low=0, high=1)
+        validate.whole(self, "warmup_steps", low=0)
+        validate.whole(self, "sample_steps", low=2)
+        validate.whole(self, "compress_steps", low=1)
+        if self.resample_loss is not None:
+            validate.real(self, "resample_loss", low=0, high=1, closed="]")
+        validate.boolean(self, "feedback")
+        if isinstance(self.sampling, str):
+            validate.one_of(self, "sampling", tuple(SAMPLING))
+        for name in ("between", "others"):
+            one = getattr(self, name)
+            if correction(one) is not None or one.uses_moments:
+                raise TypeError(
+                    "GradiVeQCompressor: what sampling= or other= names takes over momentum or "
+                    "uses second moments; give it to the layers by hvd_gradcomp.partition instead. "
+                    f"Got {one}"
+                )
+
+    @property
+    def children(self) -> dict[str, Compressor]:
+        return {"sampling": self.between}
+
+    def check(self, layout: Layout) -> None:
+        Compressor.check(self, layout)
+
+    @property
+    def between(self) -> Compressor:
+        """The compressor of steps that are not projected."""
+        chosen = SAMPLING.get(self.sampling) if isinstance(self.sampling, str) else self.sampling
+        return part("GradiVeQCompressor: sampling", chosen)
+
+    @property
+    def others(self) -> Compressor:
+        """The compressor of layers that are no convolutions."""
+        return part("GradiVeQCompressor: other", self.other)
+
+    # -- sizes -------------------------------------------------------------------------------
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        convolutions = list(map(convolves, layers))
+        others = iter(
+            layering.of_layers(
+                self.others, [x for x, mine in zip(layers, convolutions) if not mine], ranks
+            )
+        )
+        return [self if mine else next(others) for mine in convolutions]
+
+    def _rows(self, length: int, members: int) -> int:
+        """How many slices a sampling step records of those that share a basis."""
+        wanted = _SAMPLES * self.asked(length) + 1
+        return min(members, -(-wanted // self.sample_steps))
+
+    def asked(self, length: int) -> int:
+        """Dimensions of a basis for slices of a length, if there are samples enough."""
+        return max(1, int(length / (_LEAST_RATIO if self.ratio is None else self.ratio)))
+
+    def steps_for(self, cut: Slices) -> int:
+        """Sampling steps that give so many samples."""
+        return self.asked(cut.length) // cut.reuse + 1
+
+    def _room(self, length: int, rows: int) -> int:
+        """The most dimensions of a basis."""
+        samples = rows * self.sample_steps
+        if self.ratio is not None:
+            return max(1, min(length, samples - 1, self.asked(length)))
+        fitted = self.fitted_steps * rows
+        return max(1, min(length, fitted - 1, max(self.sample_steps - 1, self.asked(length))))
+
+    @property
+    def fitted_steps(self) -> int:
+        """Sampling steps that a basis is fitted to before its dimension is chosen on the others."""
+        return self.sample_steps - self.sample_steps // 4
+
+    def slices(self, layout: Layout) -> tuple[Slices, ...]:
+        """How each layer is cut."""
+        return _slices_of(self, layout)
+
+    def slices_of(self, shape: tuple[int, ...], filters_last: bool, start: int = 0) -> Slices:
+        """How a layer of a shape is cut."""
+        axes, size = tuple(range(len(shape))), prod(shape)
+        order = axes if filters_last else (*axes[2:], *axes[:2][::-1])
+        filters = shape[order[-1]] if shape else 1
+        depth = shape[order[-2]] if len(shape) > 1 else 1
+        length = self._length(filters, depth, size)
+        count = -(-size // length)
+        reuse = max(1, min(self.reuse or count, count))
+        rows = self._rows(length, reuse)
+        room = self._room(length, rows)
+        return Slices(start, size, shape, order, length, count, reuse, rows, room)
+
+    def _length(self, filters: int, depth: int, size: int) -> int:
+        """Of a layer's slices."""
+        if self.slice_size is not None or not size:
+            return max(1, min(self.slice_size or 1, size))
+        most = min(self.max_slice, size)
+        if filters * depth < size and filters * depth <= most:
+            most = filters * depth
+        elif filters <= most:
+            most = most // filters * filters
+        lengths = range(most, 0, -min(filters, most))
+        enough = [n for n in lengths if self._samples(-(-size // n)) > self.asked(n)]
+        full = [n for n in enough if -(-size // n) * n <= _FILLED * size]
+        return (full or enough or lengths[-1:])[0]
+
+    def _samples(self, slices: int) -> int:
+        """How many a basis can have in a cycle."""
+        return self.sample_steps * min(self.reuse or slices, slices)
+
+    @property
+    def cycle_steps(self) -> int:
+        """Steps of a whole cycle."""
+        return self.sample_steps + self.compress_steps
+
+    @property
+    def drain(self) -> float:
+        """The share of the residual that is added to a gradient."""
+        return min(1.0, _DRAIN / self.compress_steps)
+
+    def coefficient_bytes(self, layout: Layout, dimensions: Sequence[int] | None = None) -> int:
+        """Bytes that a rank hands to the allreduce of a compressed step.
+
+        Args:
+            dimensions: of each basis; None for all that there is room for.
+        """
+        given = iter(dimensions or [s.room for s in self.slices(layout) for _ in range(s.groups)])
+        used = (s.members(g) * next(given) for s in self.slices(layout) for g in range(s.groups))
+        return 4 * (sum(used) + 2)
+
+    def basis_bytes(self, layout: Layout) -> int:
+        """Bytes of the broadcast at the end of a sampling phase."""
+        sizes = sizes_of(self.slices(layout))
+        return 4 * (sizes.basis + sizes.offset + sizes.groups)
+
+    def layer_bytes(self, shape: Sequence[int]) -> float | None:
+        if self.ratio is None:
+            return None
+        cut = self.slices_of(tuple(shape), filters_last=False)
+        return 4 * cut.slices * cut.room
+
+
+@lru_cache(maxsize=256)
+def _slices_of(settings: GradiVeQSettings, layout: Layout) -> tuple[Slices, ...]:
+    return tuple(
+        settings.slices_of(shape, layout.filters_last, start)
+        for start, shape in zip(layout.offsets, layout.shapes)
+    )

@@ -1,0 +1,63 @@
+"""How layers are cut, and how much a state holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class Slices(NamedTuple):
+    """How one layer is cut."""
+
+    start: int  # in the bucket
+    size: int  # elements
+    shape: tuple[int, ...]  # as the framework stores them
+    order: tuple[int, ...]  # of axes, so that filters come last and depth before them
+    length: int  # of a slice
+    slices: int  # the last one filled up with zeros
+    reuse: int  # neighbours that share a basis
+    rows: int  # slices of each basis that a sampling step records
+    room: int  # the most dimensions that a basis may have
+
+    @property
+    def groups(self) -> int:
+        """How many bases there are."""
+        return -(-self.slices // self.reuse)
+
+    def members(self, group: int) -> int:
+        """Slices that share a basis."""
+        return min(self.reuse, self.slices - group * self.reuse)
+
+    def turned(self, ops: Ops, bucket: Tensor) -> Tensor:
+        """The layer's axes in the order of slices, and zeros after these; for `ops.project`."""
+        layer = bucket[self.start : self.start + self.size]
+        if self.order != tuple(range(len(self.order))):
+            layer = ops.transpose(ops.reshape(layer, self.shape), self.order)
+        missing = self.slices * self.length - self.size
+        if missing:
+            layer = ops.concat((ops.reshape(layer, (self.size,)), ops.zeros((missing,))))
+        return layer
+
+    def cut(self, ops: Ops, bucket: Tensor) -> Tensor:
+        """The layer's slices; [count, length]."""
+        return ops.reshape(self.turned(ops, bucket), (self.slices, self.length))
+
+
+class Sizes(NamedTuple):
+    """Elements that several layers take in a state, or in the broadcast of their bases."""
+
+    samples: int  # of one step, the energy of each group among them
+    basis: int
+    offset: int
+    groups: int
+
+
+def sizes_of(cuts: Iterable[Slices]) -> Sizes:
+    """The sums over layers."""
+    sizes = Sizes(0, 0, 0, 0)
+    for s in cuts:
+        of_group = Sizes(s.rows * s.length + 1, s.length * s.room, s.length, 1)
+        sizes = Sizes(*(total + s.groups * one for total, one in zip(sizes, of_group)))
+    return sizes

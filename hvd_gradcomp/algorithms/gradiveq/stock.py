@@ -1,0 +1,73 @@
+"""Inside stock Horovod, which names no layers and samples nothing: a basis that is set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hvd_gradcomp import ops as verbs
+from hvd_gradcomp.aggregator import Context
+from hvd_gradcomp.algorithms.gradiveq import basis, projection
+from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Tensor
+
+
+class FittedGradiVeQ:
+    """GradiVeQ whose basis is set, for stock Horovod; made by `GradiVeQCompressor.fit`."""
+
+    def __init__(
+        self, compressor: GradiVeQSettings, samples: Sequence[Tensor], filters_last: bool
+    ) -> None:
+        shapes: dict[tuple[int, ...], list[Tensor]] = {}
+        for several in samples:
+            shape = tuple(int(extent) for extent in several.shape[1:])
+            shapes.setdefault(shape, []).append(several)
+        self._known: dict[tuple[int, ...], tuple[GradiVeQSettings, Layout, Any]] = {}
+        for shape, layers in shapes.items():
+            self._known[shape] = _fitted(compressor, shape, layers, filters_last)
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """What stock Horovod shall allreduce: coefficients, where the shape is known."""
+        shape = tuple(int(extent) for extent in tensor.shape)
+        if shape not in self._known:
+            return tensor, None
+        ops = verbs.of(tensor)
+        compressor, layout, state = self._known[shape]
+        code, _, _ = projection.encode(compressor, ops, layout, ops.reshape(tensor, (-1,)), state)
+        return code, shape
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """The mean gradient from the mean of coefficients."""
+        if context is None:
+            return tensor
+        compressor, layout, state = self._known[context]
+        ops = verbs.of(tensor)
+        return ops.reshape(projection.decode(compressor, ops, layout, tensor, state), context)
+
+
+def _fitted(
+    compressor: GradiVeQSettings,
+    shape: tuple[int, ...],
+    layers: Sequence[Tensor],
+    filters_last: bool,
+) -> tuple[GradiVeQSettings, Layout, Any]:
+    ops = verbs.of(layers[0])
+    count = sum(int(several.shape[0]) for several in layers)
+    compressor = replace(compressor, sample_steps=count, sampling="none", feedback=False)
+    layout = Layout(("tensor",), (shape,), block=1, filters_last=filters_last)
+    state = compressor.init(ops, layout)
+    row = 0
+    for several in layers:
+        for place in range(int(several.shape[0])):
+            total = ops.reshape(ops.cast(several[place], "float32"), (layout.size,))
+            state = basis.recorded(compressor, ops, layout, total, row, state)
+            row += 1
+    program = basis.learned(compressor, ops, Context(layout, 0, 1, 0), state)
+    request: Any = next(program)
+    try:
+        program.send(request.tensor)
+    except StopIteration as stop:
+        state = stop.value
+    return compressor, layout, state

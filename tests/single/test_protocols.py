@@ -1,0 +1,102 @@
+"""A compressor of `init` and `aggregate` alone, and one that takes part in protocols by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hvd_gradcomp import Compressor, NoneCompressor, after, exchanges
+from hvd_gradcomp.assignment import assign
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.protocols import carrying, layering, learning, resizing
+from hvd_gradcomp.protocols.reporting import Report, report
+from hvd_gradcomp.testing import World
+from hvd_gradcomp.wrappers import MomentumAfter
+
+LAYERS = [("a", (30, 2), "float32"), ("b", (7,), "float32")]
+LAYOUT = Layout(("a", "b"), ((30, 2), (7,)))
+
+
+@dataclass(frozen=True)
+class Whole(Compressor):
+    """Sends all there is."""
+
+    def init(self, ops, layout):
+        return ()
+
+    def aggregate(self, ops, context, gradient, state, **extra):
+        return (yield from exchanges.added_up(ops, context, gradient)), state
+
+
+class Debt(NamedTuple):
+    r: Tensor
+
+
+@dataclass(frozen=True)
+class Halving(Whole):
+    """Sends half of what it has."""
+
+    def init(self, ops, layout):
+        return Debt(ops.zeros((layout.size,)))
+
+    def aggregate(self, ops, context, gradient, state, **extra):
+        half = (state.r + gradient) * 0.5
+        kept = Debt(half * 1)
+        return (yield from exchanges.added_up(ops, context, half)), kept
+
+    def residual(self, state):
+        return state.r
+
+    def layer_bytes(self, shape):
+        return 1.0
+
+    def of_layers(self, layers, ranks):
+        return [self, *[NoneCompressor()] * (len(layers) - 1)]
+
+
+def gradients(world, ranks=2):
+    return [world.flat([torch.ones(30, 2), torch.ones(7)]) for _ in range(ranks)]
+
+
+def test_two_methods_are_enough():
+    one, ops = Whole(), TorchOps()
+    world = World(one, ops, LAYOUT, 2)
+    assert torch.equal(*world.step(gradients(world)))
+    (state, _), ones = world.states, torch.ones(LAYOUT.size)
+    assert report(one, LAYOUT, state, 3, since=1) == Report([120, 14])
+    assert carrying.residual(one, state) is None and carrying.velocity(one, state) is None
+    assert carrying.with_velocity(one, state, ones) is state and carrying.correction(one) is None
+    kept, gradient = carrying.inherit(one, ops, state, ones, ones)
+    assert kept is state and float(gradient.sum()) == 2 * LAYOUT.size
+    assert learning.retrained(one, ops, state, 1) is state and learning.owner(one, "x", 1) is None
+    assert resizing.resized(one, ops, state, 1, 3) is state
+    assert layering.of_layers(one, LAYERS, 2) == [one, one]
+    assert layering.layer_bytes(one, (3,)) is None
+    assert assign(one, LAYERS) == [one, one]
+
+
+def test_a_method_takes_part_by_name():
+    one = Halving()
+    world = World(one, TorchOps(), LAYOUT, 2)
+    world.step(gradients(world))
+    said = report(one, LAYOUT, world.states[0], 1)
+    assert said.sent == [60, 7] and float(said.residual.sum()) == 67 / 2
+    assert assign(one, LAYERS) == [one, NoneCompressor()]
+
+
+def test_a_composite_asks_its_children():
+    phases = after(2, Halving(), Whole())
+    world = World(phases, TorchOps(), LAYOUT, 2)
+    results = [world.step(gradients(world))[0][0] for _ in range(4)]
+    assert [float(x) for x in results] == [0.5, 0.75, 1.75, 1.0]  # what was kept came at the change
+    first, second = phases.of_layers(LAYERS, 2)
+    assert first == phases and second == after(2, NoneCompressor(), Whole())
+    wrapped = MomentumAfter(Halving(), 0.9)
+    state = wrapped.init(TorchOps(), LAYOUT)
+    assert wrapped.replicated == {"velocity"} and wrapped.layer_bytes((3,)) == 1.0
+    assert carrying.residual(wrapped, state) is state.inner.r
+    assert wrapped.resized(TorchOps(), state, 1, 3) is state
