@@ -1,4 +1,4 @@
-"""Variance-based gradient compression with Strom's threshold (004, Algorithm 2)."""
+"""Variance-based gradient compression with Strom's threshold (Tsuzuku et al. 2018, Alg. 2)."""
 
 from __future__ import annotations
 

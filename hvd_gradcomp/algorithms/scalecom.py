@@ -1,4 +1,4 @@
-"""ScaleCom's CLT-k (Chen et al. 2020; 000, section II.B): one rank chooses, all send there."""
+"""ScaleCom's CLT-k (Chen et al. 2020): one rank chooses, all send there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sparse gradient descent: the k largest of each layer, the plainest of the top-k methods.
 
-The "Sparse GD" of the papers' comparisons (Aji and Heafield 2017 by layer; 000, section II).
+The "Sparse GD" of the papers' comparisons (Aji and Heafield 2017, by layer).
 """
 
 from __future__ import annotations

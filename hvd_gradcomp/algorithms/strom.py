@@ -1,4 +1,4 @@
-"""Threshold compression (Strom 2015), the baseline of 004, Tables 1 and 2."""
+"""Threshold compression (Strom 2015), the baseline of Tsuzuku et al. 2018, Tables 1 and 2."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,9 @@ def test_the_package_imports_without_any_framework():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_papers_are_named_by_authors_and_year(module):
+    """Not by numbers that a list in a drawer has."""
+    assert not re.search(r"\b00\d[,;)]", (ROOT / module).read_text())
