@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from hvd_gradcomp import wire
-from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.collectives import Allreduce, Broadcast, Switch
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
@@ -23,17 +23,17 @@ class Leading(Protocol):
     def choice_bytes(self, layout: Layout) -> int:
         """Bytes of `choose`."""
 
-    def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
+    def choose(self, ops: Ops, context: Context, gradient: Tensor, state: State) -> Tensor:
         """The leader's payload: which elements travel."""
 
     def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
         """The indices, from its payload [1, bytes]."""
 
-    def values(self, ops: Ops, gradient: Tensor, state: Any, index: Tensor) -> Tensor:
+    def values(self, ops: Ops, gradient: Tensor, state: State, index: Tensor) -> Tensor:
         """What this rank has at the indices."""
 
     def settle_all(
-        self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor, total: Tensor
+        self, ops: Ops, layout: Layout, gradient: Tensor, state: State, index: Tensor, total: Tensor
     ) -> tuple[Tensor, Any]:
         """The mean, and the state without what was sent."""
 
@@ -99,7 +99,7 @@ def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     return weights if header.intact is None else weights * ops.cast(header.intact, "float32")
 
 
-def leader(codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: object) -> Program:
+def leader(codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: State) -> Program:
     """One rank after the other says which elements travel; their values are added up on the way.
 
     A broadcast of the leader's indices and an allreduce of everybody's values there.

@@ -13,6 +13,11 @@ INDEX_CODINGS = ("delta", "deflate", "int32")
 POLICIES = ("skip", "raise", "propagate")  # for gradients that are not finite
 
 
+def stands_for(owner: Any, name: str, value: Any) -> None:
+    """Puts what a field means in the place of what was given; the dataclass is frozen."""
+    object.__setattr__(owner, name, value)
+
+
 def real(owner: Any, name: str, *, low: float, high: float = math.inf, closed: str = "") -> None:
     """Requires a real number in an interval; `closed` holds the ends that belong to it, "[" "]"."""
     number(owner, name, getattr(owner, name), low=low, high=high, closed=closed)

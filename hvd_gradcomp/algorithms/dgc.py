@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.aggregator import Context, Program, State
 from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.codecs.sums import sum_of_layers
@@ -82,7 +81,7 @@ class DGCCompressor(MomentumCorrected):
                 "DGCCompressor: warmup_epochs needs steps_per_epoch, and no warmup_steps; got "
                 f"steps_per_epoch={self.steps_per_epoch!r}, warmup_steps={self.warmup_steps!r}"
             )
-        object.__setattr__(self, "warmup", tuple(self.warmup))
+        validate.stands_for(self, "warmup", tuple(self.warmup))
         for density in self.warmup:
             validate.number(self, "warmup", density, low=0, high=1, closed="]")
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
@@ -99,7 +98,7 @@ class DGCCompressor(MomentumCorrected):
         return count_of(size, self.density)
 
     def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
         if self.clip_norm is not None:
             gradient = self._clipped(ops, context, gradient)

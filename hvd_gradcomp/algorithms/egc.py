@@ -98,8 +98,8 @@ class EGCCompressor(MomentumCorrected):
         return EGCState(memory, ladder, sent, hint, ops.zeros((len(layout.names),), "int64"))
 
     def quota(
-        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
-    ) -> tuple[Tensor, Any]:
+        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: EGCState
+    ) -> tuple[Tensor, EGCState]:
         quota = ops.cond(
             step % self.entropy_interval == 0,
             lambda: self._quota_by_entropy(ops, layout, gradient),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Context, Program
@@ -58,14 +57,14 @@ class OneBitCompressor(QuantizedCompressor):
         return ((columns, prod(shape) // columns),)
 
     def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+        self, ops: Ops, context: Context, gradient: Tensor, state: Residual, **extra: Tensor
     ) -> Program:
         layout = context.layout
         if layout.outputs_first == layout.shapes:
             return super().aggregate(ops, context, gradient, state, **extra)
         return self._turned(ops, context, gradient, state)
 
-    def _turned(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
+    def _turned(self, ops: Ops, context: Context, gradient: Tensor, state: Residual) -> Program:
         """The same of layers that are stored with their outputs last."""
         layout = context.layout
         gradient, r = (ops.outputs_first(layout, x) for x in (gradient, state.r))
@@ -76,7 +75,7 @@ class OneBitCompressor(QuantizedCompressor):
     def init(self, ops: Ops, layout: Layout) -> Residual:
         return Residual(ops.zeros((layout.size,)))
 
-    def collect(self, ops: Ops, gradient: Tensor, state: Any) -> Tensor:
+    def collect(self, ops: Ops, gradient: Tensor, state: Residual) -> Tensor:
         return ops.accumulate(gradient, state.r)
 
     def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
@@ -89,21 +88,23 @@ class OneBitCompressor(QuantizedCompressor):
         codes, above, below = payload["codes"], payload["above"], payload["below"]
         return ops.add_signs(bands, base, room, codes, above, below, weights)
 
-    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Residual:
+    def keep(
+        self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Residual
+    ) -> Residual:
         return Residual(self.less(ops, bands, x, state.r, payload))
 
-    def keep_nothing(self, ops: Ops, state: Any) -> Residual:
+    def keep_nothing(self, ops: Ops, state: Residual) -> Residual:
         return Residual(ops.clear(state.r))
 
     def keep_of_sum(
-        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
+        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Residual
     ) -> Residual:
         return Residual(ops.add_slice(state.r, start, self.less(ops, bands, total, total, payload)))
 
     def inherit(
-        self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor
-    ) -> tuple[Any, Tensor]:
+        self, ops: Ops, state: Residual, gradient: Tensor, residual: Tensor
+    ) -> tuple[Residual, Tensor]:
         return Residual(state.r + residual), gradient
 
-    def residual(self, state: Any) -> Tensor:
+    def residual(self, state: Residual) -> Tensor:
         return state.r

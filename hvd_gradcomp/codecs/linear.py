@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_gradcomp import exchanges
 from hvd_gradcomp import ops as verbs
-from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -41,7 +41,7 @@ class LinearCompressor(Compressor):
         return ()
 
     def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
         """The ranks' codes are added up on the way.
 

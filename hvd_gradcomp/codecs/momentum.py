@@ -10,10 +10,10 @@ each rank; what is sent is velocity, and the optimizer only adds it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Compressor, derived
+from hvd_gradcomp.aggregator import Compressor, State, derived
 from hvd_gradcomp.codecs.largest import LargestCompressor
 from hvd_gradcomp.codecs.sparse import Memory, Residual
 from hvd_gradcomp.layout import Layout
@@ -73,12 +73,12 @@ class MomentumCorrected(LargestCompressor):
     def rule(self) -> Collecting:
         return Collecting(self.momentum or 0.0, bool(self.nesterov), self.masking)
 
-    def velocity(self, state: Any) -> Tensor | None:
+    def velocity(self, state: State) -> Tensor | None:
         """None: it is not all that the state holds."""
         del state
         return None
 
-    def with_velocity(self, state: Any, velocity: Tensor) -> Any:
+    def with_velocity(self, state: State, velocity: Tensor) -> State:
         if not self.momentum:
             return state
         return state._replace(memory=state.memory._replace(u=velocity))

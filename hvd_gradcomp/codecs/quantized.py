@@ -22,7 +22,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
-from hvd_gradcomp.aggregator import Compressor, Context, Program, derived
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State, derived
 from hvd_gradcomp.bands import Band, Bands
 from hvd_gradcomp.collectives import Allgather, Alltoall
 from hvd_gradcomp.cost import volume
@@ -137,30 +137,30 @@ class QuantizedCompressor(Compressor):
         return ()
 
     def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
         del extra
         way = self.chosen_exchange(context.layout, context.size)
         return _PROGRAMS[way](self, ops, context, gradient, state)
 
-    def collect(self, ops: Ops, gradient: Tensor, state: Any) -> Tensor:
+    def collect(self, ops: Ops, gradient: Tensor, state: State) -> Tensor:
         """What is quantized; donating for the gradient. The state stays as it is."""
         del ops, state
         return gradient
 
-    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Any:
+    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: State) -> State:
         """The state after x was sent as the payload. Donating for the state."""
         del ops, bands, x, payload
         return state
 
-    def keep_nothing(self, ops: Ops, state: Any) -> Any:
+    def keep_nothing(self, ops: Ops, state: State) -> State:
         """The state after what `collect` gave was sent as it is. Donating."""
         del ops
         return state
 
     def keep_of_sum(
-        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
-    ) -> Any:
+        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: State
+    ) -> State:
         """The state after the sum of the shard from `start` was quantized again. Donating."""
         del ops, bands, start, total, payload
         return state
@@ -227,13 +227,13 @@ class Keeping(QuantizedCompressor, registered=False):
     def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
         return self.codec.add_decoded(ops, bands, payload, into)
 
-    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Any) -> Any:
+    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: State) -> State:
         there = ops.accumulate(state.r, x)
         return state._replace(r=self.less(ops, bands, there, there, payload))
 
     def keep_of_sum(
-        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Any
-    ) -> Any:
+        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: State
+    ) -> State:
         missed = self.less(ops, bands, total, total, payload)
         return state._replace(r=ops.add_slice(state.r, start, missed))
 
@@ -278,7 +278,7 @@ def rows_of_length(size: int, length: int) -> tuple[tuple[int, int], ...]:
 
 
 def allgather(
-    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
+    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: State
 ) -> Program:
     """Everybody receives every code and adds up what they stand for, in rank order.
 
@@ -303,7 +303,7 @@ def allgather(
 
 
 def two_shot(
-    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
+    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: State
 ) -> Program:
     """Each rank adds up one shard of the bucket, quantizes the sum again, and hands it to all.
 
@@ -352,7 +352,7 @@ def two_shot(
 
 
 def allreduce(
-    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: Any
+    codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: State
 ) -> Program:
     """What would be quantized, as it is: in buckets so small that codes would take more bytes."""
     total = yield from exchanges.added_up(ops, context, codec.collect(ops, gradient, state))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
-from hvd_gradcomp.aggregator import Compressor, Context, Program
+from hvd_gradcomp.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.collectives import Allgather, Switch
 from hvd_gradcomp.ladder import Ladder, LadderState, Rung
 from hvd_gradcomp.layout import Layout
@@ -104,7 +104,7 @@ class SparseCompressor(Compressor):
         rung: Rung,
         step: Any,
         gradient: Tensor,
-        state: Any,
+        state: State,
         moment: Tensor | None = None,
     ) -> tuple[Encoded, Any]:
         """This rank's payload. Donating: the memory in `state` may be written to."""
@@ -169,19 +169,21 @@ class SparseCompressor(Compressor):
                 ops.put(x, held.index, values)
 
     def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
         return program(Given(self, ops, context, gradient, state, extra.get("moment")))
 
-    def report(self, layout: Layout, state: Any, steps: int, since: int = 0) -> Report:
+    def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         del layout, steps, since
         return Report([int(n) for n in state.sent], self.residual(state))
 
-    def inherit(self, ops: Ops, state: Any, gradient: Tensor, residual: Tensor) -> Any:
+    def inherit(
+        self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
+    ) -> tuple[State, Tensor]:
         memory = state.memory
         return state._replace(memory=memory._replace(r=memory.r + residual)), gradient
 
-    def residual(self, state: Any) -> Tensor:
+    def residual(self, state: State) -> Tensor:
         return state.memory.r
 
 

@@ -18,7 +18,7 @@ from abc import abstractmethod
 from typing import Any
 
 from hvd_gradcomp import wire
-from hvd_gradcomp.aggregator import derived
+from hvd_gradcomp.aggregator import State, derived
 from hvd_gradcomp.codecs.quantizers import Quantizer
 from hvd_gradcomp.codecs.selection import Sent, layer_of, select
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
@@ -67,7 +67,7 @@ class WordCompressor(SparseCompressor):
             return Ladder.up_to(int(room) // 4 + 1, summed=True)
         return Ladder.up_to(places // 4)
 
-    def report(self, layout: Layout, state: Any, steps: int, since: int = 0) -> Report:
+    def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         said = super().report(layout, state, steps, since)
         return said._replace(rung_changes=int(state.ladder.changes))
 

@@ -85,7 +85,7 @@ class GradiVeQSettings(Composite, registered=False):
             validate.real(self, "ratio", low=1, closed="[")
         else:
             if self.loss_threshold is None:
-                object.__setattr__(self, "loss_threshold", _DEFAULT_LOSS)
+                validate.stands_for(self, "loss_threshold", _DEFAULT_LOSS)
             validate.real(self, "loss_threshold", low=0, high=1)
         validate.whole(self, "warmup_steps", low=0)
         validate.whole(self, "sample_steps", low=2)

@@ -17,6 +17,7 @@ for each of them.
     training    of the autoencoder, on one rank
 """
 
-from hvd_gradcomp.algorithms.lgc.compressor import LGCCompressor, LGCState
+from hvd_gradcomp.algorithms.lgc.compressor import LGCCompressor
+from hvd_gradcomp.algorithms.lgc.settings import LGCState
 
 __all__ = ["LGCCompressor", "LGCState"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import ring, server, training, vectors
-from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings
+from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.collectives import Switch
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -24,25 +23,6 @@ _NOT_CONVERGED = (
 
 
 _LEARNED = ("encoder", "decoder", "late", "seen", "loss")
-
-
-class LGCState(NamedTuple):
-    """State of the model's one bucket."""
-
-    memory: Memory  # rank-local
-    owed: Any  # float32 [size] with exact feedback, else (); see `LGCCompressor`; rank-local
-    encoder: Tensor  # float32 [parameters], rank-local: trained by one rank, then sent to others
-    decoder: Tensor  # float32 [heads, parameters], rank-local
-    moments: Any  # training.Moments with Adam, else (); rank-local
-    late: Tensor  # float32 [], sum of the loss over the last tenth of the training, rank-local
-    seen: Tensor  # float32 [2], fading sums of what was missed and of what there was; the master's
-    asked: Any  # float32 [2, SAMPLED], what this rank had, and what came; server only; rank-local
-    loss: Tensor  # float32 [], the quotient of `seen`; while training the trainer's
-    start: Tensor  # int64 [] step at which the training began, on the host
-    ready: Tensor  # int64 [] whether the autoencoder has converged, on the host
-    drifted: Tensor  # int64 [] whether it has to be trained again, on the host
-    sent: Tensor  # int64 [layers], elements that this rank has selected and sent so far
-    hint: Tensor  # float32 [layers], where to look first in the next step; rank-local
 
 
 @dataclass(frozen=True)
@@ -138,7 +118,7 @@ class LGCCompressor(LGCSettings):
     'ring_allreduce'
     """
 
-    def velocity(self, state: Any) -> Tensor | None:
+    def velocity(self, state: LGCState) -> Tensor | None:
         return state.memory.u if self.momentum else None
 
     def init(self, ops: Ops, layout: Layout) -> LGCState:
@@ -173,12 +153,12 @@ class LGCCompressor(LGCSettings):
             "asked": ops.zeros((2, SAMPLED)) if self.by_server else (),
         }
 
-    def retrained(self, ops: Ops, state: Any, step: Any) -> Any:
+    def retrained(self, ops: Ops, state: LGCState, step: Any) -> LGCState:
         if step < self.full_steps:
             return state
         return self._restarted(ops, state, state.decoder.shape[0])._replace(start=ops.host(step))
 
-    def resized(self, ops: Ops, state: Any, step: Any, ranks: int) -> Any:
+    def resized(self, ops: Ops, state: LGCState, step: Any, ranks: int) -> LGCState:
         # Decoders are one a rank, and who is new has no encoder; nor, in the first phase, the
         # velocity that the others have in common.
         self.check_ranks(ranks)
@@ -187,7 +167,7 @@ class LGCCompressor(LGCSettings):
             state = state._replace(memory=state.memory._replace(u=state.memory.u * 0))
         return state._replace(start=ops.host(max(int(step), self.full_steps)))
 
-    def _restarted(self, ops: Ops, state: Any, heads: int) -> Any:
+    def _restarted(self, ops: Ops, state: LGCState, heads: int) -> LGCState:
         return state._replace(**self._untrained(ops, heads), ready=ops.host(0), drifted=ops.host(0))
 
     def owner(self, path: str, step: int) -> int | None:
@@ -201,11 +181,11 @@ class LGCCompressor(LGCSettings):
         sent = [int(n) + whole * size for n, size in zip(state.sent, layout.sizes)]
         return Report(sent, self.residual(state), {"autoencoder": float(state.loss)})
 
-    def residual(self, state: Any) -> Tensor:
+    def residual(self, state: LGCState) -> Tensor:
         return state.memory.r + state.owed if self.feedback == "exact" else state.memory.r
 
     def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
+        self, ops: Ops, context: Context, gradient: Tensor, state: LGCState, **extra: Tensor
     ) -> Program:
         del extra
         start, ready = ops.staged(state.start), ops.staged(state.ready)

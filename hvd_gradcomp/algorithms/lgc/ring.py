@@ -8,7 +8,7 @@ from typing import Any
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import training, vectors
-from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, sealed_bytes
+from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, LGCState, sealed_bytes
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.collectives import Allgather, Allreduce
 from hvd_gradcomp.ops import Ops, Tensor
@@ -19,7 +19,7 @@ def program(
     ops: Ops,
     context: Context,
     gradient: Tensor,
-    state: Any,
+    state: LGCState,
     elapsed: Any,
     train: bool = False,
     last: bool = False,
@@ -74,7 +74,7 @@ def places(
     leader: Any,
     finite: Any,
     chosen: Tensor,
-    state: Any,
+    state: LGCState,
     compress: bool,
 ) -> Any:
     """The leader's indices, ascending, and, for codes, what its values are measured in."""
@@ -105,7 +105,7 @@ def coded(
     lgc: LGCSettings,
     ops: Ops,
     context: Context,
-    state: Any,
+    state: LGCState,
     index: Tensor,
     values: Tensor,
     given: Mapping[str, Tensor],

@@ -8,7 +8,7 @@ from typing import Any
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import training, vectors
-from hvd_gradcomp.algorithms.lgc.settings import OTHERS, SAMPLED, LGCSettings
+from hvd_gradcomp.algorithms.lgc.settings import OTHERS, SAMPLED, LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.collectives import Allgather, Broadcast, Gather
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
@@ -21,7 +21,7 @@ def program(
     ops: Ops,
     context: Context,
     gradient: Tensor,
-    state: Any,
+    state: LGCState,
     elapsed: Any,
     train: bool = False,
     last: bool = False,
@@ -60,7 +60,7 @@ def served(
     finite: Any,
     index: Tensor,
     gradient: Tensor,
-    state: Any,
+    state: LGCState,
 ) -> Program:
     """A compressed step, of a rank that has chosen."""
     layout, ranks, rank = context.layout, context.size, context.rank
@@ -152,7 +152,7 @@ def reconstructed(
     lgc: LGCSettings,
     ops: Ops,
     context: Context,
-    state: Any,
+    state: LGCState,
     everything: Tensor,
     lengths: Sequence[int],
 ) -> tuple[Tensor, Any]:

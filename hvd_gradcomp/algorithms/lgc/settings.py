@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any, NamedTuple
 
 from hvd_gradcomp import validate, wire
 from hvd_gradcomp.aggregator import Compressor, derived
@@ -14,8 +15,10 @@ from hvd_gradcomp.algorithms.dgc import DGCCompressor
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
+from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.layers import Layer, traits_of
 from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.wrappers import after
 
@@ -24,6 +27,25 @@ OPTIMIZERS = ("sgd", "adam")
 SCALES = ("layer", "model")
 SAMPLED = 16  # elements of which ranks say what they have, to know what the code misses
 OTHERS = "other "  # begins the names of parts that hold other indices than the common rank's
+
+
+class LGCState(NamedTuple):
+    """State of the model's one bucket."""
+
+    memory: Memory  # rank-local
+    owed: Any  # float32 [size] with exact feedback, else (); see `LGCCompressor`; rank-local
+    encoder: Tensor  # float32 [parameters], rank-local: trained by one rank, then sent to others
+    decoder: Tensor  # float32 [heads, parameters], rank-local
+    moments: Any  # training.Moments with Adam, else (); rank-local
+    late: Tensor  # float32 [], sum of the loss over the last tenth of the training, rank-local
+    seen: Tensor  # float32 [2], fading sums of what was missed and of what there was; the master's
+    asked: Any  # float32 [2, SAMPLED], what this rank had, and what came; server only; rank-local
+    loss: Tensor  # float32 [], the quotient of `seen`; while training the trainer's
+    start: Tensor  # int64 [] step at which the training began, on the host
+    ready: Tensor  # int64 [] whether the autoencoder has converged, on the host
+    drifted: Tensor  # int64 [] whether it has to be trained again, on the host
+    sent: Tensor  # int64 [layers], elements that this rank has selected and sent so far
+    hint: Tensor  # float32 [layers], where to look first in the next step; rank-local
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,7 @@ class LGCSettings(MomentumCorrected, registered=False):
         for name in ("first_layer", "last_layer"):
             given = getattr(self, name)
             if given is not None and not isinstance(given, str):
-                object.__setattr__(self, name, tuple(given))
+                validate.stands_for(self, name, tuple(given))
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
         validate.one_of(self, "feedback", ("exact", "paper"))
         self._validate_momentum()

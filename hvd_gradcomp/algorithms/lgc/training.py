@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from hvd_gradcomp import wire
-from hvd_gradcomp.aggregator import Context, Program
+from hvd_gradcomp.aggregator import Context
 from hvd_gradcomp.algorithms.lgc import vectors
-from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings
+from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.collectives import Broadcast, Gather
 from hvd_gradcomp.ops import Ops, Tensor
@@ -36,7 +36,7 @@ def no_moments(lgc: LGCSettings, ops: Ops, encoder: Tensor, decoder: Tensor) -> 
     return Moments(encoder, decoder, ops.zeros((2,)))
 
 
-def learned(lgc: LGCSettings, ops: Ops, state: Any, elapsed: Any, loss: Any) -> Any:
+def learned(lgc: LGCSettings, ops: Ops, state: LGCState, elapsed: Any, loss: Any) -> LGCState:
     """The autoencoder's steps of an iteration; the loss that counts is before the first of them."""
     number = ops.reshape(ops.words((elapsed,)), ())
     networks, moments = (state.encoder, state.decoder), state.moments
@@ -83,7 +83,9 @@ def _by_adam(
     return tuple(better), Moments(kept[0], kept[1], ones)
 
 
-def handed_out(lgc: LGCSettings, ops: Ops, context: Context, state: Any) -> Program:
+def handed_out(
+    lgc: LGCSettings, ops: Ops, context: Context, state: LGCState
+) -> Generator[Any, Any, LGCState]:
     """The end of the training: whether it succeeded, and the parameters for who needs them."""
     window = max(1, lgc.train_steps // 10)
     late = ops.reshape(state.late, (1,)) * (1.0 / window)
@@ -115,7 +117,7 @@ def spots(ops: Ops, step: Any, count: int) -> Tensor:
     return (ops.arange(SAMPLED) * -(-count // SAMPLED) + step) % count
 
 
-def watched(ops: Ops, state: Any, asked: Tensor, missed: Tensor) -> Any:
+def watched(ops: Ops, state: LGCState, asked: Tensor, missed: Tensor) -> LGCState:
     """The state with the loss as some elements show it: their means over ranks, and what is off.
 
     What was asked for is the mean of what ranks have selected, (11) and (13). Steps before count
@@ -128,7 +130,7 @@ def watched(ops: Ops, state: Any, asked: Tensor, missed: Tensor) -> Any:
     return state._replace(seen=seen, loss=loss)
 
 
-def judged(lgc: LGCSettings, ops: Ops, state: Any) -> Any:
+def judged(lgc: LGCSettings, ops: Ops, state: LGCState) -> LGCState:
     """The state that knows whether the loss asks for another training."""
     if lgc.retrain_loss is None:
         return state

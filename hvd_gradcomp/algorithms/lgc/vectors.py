@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp import exchanges, wire
 from hvd_gradcomp.aggregator import Context, Program
-from hvd_gradcomp.algorithms.lgc.settings import LGCSettings
+from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.largest import Scope, largest
 from hvd_gradcomp.codecs.selection import layer_of
@@ -29,7 +29,9 @@ class Taken(NamedTuple):
     hint: Tensor  # float32 [layers], where to look first in the next step
 
 
-def whole(lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
+def whole(
+    lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: LGCState
+) -> Program:
     """The first phase; momentum comes after the exchange, and goes on as the velocity `u`."""
     finite, gradient = exchanges.checked_to_keep(ops, gradient)
     said = ops.concat((gradient, exchanges.poison(ops, finite)))
@@ -48,7 +50,7 @@ def taken_in(
     context: Context,
     finite: Any,
     gradient: Tensor,
-    state: Any,
+    state: LGCState,
     chooses: Any = True,
 ) -> Taken:
     """Takes the gradient in, and looks for the largest elements of each layer. Settles nothing.
@@ -97,20 +99,20 @@ def taken_in(
     return Taken(memory, ops.sort(index), hint)
 
 
-def with_owed(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor) -> Tensor:
+def with_owed(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> Tensor:
     """Values of `r` at some places, with what is owed there; 0 in the sink."""
     values = ops.gather(state.memory.r, index)
     return values + ops.gather(state.owed, index) if lgc.feedback == "exact" else values
 
 
-def owing(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor, values: Any) -> Any:
+def owing(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor, values: Any) -> LGCState:
     """The state with other values owed at some places."""
     if lgc.feedback == "paper":
         return state
     return state._replace(owed=ops.clear_last(ops.put(state.owed, index, values)))
 
 
-def settled(lgc: LGCSettings, ops: Ops, state: Any, index: Tensor) -> Any:
+def settled(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> LGCState:
     """The state once values have arrived as they are."""
     memory = lgc.settled(ops, lgc.settle(ops, state.memory, index))
     return owing(lgc, ops, state._replace(memory=memory), index, 0.0)
@@ -128,7 +130,7 @@ def opened(
     return wire.open_sealed(ops, exchanges.header_of(lgc, context), buffers)
 
 
-def counted(ops: Ops, layout: Layout, state: Any, index: Tensor) -> Any:
+def counted(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:
     """The state with what was sent counted."""
     return state._replace(sent=state.sent + per_layer(ops, layout, index))
 
