@@ -152,7 +152,7 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py docker/constraints.txt $(wildcard hvd_gradcomp/ops/*.[ch])
+$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py pyproject.toml docker/constraints.txt $(wildcard hvd_gradcomp/ops/*.[ch])
 	@echo "tools: linter, type checker, test runner and this package (half a minute)"
 	@$(pip) "setuptools<81" wheel
 	@$(pip) --no-build-isolation --editable ".[test]"
@@ -164,16 +164,16 @@ $(VENV)/.stamp-frameworks: $(VENV)/.stamp-tools docker/frameworks.txt
 	@$(pip) --no-build-isolation --editable ".[examples,tensorboard]"
 	@touch $@
 
-$(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks docker/build-horovod.sh \
+$(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks hvd_gradcomp/cli/build-horovod.sh \
 		hvd_gradcomp/ops/native_tensorflow.cc
 	@docker/install-system.sh $(PYTHON)
 	@echo "horovod: from the cache, or built (about 8 minutes on two cores)"
-	@PATH="$(path)" PIP_CONSTRAINT=docker/constraints.txt docker/build-horovod.sh $(VENV)/bin/python
+	@PATH="$(path)" PIP_CONSTRAINT=docker/constraints.txt hvd_gradcomp/cli/build-horovod.sh $(VENV)/bin/python
 	@# Once more: now there are a compiler and TensorFlow, whose operations take a minute.
 	@$(pip) --no-build-isolation --no-deps --editable .
 	@touch $@
 
-$(VENV)/.stamp-docs: $(VENV)/.stamp-horovod setup.py docker/constraints.txt
+$(VENV)/.stamp-docs: $(VENV)/.stamp-horovod pyproject.toml docker/constraints.txt
 	@echo "docs: Sphinx and what it needs (half a minute)"
 	@$(pip) --no-build-isolation --editable ".[docs,examples]"
 	@touch $@
@@ -184,12 +184,12 @@ $(VENV)/.stamp-clients: $(VENV)/.stamp-docs docker/clients.txt
 	@$(pip) --no-deps --requirement docker/clients.txt
 	@touch $@
 
-$(VENV)/.stamp-compat: $(VENV)/.stamp-horovod setup.py docker/constraints.txt
+$(VENV)/.stamp-compat: $(VENV)/.stamp-horovod pyproject.toml docker/constraints.txt
 	@echo "compat: what Horovod's tests import (seconds)"
 	@$(pip) --no-build-isolation --editable ".[compat]"
 	@touch $@
 
-$(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py $(wildcard hvd_gradcomp/ops/*.[ch])
+$(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py pyproject.toml $(wildcard hvd_gradcomp/ops/*.[ch])
 	@docker/install-system.sh --python-only $(PYTHON_OLDER)
 	@echo "older: PyTorch 2.0 and TensorFlow 2.13 in $(VENV_OLDER) (downloads 900 MB, takes 3 GB)"
 	@$(PYTHON_OLDER) -m venv --clear $(VENV_OLDER)

@@ -22,7 +22,7 @@ COPY docker/install-system.sh docker/
 RUN docker/install-system.sh
 COPY docker/frameworks.txt docker/constraints.txt docker/image.sh docker/
 RUN docker/image.sh frameworks
-COPY docker/build-horovod.sh docker/
+COPY hvd_gradcomp/cli/build-horovod.sh hvd_gradcomp/cli/
 RUN --mount=type=cache,target=/var/cache/hvd_gradcomp docker/image.sh horovod
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY hvd_gradcomp hvd_gradcomp

@@ -18,7 +18,7 @@ case ${1:-} in
         $python -m pip install -qq --requirement /tmp/frameworks.txt
         ;;
     horovod)
-        docker/build-horovod.sh $python
+        hvd_gradcomp/cli/build-horovod.sh $python
         ;;
     package)
         $python -m pip install -qq --no-build-isolation ".[examples,tensorboard]"

@@ -8,7 +8,7 @@ A page is MyST Markdown. What its fenced blocks are for is written on them, so t
 by accident (`tests/single/test_docs.py` holds it):
 
     console                `$ ` begins a command, `> ` continues it, the lines below it are output
-    python, :caption: F    a file
+    python, :caption: F    a file; toml too
     diff, :caption: F      a change of a file that the page, or one before, has written
     python                 run by itself
     :class: R              not run here; R is one of REASONS
@@ -38,7 +38,7 @@ REASONS = {
     "engine": "needs a container engine; `make images` has one",
     "excerpt": "part of a program, which another block or example has whole",
 }
-LANGUAGES = {"console", "python", "diff", "text"}
+LANGUAGES = {"console", "python", "diff", "text", "toml"}
 MARK = "\x1e"
 _FENCE = re.compile(r"^(?P<fence>`{3,})(?:\{code-block\} *)?(?P<language>[\w-]+)$")
 _OPTION = re.compile(r"^:(?P<name>[\w-]+):(?: +(?P<value>.*))?$")

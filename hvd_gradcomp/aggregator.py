@@ -16,12 +16,14 @@ whose name is in `replicated` is equal on all ranks, any other belongs to its ra
 from __future__ import annotations
 
 import ast
+import inspect
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from hvd_gradcomp import registry
 from hvd_gradcomp.collectives import Collective
 from hvd_gradcomp.layout import BLOCK, Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -59,7 +61,7 @@ class Compressor(stock.Refuses, ABC):
     A method needs `init` and `aggregate`. What it may have besides is in `protocols`.
 
     Attributes:
-        algorithm: its number in the wire header; never reused.
+        algorithm: its number in the wire header, which follows from its name; see `registry`.
         replicated: names of state fields, dotted, that are equal on all ranks with all they hold.
         begins_anew: names of state fields, dotted, that say how a rank works and not what it owes
             or has in common with others: where ranks' states become one, they begin anew.
@@ -88,6 +90,16 @@ class Compressor(stock.Refuses, ABC):
     adds_up: bool = False
     uses_moments: bool = False
     needs_order: bool = False
+
+    def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:
+        """Makes a method known by its name.
+
+        Args:
+            registered: False for a base of others that has no abstract method.
+        """
+        super().__init_subclass__(**arguments)
+        if registered and not inspect.isabstract(cls):
+            cls.algorithm = registry.register(cls)
 
     def __str__(self) -> str:
         """For messages: without what is as it is by default. `repr` has all of it."""
@@ -126,8 +138,7 @@ class _Brief(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = getattr(node.func, "id", "")
-        of_class = next((cls for cls in kinds(Compressor) if cls.__name__ == name), None)
-        known = getattr(of_class, "__dataclass_fields__", {})
+        known = getattr(registry.known().get(name), "__dataclass_fields__", {})
         defaults = {key: repr(field.default) for key, field in known.items()}
         node.keywords = [
             given
@@ -135,12 +146,6 @@ class _Brief(ast.NodeTransformer):
             if defaults.get(given.arg or "") != ast.unparse(given.value)
         ]
         return node
-
-
-def kinds(cls: type[Any]) -> list[type[Any]]:
-    """A class and all that are derived from it."""
-    below: list[type[Any]] = cls.__subclasses__()
-    return [cls, *(kind for one in below for kind in kinds(one))]
 
 
 def brief(text: str) -> str:

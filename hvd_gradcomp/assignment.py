@@ -113,7 +113,6 @@ class Partition(Compressor):
 
     rules: tuple[tuple[Rule, Compressor], ...]
 
-    algorithm = 16
     runs = False
 
     def __post_init__(self) -> None:

@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from hvd_gradcomp import messages
-from hvd_gradcomp.aggregator import Compressor, brief, is_replicated, kinds
+from hvd_gradcomp.aggregator import Compressor, brief, is_replicated
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.protocols import learning
+from hvd_gradcomp.registry import known
 
 FORMAT = 3
 MODES = ("sharded", "consolidated")
@@ -239,7 +240,7 @@ def _broadcast(ranks: Ranks, data: bytes, length: int) -> bytes:
 def formats(compressor: Compressor) -> dict[str, int]:
     """The formats of what a compressor and its parts keep, by class, where it is not the first."""
     text = repr(compressor)
-    found = {c.__name__: c.state_format for c in kinds(Compressor) if f"{c.__name__}(" in text}
+    found = {name: cls.state_format for name, cls in known().items() if f"{name}(" in text}
     return {name: number for name, number in found.items() if number > 1}
 
 

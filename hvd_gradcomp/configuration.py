@@ -1,15 +1,15 @@
 """Compressors as plain data, which JSON can carry: the name of the class, and its fields.
 
 Reading it runs nothing but the constructor of a class that is known: a compressor of this package,
-or one of the user's whose module has been imported.
+one of the user's whose module has been imported, or one that an installed package declares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from hvd_gradcomp import registry
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.assignment import Named, Role, Smaller
 
@@ -55,23 +55,16 @@ def from_config(config: Any) -> Any:
         return config
     held = {name: from_config(item) for name, item in config.items() if name != _CLASS}
     name = config.get(_CLASS)
-    known = {**_RULES, **{cls.__name__: cls for cls in _below(Compressor)}}
-    if name not in known:
+    known = _RULES.get(str(name)) or registry.find(str(name))
+    if known is None:
         raise ValueError(
-            f"there is no compressor {name!r} here: import the module that defines it, or use the "
-            "version of hvd_gradcomp that saved it"
+            f"there is no compressor {name!r} here: import the module that defines it, install the "
+            "package that has it, or use the version of hvd_gradcomp that saved it"
         )
     try:
-        return known[name](**held)
+        return known(**held)
     except TypeError as error:
         raise ValueError(
             f"{name} of this version cannot be made from {held}: {error}. Use the version of "
             "hvd_gradcomp that saved it"
         ) from error
-
-
-def _below(cls: type) -> Iterator[Any]:
-    below: type
-    for below in cls.__subclasses__():
-        yield below
-        yield from _below(below)

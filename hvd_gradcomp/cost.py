@@ -1,4 +1,4 @@
-"""What a step costs: the model of Tsuzuku et al. 2018 (004), section 5, and what it leaves out.
+"""What a step costs: the model of Tsuzuku et al. 2018, section 5, and what it leaves out.
 
 The paper takes the volume that a rank receives: `2(p-1)/p * N * s * beta` for a ring allreduce of N
 parameters of s bits, `(p-1) * n * beta` for an allgather of n bits from each rank. It leaves out

@@ -7,14 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-from hvd_gradcomp import __version__
 
 HOROVOD = "0.28.1"
 KERAS_BACKEND = "KERAS_BACKEND"
-_ROOT = Path(__file__).resolve().parents[1]
-_BUILD = "docker/build-horovod.sh"
 
 
 def require_horovod(framework: str) -> None:
@@ -77,14 +72,7 @@ def build(before: Sequence[str] = ()) -> str:
     Args:
         before: packages that have to be there first.
     """
-    command = in_checkout(f"{{}}/{_BUILD} {sys.executable}")
+    command = f"{sys.executable} -m hvd_gradcomp build-horovod"
     if before:
         return f"{sys.executable} -m pip install {' '.join(before)}\n{command}"
     return command
-
-
-def in_checkout(command: str) -> str:
-    """A command in which {} is the checkout: that which this runs from, or one to be fetched."""
-    if (_ROOT / _BUILD).exists():
-        return command.format(_ROOT)
-    return f"# in a checkout of hvd_gradcomp {__version__}:\n{command.format('.')}"

@@ -1,4 +1,4 @@
-"""EGC's automatic learning-rate correction (003, section IV.B), for any framework."""
+"""EGC's automatic learning-rate correction (Kuang et al. 2019, section IV.B), for any framework."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The header is eight little-endian 32-bit words:
 
-    0  "G", "C", format version, algorithm      (one byte each)
+    0  "G", "C", format version, algorithm      (one byte each; `registry` has the last)
     1  digest of the layout and of the compressor's hyper-parameters
     2  step, modulo 2**32
     3  rung: how much room the body has

@@ -44,7 +44,6 @@ class MomentumAfter(Composite):
     momentum: float
     nesterov: bool = False
 
-    algorithm = 14
     in_common = frozenset({"velocity"})
 
     def __post_init__(self) -> None:
@@ -110,8 +109,6 @@ class After(Composite):
     steps: int
     first: Compressor
     then: Compressor
-
-    algorithm = 15
 
     def __post_init__(self) -> None:
         validate.whole(self, "steps", low=1)

@@ -11,7 +11,7 @@ shift
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-cp -r hvd_gradcomp tests pyproject.toml "$folder"
+cp -r examples hvd_gradcomp tests pyproject.toml "$folder"
 cd "$folder"
 rm -f hvd_gradcomp/ops/*.so
 wrapped() {

@@ -19,7 +19,6 @@ from hvd_gradcomp.collectives import (
 class EveryCollective(Compressor):
     """The sum of what all collectives reply, in several rounds; the phase alternates."""
 
-    algorithm = 250
     block = 1
 
     def init(self, ops, layout):

@@ -1,4 +1,4 @@
-"""003, Tables I to IV, Figures 2 and 3: images and a language model."""
+"""Kuang et al. 2019, Tables I to IV, Figures 2 and 3: images and a language model."""
 
 from __future__ import annotations
 

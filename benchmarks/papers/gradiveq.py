@@ -1,4 +1,4 @@
-"""002: eight times less and beyond, the slice length (Figure 5), and how long a basis lasts."""
+"""Yu et al. 2018: eight times less and beyond, slice lengths (Figure 5), how long a basis lasts."""
 
 from __future__ import annotations
 

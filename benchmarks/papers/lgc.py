@@ -1,4 +1,4 @@
-"""000, Tables IV to VI and Figures 3 and 13: codes that are learned, by a ring and by a server."""
+"""Abrahamyan et al. 2021, Tables IV to VI, Figures 3 and 13: learned codes, by ring and server."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ WIDTHS, HIDDEN = (16, 32, 64), 256
 
 
 def vgg(widths: tuple[int, ...] = WIDTHS, hidden: int = HIDDEN) -> nn.Sequential:
-    """Like VGG, as in 004, appendix D, but smaller: for 28 x 28 pixels, and without dropout.
+    """Like VGG, as Tsuzuku et al. have it (appendix D), but for 28 x 28 pixels, without dropout.
 
     The first convolution goes two pixels a step, which saves three quarters of all work.
     """

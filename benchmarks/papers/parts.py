@@ -26,7 +26,7 @@ class Row:
         paper: what the paper has in its place.
         task: "images" or "text".
         schedule: of the learning rate: "halved" at each fifth, "constant", or "corrected" as in
-            003, section IV.B.
+            Kuang et al. 2019, section IV.B.
         moments: whether the moments of single samples are tracked.
         phases: where one phase of the compressor ends and the next begins, as shares of all steps.
         watch: what looks at the gradients, a name of `watching.WATCHES`.

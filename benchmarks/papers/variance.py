@@ -1,4 +1,4 @@
-"""004, Table 1: a VGG-like network, Adam and momentum SGD."""
+"""Tsuzuku et al. 2018, Table 1: a VGG-like network, Adam and momentum SGD."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ class Watch(ABC):
 class Information(Watch):
     """Entropy, and mutual information of two ranks' gradients, by how finely they are quantized.
 
-    The probe has the figures of its bins. The paper (000, section III) quantizes to 2**32 levels,
-    and there nearly every element has a level to itself, whatever the gradients have in common: so
-    the same is computed for several numbers of levels, and once more after the second rank's
-    elements changed places.
+    The probe has the figures of its bins. Abrahamyan et al. (2021, section III) quantize to 2**32
+    levels, and there nearly every element has a level to itself, whatever the gradients have in
+    common: so the same is computed for several numbers of levels, and once more after the second
+    rank's elements changed places.
     """
 
     levels = (4, 8, 16, 32)  # bits of the quantizer
@@ -91,7 +91,7 @@ class Information(Watch):
 
 
 class Entropy(Watch):
-    """The entropy of each weight's gradient by the number of bins (003, Figure 2)."""
+    """The entropy of each weight's gradient by the number of bins (Kuang et al. 2019, Figure 2)."""
 
     bins = (2, 4, 8, 16, 32, 64)
 
@@ -116,7 +116,7 @@ class Entropy(Watch):
 
 
 class Slices(Watch):
-    """What principal components hold of mean gradients of convolutions (002, Figures 4 and 5).
+    """What principal components hold of convolutions' gradients (Yu et al. 2018, Figures 4, 5).
 
     Of each slice length the basis of a layer's first slice, an eighth of the length in dimensions,
     is applied to its other slices, in the steps that it was made of. How a basis ages is the

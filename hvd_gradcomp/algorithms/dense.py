@@ -22,7 +22,6 @@ class NoneCompressor(LinearCompressor):
     NoneCompressor()
     """
 
-    algorithm = 1
     native_dtypes = frozenset({"float16", "float32", "float64"})
 
     def encode(self, ops: Ops, gradient: Tensor) -> Tensor:
@@ -45,7 +44,6 @@ class FP16Compressor(LinearCompressor):
     FP16Compressor()
     """
 
-    algorithm = 2
     itemsize = 2
     native_dtypes = frozenset({"float16", "float32", "float64"})
 

@@ -67,8 +67,6 @@ class DGCCompressor(MomentumCorrected):
     masking: bool = True
     index_coding: str = "delta"
 
-    algorithm = 8
-
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
         self._validate_momentum()

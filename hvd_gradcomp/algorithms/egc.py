@@ -1,4 +1,4 @@
-"""Entropy-based gradient compression (Kuang, Chen, Xiao, Wu 2019; 003)."""
+"""Entropy-based gradient compression (Kuang, Chen, Xiao, Wu 2019)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EGCState(NamedTuple):
 
 @dataclass(frozen=True)
 class EGCCompressor(MomentumCorrected):
-    """Sends `n * H / K` elements of each layer, the largest (003, section IV.A, Algorithm 1).
+    """Sends the `n * H / K` largest elements of each layer (section IV.A, Algorithm 1).
 
     `H` is the entropy, in bits, of the histogram of the layer's gradient over `bins` equal bins
     between its smallest and largest element; it is taken anew every `entropy_interval` steps. Each
@@ -74,7 +74,6 @@ class EGCCompressor(MomentumCorrected):
     masking: bool = True
     index_coding: str = "delta"
 
-    algorithm = 9
     begins_anew = frozenset({"hint", "quota"})
 
     def __post_init__(self) -> None:

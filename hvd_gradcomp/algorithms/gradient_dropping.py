@@ -39,7 +39,6 @@ class GradientDroppingCompressor(ResidualTopK):
     ratio: float = 0.99
     index_coding: str = "delta"
 
-    algorithm = 7
     whole_model = True
     of_model = True
 

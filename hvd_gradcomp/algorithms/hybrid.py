@@ -1,4 +1,4 @@
-"""Variance-based gradient compression with Strom's threshold (004, Algorithm 2)."""
+"""Variance-based gradient compression with Strom's threshold (Tsuzuku et al. 2018, Alg. 2)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class HybridCompressor(WordCompressor):
     zeta: float = 0.999
     moments: str = "auto"
 
-    algorithm = 4
     uses_moments = True
 
     def __post_init__(self) -> None:

@@ -45,7 +45,6 @@ class OneBitCompressor(QuantizedCompressor):
 
     exchange: str = "auto"
 
-    algorithm = 12
     bits = 1
     side = ("above", "below")
     seed = 0

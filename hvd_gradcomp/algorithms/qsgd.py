@@ -26,16 +26,16 @@ class QSGDCompressor(LevelsCompressor):
         bits: of a code, its sign included: 2, 3, 4 or 8; fewer send less. 4 is seven levels and a
             sign.
         bucket_size: elements that share a norm, at least 32; larger sends less and is noisier.
-            The variance paper (004) uses 128 and 512.
+            Tsuzuku et al. 2018 use 128 and 512.
         norm: "l2", as the paper's rule has it (section 3.1), or "max", the largest magnitude, as
             the paper's experiments have it.
         exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
             elements are those of the elements themselves, by allreduce.
         seed: of the private random numbers, which also depend on step, rank and bucket.
 
-    Differs from the paper: codes have a fixed width, where the paper codes levels by Elias. The
-    variance paper (004, Table 1) counts `bits` without the sign, here they are what is sent; it
-    does not say which norm it took. A bucket whose norm is below 2**-100 counts as zero.
+    Differs from the paper: codes have a fixed width, where the paper codes levels by Elias. Tsuzuku
+    et al. 2018 count `bits` without the sign (Table 1), here they are what is sent; they do not say
+    which norm they took. A bucket whose norm is below 2**-100 counts as zero.
 
     Raises:
         ValueError: a hyper-parameter is out of range.
@@ -49,8 +49,6 @@ class QSGDCompressor(LevelsCompressor):
     norm: str = "max"
     exchange: str = "auto"
     seed: int = 0
-
-    algorithm = 10
 
     def __post_init__(self) -> None:
         validate.one_of(self, "bits", (2, 3, 4, 8))

@@ -1,4 +1,4 @@
-"""ScaleCom's CLT-k (Chen et al. 2020; 000, section II.B): one rank chooses, all send there."""
+"""ScaleCom's CLT-k (Chen et al. 2020): one rank chooses, all send there."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class ScaleComCompressor(ResidualTopK):
     beta: float = 1.0
     index_coding: str = "delta"
 
-    algorithm = 13
     replicated = frozenset({"sent"})
 
     def __post_init__(self) -> None:

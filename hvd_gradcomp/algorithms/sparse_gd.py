@@ -1,6 +1,6 @@
 """Sparse gradient descent: the k largest of each layer, the plainest of the top-k methods.
 
-The "Sparse GD" of the papers' comparisons (Aji and Heafield 2017 by layer; 000, section II).
+The "Sparse GD" of the papers' comparisons (Aji and Heafield 2017, by layer).
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class SparseGDCompressor(ResidualTopK):
 
     density: float = 0.001
     index_coding: str = "delta"
-
-    algorithm = 6
 
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")

@@ -1,4 +1,4 @@
-"""Threshold compression (Strom 2015), the baseline of 004, Tables 1 and 2."""
+"""Threshold compression (Strom 2015), the baseline of Tsuzuku et al. 2018, Tables 1 and 2."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ class StromCompressor(WordCompressor):
     """
 
     tau: float = 0.1
-
-    algorithm = 5
 
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)

@@ -43,7 +43,6 @@ class TernGradCompressor(LevelsCompressor):
     exchange: str = "auto"
     seed: int = 0
 
-    algorithm = 11
     bits = 2
 
     def __post_init__(self) -> None:

@@ -106,7 +106,6 @@ class VarianceCompressor(WordCompressor):
     moments: str = "auto"
     feedback_rounding: bool = False
 
-    algorithm = 3
     uses_moments = True
     quantizer = PowerOfTwo()
 

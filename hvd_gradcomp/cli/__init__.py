@@ -12,7 +12,7 @@ import click
 
 from hvd_gradcomp import __version__
 
-COMMANDS = ("doctor", "build", "bench", "advise", "compare")
+COMMANDS = ("doctor", "build", "build-horovod", "bench", "advise", "compare")
 
 
 class _Commands(click.Group):
@@ -24,7 +24,7 @@ class _Commands(click.Group):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"hvd_gradcomp.cli.{cmd_name}")
+        module = importlib.import_module(f"hvd_gradcomp.cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 

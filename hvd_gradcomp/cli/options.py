@@ -15,7 +15,6 @@ from typing import Any
 import click
 from tabulate import tabulate
 
-import hvd_gradcomp
 from hvd_gradcomp import (
     Compressor,
     DGCCompressor,
@@ -34,25 +33,21 @@ from hvd_gradcomp import (
     VarianceCompressor,
     after,
     partition,
+    registry,
     role,
     smaller,
 )
 
-
-def _makes_compressors(made: Any) -> bool:
-    return isinstance(made, type) and issubclass(made, Compressor) and made is not Compressor
-
-
-_MAKERS: dict[str, Callable[..., Any]] = {
-    name: made
-    for name, made in vars(hvd_gradcomp).items()
-    if name in hvd_gradcomp.__all__
-    and (made in (after, partition, role, smaller) or _makes_compressors(made))
+_MAKERS: dict[str, Callable[..., Any]] = {  # beside the classes of compressors
+    "after": after,
+    "partition": partition,
+    "role": role,
+    "smaller": smaller,
 }
 
 
 def usual(scale: float = 1.0) -> dict[str, Compressor]:
-    """Every method by a short name, with settings at which it is usual.
+    """Every method of this package by a short name, with settings at which it is usual.
 
     Args:
         scale: root mean square of the gradients. Methods with a threshold get one that about one
@@ -85,6 +80,8 @@ def _rounded(threshold: float) -> float:
 def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
     """The compressors that a user asks for: short names, or written as in Python; all if none.
 
+    All are those of this package, and those that installed packages declare.
+
     Args:
         texts: of the command line.
         scale: see `usual`.
@@ -92,8 +89,19 @@ def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
     Raises:
         click.BadParameter: a text makes no compressor, or its settings are out of range.
     """
-    names = usual(scale)
-    return [names[text] if text in names else _parsed(text) for text in texts or names]
+    own = usual(scale)
+    found = [
+        own.get(text) or (registry.load(text) if text in registry.declared() else _parsed(text))
+        for text in texts or _names()
+    ]
+    if texts and None in found:
+        raise click.BadParameter(f"{texts[found.index(None)]!r} cannot be used, as said above")
+    return [one for one in found if one is not None]
+
+
+def _names() -> list[str]:
+    """All short names."""
+    return list(dict.fromkeys([*usual(), *registry.declared()]))
 
 
 def _parsed(text: str) -> Compressor:
@@ -102,10 +110,10 @@ def _parsed(text: str) -> Compressor:
     except (_NotWritten, SyntaxError, RecursionError, MemoryError):
         made = None
     except Exception as error:
-        raise click.BadParameter(f"{text!r}: {error}; there are {', '.join(usual())}") from error
+        raise click.BadParameter(f"{text!r}: {error}; there are {', '.join(_names())}") from error
     if not isinstance(made, Compressor):
         raise click.BadParameter(
-            f"{_short(text)} is no compressor; give one of {', '.join(usual())}, or write one as "
+            f"{_short(text)} is no compressor; give one of {', '.join(_names())}, or write one as "
             "in Python, of names, numbers and texts, such as 'QSGDCompressor(bits=4)'"
         )
     return made
@@ -118,13 +126,15 @@ class _NotWritten(Exception):  # noqa: N818 - it never leaves this module
 def _made(node: ast.expr) -> Any:
     """What a text stands for: calls of what makes compressors, of literals. Nothing else runs."""
     if isinstance(node, ast.Call):
-        if not isinstance(node.func, ast.Name) or node.func.id not in _MAKERS:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        maker = _MAKERS.get(name) or registry.find(name)
+        if maker is None:
             raise _NotWritten
         if any(keyword.arg is None for keyword in node.keywords):
             raise _NotWritten
         arguments = [_made(one) for one in node.args]
         named = {str(keyword.arg): _made(keyword.value) for keyword in node.keywords}
-        return _MAKERS[node.func.id](*arguments, **named)
+        return maker(*arguments, **named)
     if isinstance(node, ast.Dict) and None not in node.keys:
         keys = [_made(key) for key in node.keys if key is not None]
         return dict(zip(keys, map(_made, node.values)))
@@ -157,7 +167,7 @@ def with_methods(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="COMPRESSOR",
         help="A method with usual settings, such as dgc, or written as in Python, such as "
         '"DGCCompressor(density=0.01)"; can be given several times. '
-        f"Default: {', '.join(usual())}.",
+        f"Default: {', '.join(_names())}.",
     )(command)
 
 

@@ -1,4 +1,6 @@
-"""The autoencoder of LGC (000, section IV.C, Tables I and II), of one-dimensional convolutions.
+"""The autoencoder of LGC, of one-dimensional convolutions.
+
+Abrahamyan et al. 2021, section IV.C, Tables I and II.
 
 Written once for all frameworks: a convolution of width 3 is three shifted copies of its input
 beside each other, times a matrix; a transposed one is a matrix times the input, shifted and added.

@@ -189,7 +189,7 @@ class QuantizedCompressor(Compressor):
 
 
 @dataclass(frozen=True)
-class Keeping(QuantizedCompressor):
+class Keeping(QuantizedCompressor, registered=False):
     """A method that keeps nothing, with a residual that takes in what its codes miss.
 
     The residual is not sent, it is for another method to do so. `r` with what was sent, summed over

@@ -43,7 +43,7 @@ class Quantizer(ABC):
 
 
 class PowerOfTwo(Quantizer):
-    """Sign and three bits of exponent below the layer's largest (004, section 4.2).
+    """Sign and three bits of exponent below the layer's largest (Tsuzuku et al. 2018, section 4.2).
 
     Per layer, `e = floor(log2 M)` with `M` the largest magnitude to be sent; magnitudes above
     `2**e` become `2**e`, others the closer power of two; the code is `d = e - log2` and the sign.

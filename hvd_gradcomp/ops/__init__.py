@@ -271,6 +271,14 @@ class Ops(Composites, ABC):
         """Eigenvalues [n], ascending, and eigenvectors in columns [n, n] of a symmetric matrix."""
 
     @abstractmethod
+    def orthogonalize(self, x: Tensor) -> Tensor:
+        """Orthonormal columns that span what those of x [..., n, k] do, k <= n, in their order.
+
+        The first j span what the first j of x do, and none points away from its own column. One
+        that follows from those before it, or is 0, gives some direction that is left.
+        """
+
+    @abstractmethod
     def value_and_grad(
         self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:

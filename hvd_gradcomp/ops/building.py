@@ -15,10 +15,10 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 HERE = Path(__file__).parent
+LIBRARY = "_native.so"  # loaded by ctypes, so it fits any Python
 NATIVE = ("native.c", "words.c", "largest.c")
 HEADERS = ("native.h", "passes.h", "pieces.h", "walks.h")
 OPERATIONS = "native_tensorflow.cc"
@@ -76,7 +76,7 @@ def build_native(anew: bool = False) -> Path:
     Raises:
         BuildError: it cannot be built.
     """
-    target = HERE / f"_native{EXTENSION_SUFFIXES[0]}"
+    target = HERE / LIBRARY
     sources = [HERE / name for name in NATIVE]
     newest = max((HERE / name).stat().st_mtime for name in (*NATIVE, *HEADERS))
     if target.exists() and not anew and target.stat().st_mtime >= newest:

@@ -10,9 +10,10 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
+
+from hvd_gradcomp.ops.building import LIBRARY
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
@@ -64,20 +65,19 @@ def library() -> Any:
     """The loaded library, or None."""
     if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
         return None
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_native{suffix}")
-        if path.exists():
-            loaded = ctypes.CDLL(str(path))
-            for name, (result, arguments) in _SIGNATURES.items():
-                function = getattr(loaded, name, None)
-                if function is None:
-                    LOGGER.warning(
-                        "%s is older than its source and is left out: compression is slower. "
-                        "`hvd-gradcomp build` builds it",
-                        path.name,
-                    )
-                    return None
-                function.restype, function.argtypes = result, list(arguments)
-            return loaded
-    LOGGER.info("hvd_gradcomp was installed without a C compiler: compression is slower")
-    return None
+    path = Path(__file__).with_name(LIBRARY)
+    if not path.exists():
+        LOGGER.info("hvd_gradcomp was installed without a C compiler: compression is slower")
+        return None
+    loaded = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name, None)
+        if function is None:
+            LOGGER.warning(
+                "%s is older than its source and is left out: compression is slower. "
+                "`hvd-gradcomp build` builds it",
+                path.name,
+            )
+            return None
+        function.restype, function.argtypes = result, list(arguments)
+    return loaded

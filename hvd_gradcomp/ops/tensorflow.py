@@ -262,6 +262,11 @@ class TensorFlowOps(Ops):
         values, vectors = tf.linalg.eigh(x)
         return values, vectors
 
+    def orthogonalize(self, x: Tensor) -> Tensor:
+        q, r = tf.linalg.qr(x)
+        turned = tf.cast(tf.linalg.diag_part(r) < 0, q.dtype)[..., tf.newaxis, :]
+        return q * (1.0 - 2.0 * turned)
+
     def value_and_grad(
         self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:

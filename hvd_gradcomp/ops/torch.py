@@ -371,6 +371,11 @@ class TorchOps(Ops):
         values, vectors = torch.linalg.eigh(x)
         return values, vectors
 
+    def orthogonalize(self, x: Tensor) -> Tensor:
+        q, r = torch.linalg.qr(x)
+        turned = (torch.diagonal(r, dim1=-2, dim2=-1) < 0).to(q.dtype).unsqueeze(-2)
+        return q * (1.0 - 2.0 * turned)
+
     def value_and_grad(
         self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:

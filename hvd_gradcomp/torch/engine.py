@@ -86,7 +86,7 @@ class Engine(Planned):
                 raise ValueError(
                     f"{name} is on {p.device}, and this Horovod was built without collectives for "
                     "tensors there. Build it for this PyTorch with HOROVOD_GPU_OPERATIONS=NCCL "
-                    "(docker/build-horovod.sh), or train on the CPU"
+                    "(hvd-gradcomp build-horovod), or train on the CPU"
                 )
         return super()._plan(named_parameters, placed)
 

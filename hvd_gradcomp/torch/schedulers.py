@@ -14,9 +14,10 @@ from hvd_gradcomp.schedule import EGCCorrection
 
 
 class EGCScheduler(LRScheduler):
-    """Lowers learning rates when the validation loss has stopped falling (003, section IV.B).
+    """Lowers learning rates when the validation loss has stopped falling.
 
-    After `patience` consecutive epochs without a loss below the lowest so far,
+    Kuang et al. 2019, section IV.B. After `patience`
+    consecutive epochs without a loss below the lowest so far,
     `lr = max(lr / (1 + t * epoch), min_lr)` in every parameter group. The details, and where the
     paper's text and its Algorithm 2 differ, are those of `hvd_gradcomp.schedule.EGCCorrection`.
 

@@ -15,7 +15,7 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.testing import World
 from tests.chaos import damage
 from tests.chaos.outcomes import Input
-from tests.methods import EVERY, LEARNED, ONE_OF_EACH
+from tests.methods import EVERY, GRADIVEQ_BY_LOSS, LEARNED, LGC_SERVER, ONE_OF_EACH
 
 SHAPES = ((30, 20), (9,), (300,))
 RANKS = 3
@@ -53,7 +53,7 @@ FRAMEWORKS = {"PyTorch": pytorch, "TensorFlow": tensorflow}
 def points(name: str) -> list[tuple[Compressor, tuple[int, ...]]]:
     """(method, after which steps it is attacked): those that learn are met in each phase."""
     if name == "TensorFlow":
-        learned = [(one, (70,)) for one in LEARNED[1:5:3]]
+        learned = [(one, (70,)) for one in (GRADIVEQ_BY_LOSS, LGC_SERVER)]
         return [(one, (3,)) for one in ONE_OF_EACH] + learned
     return [(one, (4,)) for one in EVERY] + [(one, (15, 45, 90, 130)) for one in LEARNED]
 

@@ -1,4 +1,4 @@
-"""GradiVeQ (002, sections 2 and 3), slice by slice and rank by rank, in float64.
+"""GradiVeQ (Yu et al. 2018, sections 2 and 3), slice by slice and rank by rank, in float64.
 
 `step(gradients)` takes [rank][layer] arrays in their layers' shapes and returns [layer] means over
 the ranks, in these shapes.

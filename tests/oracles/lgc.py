@@ -1,4 +1,4 @@
-"""LGC (000, sections IV and V, Algorithms 1 and 2), element by element and rank by rank.
+"""LGC (Abrahamyan et al. 2021, sections IV and V), element by element and rank by rank.
 
 `step(gradients)` takes [rank][layer] vectors and returns [layer] means over the ranks. Residuals
 are float32; the autoencoder, with derivatives by hand, is float64.

@@ -1,4 +1,4 @@
-"""004, Algorithms 1 and 2, and Strom, element by element, as the paper prints them.
+"""Tsuzuku et al. 2018, Algorithms 1 and 2, and Strom, element by element, as the paper prints them.
 
 Arithmetic is float32 throughout, by NumPy scalars, so that comparisons fall as in the real code.
 One layer, one rank; what a rank sends is a dict from element to value.

@@ -12,7 +12,7 @@ from hvd_gradcomp import checkpoint
 from hvd_gradcomp.ops.torch import TorchOps
 from tests.chaos import files, outcomes, payloads
 from tests.chaos.outcomes import BAD, MEANINGS, Input
-from tests.methods import ONE_OF_EACH, WORDS
+from tests.methods import ONE_OF_EACH, VARIANCE
 
 FILES = functools.partial(files.attacks, 3, 0.25, ["threads"])
 PAYLOADS = functools.partial(payloads.attacks, 3, 1.0, ["PyTorch"])
@@ -41,7 +41,7 @@ def test_a_file_that_is_not_checked_is_seen(monkeypatch):
 
 
 def test_a_payload_that_is_not_checked_is_seen(monkeypatch):
-    met(monkeypatch, WORDS[:1])
+    met(monkeypatch, [VARIANCE])
     monkeypatch.setattr(TorchOps, "require", lambda *_: None)
     assert came_to(PAYLOADS()) & {"lost", "diverged"}
 

@@ -20,7 +20,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.configuration import as_config, from_config
 from hvd_gradcomp.wrappers import MomentumAfter, corrected
-from tests.methods import EVERY, LEARNED
+from tests.methods import EVERY, LEARNED, OUTSIDE
 
 RULES = partition(
     [
@@ -40,7 +40,7 @@ NESTED = [
 ]
 
 
-@pytest.mark.parametrize("compressor", EVERY + LEARNED + NESTED, ids=repr)
+@pytest.mark.parametrize("compressor", EVERY + LEARNED + OUTSIDE + NESTED, ids=repr)
 def test_there_and_back(compressor):
     config = json.loads(json.dumps(as_config(compressor)))
     again = from_config(config)

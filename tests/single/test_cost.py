@@ -31,7 +31,7 @@ def ideal() -> Link:
 
 @given(ranks, st.floats(1, 1e4))
 def test_without_work_and_latency_it_is_the_papers_model(p, c):
-    """004, section 5: T_r = 2(p-1)Ns*beta/p, and allgather T_v = (p-1)*Ns/c*beta."""
+    """Tsuzuku et al., section 5: T_r = 2(p-1)Ns*beta/p, and allgather T_v = (p-1)*Ns/c*beta."""
     N = 1e6
     dense = Dense("dense", [(0.0, N)]).seconds(ideal(), p)
     way = Way("way", {p: [[[Bucket(0.0, (0.0, 0.0), (("allgather", N / c),))]]]})

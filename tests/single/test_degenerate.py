@@ -19,14 +19,18 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.protocols.reporting import report
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LEARNED
+from tests.methods import EVERY, LEARNED, OUTSIDE
 
 # With phases of a few steps, so that a short run sees them all.
-METHODS = EVERY + [
-    replace(one, warmup_steps=1, sample_steps=2, compress_steps=3)
-    if isinstance(one, GradiVeQCompressor)
-    else replace(one, full_steps=2, train_steps=2)
-    for one in LEARNED
+METHODS = [
+    *EVERY,
+    *OUTSIDE,
+    *(
+        replace(one, warmup_steps=1, sample_steps=2, compress_steps=3)
+        if isinstance(one, GradiVeQCompressor)
+        else replace(one, full_steps=2, train_steps=2)
+        for one in LEARNED
+    ),
 ]
 SHAPES = st.lists(
     st.lists(st.sampled_from([0, 1, 2, 3, 40]), max_size=3).map(tuple), min_size=1, max_size=5

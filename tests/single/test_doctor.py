@@ -21,7 +21,7 @@ from tests.processes import alive
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
-BUILD = f"{ROOT}/docker/build-horovod.sh"
+BUILD = "-m hvd_gradcomp build-horovod"
 
 real = pytest.mark.skipif(STANDS_IN, reason="needs Horovod")
 
@@ -81,7 +81,7 @@ def test_no_horovod(tmp_path):
     assert found["PyTorch"].mark == "ok"
     assert found["Horovod"].mark == "fail"
     assert found["Horovod"].fact == "not installed"
-    assert found["Horovod"].remedy == f"{BUILD} {python}"
+    assert found["Horovod"].remedy == f"{python} {BUILD}"
 
 
 @real
@@ -92,7 +92,7 @@ def test_horovod_without_torch(tmp_path):
     assert found["Horovod"].mark == "ok"
     assert found["Horovod for PyTorch"].mark == "fail"
     assert "has not been built" in found["Horovod for PyTorch"].fact
-    assert found["Horovod for PyTorch"].remedy == f"{BUILD} {sys.executable}"
+    assert found["Horovod for PyTorch"].remedy == f"{sys.executable} {BUILD}"
 
 
 @real
@@ -105,11 +105,11 @@ def test_without_gloo_and_another_version(tmp_path):
     found = diagnose("--framework", "torch", path=[tmp_path])
     assert found["gloo"].mark == "warn"
     assert found["gloo"].fact == "not built for PyTorch: start with horovodrun --mpi"
-    assert found["gloo"].remedy == f"{BUILD} {sys.executable}"
+    assert found["gloo"].remedy == f"{sys.executable} {BUILD}"
     assert found["MPI"].mark == "ok"
     assert found["Horovod"].mark == "fail"
     assert "0.27.0 is not supported, 0.28.1 is" in found["Horovod"].fact
-    assert found["Horovod"].remedy == f"{BUILD} {sys.executable}"
+    assert found["Horovod"].remedy == f"{sys.executable} {BUILD}"
 
 
 def replace(path, old, new):

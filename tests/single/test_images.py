@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted(ROOT.glob("docker/*.Dockerfile"))
-SCRIPTS = sorted(ROOT.glob("docker/*.sh"))
+SCRIPTS = [*sorted(ROOT.glob("docker/*.sh")), ROOT / "hvd_gradcomp/cli/build-horovod.sh"]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 

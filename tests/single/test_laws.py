@@ -15,7 +15,7 @@ from hvd_gradcomp.ladder import Rung
 from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LEARNED, LINEAR, WORDS
+from tests.methods import EVERY, LEARNED, LINEAR, OUTSIDE, WORDS
 
 RANKS = st.integers(1, 8)
 SHAPES = st.lists(
@@ -135,7 +135,7 @@ def test_linear_codecs_are_linear(compressor, seed):
     assert (left - right).abs().max() <= 4 * step * max(a.abs().max(), b.abs().max())
 
 
-@pytest.mark.parametrize("compressor", EVERY + LEARNED, ids=repr)
+@pytest.mark.parametrize("compressor", EVERY + LEARNED + OUTSIDE, ids=repr)
 def test_the_users_random_numbers_are_left_alone(compressor):
     torch.manual_seed(3)
     np.random.seed(3)

@@ -13,7 +13,7 @@ from hvd_gradcomp.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LARGEST, LEADER, LEARNED, LINEAR, QUANTIZED, WORDS
+from tests.methods import EVERY, LARGEST, LEADER, LEARNED, LINEAR, OUTSIDE, QUANTIZED, WORDS
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -76,7 +76,7 @@ def _arrived(compressor, gradient, fields):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("compressor", EVERY + list(LEARNED), ids=repr)
+@pytest.mark.parametrize("compressor", EVERY + LEARNED + OUTSIDE, ids=repr)
 def test_a_step_that_was_undone_leaves_no_trace(compressor, static):
     """What the PyTorch engine does for `nonfinite="skip"`, by the verbs that it has for it."""
     layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)

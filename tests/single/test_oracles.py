@@ -99,7 +99,7 @@ def _header(world, word):
 
 
 def test_appendix_b():
-    """004, appendix B: 0.04 is not sent, the others are -32, 16, -8, 0.25 with e = 5."""
+    """Tsuzuku et al., appendix B: 0.04 is not sent, the others are -32, 16, -8, 0.25 with e = 5."""
     values = (0.04, 0.31, -6.25, 22.25, -35.75)
     expected = {1: 0.25, 2: -8.0, 3: 16.0, 4: -32.0}
     assert encode(dict(enumerate(map(np.float32, values)))) == expected

@@ -1,12 +1,16 @@
-"""What `pip install .` ships, and that it runs without any other package."""
+"""What is shipped, as source and built, and that it runs without any other package."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -14,31 +18,91 @@ from pathlib import Path
 
 import pytest
 
+import hvd_gradcomp
 from hvd_gradcomp.ops import building
 
 ROOT = Path(__file__).parents[2]
-PACKAGING = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+SCRIPT = "hvd_gradcomp/cli/build-horovod.sh"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+OFFLINE = ("--quiet", "--no-index", "--no-deps")
+ENCODE = """
+import torch
+import hvd_gradcomp
+from hvd_gradcomp import QSGDCompressor
+from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops import native
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+world = World(QSGDCompressor(bits=8), TorchOps(), Layout(("w",), ((1000,),)), size=2)
+gradients = [world.flat([torch.ones(1000)]) for _ in range(2)]
+print(hvd_gradcomp.__file__)
+print(native.library() and native.library()._name)
+print(float(world.step(gradients)[0][:1000].min()))
+"""
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built offline from a copy: a build leaves files in its source tree."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in PACKAGING:
-        shutil.copy(ROOT / name, source)
-    ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(ROOT / "hvd_gradcomp", source / "hvd_gradcomp", ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps"]
-    command += ["--no-build-isolation", "--wheel-dir", str(target), str(source)]
-    subprocess.run(command, check=True)
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built offline from a copy: a build leaves files in its source tree."""
+    source, target = tmp_path_factory.mktemp("copy") / "tree", tmp_path_factory.mktemp("sdist")
+    left_out = (".git", ".venv*", ".*_cache", "__pycache__", "build", "dist", "results", "_build")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*left_out))
+    program = f"from setuptools import build_meta; build_meta.build_sdist({str(target)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
+    (built,) = target.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as pip does where there is no wheel."""
+    target = tmp_path_factory.mktemp("wheel")
+    command = [*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", str(target)]
+    subprocess.run([*command, str(sdist)], check=True)
     (built,) = target.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a new environment with the wheel; other packages are those of this one."""
+    folder = tmp_path_factory.mktemp("clean") / "env"
+    venv.create(folder, symlinks=True, with_pip=False)
+    python = folder / "bin" / "python"
+    subprocess.run([*PIP, "--python", str(python), "install", *OFFLINE, str(wheel)], check=True)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    # What it names is searched as it is: an editable install there is not seen.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return python.parent
+
+
+def said(program: Path, *arguments: str, folder: Path, code: int = 0) -> str:
+    """In a folder elsewhere, so that no checkout is found."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [program, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def _metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         return Parser().parsestr(archive.read(name).decode())
+
+
+def test_the_sdist_has_what_make_check_test_needs(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert sdist.name == f"hvd_gradcomp-{hvd_gradcomp.__version__}.tar.gz"
+    expected = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", SCRIPT}
+    expected |= {"pyproject.toml", "setup.py", ".ci/run", "docker/constraints.txt"}
+    for folder in ("benchmarks", "docs", "examples", "hvd_gradcomp", "tests"):
+        expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
+    expected |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/golden/*.json")}
+    assert expected <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
 def test_ships_every_module_and_its_types_and_nothing_else(wheel: Path) -> None:
@@ -48,12 +112,17 @@ def test_ships_every_module_and_its_types_and_nothing_else(wheel: Path) -> None:
     assert len(expected) > 1
     sources = (*building.NATIVE, *building.HEADERS, building.OPERATIONS)
     sources = {f"hvd_gradcomp/ops/{name}" for name in sources}
-    native = {name for name in shipped if name.startswith("hvd_gradcomp/ops/_native.")}
+    native = shipped & {f"hvd_gradcomp/ops/{building.LIBRARY}"}
     operations = {name for name in shipped if name.startswith("hvd_gradcomp/ops/_tensorflow-")}
     tensorflow = importlib.util.find_spec("tensorflow") is not None
-    assert len(native) <= 1, "one library, where there is a compiler"
+    assert len(native) == building.compiles(), "one library, where there is a compiler"
     assert len(operations) == (building.compiles() and tensorflow), "and one where TensorFlow is"
-    assert shipped - native - operations == expected | sources | {"hvd_gradcomp/py.typed"}
+    assert shipped - native - operations == expected | sources | {"hvd_gradcomp/py.typed", SCRIPT}
+
+
+def test_one_wheel_fits_any_python_of_a_platform(wheel: Path) -> None:
+    tags = wheel.stem.split("-")[2:]
+    assert tags == ["py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_")]
 
 
 def test_requires_little_outside_the_extras(wheel: Path) -> None:
@@ -64,6 +133,15 @@ def test_requires_little_outside_the_extras(wheel: Path) -> None:
     assert {"torch", "tensorflow", "test", "examples"} <= set(metadata.get_all("Provides-Extra"))
     # Horovod as released does not build against today's frameworks, so pip must not try.
     assert [r for r in requirements if r.startswith("horovod")] == []
+
+
+def test_says_who_made_it_and_under_which_licence(wheel: Path) -> None:
+    metadata = _metadata(wheel)
+    assert metadata["Version"] == hvd_gradcomp.__version__
+    assert metadata["Author"] == "The hvd_gradcomp authors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_payload().startswith("# ")
+    assert len(metadata.get_all("Classifier")) > 10
 
 
 def test_works_with_no_other_package_on_the_path(wheel: Path, tmp_path: Path) -> None:
@@ -82,3 +160,28 @@ def test_works_with_no_other_package_on_the_path(wheel: Path, tmp_path: Path) ->
     version, file = result.stdout.split()
     assert version == _metadata(wheel)["Version"]
     assert Path(file).is_relative_to(tmp_path)
+
+
+def test_installed_it_has_a_command_line_and_compresses(installed: Path, tmp_path: Path) -> None:
+    assert "build-horovod" in said(installed / "hvd-gradcomp", "--help", folder=tmp_path)
+    lines = said(installed / "python", "-c", ENCODE, folder=tmp_path).splitlines()
+    assert Path(lines[0]).is_relative_to(installed.parent)
+    if building.compiles():
+        assert Path(lines[1]) == Path(lines[0]).with_name("ops") / building.LIBRARY
+    assert float(lines[2]) == 1.0
+
+
+def test_installed_it_builds_horovod(installed: Path, tmp_path: Path, monkeypatch) -> None:
+    """The script is there, is run by bash with this Python, and its exit code comes back."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "env", "dirname"):
+        (tools / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(tools))
+    lacks = said(installed / "hvd-gradcomp", "build-horovod", folder=tmp_path, code=2)
+    assert "building Horovod needs 'cmake'; on Debian:" in lacks
+    for name in ("cmake", "make", "g++", "mpicxx", "mpirun"):
+        (tools / name).write_text("#!/bin/sh\necho 4.1.0\n")
+        (tools / name).chmod(stat.S_IRWXU)
+    other = said(installed / "hvd-gradcomp", "build-horovod", "nowhere", folder=tmp_path, code=2)
+    assert "no such Python: nowhere" in other

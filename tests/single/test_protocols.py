@@ -25,8 +25,6 @@ LAYOUT = Layout(("a", "b"), ((30, 2), (7,)))
 class Whole(Compressor):
     """Sends all there is."""
 
-    algorithm = 201
-
     def init(self, ops, layout):
         return ()
 
@@ -41,8 +39,6 @@ class Debt(NamedTuple):
 @dataclass(frozen=True)
 class Halving(Whole):
     """Sends half of what it has."""
-
-    algorithm = 202
 
     def init(self, ops, layout):
         return Debt(ops.zeros((layout.size,)))

@@ -1,4 +1,4 @@
-"""GradiVeQ (Yu et al. 2018; 002): a linear projection that commutes with the sum over ranks.
+"""GradiVeQ (Yu et al. 2018): a linear projection that commutes with the sum over ranks.
 
 settings    parameters, which layers, and how many bytes travel
 compressor  the public class: the phases of a cycle

@@ -49,7 +49,7 @@ class GradiVeQState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GradiVeQSettings(Composite):
+class GradiVeQSettings(Composite, registered=False):
     """Base of `GradiVeQCompressor`: its fields, and what follows from them."""
 
     slice_size: int | None = None
@@ -65,7 +65,6 @@ class GradiVeQSettings(Composite):
     other: Any = None
     feedback: bool = False
 
-    algorithm = 17
     state_format = 2  # the samples of all slices in turn, and their energy
     whole_model = False
     in_common = frozenset(

@@ -1,4 +1,4 @@
-"""LGC (Abrahamyan, Chen, Bekoulis, Deligiannis 2021; 000): an autoencoder for what top-k selects.
+"""LGC (Abrahamyan, Chen, Bekoulis, Deligiannis 2021): an autoencoder for what top-k selects.
 
     whole       full_steps: gradients as they are
     train       train_steps: top-k values travel, and one rank trains the autoencoder on them

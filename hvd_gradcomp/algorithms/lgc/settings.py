@@ -49,7 +49,7 @@ class LGCState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LGCSettings(MomentumCorrected):
+class LGCSettings(MomentumCorrected, registered=False):
     """What `LGCCompressor` is given, see there, and what follows from it for a layout."""
 
     pattern: str = "ring_allreduce"
@@ -77,7 +77,6 @@ class LGCSettings(MomentumCorrected):
     retrain_every: int | None = None
     seed: int = 0
 
-    algorithm = 18
     state_format = 2  # what is owed beside the residual, and what the loss is sampled from
     replicated = frozenset({"start", "ready", "drifted"})
     begins_anew = frozenset({"hint", "asked"})

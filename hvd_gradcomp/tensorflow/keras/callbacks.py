@@ -365,9 +365,10 @@ class VerifyCallback(keras.callbacks.Callback):
 
 
 class EGCLearningRate(keras.callbacks.Callback):
-    """Lowers the learning rate when the validation loss has stopped falling (003, section IV.B).
+    """Lowers the learning rate when the validation loss has stopped falling.
 
-    After `patience` consecutive epochs without a value below the lowest so far,
+    Kuang et al. 2019, section IV.B. After `patience`
+    consecutive epochs without a value below the lowest so far,
     `lr = max(lr / (1 + t * epoch), min_lr)`. The details, and where the paper's text and its
     Algorithm 2 differ, are those of `hvd_gradcomp.schedule.EGCCorrection`.
 

@@ -12,7 +12,7 @@ from keras import layers
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape
-from tests.methods import WORDS, methods_by
+from tests.methods import OUTSIDE, WORDS, methods_by
 from tests.parallel.workers.results import digest, write
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -65,7 +65,8 @@ def tapes(model, compressor, x, y, graph):
     return hvd.compression_stats(variables), []
 
 
-def main(folder: str, kind: str, steps: str) -> None:
+def main(folder: str, kind: str, steps: str, settings: str = "") -> None:
+    """Goes through the methods of this kind; or through those outside of the package."""
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     random = np.random.default_rng(100 + hvd.rank())
@@ -74,7 +75,7 @@ def main(folder: str, kind: str, steps: str) -> None:
     x = random.standard_normal((samples, 8, 8, 1)).astype(np.float32)
     y = random.integers(0, 10, samples)
     result = {}
-    for compressor in methods_by(kind, hvd.size()):
+    for compressor in OUTSIDE if settings == "outside" else methods_by(kind, hvd.size()):
         model = network()
         if kind == "fit":
             stats, logs = fit(model, compressor, x, y)

@@ -15,7 +15,7 @@ from torch import nn
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.protocols import carrying
 from hvd_gradcomp.torch import files
-from tests.methods import EVERY, LARGEST, LEARNED, WORDS
+from tests.methods import DGC_WARMED_UP, EGC, EVERY, GRADIVEQ_BY_LOSS, LEARNED, LGC_SERVER, VARIANCE
 from tests.parallel.workers.results import digest, errors_of, flipped, forged, write
 
 
@@ -239,7 +239,7 @@ def main(folder: str, what: str, steps: str) -> None:
     here = Path(folder)
     if what == "moved":
         result = moved(
-            [WORDS[0], *LARGEST[4:6], LEARNED[1], LEARNED[4]],
+            [VARIANCE, DGC_WARMED_UP, EGC, GRADIVEQ_BY_LOSS, LGC_SERVER],
             here.parent / "checkpoints",
             int(steps),
         )

@@ -9,18 +9,20 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.protocols import carrying
-from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE
+from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE, OUTSIDE
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, write
 
+METHODS = {"all": EVERY, "one of each exchange": ONE_OF_EACH_EXCHANGE, "outside": OUTSIDE}
+
 
 def main(folder: str, steps: int, settings: str, device: str = "cpu") -> None:
-    """Goes through "all" settings, or one of each exchange."""
+    """Goes through the `METHODS` of that name."""
     hvd.init()
     choose(device)
     torch.set_num_threads(1)
     result = {}
-    for compressor in EVERY if settings == "all" else ONE_OF_EACH_EXCHANGE:
+    for compressor in METHODS[settings]:
         torch.manual_seed(1)
         model = nn.Sequential(
             nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10)

@@ -12,7 +12,19 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.protocols import carrying
-from tests.methods import EVERY, LARGEST, LEADER, ONE_OF_EACH_EXCHANGE, QUANTIZED, WORDS
+from tests.methods import (
+    DGC,
+    DROPPING,
+    EGC_PLAIN,
+    EVERY,
+    ONE_OF_EACH_EXCHANGE,
+    ONEBIT,
+    QSGD,
+    SCALECOM,
+    SPARSE_GD,
+    STROM,
+    VARIANCE,
+)
 from tests.parallel.workers.results import digest, errors_of, write
 
 STEPS = 8
@@ -28,7 +40,7 @@ LEARNED = [
 ]
 LEARNED_STOPS = (2, 14, 34)
 # Whose residual is all that was not sent yet, and nothing is rounded away.
-CONSERVING = [WORDS[3], *LARGEST[:3:2], LARGEST[6], LEADER[0], QUANTIZED[5]]
+CONSERVING = [STROM, SPARSE_GD, DROPPING, EGC_PLAIN, SCALECOM, ONEBIT]
 
 
 def build(compressor=None, seed=1, made=None, **options):
@@ -190,7 +202,7 @@ def conserved(compressor):
 
 def started():
     """Nobody has loaded anything: nothing is changed but the gradients, which are zeros."""
-    model, optimizer = build(LARGEST[3], seed=hvd.rank())
+    model, optimizer = build(DGC, seed=hvd.rank())
     model[0].weight.requires_grad_(False)
     with Watched() as lines:
         broadcast(model, optimizer)
@@ -232,7 +244,7 @@ def loaded_before():
 
 def in_the_middle():
     """Where all ranks are at one step, what belongs to each stays there."""
-    model, optimizer = build(WORDS[3])
+    model, optimizer = build(STROM)
     train(model, optimizer, 0, 3)
     own, _ = kept(optimizer)
     sent = hvd.compression_stats(optimizer).bytes_sent
@@ -246,9 +258,9 @@ def in_the_middle():
 
 def said():
     """What is lost is said once, on one rank."""
-    whole = build(WORDS[3])
+    whole = build(STROM)
     train(*whole, 0, 3)
-    model, optimizer = build(WORDS[3])
+    model, optimizer = build(STROM)
     if hvd.rank() == 1:
         load(saved(*whole), model, optimizer)
     with Watched() as lines:
@@ -285,10 +297,10 @@ def back_to_the_start():
 
 def of_a_set(process_set, root):
     """Those outside take the optimizer's own state, and have no exchange."""
-    model, optimizer = build(QUANTIZED[0], process_set=process_set)
+    model, optimizer = build(QSGD, process_set=process_set)
     if process_set.included():
         train(model, optimizer, 0, 3)
-    again, its = build(QUANTIZED[0], seed=hvd.rank(), process_set=process_set)
+    again, its = build(QSGD, seed=hvd.rank(), process_set=process_set)
     if hvd.rank() == root:
         load(saved(model, optimizer), again, its)
     broadcast(again, its, root)
@@ -353,7 +365,7 @@ def mismatches():
     """On all ranks the same error, and the next call works."""
 
     def halfway():
-        model, optimizer = build(WORDS[3])
+        model, optimizer = build(STROM)
         train(model, optimizer, 0, 1)
         optimizer.set_backward_passes_per_step(2)  # after one nobody waits for the other ranks
         if hvd.rank() == 1:
@@ -366,9 +378,9 @@ def mismatches():
             optimizer.step()
 
     def forgotten():
-        whole = build(WORDS[3])
+        whole = build(STROM)
         train(*whole, 0, 3)
-        model, optimizer = build(WORDS[3])
+        model, optimizer = build(STROM)
         if hvd.rank() == 0:
             load(saved(*whole), model, optimizer)
         hvd.broadcast_parameters(model.state_dict(), 0)
@@ -390,7 +402,7 @@ def mismatches():
     shape = {"a": torch.ones(3), "b": torch.ones(2 + hvd.rank() % 2)}
     dtype = {**ones, "b": torch.ones(2, dtype=(torch.float32, torch.float64)[hvd.rank() % 2])}
     missing = dict([*ones.items()][: 2 - hvd.rank() % 2])
-    wrong = WORDS[3] if hvd.rank() != 1 else WORDS[0]
+    wrong = STROM if hvd.rank() != 1 else VARIANCE
     return errors_of(
         {
             "halfway": halfway,

@@ -3,7 +3,8 @@
 # environment, and installs the wheel there. The wheel is cached, so that a second
 # environment with the same versions costs seconds.
 #
-#   docker/build-horovod.sh [PYTHON]          default: python3
+#   hvd-gradcomp build-horovod [PYTHON]       the Python that this package is installed for
+#   .../build-horovod.sh [PYTHON]             python3
 #
 # HVD_GRADCOMP_CACHE        where wheels are kept (default: ~/.cache/hvd_gradcomp)
 # HOROVOD_GPU_OPERATIONS    NCCL for a GPU build, which needs nvcc and NCCL's headers

@@ -1,0 +1,37 @@
+"""`hvd-gradcomp build-horovod`: the Horovod that fits this Python's frameworks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+SCRIPT = Path(__file__).with_name("build-horovod.sh")
+
+
+@click.command("build-horovod")
+@click.argument("python", default=sys.executable)
+def command(python: str) -> None:
+    """Build Horovod 0.28.1 for the frameworks that are installed, and install it.
+
+    As it was released it does not build against today's PyTorch and TensorFlow. This takes about 8
+    minutes on two cores, a compiler, CMake and Open MPI with its headers, and says what is missing.
+    The wheel is kept for the next time. PYTHON is of the environment that it is for: this one, if
+    not given.
+
+    \b
+      HVD_GRADCOMP_CACHE            where wheels are kept: ~/.cache/hvd_gradcomp
+      HOROVOD_GPU_OPERATIONS=NCCL   for GPUs, which needs nvcc and NCCL's headers
+      HOROVOD_WITHOUT_TENSORFLOW=1  for PyTorch alone, as a build for GPUs has to be
+
+    \b
+      hvd-gradcomp build-horovod
+      HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_WITHOUT_TENSORFLOW=1 hvd-gradcomp build-horovod
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise click.ClickException("there is no bash on the PATH, which runs the build: install it")
+    sys.exit(subprocess.run([bash, str(SCRIPT), python]).returncode)

@@ -1,0 +1,158 @@
+"""Methods of another package: on real ranks; and installed, in the command line and in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.methods import OUTSIDE
+from tests.parallel.launch import HOROVODRUN, ROOT, environment, launch
+
+pytestmark = pytest.mark.parallel
+PROGRAM = (sys.executable, "-m", "hvd_gradcomp")
+MODEL = "tests.parallel.workers.trained"
+NAMES = ("powersgd", "random-k", "PowerSGDCompressor(rank=1)")
+BROKEN = """
+[build-system]
+requires = ["setuptools>=64"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "broken-methods"
+version = "0.3"
+[project.entry-points."hvd_gradcomp.compressors"]
+absent = "no_such_module:Compressor"
+clashing = "clashing:StromCompressor"
+other = "clashing_not:JUST_A_NUMBER"
+powersgd = "elsewhere:PowerSGDCompressor"
+[tool.setuptools]
+py-modules = ["clashing", "clashing_not"]
+"""
+CLASHING = """
+from hvd_gradcomp import QSGDCompressor
+class StromCompressor(QSGDCompressor): pass
+"""
+SAVED = """
+import sys
+import numpy as np, keras
+import hvd_gradcomp.tensorflow.keras as hvd
+hvd.init()
+if sys.argv[1] == "save":
+    from powersgd import PowerSGDCompressor
+    from hvd_gradcomp import after, partition
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(40), keras.layers.Dense(4)])
+    rules = partition({"*kernel*": after(1, None, PowerSGDCompressor(rank=1)), "*": None})
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=rules)
+    model.compile(optimizer, "mse")
+else:
+    model = keras.models.load_model("model.keras")
+    assert "PowerSGDCompressor" in str(model.optimizer.get_config()), model.optimizer
+x = np.ones((16, 8), "f4")
+model.fit(x, x[:, :4], epochs=2, verbose=0)
+model.save("model.keras")
+assert hvd.compression_stats(model.optimizer).bytes_sent > 0
+"""
+
+
+def install(source: Path, target: Path) -> None:
+    """With pip, offline, without what is in its metadata as required."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    command += ["--no-build-isolation", "--target", str(target), str(source)]
+    subprocess.run(command, check=True)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that finds the package of docs/extending.md."""
+    folder = tmp_path_factory.mktemp("outside")
+    source = shutil.copytree(ROOT / "examples" / "extending", folder / "source")
+    install(source, folder / "target")
+    return environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(folder / "target")]))
+
+
+@pytest.fixture(scope="module")
+def broken(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Beside it another package, of which nothing can be used."""
+    source = tmp_path_factory.mktemp("broken")
+    (source / "pyproject.toml").write_text(BROKEN)
+    (source / "clashing.py").write_text(CLASHING)
+    (source / "clashing_not.py").write_text("JUST_A_NUMBER = 3\n")
+    install(source, source / "target")
+    return {**installed, "PYTHONPATH": f"{installed['PYTHONPATH']}{os.pathsep}{source / 'target'}"}
+
+
+def said(environment: dict[str, str], *command: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, **options
+    )
+
+
+def test_replicas_on_pytorch(tmp_path):
+    first, second = launch("torch_replicas", 2, "gloo", tmp_path, "50", "outside")
+    assert first == second
+    assert len({digest for digest, _ in first.values()}) == len(OUTSIDE) == len(first)
+
+
+@pytest.mark.parametrize("kind", ["fit", "graph"])
+def test_replicas_on_tensorflow(kind, tmp_path):
+    first, second = launch("tensorflow_replicas", 2, "gloo", tmp_path, kind, "20", "outside")
+    assert first == second
+    assert len({digest for digest, _ in first.values()}) == len(OUTSIDE) == len(first)
+
+
+@pytest.mark.parametrize("command", ["bench", "advise"])
+def test_installed_in_the_command_line(command, installed, tmp_path):
+    chosen = [word for name in NAMES for word in ("-c", name)]
+    files = ("--json", str(tmp_path / "x.json"))
+    ranks = (*HOROVODRUN, "--gloo", "-np", "2")
+    arguments = (*PROGRAM, command, "-m", f"{MODEL}:factory", "-r", "2", *chosen, *files)
+    done = said(installed, *ranks, *arguments, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    ways = [row["way"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
+    assert ways[1:] == ["PowerSGD()", "RandomK()", "PowerSGD(rank=1)"]
+
+
+def test_compare_with_it(installed, tmp_path):
+    files = ("--json", str(tmp_path / "x.json"))
+    arguments = ("compare", f"{MODEL}:train", "--steps", "6", "-c", "powersgd", *files)
+    done = said(installed, *PROGRAM, *arguments, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "x.json").read_text())["rows"][1]["element_ratio"] > 2
+
+
+def test_help_lists_it_and_imports_nothing(broken):
+    done = said(broken, *PROGRAM, "bench", "--help")
+    assert done.returncode == 0 and "Error" not in done.stderr
+    assert "lgc-server, powersgd, random-k" in " ".join(done.stdout.split())
+
+
+def test_a_saved_model_finds_it(installed, tmp_path):
+    for what in ("save", "load"):
+        done = said(installed, sys.executable, "-c", SAVED, what, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_used_is_one_line(broken):
+    program = "from hvd_gradcomp.cli import options; print(*options.chosen([]), sep='\\n')"
+    done = said(broken, sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["PowerSGDCompressor()", "RandomKCompressor()"]
+    lines = sorted(done.stderr.splitlines())
+    assert [line.split(": ")[:3] for line in lines] == [
+        ["broken-methods 0.3", f"its method {name!r} is left out", why]
+        for name, why in [
+            ("absent", "ModuleNotFoundError"),
+            ("clashing", "TypeError"),
+            ("other", "TypeError"),
+            ("powersgd", "gradcomp-examples 1.0 declares another one by that name"),
+        ]
+    ]
+    assert "clashing.StromCompressor cannot be defined beside hvd_gradcomp" in lines[1]
+    done = said(broken, *PROGRAM, "bench", "-c", "absent")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "'absent' cannot be used" in done.stderr and "No module named" in done.stderr

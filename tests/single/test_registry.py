@@ -1,0 +1,68 @@
+"""Methods by name: their numbers, clashes, and what other packages declare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from hvd_gradcomp import StromCompressor, registry
+from tests.methods import CLASSES
+
+
+def named(name: str) -> type:
+    """A method of that name, as a module of another package would define it."""
+    return type(name, (StromCompressor,), {"__module__": f"of_{name}"})
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """What a test defines is known to no other."""
+    monkeypatch.setattr(registry, "_known", registry.known())
+
+
+def test_the_methods_of_this_package_keep_their_numbers():
+    assert {cls.algorithm for cls in CLASSES} <= set(registry.RESERVED.values())
+    assert len({*registry.RESERVED.values()}) == len(registry.RESERVED)
+    for name, number in registry.RESERVED.items():
+        assert registry.known()[name].algorithm == number < 32
+    assert named("SteadyCompressor").algorithm == registry.number_of("SteadyCompressor") >= 32
+    assert registry.number_of("SteadyCompressor") < 256
+
+
+def test_two_names_with_one_number_are_an_error_that_names_both():
+    first = named("SteadyCompressor")
+    name = next(
+        name
+        for name in map("Other{}".format, range(100_000))
+        if registry.number_of(name) == first.algorithm
+    )
+    with pytest.raises(TypeError) as raised:
+        named(name)
+    assert str(raised.value) == (
+        f"of_{name}.{name} cannot be defined beside of_SteadyCompressor.SteadyCompressor, which "
+        f"has the same number on the wire, {first.algorithm}, by its name: give one of them "
+        "another name, or import only one of them"
+    )
+    assert name not in registry.known()
+
+
+def test_a_name_that_another_class_has_is_an_error():
+    with pytest.raises(TypeError, match=r"of_StromC.* beside hvd_gradcomp\.al.* the same name: "):
+        named("StromCompressor")
+
+
+def test_a_class_that_is_defined_once_more_replaces_the_first():
+    first, second = named("SteadyCompressor"), named("SteadyCompressor")
+    assert registry.find("SteadyCompressor") is second is not first
+
+    @dataclass(frozen=True)
+    class WithoutDict(StromCompressor):  # which `slots=True` makes twice
+        pass
+
+    again = type(WithoutDict)(WithoutDict.__name__, WithoutDict.__bases__, dict(vars(WithoutDict)))
+    assert registry.find("WithoutDict") is again
+
+
+def test_a_family_has_no_number():
+    assert {"WordCompressor", "LGCSettings", "Keeping"}.isdisjoint(registry.known())
