@@ -31,6 +31,7 @@ LAYERS = [
         "messages.py",
         "names.py",
         "cost.py",
+        "advice.py",
     },
     {"ops/building.py", "ops/composites.py", "ops/native.py", "ops/rules.py"},
     {"ops/__init__.py"},
