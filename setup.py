@@ -36,7 +36,7 @@ extras = {
         "types-tabulate",
     ],
     "compat": ["mock", "parameterized"],  # as Horovod's own tests do
-    "examples": ["matplotlib", "rich", "scikit-learn"],
+    "examples": ["matplotlib", "scikit-learn"],
     "docs": ["furo", "myst-parser", "sphinx"],  # and what examples need, for the figures
     "tensorboard": ["tensorboardX"],
 }
@@ -88,7 +88,7 @@ setup(
     package_data={"hvd_gradcomp": ["py.typed", "ops/*.c", "ops/*.h", "ops/*.cc"]},
     ext_modules=[native],
     cmdclass={"build_ext": Build},
-    install_requires=["click>=8.1", "safetensors", "tabulate"],
+    install_requires=["click>=8.1", "rich", "safetensors", "tabulate"],
     entry_points={"console_scripts": ["hvd-gradcomp = hvd_gradcomp.cli:main"]},
     extras_require=extras,
     keywords="horovod distributed deep-learning gradient compression pytorch tensorflow keras",

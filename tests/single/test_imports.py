@@ -81,7 +81,8 @@ LAYERS = [
     {"configuration.py", "description.py", "worth.py"},
     {"__init__.py", "handshake.py", "installation.py", "probe.py", "testing.py"},
     {"cli/__init__.py"},
-    {"cli/options.py", "cli/inspection.py", "cli/selftest.py", "cli/usercode.py"},
+    {"cli/inspection.py", "cli/launching.py", "cli/output.py", "cli/selftest.py", "cli/style.py"},
+    {"cli/options.py", "cli/progress.py", "cli/usercode.py"},
     {"cli/doctor.py", "cli/build.py", "cli/bench.py"},
     {"cli/advise.py", "cli/compare.py"},
     {"__main__.py"},
@@ -129,7 +130,7 @@ def test_only_frontends_import_frameworks(module):
     elif module in TENSORFLOW:
         allowed = {"tensorflow"}
     elif module.startswith("cli/"):
-        allowed = {"click", "tabulate"}
+        allowed = {"click", "rich", "tabulate"}
     elif module.startswith("torch/"):
         allowed = {"torch", "horovod"}
         if module == "torch/handout.py":
