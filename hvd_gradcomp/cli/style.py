@@ -15,6 +15,7 @@ STROKES = ("-", "--", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h", "d", "8", "H")
 
 SETTINGS: dict[str, Any] = {
+    "axes.prop_cycle": f"cycler('color', {[*COLOURS]})",
     "axes.edgecolor": INK,
     "axes.facecolor": "none",
     "axes.grid": True,
