@@ -417,7 +417,8 @@ def _verdict(verdict: Verdict, dense: dict[str, Any], bandwidth: float) -> str:
         low, _, high = best.pays_below
         pays = f"It pays on links slower than {_rate(low)}"
         pays = "It pays on any link" if math.isinf(low) else pays
-        pays += f", perhaps up to {_rate(high)}" if high > 1.05 * low else ""
+        if high > 1.05 * low:
+            pays += ", perhaps on any" if math.isinf(high) else f", perhaps up to {_rate(high)}"
         return (
             f"Use {_written(best.name)}: a step takes {step} instead of {plain}. {pays}; this one "
             f"has {_rate(bandwidth)}. Whether accuracy holds: hvd-gradcomp compare."

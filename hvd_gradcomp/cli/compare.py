@@ -59,9 +59,10 @@ def command(
         hvd-gradcomp compare -np 2 -H host1:1,host2:1 train:train --steps 200
 
     It is called once for each compressor, the first time with none, and has to seed what is random.
-    "loss" is the mean over ranks of the last tenth of the steps, "ms" the median step of the
-    slowest rank. Give -c with the settings that you mean: the defaults fit no training in
-    particular.
+    "loss" is the mean over ranks of the last tenth of the steps, "step" the median of the slowest
+    rank; "bytes" and "elements" are those of the gradients over those that were sent, "sent" what a
+    rank hands over in a step. Give -c with the settings that you mean: the defaults fit no training
+    in particular.
     """
     options.check_png(png_path)
     try:
@@ -190,7 +191,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         "faster",
         "bytes",
         "elem-\nents",
-        "MB a\nstep",
+        "sent,\nbytes",
     )
     return options.table(
         head,
@@ -203,7 +204,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
                 figure(row["times_faster"]),
                 figure(row["ratio"]),
                 figure(row["element_ratio"]),
-                figure(row["bytes"] / 1e6),
+                figure(row["bytes"]),
             )
             for row in rows
         ],
