@@ -1,4 +1,4 @@
-"""Starts the ranks of a command by horovodrun, and shows what rank 0 prints, as it prints it.
+"""Starts the ranks of a command by horovodrun, and shows what rank 0 prints.
 
 horovodrun puts `[0]<stdout>:` before each line of each rank. Here that is taken off again, and what
 other ranks and horovodrun itself say is held back: it is shown if the run fails and says something
@@ -8,6 +8,7 @@ that rank 0 has not said.
 from __future__ import annotations
 
 import functools
+import io
 import os
 import re
 import shlex
@@ -62,13 +63,15 @@ def run(command: list[str]) -> int:
         environment[TERMINAL] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     said: list[tuple[str | None, str]] = []  # (rank, line); no rank of the launcher's own
-    streams = ((job.stdout, sys.stdout), (job.stderr, sys.stderr))
+    found = io.StringIO()  # what a command finds, shown below how it went: these are two pipes
+    streams = ((job.stdout, found), (job.stderr, sys.stderr))
     threads = [Thread(target=_follow, args=(*pair, said)) for pair in streams]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     code = job.wait()
+    click.echo(found.getvalue(), nl=False)
     if code:
         _explain(said)
     return code
