@@ -183,7 +183,7 @@ def prediction(runs: list[Result]) -> tuple[list[str], bool]:
             lines.append(
                 f"{title(run)}: fastest by prediction {picked['way']}, by measurement "
                 f"{fastest['way']}: {times:.2f} of its time; advice for a step: "
-                f"{run['advice']['use'] or 'none'}"
+                f"{run['advice']['use'] or run['advice']['answer']}"
             )
             held = held and (count != 2 or times <= SLOWER)
         for ratio, some in sorted(errors.items()):

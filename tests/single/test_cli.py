@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hvd_gradcomp
 from hvd_gradcomp import NoneCompressor, StromCompressor, models
-from hvd_gradcomp.cli import COMMANDS, advise, bench, compare, launching, main, options, output
+from hvd_gradcomp.cli import COMMANDS, advised, bench, compare, launching, main, options, output
 from hvd_gradcomp.description import brief
 from tests.methods import CLASSES, EVERY
 
@@ -104,20 +104,20 @@ def test_tables_fit_a_terminal(drawn, compressor):
     ratios = dict(zip(("element_ratio", "byte_ratio", "ratio", "times_faster"), drawn))
     rest = dict(zip(("encode", "collective", "decode", "loss"), drawn[4:]))
     row = {**step, **ratios, **rest, "ms": middle + 1e-3}
-    advised = {
+    advice = {
         **row,
         "predicted_ms": middle,
         "exchange_span_ms": (low, middle, high),
         "step_ms": middle,
         "faster": (low, middle, high),
         "pays_below": high,
-        "hosts": dict.fromkeys(advise.HOSTS, high),
+        "hosts": dict.fromkeys(advised.HOSTS, high),
     }
     for text in (
         bench.table([row]),
         compare._table([row]),
-        advise._table([advised], measured=True),
-        advise._hosts([advised]),
+        advised.table([advice], measured=True),
+        advised.hosts([advice]),
     ):
         assert max(map(len, text.splitlines())) <= options.WIDTH, text
 

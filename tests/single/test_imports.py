@@ -83,7 +83,7 @@ LAYERS = [
     {"cli/__init__.py"},
     {"cli/inspection.py", "cli/launching.py", "cli/output.py", "cli/selftest.py", "cli/style.py"},
     {"cli/options.py", "cli/progress.py", "cli/usercode.py"},
-    {"cli/doctor.py", "cli/build.py", "cli/bench.py"},
+    {"cli/advised.py", "cli/doctor.py", "cli/build.py", "cli/bench.py"},
     {"cli/advise.py", "cli/compare.py"},
     {"__main__.py"},
 ]
