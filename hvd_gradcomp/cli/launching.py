@@ -22,6 +22,7 @@ import click
 
 TERMINAL = "HVD_GRADCOMP_TERMINAL"  # columns of the terminal that rank 0's stderr ends on
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_ENDED = "Terminated\n"  # as a shell says of ranks that horovodrun ends because another failed
 _PREFIX = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>:")  # of gloo, and of mpirun
 
 
@@ -81,6 +82,8 @@ def _follow(source: IO[bytes], target: IO[str], said: list[tuple[str | None, str
     for line in _lines(source):
         found = _PREFIX.match(line)
         rank, text = (found[1], line[found.end() :]) if found else (None, line)
+        if text == _ENDED:
+            continue
         said.append((rank, text))
         if rank == "0":
             target.write(text)
@@ -99,7 +102,7 @@ def _lines(source: IO[bytes]) -> Iterator[str]:
 
 def _explain(said: list[tuple[str | None, str]]) -> None:
     """What rank 0 has not said."""
-    first = {line for rank, line in said if rank == "0"} | {"Terminated\n"}  # by horovodrun
+    first = {line for rank, line in said if rank == "0"}
     others = [one for one in said if one[0] not in ("0", None) and one[1] not in first]
     if not others and not any("Error" in line for line in first):
         others = [one for one in said if one[0] is None]
