@@ -40,6 +40,7 @@ from rich.table import Table
 
 from benchmarks import points
 from benchmarks.points import DENSE, FRAMEWORKS, KERAS, PYTORCH, TAPE, Point
+from hvd_gradcomp.cli import style
 
 WORST = 2.0  # times the steady copies, in the first steps
 OF_DENSE, RATIOS = 1.3, (4.0, 30.0)  # PyTorch's time, at these element ratios
@@ -230,6 +231,7 @@ def draw(result: Result, path: Path) -> None:
     from matplotlib import pyplot
 
     rows = list(result["rows"].values())
+    pyplot.rcParams.update(style.SETTINGS)
     figure, panels = pyplot.subplots(
         1, 3, figsize=(12, 1.4 + 0.21 * len(rows)), sharey=True, layout="constrained"
     )
@@ -240,28 +242,35 @@ def draw(result: Result, path: Path) -> None:
         axes.plot(values, places, label=label, linestyle="", **{"markersize": 4, **how})
 
     work = [row.get("codec", {}) for row in rows]
-    dots(panels[0], [w.get("worst") for w in work], "worst of 30", marker="x", color="C7")
-    dots(panels[0], [w.get("copies") for w in work], "steady", marker="o", color="C0")
-    dots(panels[0], [row["bar"] for row in rows], "bar", marker="|", markersize=9, color="C3")
+    dots(panels[0], [w.get("worst") for w in work], "worst of 30", marker="x", color=style.INK)
+    dots(panels[0], [w.get("copies") for w in work], "steady", marker="o", color=style.COLOURS[0])
+    dots(
+        panels[0],
+        [row["bar"] for row in rows],
+        "bar",
+        marker="|",
+        markersize=9,
+        color=style.COLOURS[1],
+    )
     for place, name in enumerate((DENSE, *FRAMEWORKS)):
         how = {"marker": "o", "color": f"C{place}"}
         if name == DENSE:
-            how = {"marker": "|", "markersize": 9, "color": "C7"}
+            how = {"marker": "|", "markersize": 9, "color": style.INK}
         parts = [row["exchange"].get(name, {}) for row in rows]
         dots(panels[1], [part.get("ms") for part in parts], name, **how)
         if name in (TAPE, KERAS):
             dots(panels[2], [part.get("first_s") for part in parts], name, **how)
-    panels[2].axvline(FIRST, color="C3", linewidth=1, label="bar")
+    panels[2].axvline(FIRST, color=style.COLOURS[1], linewidth=1, label="bar")
     titles = ("copies of the gradient, one thread", "ms an exchange, two ranks", "first step, s")
     for axes, title in zip(panels, titles):
         axes.set_xlim(left=0)
         axes.set_xlabel(title)
-        axes.grid(alpha=0.3)
         axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     panels[0].set_yticks(range(len(rows)), list(result["rows"]), fontsize=7)
     panels[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
     pyplot.close(figure)
+    pyplot.rcdefaults()
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
     make hosts                                                   # as root; or, in parts:
     python -m benchmarks.hosts --hosts 2 --rates 1gbit --parts training
     python -m benchmarks.hosts --hosts 2 --rates 100mbit -- python -m examples.pytorch.digits
+    python -m benchmarks.hosts --show docs/measured/hosts.json                 # draws it anew
 
 Hosts are network namespaces with an sshd each behind a link that is shaped in both directions; how,
 and why nothing of them is left behind, says `benchmarks.rig`. For each number of hosts and each
@@ -41,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rig import Hosts, HostsError, JobError, bits_per_second
+from hvd_gradcomp.cli import style
 from hvd_gradcomp.cli.options import chosen, usual
 from hvd_gradcomp.description import brief
 
@@ -181,7 +183,7 @@ def prediction(runs: list[Result]) -> tuple[list[str], bool]:
             lines.append(
                 f"{title(run)}: fastest by prediction {picked['way']}, by measurement "
                 f"{fastest['way']}: {times:.2f} of its time; advice for a step: "
-                f"{run['advice']['use'] or 'none'}"
+                f"{run['advice']['use'] or run['advice']['answer']}"
             )
             held = held and (count != 2 or times <= SLOWER)
         for ratio, some in sorted(errors.items()):
@@ -193,36 +195,37 @@ def prediction(runs: list[Result]) -> tuple[list[str], bool]:
 
 
 def draw(runs: list[Result], path: Path) -> None:
-    """Medians and their spread, a panel for each rate, a colour for each number of hosts."""
+    """Medians and their spread, a panel for each rate, a mark for each number of hosts."""
     rates = list(dict.fromkeys(run["rate"] for run in runs))
     counts = sorted({run["hosts"] for run in runs})
     ways = list(dict.fromkeys(row["way"] for run in runs for row in run["exchange"]))
-    size = (5.0 + 3.5 * len(rates), 1.2 + 0.32 * len(ways))
-    figure, panels = pyplot.subplots(
-        1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
-    for axes, rate in zip(panels[0], rates):
-        for run in (run for run in runs if run["rate"] == rate):
-            place, rows = counts.index(run["hosts"]), run["exchange"]
-            low, high = ([abs(row[end] - row["ms"]) for row in rows] for end in ("min", "max"))
-            axes.errorbar(
-                [row["ms"] for row in rows],
-                [ways.index(row["way"]) + 0.25 * (place - (len(counts) - 1) / 2) for row in rows],
-                xerr=(low, high),
-                fmt="o",
-                markersize=4,
-                color=f"C{place}",
-                label=f"{run['hosts']} hosts",
-            )
-        axes.set_xscale("log")
-        axes.set_title("unshaped" if rate is None else rate, fontsize=9)
-        axes.set_xlabel("ms an exchange")
-        axes.grid(which="both", alpha=0.3)
-    panels[0][0].set_yticks(range(len(ways)), ways, fontsize=7)
-    panels[0][0].invert_yaxis()
-    panels[0][-1].legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    size = (3.0 + 2.5 * len(rates), 1.6 + 0.26 * len(ways))
+    with pyplot.rc_context(style.SETTINGS):
+        figure, panels = pyplot.subplots(
+            1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
+        )
+        drawn: dict[str, Any] = {}
+        for axes, rate in zip(panels[0], rates):
+            for run in (run for run in runs if run["rate"] == rate):
+                place, rows = counts.index(run["hosts"]), run["exchange"]
+                low, high = ([abs(row[end] - row["ms"]) for row in rows] for end in ("min", "max"))
+                aside = 0.25 * (place - (len(counts) - 1) / 2)
+                drawn[f"{run['hosts']} hosts"] = axes.errorbar(
+                    [row["ms"] for row in rows],
+                    [ways.index(row["way"]) + aside for row in rows],
+                    xerr=(low, high),
+                    fmt=style.MARKS[place],
+                    markersize=4,
+                    color=style.COLOURS[place],
+                )
+            axes.set_xscale("log")
+            axes.set_title("unshaped" if rate is None else rate, fontsize=9)
+            axes.set_xlabel("ms an exchange")
+        panels[0][0].set_yticks(range(len(ways)), ways, fontsize=7)
+        panels[0][0].invert_yaxis()
+        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=len(counts))
+        figure.savefig(path)
+        pyplot.close(figure)
 
 
 def bars(runs: list[Result]) -> tuple[list[str], bool]:
@@ -343,12 +346,16 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a bar does not hold")
     parser.add_argument("--folder", type=Path, default=Path("results/hosts"))
+    parser.add_argument("--show", type=Path, metavar="JSON", help="draws what was measured before")
     own, command = sys.argv[1:], []
     if "--" in own:
         place = own.index("--")
         own, command = own[:place], own[place + 1 :]
     options = parser.parse_args(own)
 
+    if options.show:
+        draw(json.loads(options.show.read_text())["runs"], options.show.with_suffix(".png"))
+        return 0
     # The hosts end with this process in any case; this way it also ends what it has begun itself.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -19,7 +19,7 @@ author = "the hvd_gradcomp authors"
 copyright = author
 version = release = hvd_gradcomp.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "generated"]
 nitpicky = False  # types of other projects cannot be looked up without a network
 myst_enable_extensions = ["colon_fence", "dollarmath"]
@@ -35,6 +35,8 @@ napoleon_use_ivar = True
 html_theme = "furo"
 html_title = f"hvd_gradcomp {version}"
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 pygments_style = "tango"
 

@@ -1,13 +1,16 @@
 """The figures of the site: what each compressor sends of a gradient, and what stays.
 
     python -m docs.figures [FOLDER]
+    python -m docs.figures docs/measured overview        # that of the README
 
-Nothing is drawn by hand: `hvd_gradcomp.testing.World` runs the compressor, and the figure shows its
-gradients, its result and its state.
+What a method does is not drawn by hand: `hvd_gradcomp.testing.World` runs the compressor, and the
+figure shows its gradients, its result and its state. The overview is made of `docs/measured`. How
+they look says `hvd_gradcomp.cli.style`: on white and on black.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -18,6 +21,7 @@ matplotlib.use("Agg")
 import numpy as np
 import torch
 from matplotlib import pyplot
+from matplotlib.patches import FancyBboxPatch
 
 from hvd_gradcomp import (
     DGCCompressor,
@@ -35,6 +39,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
+from hvd_gradcomp.cli import style
 from hvd_gradcomp.codecs.pca import components
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.layout import Layout
@@ -43,7 +48,8 @@ from hvd_gradcomp.protocols.reporting import report
 from hvd_gradcomp.testing import World
 
 OPS = TorchOps()
-HELD, STAYS, SENT, LIMIT = "#c8c8c8", "#4878a8", "#d9602b", "#7a5195"
+MEASURED = Path(__file__).parent / "measured"
+HELD, STAYS, SENT, LIMIT = "#a0a0a080", style.COLOURS[0], style.COLOURS[1], style.COLOURS[3]
 ELEMENTS, SAMPLES, STEPS = 32, 16, 4
 
 
@@ -79,7 +85,7 @@ def bars(axes, held, sent, stays):
     axes.bar(place, stays, color=STAYS, width=0.45, label="stays")
     here = np.flatnonzero(sent)
     axes.plot(place[here], sent[here], "o", color=SENT, markersize=5, label="sent")
-    axes.axhline(0, color="black", linewidth=0.6)
+    axes.axhline(0, color=style.INK, linewidth=0.6)
 
 
 def finished(figure, path, handles=None):
@@ -102,8 +108,10 @@ def residual(compressor, path, limit=None, shapes=((ELEMENTS,),), seed=3):
     border = shapes[0][0]
     gradients[..., border:] /= 3
     world, lay, take = one_bucket(compressor, shapes=shapes)
-    figure, panels = pyplot.subplots(1, STEPS, figsize=(10, 2.9), sharey=True, layout="constrained")
-    for step, axes in enumerate(panels):
+    figure, panels = pyplot.subplots(
+        2, STEPS // 2, figsize=(7, 4.6), sharex=True, sharey=True, layout="constrained"
+    )
+    for step, axes in enumerate(panels.flat):
         memory = world.states[0].memory
         before, extra = take(memory.r), {}
         v = (take(memory.v) + moments[step, 0]).numpy() if hasattr(memory, "v") else None
@@ -116,7 +124,7 @@ def residual(compressor, path, limit=None, shapes=((ELEMENTS,),), seed=3):
             held = torch.where(sent != 0, sent, after)
         bars(axes, held.numpy(), sent.numpy(), after.numpy())
         if border < ELEMENTS:
-            axes.axvline(border - 0.5, color="black", linewidth=0.6, linestyle=":")
+            axes.axvline(border - 0.5, color=style.INK, linewidth=0.6, linestyle=":")
         if limit is not None:
             bound = np.broadcast_to(np.asarray(limit(v)), (ELEMENTS,))
             for side in (1, -1):
@@ -125,8 +133,10 @@ def residual(compressor, path, limit=None, shapes=((ELEMENTS,),), seed=3):
                     np.arange(ELEMENTS), side * bound, where="mid", color=LIMIT, lw=0.9, label=label
                 )
         axes.set_title(f"step {step + 1}: {int((sent != 0).sum())} of {ELEMENTS} sent", fontsize=9)
+    for axes in panels[-1]:
         axes.set_xlabel("element")
-    panels[0].set_ylabel("accumulated gradient")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("accumulated gradient")
     finished(figure, path)
 
 
@@ -326,19 +336,115 @@ def hierarchy(path):
     finished(figure, path, [first + second for first, second in zip(*entries)])
 
 
-def draw(folder: Path) -> list[Path]:
-    """All figures; returns their paths."""
+def measured(name):
+    return json.loads((MEASURED / name).read_text())
+
+
+def overview(path):
+    """What bytes do to accuracy, and to the time of an exchange, by what was measured."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    shown = {  # (part, row without compression): rows
+        ("variance", "adam/none"): {
+            "adam/variance-1": "Variance",
+            "adam/variance-2": "Variance",
+            "adam/strom-0.1": "Strom",
+            "adam/hybrid-0.1": "Hybrid",
+        },
+        ("egc", "none-2"): {
+            "dropping-2": "Gradient Dropping",
+            "k-256": "EGC",
+            "egc-2": "EGC",
+        },
+        ("gradiveq", "none"): {"qsgd": "QSGD"},
+        ("lgc", "none-2"): {"exponential": "DGC", "fixed": "DGC"},
+    }
+    methods = dict.fromkeys(name for rows in shown.values() for name in rows.values())
+    looks = dict(zip(methods, style.lines(len(methods))))
+    for (part, base), rows in shown.items():
+        found = {row["key"]: row["result"] for row in measured(f"papers/{part}.json")["rows"]}
+        for name in dict.fromkeys(rows.values()):
+            points = sorted(
+                (found[key]["ratio"], found[key]["score"] - found[base]["score"])
+                for key, method in rows.items()
+                if method == name
+            )
+            left.plot(*zip(*points), label=name, **looks[name])
+    left.axhline(0, color=style.INK, linewidth=1)
+    left.set(xscale="log", xlabel="times fewer bytes", ylabel="points of accuracy, beside none")
+    left.set_title("images, two ranks, 400 steps", fontsize=9)
+    left.legend(fontsize=7, loc="lower left")
+    ways = {
+        "dense (stock Horovod)": "stock Horovod",
+        "FP16()": "half precision",
+        "QSGD()": "QSGD",
+        "TernGrad()": "TernGrad",
+        "OneBit()": "1-bit",
+        "LGC()": "LGC",
+        "DGC()": "DGC",
+        "Variance(alpha=4.3)": "Variance",
+        "Strom(tau=19.1)": "Strom",
+    }
+    for place, run in enumerate(measured("hosts.json")["runs"]):
+        rows = {row["way"]: row["ms"] for row in run["exchange"]}
+        rate = {"1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}[run["rate"]]
+        at = np.arange(len(ways)) + 0.4 * (place - 0.5)
+        right.barh(at, [rows[w] for w in ways], 0.38, label=rate, color=style.COLOURS[place])
+    right.set_yticks(range(len(ways)), list(ways.values()), fontsize=8)
+    right.invert_yaxis()
+    right.set(xscale="log", xlabel="ms an exchange")
+    right.set_title("ResNet-50's gradients, two hosts", fontsize=9)
+    right.legend(fontsize=7, loc="lower right")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def architecture(path):
+    """How a gradient goes through the floors of the package; imports go down only."""
+    floors = [
+        ("frontends", "torch/  tensorflow/  tensorflow/keras/", "optimizers, tapes, callbacks"),
+        ("transports", "Horovod on PyTorch, on TensorFlow; testing.World", "five collectives"),
+        ("driver", "buckets, rounds, switches, counts", "steps programs, dispatches what they ask"),
+        ("algorithms", "one paper, one file", "programs that yield collectives"),
+        ("codecs", "words, largest, quantized, linear", "what to send, and what stays"),
+        ("exchanges", "allgather, two-shot, sum, leader", "how it goes to all"),
+        ("wire", "layout, ladder, payload", "names, room, checked bytes"),
+        ("verbs and passes", "ops/: PyTorch, TensorFlow, C", "what may be done to a tensor"),
+    ]
+    figure, axes = pyplot.subplots(figsize=(7, 5.6), layout="constrained")
+    axes.set(xlim=(-1.7, 10), ylim=(len(floors), -0.1))
+    axes.axis("off")
+    for place, (name, what, says) in enumerate(floors):
+        colour = style.COLOURS[place % len(style.COLOURS)]
+        axes.add_patch(
+            FancyBboxPatch(
+                (0, place + 0.1),
+                9.9,
+                0.7,
+                boxstyle="round,pad=0,rounding_size=0.1",
+                facecolor=f"{colour}28",
+                edgecolor=colour,
+            )
+        )
+        axes.text(0.2, place + 0.36, name, fontweight="bold", va="center")
+        axes.text(0.2, place + 0.62, what, fontsize=8, va="center")
+        axes.text(9.7, place + 0.62, says, fontsize=8, va="center", ha="right")
+    end = len(floors) - 0.2
+    for x, start, stop, text in (
+        (-1.2, 0.1, end, "a gradient"),
+        (-0.4, end, 0.1, "the sum over ranks"),
+    ):
+        how = {"arrowstyle": "->", "color": style.INK}
+        axes.annotate("", (x, stop), (x, start), arrowprops=how)
+        axes.text(x - 0.12, end / 2, text, rotation=90, fontsize=8, va="center", ha="right")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def draw(folder: Path, *names: str) -> list[Path]:
+    """All figures, or those of some names; returns their paths."""
     torch.set_num_threads(1)
     logging.getLogger("hvd_gradcomp").setLevel(logging.ERROR)
-    pyplot.rcParams.update(
-        {
-            "font.size": 9,
-            "svg.hashsalt": "gradcomp",
-            "axes.grid": True,
-            "grid.alpha": 0.25,
-            "axes.axisbelow": True,
-        }
-    )
+    pyplot.rcParams.update({**style.SETTINGS, "svg.hashsalt": "gradcomp"})
     folder.mkdir(parents=True, exist_ok=True)
     density, halves = 0.125, ((ELEMENTS // 2,),) * 2
     figures = {
@@ -363,13 +469,15 @@ def draw(folder: Path) -> list[Path]:
         "gradiveq": projection,
         "lgc": autoencoder,
         "hierarchy": hierarchy,
+        "overview": overview,
+        "architecture": architecture,
     }
-    paths = [folder / f"{name}.svg" for name in figures]
-    for path, function in zip(paths, figures.values()):
-        function(path)
-    return paths
+    paths = {name: folder / f"{name}.svg" for name in names or figures}
+    for name, path in paths.items():
+        figures[name](path)
+    return list(paths.values())
 
 
 if __name__ == "__main__":
-    for drawn in draw(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/generated")):
+    for drawn in draw(Path(*sys.argv[1:2] or ["docs/generated"]), *sys.argv[2:]):
         print(drawn)

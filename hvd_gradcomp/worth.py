@@ -47,14 +47,15 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
     kinds = [(at_work(one), layout) for one, layout in plan]
     elements = sum(layout.elements for _, layout in kinds)
     names = [name for _, layout in plan for name in layout.names]
-    if isinstance(compressor, GradiVeQCompressor) and compressor not in dict(kinds):
+    nothing = idle(compressor, plan)
+    if nothing and isinstance(compressor, GradiVeQCompressor):
         listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
         return [
             f"GradiVeQ compresses nothing: none of {len(names)} layers is a convolution that takes "
             f"fewer bytes so, {4 * elements:,} dense: {listed}. Use another method; these all go "
             f"to other={compressor.others}"
         ]
-    if _compresses(compressor) and not any(_compresses(one) for one, _ in plan):
+    if nothing:
         return [
             f"no layer is compressed: all {len(names)} are sent dense, {4 * elements:,} bytes a "
             "step, since none would take less, or none is of the kind that the method is for. Use "
@@ -72,6 +73,13 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
         elif all(goes_dense(one, x, ranks) for x in layouts):
             said.append(_of_dense(one, 4 * sum(x.elements for x in layouts), ranks))
     return [line for line in said if line]
+
+
+def idle(compressor: Compressor, plan: Plan) -> bool:
+    """Whether there is nothing in a model that it would compress; `warnings` says why."""
+    if isinstance(compressor, GradiVeQCompressor):
+        return all(at_work(one) != compressor for one, _ in plan)
+    return _compresses(compressor) and not any(_compresses(one) for one, _ in plan)
 
 
 def goes_dense(one: Compressor, layout: Layout, ranks: int) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.papers.parts import NOT_RUN, Found, Part, Result, Row, middle, times
+from hvd_gradcomp.cli import style
 
 VERDICTS = {True: "holds", False: "**does not hold**", None: NOT_RUN}
 HEAD = """# The papers' claims, and what was measured
@@ -44,15 +45,14 @@ def draw(found: Found, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure = pyplot.figure(figsize=(10, 4), layout="constrained")
-    with pyplot.rc_context({"axes.titlesize": 10}):
+    with pyplot.rc_context({**style.SETTINGS, "axes.titlesize": 10}):
+        figure = pyplot.figure(figsize=(10, 4), layout="constrained")
         found.part.draw(found, figure)
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        for axes in figure.axes:
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=7)
+        figure.savefig(path)
+        pyplot.close(figure)
 
 
 def text(every: Iterable[Found], figures: Path) -> str:

@@ -7,6 +7,11 @@ where nothing else does.
 from __future__ import annotations
 
 import importlib
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import click
 
@@ -27,6 +32,28 @@ class _Commands(click.Group):
         module = importlib.import_module(f"hvd_gradcomp.cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """An error in a user's own code ends with a traceback of that code alone."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            own = _own(error.__traceback__)
+            if own is None:
+                raise
+            traceback.print_exception(type(error), error, own)
+            ctx.exit(1)
+
+
+def _own(frames: TracebackType | None) -> TracebackType | None:
+    """From the first frame that is neither installed nor ours; None if there is none."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    ours = (*installed, str(Path(__file__).parents[1]), "<frozen")
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
+        frames = frames.tb_next
+    return frames
 
 
 @click.group(

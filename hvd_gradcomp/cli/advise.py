@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from hvd_gradcomp import advice
+from hvd_gradcomp.advice import Case, Verdict
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.cli import options
+from hvd_gradcomp.cli import advised, launching, options, output
+from hvd_gradcomp.cli.advised import HOSTS
 from hvd_gradcomp.cli.bench import DENSE, about, settle_rounds
-from hvd_gradcomp.cost import Bucket, Dense, Link, Way, break_even
+from hvd_gradcomp.cli.progress import Progress
+from hvd_gradcomp.cost import Bucket, Dense, Link, Way
 from hvd_gradcomp.description import brief
 
 if TYPE_CHECKING:
     from hvd_gradcomp.models import Model
     from hvd_gradcomp.torch.measure import Backward, Gradients
 
-Ways = Sequence[Union[Way, Dense]]  # the dense one first
-
-HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among others
-WORTH = 0.9  # of the dense step's time: what takes more is not worth another method
 
 
 @click.command("advise")
+@launching.with_ranks
 @options.with_model
 @options.with_methods
 @click.option(
-    "-r", "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Of each way."
+    "-r",
+    "--rounds",
+    type=click.IntRange(advice.ROUNDS),
+    default=advice.ROUNDS,
+    show_default=True,
+    help="Of each way; more of them narrow what it may be.",
 )
 @click.option(
     "-b",
@@ -75,24 +80,29 @@ def command(
     json_path: Path | None,
     png_path: Path | None,
 ) -> None:
-    """Say which compressor makes a step fastest on this link, or that none does.
+    """Say which compressor makes a step fastest on this link, or none, or that it cannot say.
 
     Run it as you train, on the hosts that you train on:
 
     \b
-        horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp advise --model resnet50
-        horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp advise --model train:factory
+        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model resnet50
+        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory
         hvd-gradcomp advise --model train:factory --bandwidth 1000
 
-    It measures forward and backward, each compressor's own work without any link, and the link by
-    collectives of several sizes, all on CPUs. From these it predicts what an exchange takes, and a
-    step but for the optimizer's update: the cost model of Tsuzuku et al. 2018, section 5, with
-    work, latency and overlap. Beside the prediction stands what an exchange really took. "pays
-    below" is the bandwidth at which a step takes as long as without compression. The second table
-    is how many times faster a step is on other numbers of hosts with one rank each. Of a model of
-    your own with a loss, probes say what is in its gradients.
+    It measures forward and backward, whole exchanges, each compressor's own work without any link,
+    and the link by collectives of several sizes, all on CPUs. From the last three a model predicts
+    what an exchange takes on other links and numbers of hosts: the cost model of Tsuzuku et al.
+    2018, section 5, with work, latency and overlap. Where an exchange was measured, that counts.
 
-    It says nothing about accuracy: `hvd-gradcomp compare` trains with each.
+    "model" is the predicted exchange, "took" the measured one, "step" all but the optimizer's
+    update, in ms; "faster" is how many times faster than without compression. From-to is where a
+    median lies nine times of ten, or 30 % around a prediction. "pays below" is the bandwidth at
+    which a step takes as long as without. A compressor is recommended if it saves a tenth of a step
+    in the worst case; if some would in the best case only, it says so.
+
+    The second table is how many times faster a step is on other numbers of hosts, one rank each. Of
+    a model of your own with a loss, probes say what is in its gradients. It says nothing about
+    accuracy: `hvd-gradcomp compare` trains with each.
     """
     options.check_png(png_path)
     horovod = options.started()
@@ -114,9 +124,9 @@ def command(
         raise click.UsageError(
             "one rank alone has no link to measure: start it with horovodrun, or give --bandwidth"
         )
-    say = click.echo if horovod.rank() == 0 else (lambda *_, **__: None)
-    if horovod.local_size() > 1 and horovod.cross_size() > 1:
-        say("several ranks on a host: what is called hosts below are ranks", err=True)
+    first = horovod.rank() == 0
+    if first and horovod.local_size() > 1 and horovod.cross_size() > 1:
+        click.echo("several ranks on a host: what is called hosts below are ranks", err=True)
     measures = measures and ranks > 1 and bandwidth is None
     try:
         model = load(model_name, batch_size=batch_size)
@@ -125,47 +135,70 @@ def command(
         gradients = Gradients(model, real=8 if model.real else 0)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
-    say(f"{model_name}: {gradients.elements:,} elements, {ranks} ranks; measuring", err=True)
-    if bandwidth is None:
-        found = link(rounds=rounds, latency=1e-6 * latency)
-    else:
-        found = Link.of(1e6 * bandwidth, max(ranks, 2), 1e-6 * latency)
+    compressors = options.chosen(texts, gradients.scale)
     everybody = gather_objects(
         passes, list[Backward], "gradcomp.backward", horovod.global_process_set
     )
     pass_ = _middle(everybody, len(gradients.layers))
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
-    ways: list[Way | Dense] = [Dense(DENSE, list(zip(pass_.ready, sizes)))]
-    ratios = [1.0]  # elements over elements sent
-    measured = [measure(DenseExchange(), gradients, rounds, 1).median()] if measures else []
-    for compressor in options.chosen(texts, gradients.scale):
-        say(f"  {brief(compressor)}", err=True)
-        try:
-            way, ratio = _way(compressor, gradients, found.ranks, rounds, pass_)
-        except UnmeasurableError as error:
-            say(f"    left out: {error}", err=True)
-            continue
-        ways.append(way)
-        ratios.append(ratio)
-        if measures:
-            exchange = CompressedExchange(compressor, gradients.layers)
-            row = measure(exchange, gradients, rounds, settle_rounds(compressor))
-            measured.append(row.median())
-    if horovod.rank() == 0:
-        advice = {
+    ways: list[tuple[Found, list[float]]] = []
+    with Progress(len(compressors) + 2, first) as progress:
+        progress.say(f"{model_name}: {gradients.elements:,} elements, {ranks} ranks")
+        progress.begin("the link")
+        if bandwidth is None:
+            found = link(rounds=rounds, latency=1e-6 * latency)
+        else:
+            found = Link.of(1e6 * bandwidth, max(ranks, 2), 1e-6 * latency)
+        progress.end()
+        plain = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1) if measures else None
+        for compressor in compressors:
+            progress.begin(brief(compressor))
+            try:
+                way = _way(compressor, gradients, found.ranks, rounds, pass_)
+            except UnmeasurableError as error:
+                progress.say(f"left out: {error}")
+            else:
+                times = []
+                if measures:
+                    exchange = CompressedExchange(compressor, gradients.layers)
+                    row = measure(exchange, gradients, rounds, settle_rounds(compressor))
+                    times = [one.total for one in row.times]
+                ways.append((way, times))
+            progress.end()
+        progress.begin(DENSE)
+        if plain is not None:  # half of them at the end: what changes meanwhile is in their spread
+            plain.times += measure(DenseExchange(), gradients, rounds // 2).times
+        progress.end()
+    if first:
+        dense = Found(Dense(DENSE, list(zip(pass_.ready, sizes))), 1.0, 1.0)
+        times = [one.total for one in plain.times] if plain else []
+        content = {
             **about(horovod, model_name),
             "forward_ms": 1e3 * pass_.forward,
             "backward_ms": 1e3 * pass_.seconds,
             "bandwidth": found.bandwidth,
             "link": {"ranks": found.ranks, "latency": found.latency, "curves": found.curves},
             "probes": probed,
-            **_advice(ways, ratios, found, pass_, measured),
         }
-        click.echo(_text(advice))
-        options.write_json(json_path, advice)
+        rows, verdict = _advice([(dense, times), *ways], found, pass_)
+        content |= {"rows": rows, **_said(rows, verdict)}
+        output.report(json_path, content, advised.text(content, verdict))
         if png_path is not None:
-            _draw(png_path, advice)
+            advised.draw(png_path, content)
     horovod.shutdown()
+
+
+class Found(NamedTuple):
+    """A way as it was measured alone.
+
+    Attributes:
+        way: what it costs, for the model.
+        elements, bytes: of the gradient over those that are sent; inf if nothing is.
+    """
+
+    way: Way | Dense
+    elements: float
+    bytes: float
 
 
 def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
@@ -180,8 +213,12 @@ def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
 
 def _way(
     compressor: Compressor, gradients: Gradients, ranks: int, rounds: int, pass_: Backward
-) -> tuple[Way, float]:
-    """What a compressor costs, by all ranks' clocks; and its element ratio."""
+) -> Found:
+    """What a compressor costs, by all ranks' clocks; and what it saves.
+
+    Raises:
+        UnmeasurableError: see `alone`.
+    """
     import horovod.torch as horovod
 
     from hvd_gradcomp.torch.engine import gather_objects
@@ -196,7 +233,10 @@ def _way(
     world = horovod.global_process_set
     everywhere = gather_objects(mine, list[list[list[Bucket]]], "gradcomp.costs", world)
     by_ranks = {count: [found[i] for found in everywhere] for i, count in enumerate(costs)}
-    return Way(brief(compressor), by_ranks), costs[ranks].element_ratio
+    sent = [sum(size for bucket in one for _, size in bucket.asks) for one in costs[ranks].rounds]
+    mean = statistics.fmean(sent)
+    ratio = 4 * gradients.elements / mean if mean else math.inf
+    return Found(Way(brief(compressor), by_ranks), costs[ranks].element_ratio, ratio)
 
 
 def _probed(model: Model, steps: int = 8) -> dict[str, float | None]:
@@ -225,142 +265,75 @@ def _probed(model: Model, steps: int = 8) -> dict[str, float | None]:
 
 
 def _advice(
-    ways: Ways, ratios: Sequence[float], link: Link, pass_: Backward, measured: Sequence[float]
-) -> dict[str, Any]:
-    """Predictions, the verdict, and other numbers of hosts."""
-    ranks, dense = link.ranks, ways[0]
+    found: Sequence[tuple[Found, Sequence[float]]], link: Link, pass_: Backward
+) -> tuple[list[dict[str, Any]], Verdict]:
+    """A row for each way, the dense one first, and what to do."""
+    ranks, compute = link.ranks, pass_.forward + pass_.seconds
 
-    def step(way: Way | Dense, ranks: int) -> float:
-        return pass_.forward + way.seconds(link, ranks, pass_.seconds)
+    def case(way: Way | Dense, measured: Sequence[float]) -> Case:
+        def step_at(bandwidth: float) -> float:
+            there = link.with_bandwidth(bandwidth)
+            return pass_.forward + way.seconds(there, ranks, pass_.seconds)
 
-    rows: list[dict[str, Any]] = []
-    for place, way in enumerate(ways):
         exchange = way.seconds(link, ranks)
+        exposed = way.seconds(link, ranks, pass_.seconds) - pass_.seconds
+        hidden = max(exchange - exposed, 0.0)
+        return Case(way.name, exchange, hidden, measured, step_at, compute, pass_.seconds)
+
+    cases = [case(one.way, measured) for one, measured in found]
+    estimates = [advice.estimate(one, cases[0], link.bandwidth) for one in cases]
+    rows = []
+    for (one, measured), what, estimate in zip(found, cases, estimates):
+        took = statistics.median(measured) if measured else None
         rows.append(
             {
-                "way": way.name,
-                "element_ratio": ratios[place] if math.isfinite(ratios[place]) else None,
-                "predicted_ms": 1e3 * exchange,
-                "measured_ms": 1e3 * measured[place] if measured else None,
-                "error": exchange / measured[place] - 1 if measured else None,
-                "step_ms": 1e3 * step(way, ranks),
-                "pays_below": None if place == 0 else _pays_below(way, dense, link, pass_.seconds),
-                "hosts": {hosts: step(dense, hosts) / step(way, hosts) for hosts in HOSTS},
+                "way": one.way.name,
+                "element_ratio": one.elements if math.isfinite(one.elements) else None,
+                "byte_ratio": one.bytes,
+                "predicted_ms": 1e3 * what.predicted,
+                "measured_ms": None if took is None else 1e3 * took,
+                "error": None if took is None else what.predicted / took - 1,
+                "exchange_span_ms": [1e3 * x for x in estimate.exchange],
+                "step_ms": 1e3 * estimate.step.middle,
+                "step_span_ms": [1e3 * x for x in estimate.step],
+                "faster": list(estimate.faster) if what is not cases[0] else [1.0, 1.0, 1.0],
+                "pays_below": None if what is cases[0] else estimate.pays_below.middle,
+                "pays_below_span": None if what is cases[0] else list(estimate.pays_below),
             }
         )
-    fastest = _fastest(rows)
-    worth = fastest["step_ms"] < WORTH * rows[0]["step_ms"]
+    _elsewhere(rows, [one.way for one, _ in found], link, pass_)
+    sending = [
+        estimate
+        for (one, _), estimate in zip(found[1:], estimates[1:])
+        if math.isfinite(one.elements)
+    ]
+    return rows, advice.decide(sending, link.bandwidth)
+
+
+def _elsewhere(
+    rows: Sequence[dict[str, Any]], ways: Sequence[Way | Dense], link: Link, pass_: Backward
+) -> None:
+    """How many times faster a step is on other numbers of hosts: by the model, from here on."""
+
+    def steps(place: int) -> dict[int, float]:
+        seconds = {n: ways[place].seconds(link, n, pass_.seconds) for n in (*HOSTS, link.ranks)}
+        here = 1e-3 * rows[place]["step_ms"]
+        least = pass_.forward + pass_.seconds
+        return {n: max(here + seconds[n] - seconds[link.ranks], least, 1e-9) for n in HOSTS}
+
+    dense = steps(0)
+    for place, row in enumerate(rows):
+        mine = steps(place)
+        row["hosts"] = {hosts: dense[hosts] / mine[hosts] for hosts in HOSTS}
+
+
+def _said(rows: Sequence[dict[str, Any]], verdict: Verdict) -> dict[str, Any]:
+    """The verdict, for JSON."""
     errors = [abs(row["error"]) for row in rows if row["error"] is not None]
+    best = None if verdict.best is None else verdict.best.name
     return {
-        "rows": rows,
-        "use": fastest["way"] if worth else None,
-        "fastest": fastest["way"],
+        "answer": verdict.answer,
+        "use": best if verdict.answer == "use" else None,
+        "fastest": best,
         "median_error": statistics.median(errors) if errors else None,
     }
-
-
-def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of those that send anything."""
-    return min((row for row in rows if row["element_ratio"]), key=lambda row: row["step_ms"])
-
-
-def _pays_below(way: Way | Dense, dense: Way | Dense, link: Link, backward: float) -> float:
-    def gain(bandwidth: float) -> float:
-        there = link.with_bandwidth(bandwidth)
-        return dense.seconds(there, link.ranks, backward) - way.seconds(there, link.ranks, backward)
-
-    return break_even(gain)
-
-
-def _text(advice: dict[str, Any]) -> str:
-    rows, measured = advice["rows"], advice["median_error"] is not None
-    dense = rows[0]["step_ms"]
-    parts = [
-        f"link: {_rate(advice['bandwidth'])} at {advice['link']['ranks']} ranks; forward: "
-        f"{advice['forward_ms']:.0f} ms, backward: {advice['backward_ms']:.0f} ms"
-        + ("" if advice["backward_ms"] else " (no loss: a step is an exchange)")
-    ]
-    if advice["probes"]:
-        found = advice["probes"]
-        parts.append(
-            "gradients, by probes: {entropy:.1f} bits an element; would send: Variance "
-            "{density_variance:.2%}, EGC {density_egc:.2%}, DGC {density_dgc:.2%}".format(**found)
-        )
-        if found["mutual_information"] is not None:
-            parts[-1] += "; two ranks share {mutual_information:.1f} bits".format(**found)
-    head = ["way", "element ratio", "exchange, predicted ms"]
-    head += ["measured ms", "error"] if measured else []
-    head += ["step, predicted ms", "times faster", "pays below"]
-    parts.append(
-        options.table(
-            head,
-            [
-                (
-                    row["way"],
-                    f"{row['element_ratio']:.0f}" if row["element_ratio"] else "sends nothing",
-                    f"{row['predicted_ms']:.1f}",
-                    *((f"{row['measured_ms']:.1f}", f"{row['error']:+.0%}") if measured else ()),
-                    f"{row['step_ms']:.1f}",
-                    f"{dense / row['step_ms']:.2f}",
-                    "" if row["pays_below"] is None else _rate(row["pays_below"]),
-                )
-                for row in rows
-            ],
-        )
-    )
-    parts.append(
-        options.table(
-            ("times faster on hosts:", *map(str, HOSTS)),
-            [(row["way"], *(f"{row['hosts'][hosts]:.1f}" for hosts in HOSTS)) for row in rows[1:]],
-        )
-    )
-    if measured:
-        parts.append(f"median error of the prediction: {advice['median_error']:.0%}")
-    parts.append(_verdict(advice))
-    return "\n\n".join(parts)
-
-
-def _verdict(advice: dict[str, Any]) -> str:
-    dense, *_ = advice["rows"]
-    best = _fastest(advice["rows"])
-    if advice["use"] is None:
-        return (
-            f"Use none: a step takes {dense['step_ms']:.0f} ms without compression, and no "
-            f"compressor saves a tenth of that (the fastest: {best['way']}, "
-            f"{best['step_ms']:.0f} ms)."
-        )
-    pays = f"It pays on links slower than {_rate(best['pays_below'])}."
-    if math.isinf(best["pays_below"]):
-        pays = "It pays on any link."
-    written = re.sub(r"\b([A-Z]\w*)\(", r"\1Compressor(", best["way"])  # as in Python
-    return (
-        f"Use {written}: a step takes {best['step_ms']:.0f} ms instead of "
-        f"{dense['step_ms']:.0f} ms. {pays} "
-        "Whether accuracy holds: hvd-gradcomp compare."
-    )
-
-
-def _rate(bits_per_second: float) -> str:
-    """In the unit that suits it."""
-    if bits_per_second == 0:
-        return "never"
-    if math.isinf(bits_per_second):
-        return "any"
-    for unit, size in (("Gb/s", 1e9), ("Mb/s", 1e6)):
-        if bits_per_second >= size:
-            return f"{bits_per_second / size:.3g} {unit}"
-    return f"{bits_per_second / 1e3:.3g} kb/s"
-
-
-def _draw(path: Path, advice: dict[str, Any]) -> None:
-    """Times faster by hosts, a line for each way."""
-    with options.drawing(path, 9, 5) as axes:
-        for row in advice["rows"][1:]:
-            axes.plot(HOSTS, [row["hosts"][hosts] for hosts in HOSTS], marker=".", label=row["way"])
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set(
-            xscale="log", yscale="log", xlabel="hosts", ylabel="times faster than dense, a step"
-        )
-        axes.set_xticks(HOSTS, [str(hosts) for hosts in HOSTS])
-        axes.set_title(f"{advice['model']} at {_rate(advice['bandwidth'])}, predicted")
-        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.cli import options
+from hvd_gradcomp.cli import launching, options, output, style
+from hvd_gradcomp.cli.options import figure
+from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.description import brief
 
@@ -21,6 +24,7 @@ SETTLE = 64  # steps until thresholds of noise let through what they will
 
 
 @click.command("bench")
+@launching.with_ranks
 @options.with_model
 @options.with_methods
 @click.option(
@@ -42,17 +46,19 @@ def command(
 ) -> None:
     """Time whole exchanges of a model's gradients, one way after the other.
 
-    Under horovodrun they cross the link between the hosts; alone, what is left is a rank's own
-    work:
+    Between several ranks they cross the link between the hosts; alone, what is left is a rank's own
+    work. With -np it starts ranks itself; under horovodrun it does the same:
 
     \b
         hvd-gradcomp bench --model lstm
-        horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp bench --json bench.json --png bench.png
+        hvd-gradcomp bench -np 2 -H host1:1,host2:1 --json bench.json --png bench.png
+        horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp bench
 
-    Each round begins together and ends with the slowest rank. "encode" is the time until all
-    gradients are handed over, "collective" waiting for what travels, "decode" the rest; "times
-    faster" compares medians with stock Horovod's dense allreduce, of which half the rounds are run
-    at the beginning and half at the end. Gradients are noise of variance 1, but those of your own
+    Each round begins together and ends with the slowest rank. "ms" is the median, "+-" half of
+    least to most; "encode" the time until all gradients are handed over, "wait" for what travels,
+    "decode" the rest; "faster" compares medians with stock Horovod's dense allreduce, of which half
+    the rounds are run at the beginning and half at the end; "bytes" and "elements" are those of the
+    gradients over those that were sent. Gradients are noise of variance 1, but those of your own
     model with a loss, and all is on CPUs. Methods that learn have learned nothing useful, which
     costs the same.
     """
@@ -72,29 +78,35 @@ def command(
         gradients = Gradients(model, real=8 if model.real else 0)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
-    say = click.echo if horovod.rank() == 0 else (lambda *_, **__: None)
-    say(
-        f"{model_name}: {len(gradients.layers)} layers, {gradients.elements:,} elements, "
-        f"{horovod.size()} ranks on {horovod.cross_size()} hosts",
-        err=True,
-    )
-    dense = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1)
-    rows: dict[str, Row] = {DENSE: dense}
-    for compressor in options.chosen(texts, gradients.scale):
-        say(f"  {brief(compressor)}", err=True)
-        before = settle_rounds(compressor) if settle is None else settle
-        try:
-            way = CompressedExchange(compressor, gradients.layers)
-        except UnmeasurableError as error:
-            say(f"    left out: {error}", err=True)
-            continue
-        rows[brief(compressor)] = measure(way, gradients, rounds, before)
-    if rounds > 1:
-        dense.times += measure(DenseExchange(), gradients, rounds // 2).times
+    compressors = options.chosen(texts, gradients.scale)
+    with Progress(len(compressors) + 2, horovod.rank() == 0) as progress:
+        progress.say(
+            f"{model_name}: {len(gradients.layers)} layers, {gradients.elements:,} elements, "
+            f"{horovod.size()} ranks on {horovod.cross_size()} hosts"
+        )
+        progress.begin(DENSE)
+        dense = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1)
+        progress.end()
+        rows: dict[str, Row] = {DENSE: dense}
+        for compressor in compressors:
+            progress.begin(brief(compressor))
+            before = settle_rounds(compressor) if settle is None else settle
+            try:
+                way = CompressedExchange(compressor, gradients.layers)
+            except UnmeasurableError as error:
+                progress.say(f"left out: {error}")
+            else:
+                rows[brief(compressor)] = measure(way, gradients, rounds, before)
+            progress.end()
+        progress.begin(DENSE)
+        if rounds > 1:
+            dense.times += measure(DenseExchange(), gradients, rounds // 2).times
+        progress.end()
     if horovod.rank() == 0:
-        figures = [figures_of(way, row, dense) for way, row in rows.items()]
-        click.echo(table(figures))
-        options.write_json(json_path, {**about(horovod, model_name), "rows": figures})
+        size = 4 * gradients.elements
+        figures = [figures_of(way, row, dense, size) for way, row in rows.items()]
+        content = {**about(horovod, model_name), "rows": figures}
+        output.report(json_path, content, table(figures))
         if png_path is not None:
             _draw(png_path, figures, f"{model_name}, {horovod.size()} ranks")
     horovod.shutdown()
@@ -117,8 +129,8 @@ def about(horovod: Any, model_name: str) -> dict[str, Any]:
     }
 
 
-def figures_of(way: str, row: Row, dense: Row) -> dict[str, Any]:
-    """A row in milliseconds and bytes."""
+def figures_of(way: str, row: Row, dense: Row, size: int) -> dict[str, Any]:
+    """A row in milliseconds and bytes; `size` is that of the gradients."""
     totals = [t.total for t in row.times]
     return {
         "way": way,
@@ -130,6 +142,7 @@ def figures_of(way: str, row: Row, dense: Row) -> dict[str, Any]:
         "decode": 1e3 * row.median("decode"),
         "times_faster": dense.median() / row.median(),
         "bytes": row.bytes_sent,
+        "byte_ratio": size / row.bytes_sent if row.bytes_sent else math.inf,
         "element_ratio": row.element_ratio,
         "rounds": len(totals),
     }
@@ -137,18 +150,19 @@ def figures_of(way: str, row: Row, dense: Row) -> dict[str, Any]:
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
     """What is shown of them."""
-    head = ("way", "ms", "min", "max", "encode", "collective", "decode", "times faster", "MB")
+    head = ("way", "ms", "+-", "encode", "wait", "decode", "faster", "bytes", "elem-\nents")
     rows = [
         (
             f["way"],
-            *(f"{f[key]:.1f}" for key in ("ms", "min", "max", "encode", "collective", "decode")),
-            f"{f['times_faster']:.2f}",
-            f"{f['bytes'] / 1e6:.3f}",
-            f"{f['element_ratio']:.0f}",
+            figure(f["ms"]),
+            f"{figure(50 * (f['max'] - f['min']) / f['ms']).partition('.')[0]}%",
+            *(figure(f[key]) for key in ("encode", "collective", "decode", "times_faster")),
+            figure(f["byte_ratio"]),
+            figure(f["element_ratio"]),
         )
         for f in figures
     ]
-    return options.table((*head, "element ratio"), rows)
+    return options.table(head, rows)
 
 
 def _draw(path: Path, figures: Sequence[dict[str, Any]], title: str) -> None:
@@ -156,9 +170,9 @@ def _draw(path: Path, figures: Sequence[dict[str, Any]], title: str) -> None:
     with options.drawing(path, 9, 0.4 * len(figures) + 1.2) as axes:
         names, left = [f["way"] for f in figures], [0.0] * len(figures)
         for part, colour in (
-            ("encode", "#4477aa"),
-            ("collective", "#ccbb44"),
-            ("decode", "#aa3377"),
+            ("encode", style.COLOURS[0]),
+            ("collective", style.COLOURS[4]),
+            ("decode", style.COLOURS[3]),
         ):
             widths = [f[part] for f in figures]
             axes.barh(names, widths, left=left, label=part, color=colour)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from hvd_gradcomp.cli import output
 from hvd_gradcomp.ops import building
 
 
@@ -32,14 +33,17 @@ def command(anew: bool) -> None:
     if importlib.util.find_spec("tensorflow") is None:
         click.echo("TensorFlow is not installed: it needs no operations")
     else:
-        click.echo("the operations for TensorFlow (a minute)")
-        built.append(_built("the operations", lambda: building.build_operations(anew=anew)))
+        built.append(
+            _built("the operations for TensorFlow", lambda: building.build_operations(anew=anew))
+        )
     sys.exit(0 if all(built) else 1)
 
 
 def _built(what: str, build: Callable[[], Path]) -> bool:
     try:
-        click.echo(f"{what}: {build()}")
+        with output.status(what):
+            path = build()
+        click.echo(f"{what}: {path}")
     except building.BuildError as error:
         click.echo(f"{what} cannot be built: {error}", err=True)
         return False

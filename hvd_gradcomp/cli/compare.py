@@ -16,13 +16,16 @@ import click
 from hvd_gradcomp import validate
 from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.cli import options
+from hvd_gradcomp.cli import launching, options, output, style
+from hvd_gradcomp.cli.options import figure
+from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.description import brief
 
 LAST = 0.1  # of the steps, whose mean loss is shown
 
 
 @click.command("compare")
+@launching.with_ranks
 @click.argument("function", metavar="MODULE:FUNCTION")
 @options.with_methods
 @click.option("-s", "--steps", type=click.IntRange(2), default=100, show_default=True)
@@ -53,12 +56,13 @@ def command(
                 yield loss.item()
 
     \b
-        horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp compare train:train --steps 200
+        hvd-gradcomp compare -np 2 -H host1:1,host2:1 train:train --steps 200
 
     It is called once for each compressor, the first time with none, and has to seed what is random.
-    "loss" is the mean over ranks of the last tenth of the steps, "ms" the median step of the
-    slowest rank. Give -c with the settings that you mean: the defaults fit no training in
-    particular.
+    "loss" is the mean over ranks of the last tenth of the steps, "step" the median of the slowest
+    rank; "bytes" and "elements" are those of the gradients over those that were sent, "sent" what a
+    rank hands over in a step. Give -c with the settings that you mean: the defaults fit no training
+    in particular.
     """
     options.check_png(png_path)
     try:
@@ -67,23 +71,25 @@ def command(
         raise click.UsageError(str(error)) from error
     if not inspect.isgeneratorfunction(train):
         raise click.UsageError(f"{function} is no generator function: it has to yield, see --help")
+    compressors = [NoneCompressor(), *options.chosen(texts)]
     rows: list[dict[str, Any]] = []
     horovod: Any = None
-    for compressor in [NoneCompressor(), *options.chosen(texts)]:
+    for place, compressor in enumerate(compressors):
         run = train(compressor)
         source = _begun(run, compressor, horovod)
         if source is None and rows:
             continue
         horovod = _frontend(source)
-        row = _trained(run, source, horovod, compressor, steps)
+        first = horovod.rank() == 0
+        with Progress(steps, first) as progress:
+            progress.begin(f"{place + 1} of {len(compressors)}: {brief(compressor)}")
+            row = _trained(run, source, horovod, compressor, steps, progress)
         row["times_faster"] = (rows[0] if rows else row)["ms"] / row["ms"]
         rows.append(row)
-        if horovod.rank() == 0:
-            click.echo(f"  {row['way']}: loss {row['loss']:.4g}", err=True)
+        progress.say(f"{row['way']}: loss {row['loss']:.4g}")
     if horovod.rank() == 0:
-        click.echo(_table(rows))
         about = {"function": function, "steps": steps, "ranks": horovod.size()}
-        options.write_json(json_path, {**about, "rows": rows})
+        output.report(json_path, {**about, "rows": rows}, _table(rows))
         if png_path is not None:
             _draw(png_path, rows, f"{function}, {horovod.size()} ranks")
     horovod.shutdown()
@@ -117,7 +123,12 @@ def _begun(run: Iterator[Any], compressor: Compressor, horovod: Any) -> Any:
 
 
 def _trained(
-    run: Iterator[Any], source: Any, horovod: Any, compressor: Compressor, steps: int
+    run: Iterator[Any],
+    source: Any,
+    horovod: Any,
+    compressor: Compressor,
+    steps: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     """One run, from its first step on."""
     losses, seconds = [], []
@@ -131,6 +142,7 @@ def _trained(
                 f"{horovod.rank()}; --steps asks for {steps}"
             ) from None
         seconds.append(time.perf_counter() - start)
+        progress.end()
     try:
         found = horovod.compression_stats(source)
     except TypeError as error:
@@ -171,19 +183,28 @@ def _frontend(source: Any) -> Any:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ("way", "loss", "difference", "ms a step", "times faster", "elements", "bytes", "MB")
+    head = (
+        "way",
+        "loss",
+        "against\nnone",
+        "step\nms",
+        "faster",
+        "bytes",
+        "elem-\nents",
+        "sent,\nbytes",
+    )
     return options.table(
         head,
         [
             (
                 row["way"],
-                f"{row['loss']:.4f}",
-                f"{row['loss'] - rows[0]['loss']:+.4f}",
-                f"{row['ms']:.1f}",
-                f"{row['times_faster']:.2f}",
-                f"{row['element_ratio']:.1f}",
-                f"{row['ratio']:.1f}",
-                f"{row['bytes'] / 1e6:.3f}",
+                f"{row['loss']:.4g}",
+                f"{row['loss'] - rows[0]['loss']:+.2g}",
+                figure(row["ms"]),
+                figure(row["times_faster"]),
+                figure(row["ratio"]),
+                figure(row["element_ratio"]),
+                figure(row["bytes"]),
             )
             for row in rows
         ],
@@ -193,7 +214,10 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 def _draw(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     """The loss by steps."""
     with options.drawing(path, 9, 5) as axes:
-        for row in rows:
-            axes.plot(row["losses"], label=row["way"], linewidth=1)
+        for row, line in zip(rows, style.lines(len(rows))):
+            every = max(len(row["losses"]) // 8, 1)
+            axes.plot(
+                row["losses"], label=row["way"], linewidth=1, markevery=every, markersize=4, **line
+            )
         axes.set(xlabel="step", ylabel="loss, mean over ranks", title=title)
         axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

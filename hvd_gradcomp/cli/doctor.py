@@ -9,7 +9,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import ipaddress
-import json
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from pathlib import Path
 import click
 
 import hvd_gradcomp
+from hvd_gradcomp.cli import output
 from hvd_gradcomp.cli.inspection import Facts, inspect, run
 from hvd_gradcomp.cli.usercode import faults, sources
 from hvd_gradcomp.installation import HOROVOD, build, cure
@@ -100,7 +100,7 @@ _FRAMEWORKS = (
     show_default=True,
     help="For each import, and for each self-test. What takes longer hangs, and is ended.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of the findings.")
+@output.with_json
 def command(
     paths: Sequence[str],
     frameworks: Sequence[str],
@@ -109,7 +109,7 @@ def command(
     ssh_port: int,
     no_self_test: bool,
     timeout: float,
-    as_json: bool,
+    json_path: Path | None,
 ) -> None:
     """Does hvd_gradcomp run here? If not, what to do.
 
@@ -128,9 +128,8 @@ def command(
     Below a warning or a failure is what to do about it. The exit code is 0 if nothing fails, 1 if
     something does, 2 if the command line is wrong.
     """
-    findings = []
     chosen = [f for f in _FRAMEWORKS if not frameworks or f.name in frameworks]
-    for finding in _findings(
+    coming = _findings(
         chosen,
         demanded=bool(frameworks),
         backends=backends or ("gloo", "mpi"),
@@ -139,15 +138,23 @@ def command(
         paths=paths,
         self_test=not no_self_test,
         timeout=timeout,
-    ):
+    )
+    findings = []
+    shown = not output.is_screen(json_path)
+    while True:
+        with output.status("looking"):
+            finding = next(coming, None)
+        if finding is None:
+            break
         findings.append(finding)
-        if not as_json:
+        if shown:
             click.echo(_shown(finding))
     fails, warnings = (sum(f.mark == mark for f in findings) for mark in ("fail", "warn"))
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
-    else:
-        click.echo(f"\n{_count(fails, 'failure')}, {_count(warnings, 'warning')}")
+    output.report(
+        json_path,
+        [dataclasses.asdict(f) for f in findings],
+        f"\n{_count(fails, 'failure')}, {_count(warnings, 'warning')}",
+    )
     sys.exit(1 if fails else 0)
 
 

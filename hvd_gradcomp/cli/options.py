@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import math
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import click
-from tabulate import tabulate
 
 from hvd_gradcomp import (
     Compressor,
@@ -37,6 +38,11 @@ from hvd_gradcomp import (
     role,
     smaller,
 )
+from hvd_gradcomp.cli import style
+from hvd_gradcomp.cli.output import in_folder, with_json, writing
+
+WIDTH = 80  # columns of a terminal
+NAMES = 19  # of them for what a row is about
 
 _MAKERS: dict[str, Callable[..., Any]] = {  # beside the classes of compressors
     "after": after,
@@ -188,25 +194,10 @@ def with_model(command: Callable[..., Any]) -> Callable[..., Any]:
 def with_files(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--json` and `--png`."""
     kind = click.Path(dir_okay=False, path_type=Path)
-    path: dict[str, Any] = {"type": kind, "callback": _in_folder}
-    command = click.option("--json", "json_path", help="Write all figures here.", **path)(command)
-    return click.option("--png", "png_path", help="Draw them here.", **path)(command)
-
-
-def _in_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Before anything is measured, that it can be written."""
-    del ctx, parameter
-    if path is not None and not path.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.parent}: make it, or write elsewhere")
-    return path
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise click.ClickException(f"{path} cannot be written: {error}") from error
+    drawn = click.option(
+        "--png", "png_path", type=kind, callback=in_folder, help="Draw it here: png, svg or pdf."
+    )
+    return with_json(drawn(command))
 
 
 def check_png(path: Path | None) -> None:
@@ -227,17 +218,18 @@ def check_png(path: Path | None) -> None:
 
 @contextmanager
 def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Axes of so many inches, written to the file at the end."""
+    """Axes of so many inches, written to the file at the end; see `hvd_gradcomp.cli.style`."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-    yield axes
-    with _written(path):
-        figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with pyplot.rc_context(style.SETTINGS):
+        figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+        yield axes
+        with writing(path):
+            figure.savefig(path)
+        pyplot.close(figure)
 
 
 def started() -> Any:
@@ -262,24 +254,58 @@ def started() -> Any:
     return horovod
 
 
-def write_json(path: Path | None, content: Any) -> None:
-    """To a file; nowhere without a path."""
-    if path is not None:
-        text = json.dumps(_known(content), indent=1, allow_nan=False)
-        with _written(path):
-            path.write_text(f"{text}\n", encoding="utf-8")
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Names to the left, in lines of `NAMES`; figures to the right. For `WIDTH` columns.
+
+    >>> print(table(["way", "ms"], [["DGC()", "1.23"], ["GradiVeQ(ratio=8, bits=4)", "4"]]))
+    way                  ms
+    -----------------  ----
+    DGC()              1.23
+    GradiVeQ(ratio=8,     4
+    bits=4)
+    """
+    cells = [[cell.split("\n") for cell in (_narrow(name), *rest)] for name, *rest in rows]
+    top = [cell.split("\n") for cell in head]
+    deep = max(map(len, top))
+    top = [[""] * (deep - len(cell)) + cell for cell in top]
+    widths = [max(map(len, chain.from_iterable(column))) for column in zip(top, *cells)]
+
+    def lines(row: Sequence[Sequence[str]]) -> Iterator[str]:
+        for name, *rest in zip_longest(*row, fillvalue=""):
+            right = (text.rjust(width) for text, width in zip(rest, widths[1:]))
+            yield "  ".join((name.ljust(widths[0]), *right)).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([*lines(top), rule, *chain.from_iterable(map(lines, cells))])
 
 
-def _known(content: Any) -> Any:
-    """With null for what is infinite or no number, which JSON does not have."""
-    if isinstance(content, dict):
-        return {key: _known(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_known(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+def _narrow(name: str) -> str:
+    """In lines, broken behind brackets, commas and equals signs where it can be."""
+    lines = [""]
+    for piece in re.findall(r"[^(=, ]+[(=, ]*", name):
+        if lines[-1] and len(f"{lines[-1]}{piece}".rstrip()) > NAMES:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, NAMES))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Text to the left, figures to the right."""
-    alike = ("left", *["right"] * (len(head) - 1))
-    return str(tabulate(list(rows), head, colalign=alike, disable_numparse=True))
+def figure(value: float) -> str:
+    """Three digits, in five columns.
+
+    >>> [figure(x) for x in (0.0, 0.0123, 1.234, 12.34, 9579.0, 12345.6, 123456.0, 1234567.0)]
+    ['0.00', '0.01', '1.23', '12.3', '9579', '12.3k', '123k', '1.23M']
+    """
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(0.9995 * size, 9_999.5) and math.isfinite(value):
+            return f"{figure(value / size)}{unit}"
+    return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
+
+
+def wrapped(text: str) -> str:
+    """For `WIDTH` columns."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def between(low: float, high: float) -> str:
+    """From where to where; one figure where both read alike."""
+    return figure(low) if figure(low) == figure(high) else f"{figure(low)}-{figure(high)}"

@@ -25,12 +25,14 @@ from hvd_gradcomp.algorithms.lgc import LGCCompressor
 from hvd_gradcomp.collectives import Allgather, Allreduce, Collective, Gather, goes_as_sum
 from hvd_gradcomp.cost import KINDS, Link, volume
 from hvd_gradcomp.cost import Bucket as Cost
+from hvd_gradcomp.description import brief
 from hvd_gradcomp.engine.dispatch import Sent
 from hvd_gradcomp.models import Model, ModelError, shapes
 from hvd_gradcomp.protocols.carrying import Corrects
 from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.buckets import Bucket
 from hvd_gradcomp.torch.engine import TITLES, Engine
+from hvd_gradcomp.worth import idle
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
 
@@ -271,7 +273,8 @@ def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_
     A momentum that it would take over from the optimizer is 0.9: there is no optimizer here.
 
     Raises:
-        UnmeasurableError: on all ranks, if the compressor does not take these layers.
+        UnmeasurableError: on all ranks, if the compressor does not take these layers, or would
+            send all of them dense.
     """
     if isinstance(compressor, Corrects) and (compressor.correction or (0.0,))[0] is None:
         compressor = compressor.corrected(0.9, False)
@@ -287,6 +290,8 @@ def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_
         )
     except ValueError as error:
         raise UnmeasurableError(str(error)) from error
+    if idle(compressor, [(bucket.compressor, bucket.layout) for bucket in engine.buckets]):
+        raise UnmeasurableError(f"{brief(compressor)}: it would compress none of these layers")
     if isinstance(compressor, (GradiVeQCompressor, LGCCompressor)):
         engine.steps = learned.STEP  # what counts is the compressed phase
         for bucket in engine.buckets:

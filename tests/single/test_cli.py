@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from click import ClickException
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hvd_gradcomp
 from hvd_gradcomp import NoneCompressor, StromCompressor, models
-from hvd_gradcomp.cli import COMMANDS, main, options
+from hvd_gradcomp.cli import COMMANDS, advised, bench, compare, launching, main, options, output
+from hvd_gradcomp.description import brief
 from tests.methods import CLASSES, EVERY
 
 
@@ -63,6 +68,8 @@ def test_every_command_explains_itself(command):
         (("advise", "--bandwidth", "0"), "0"),
         (("compare", "json:dumps"), "no generator function"),
         (("compare", "train"), "module:function"),
+        (("bench", "-H", "localhost:2"), "say with -np how many"),
+        (("advise", "-r", "4"), "4 is not in the range"),
     ],
 )
 def test_bad_input_is_named(arguments, words, tmp_path, monkeypatch):
@@ -87,9 +94,46 @@ def test_a_compressor_is_written_as_in_python(text):
     assert options.chosen([text]) == [eval(text, vars(hvd_gradcomp))]
 
 
+figures = st.floats(1e-3, 1e6)
+
+
+@given(st.lists(figures, min_size=9, max_size=9), st.sampled_from([*options.usual().values()]))
+def test_tables_fit_a_terminal(drawn, compressor):
+    low, middle, high, *_ = sorted(drawn)
+    step = {"way": brief(compressor), "ms": middle, "min": low, "max": high, "bytes": high}
+    ratios = dict(zip(("element_ratio", "byte_ratio", "ratio", "times_faster"), drawn))
+    rest = dict(zip(("encode", "collective", "decode", "loss"), drawn[4:]))
+    row = {**step, **ratios, **rest, "ms": middle + 1e-3}
+    advice = {
+        **row,
+        "predicted_ms": middle,
+        "exchange_span_ms": (low, middle, high),
+        "step_ms": middle,
+        "faster": (low, middle, high),
+        "pays_below": high,
+        "hosts": dict.fromkeys(advised.HOSTS, high),
+    }
+    for text in (
+        bench.table([row]),
+        compare._table([row]),
+        advised.table([advice], measured=True),
+        advised.hosts([advice]),
+    ):
+        assert max(map(len, text.splitlines())) <= options.WIDTH, text
+
+
+def test_what_a_launcher_says_is_held_back_unless_it_fails(capsys):
+    lines = ["[0]<stdout>:mine", "[1]<stdout>:same", "[1,0]<stderr>:and over MPI", "launcher's"]
+    program = f"import sys; print(*{lines}, sep=chr(10)); sys.exit(%d)"
+    assert launching.run([sys.executable, "-c", program % 0]) == 0
+    assert capsys.readouterr() == ("mine\nand over MPI\n", "")
+    assert launching.run([sys.executable, "-c", program % 3]) == 3
+    assert capsys.readouterr() == ("mine\nand over MPI\n", "[1] same\n")
+
+
 def test_what_cannot_be_written_in_the_end_is_a_plain_error(tmp_path):
     with pytest.raises(ClickException, match=r"cannot be written: .*directory"):
-        options.write_json(tmp_path, {})
+        output.report(tmp_path, {})
     with pytest.raises(ClickException, match=r"cannot be written: .*directory"):
         (tmp_path / "x.png").mkdir()
         with options.drawing(tmp_path / "x.png", 1, 1):

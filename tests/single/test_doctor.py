@@ -28,7 +28,7 @@ real = pytest.mark.skipif(STANDS_IN, reason="needs Horovod")
 
 def diagnose(*options, python=sys.executable, path=(), under=(), code=1):
     """What the doctor finds there, by what was looked at; it has to end with this code."""
-    command = [*under, str(python), "-m", "hvd_gradcomp", "doctor", "--no-self-test", "--json"]
+    command = [*under, str(python), "-m", "hvd_gradcomp", "doctor", "--no-self-test", "--json", "-"]
     done = subprocess.run(
         [*command, *options],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},

@@ -33,6 +33,7 @@ LAYERS = [
         "names.py",
         "registry.py",
         "cost.py",
+        "advice.py",
     },
     {"ops/building.py", "ops/composites.py", "ops/native.py", "ops/rules.py"},
     {"ops/__init__.py"},
@@ -99,8 +100,9 @@ LAYERS = [
     {"configuration.py", "description.py", "worth.py"},
     {"__init__.py", "handshake.py", "installation.py", "probe.py", "testing.py"},
     {"cli/__init__.py"},
-    {"cli/options.py", "cli/inspection.py", "cli/selftest.py", "cli/usercode.py"},
-    {"cli/doctor.py", "cli/build.py", "cli/build_horovod.py", "cli/bench.py"},
+    {"cli/inspection.py", "cli/launching.py", "cli/output.py", "cli/selftest.py", "cli/style.py"},
+    {"cli/options.py", "cli/progress.py", "cli/usercode.py"},
+    {"cli/advised.py", "cli/doctor.py", "cli/build.py", "cli/build_horovod.py", "cli/bench.py"},
     {"cli/advise.py", "cli/compare.py"},
     {"__main__.py"},
 ]
@@ -147,7 +149,7 @@ def test_only_frontends_import_frameworks(module):
     elif module in TENSORFLOW:
         allowed = {"tensorflow"}
     elif module.startswith("cli/"):
-        allowed = {"click", "tabulate"}
+        allowed = {"click", "rich", "tabulate"}
     elif module.startswith("torch/"):
         allowed = {"torch", "horovod"}
         if module == "torch/handout.py":

@@ -129,7 +129,7 @@ def test_requires_little_outside_the_extras(wheel: Path) -> None:
     metadata = _metadata(wheel)
     requirements = metadata.get_all("Requires-Dist") or []
     always = [r for r in requirements if "extra ==" not in r]
-    assert always == ["click>=8.1", "safetensors", "tabulate"]
+    assert always == ["click>=8.1", "rich", "safetensors", "tabulate"]
     assert {"torch", "tensorflow", "test", "examples"} <= set(metadata.get_all("Provides-Extra"))
     # Horovod as released does not build against today's frameworks, so pip must not try.
     assert [r for r in requirements if r.startswith("horovod")] == []

@@ -26,6 +26,15 @@ def factory() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return model, loss
 
 
+def broken() -> nn.Module:
+    raise KeyError("no such data")
+
+
+def small() -> nn.Module:
+    """Without a convolution."""
+    return nn.Linear(64, 64)
+
+
 def train(compression: Any) -> Iterator[Any]:
     hvd.init()
     model, loss = factory()

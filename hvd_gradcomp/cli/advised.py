@@ -1,0 +1,148 @@
+"""What `hvd-gradcomp advise` shows of its advice: two tables, a sentence, a figure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_gradcomp import advice
+from hvd_gradcomp.advice import Verdict
+from hvd_gradcomp.cli import options, style
+from hvd_gradcomp.cli.options import between, figure
+
+HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def text(advised: dict[str, Any], verdict: Verdict) -> str:
+    """All that is printed; `advised` is what JSON gets."""
+    rows, measured = advised["rows"], advised["median_error"] is not None
+    parts = [
+        f"link: {_rate(advised['bandwidth'])} at {advised['link']['ranks']} ranks; forward: "
+        f"{advised['forward_ms']:.0f} ms, backward: {advised['backward_ms']:.0f} ms"
+        + ("" if advised["backward_ms"] else " (no loss: a step is an exchange)")
+    ]
+    if advised["probes"]:
+        found = advised["probes"]
+        probes = (
+            "gradients, by probes: {entropy:.1f} bits an element; would send: Variance "
+            "{density_variance:.2%}, EGC {density_egc:.2%}, DGC {density_dgc:.2%}".format(**found)
+        )
+        if found["mutual_information"] is not None:
+            probes += "; two ranks share {mutual_information:.1f} bits".format(**found)
+        parts.append(options.wrapped(probes))
+    parts.append(table(rows, measured))
+    parts.append(hosts(rows[1:]))
+    if measured:
+        parts.append(f"median error of the model: {advised['median_error']:.0%}")
+    parts.append(options.wrapped(said(verdict, rows[0], advised["bandwidth"])))
+    return "\n\n".join(parts)
+
+
+def table(rows: Sequence[dict[str, Any]], measured: bool) -> str:
+    """What each way takes, the dense one first."""
+    head = ["way", "elem-\nents", "bytes", "model\nms"]
+    head += ["took\nms"] if measured else []
+    head += ["step\nms", "faster", "pays\nbelow"]
+
+    def cells(row: dict[str, Any]) -> tuple[str, ...]:
+        low, _, high = row["exchange_span_ms"]
+        least, _, most = row["faster"]
+        below = row["pays_below"]
+        return (
+            row["way"],
+            figure(row["element_ratio"]) if row["element_ratio"] else "none",
+            figure(row["byte_ratio"]),
+            figure(row["predicted_ms"]),
+            *((between(low, high),) if measured else ()),
+            figure(row["step_ms"]),
+            between(least, most),
+            "" if below is None else _rate(below).replace("b/s", "").replace(" ", ""),
+        )
+
+    return options.table(head, map(cells, rows))
+
+
+def hosts(rows: Sequence[dict[str, Any]]) -> str:
+    """By numbers of hosts, in four columns each."""
+
+    def cell(times: float) -> str:
+        if times > 999:
+            return ">999"
+        return f"{times:.0f}" if times >= 9.995 else f"{times:.2f}"
+
+    head = ("faster on hosts:", *map(str, HOSTS))
+    return options.table(
+        head, [(row["way"], *(cell(row["hosts"][n]) for n in HOSTS)) for row in rows]
+    )
+
+
+def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float) -> str:
+    """The sentence at the end."""
+    best = verdict.best
+    plain = _span(dense["step_span_ms"], "ms")
+    if best is None:
+        return "Use none: there is no compressor to compare with."
+    step = _span([1e3 * x for x in best.step], "ms")
+    if verdict.answer == "none":
+        return (
+            f"Use none: a step takes {plain} without compression, and no compressor can save a "
+            f"tenth of that (the fastest: {_written(best.name)}, {step})."
+        )
+    if verdict.answer == "use":
+        low, _, high = best.pays_below
+        pays = f"It pays on links slower than {_rate(low)}"
+        pays = "It pays on any link" if math.isinf(low) else pays
+        if high > 1.05 * low:
+            pays += ", perhaps on any" if math.isinf(high) else f", perhaps up to {_rate(high)}"
+        return (
+            f"Use {_written(best.name)}: a step takes {step} instead of {plain}. {pays}; this one "
+            f"has {_rate(bandwidth)}. Whether accuracy holds: hvd-gradcomp compare."
+        )
+    return (
+        f"Cannot say: with {_written(best.name)} a step takes {step}, without compression {plain}; "
+        "the difference may be a tenth of it or more, and may be none. Take more rounds "
+        f"(--rounds {4 * advice.ROUNDS}) while nothing else runs here, or try it: "
+        "hvd-gradcomp compare."
+    )
+
+
+def _span(values: Sequence[float], unit: str) -> str:
+    low, _, high = values
+    return f"{between(low, high).replace('-', ' to ')} {unit}"
+
+
+def _written(way: str) -> str:
+    """As in Python."""
+    return re.sub(r"\b([A-Z]\w*)\(", r"\1Compressor(", way)
+
+
+def _rate(bits_per_second: float) -> str:
+    """In the unit that suits it."""
+    if bits_per_second == 0:
+        return "never"
+    if math.isinf(bits_per_second):
+        return "any"
+    for unit, size in (("Gb/s", 1e9), ("Mb/s", 1e6)):
+        if bits_per_second >= size:
+            return f"{bits_per_second / size:.3g} {unit}"
+    return f"{bits_per_second / 1e3:.3g} kb/s"
+
+
+def draw(path: Path, advised: dict[str, Any]) -> None:
+    """Times faster by hosts, a line for each way."""
+    rows = advised["rows"][1:]
+    with options.drawing(path, 9, 5) as axes:
+        for row, line in zip(rows, style.lines(len(rows))):
+            axes.plot(
+                HOSTS, [row["hosts"][n] for n in HOSTS], markersize=4, label=row["way"], **line
+            )
+        axes.axhline(1, color=style.INK, linewidth=1)
+        axes.set(
+            xscale="log", yscale="log", xlabel="hosts", ylabel="times faster than dense, a step"
+        )
+        axes.set_xticks(HOSTS, [str(hosts) for hosts in HOSTS])
+        axes.set_title(f"{advised['model']} at {_rate(advised['bandwidth'])}, predicted")
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

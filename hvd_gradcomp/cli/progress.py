@@ -1,0 +1,71 @@
+"""How far a command is."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import rich.progress
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TimeElapsedColumn
+
+from hvd_gradcomp.cli.launching import TERMINAL
+
+EVERY = 10.0  # seconds between lines that say it
+
+
+class Progress:
+    """How far a command is, on the standard error of rank 0: a bar, or lines where that is a file.
+
+    Args:
+        total: how many parts there are.
+        shown: whether this is the rank that says it.
+    """
+
+    def __init__(self, total: int, shown: bool = True) -> None:
+        columns = os.environ.get(TERMINAL)  # the launcher's, which is not seen from here
+        self._console = Console(
+            stderr=True,
+            quiet=not shown,
+            highlight=False,
+            emoji=False,
+            force_terminal=True if columns else None,
+            width=int(columns) - 1 if columns else None,
+        )
+        self._total, self._done, self._said, self._what = total, 0, time.monotonic(), ""
+        columns_ = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn())
+        self._bar = rich.progress.Progress(
+            *columns_, TimeElapsedColumn(), console=self._console, transient=True
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def begin(self, what: str) -> None:
+        """The next part."""
+        self._what = what
+        self._bar.update(self._task, description=what)
+        self._line()
+
+    def end(self, amount: int = 1) -> None:
+        """That so many parts are done."""
+        self._done += amount
+        self._bar.advance(self._task, amount)
+        if time.monotonic() - self._said > EVERY:
+            self._line()
+
+    def _line(self) -> None:
+        self._said = time.monotonic()
+        if not self._console.is_terminal:
+            self.say(f"  {self._done}/{self._total}  {self._what}")

@@ -1,0 +1,143 @@
+"""What `advise` says, over all that can be measured: laws, and the case that it got wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_gradcomp.advice import ERROR, WORTH, Case, decide, estimate, exchange_of, median, step_of
+
+seconds = st.floats(1e-4, 10)
+rounds = st.one_of(st.just([]), st.lists(seconds, min_size=5, max_size=12))
+HERE = 1e9
+
+
+@st.composite
+def cases(draw, compute, backward, name="way"):
+    """Steps that take so long on any link, and so many bits over it."""
+    work, bits = draw(st.floats(0, 5)), draw(st.floats(1e3, 1e10))
+    predicted = work + bits / HERE
+    hidden = draw(st.floats(0, 1)) * min(predicted, backward)
+    return Case(
+        name,
+        predicted,
+        hidden,
+        draw(rounds),
+        lambda b: compute + work + bits / b - hidden,
+        compute,
+        backward,
+    )
+
+
+@st.composite
+def worlds(draw):
+    backward = draw(st.floats(0, 5))
+    compute = backward + draw(st.floats(0, 5))
+    dense = draw(cases(compute, backward, "dense"))
+    return dense, draw(st.lists(cases(compute, backward), min_size=1, max_size=5))
+
+
+@given(worlds())
+def test_never_within_its_error_nor_against_its_own_break_even(world):
+    dense, ways = world
+    found = [estimate(way, dense, HERE) for way in ways]
+    answer, best = decide(found, HERE)
+    if answer == "use":
+        assert step_of(dense).low * WORTH >= best.step.high > 0
+        assert best.pays_below.low > HERE
+    elif answer == "none":
+        assert all(way.step.low >= WORTH * step_of(dense).high * (1 - 1e-9) for way in found)
+    else:
+        assert best.faster.low * WORTH < 1 or best.pays_below.low <= HERE
+        assert best.faster.high * WORTH > 1
+
+
+@given(worlds(), st.floats(0.01, 100))
+def test_what_was_measured_beats_what_was_predicted(world, wrong):
+    """A prediction that is wrong by any factor changes nothing where an exchange was measured."""
+    dense, ways = world
+    for way in (dense, *ways):
+        if way.measured:
+            other = way._replace(predicted=wrong * way.predicted)
+            assert exchange_of(other) == exchange_of(way) and step_of(other) == step_of(way)
+
+
+@given(worlds())
+def test_what_was_slower_in_every_round_is_not_recommended(world):
+    dense, ways = world
+    slower = [
+        way._replace(hidden=0.0)
+        for way in ways
+        if way.measured and dense.measured and min(way.measured) > max(dense.measured)
+    ]
+    answer, _ = decide([estimate(way, dense, HERE) for way in slower], HERE)
+    assert answer != "use"
+
+
+@given(worlds())
+def test_spans_are_in_order_and_agree_with_each_other(world):
+    dense, ways = world
+    for way in ways:
+        found = estimate(way, dense, HERE)
+        for span in (found.exchange, found.step, found.faster, found.pays_below):
+            assert span.low <= span.middle <= span.high
+        assert found.step.low >= way.compute * (1 - 1e-9)
+        for gain, below in zip(found.faster, found.pays_below):
+            if abs(gain - 1) > 1e-6 and 0 < below < math.inf and below != pytest.approx(HERE):
+                falls = dense.step_at(HERE / 2) > dense.step_at(HERE)
+                steeper = dense.step_at(HERE / 2) - dense.step_at(HERE) > (
+                    way.step_at(HERE / 2) - way.step_at(HERE)
+                )
+                if falls and steeper:
+                    assert (gain > 1) == (below > HERE)
+
+
+@given(st.lists(seconds, min_size=5, max_size=40), seconds)
+def test_the_span_of_a_median_follows_its_rounds(samples, more):
+    low, middle, high = median(samples)
+    assert min(samples) <= low <= middle <= high <= max(samples)
+    assert median([more * x for x in samples]) == pytest.approx(
+        (more * low, more * middle, more * high)
+    )
+
+
+@pytest.mark.parametrize(("n", "cut"), [(5, 0), (7, 0), (8, 1), (11, 2), (20, 5)])
+def test_the_span_of_a_median_holds_it_nine_times_of_ten(n, cut):
+    assert median([float(x) for x in range(n)])[::2] == (cut, n - 1 - cut)
+    outside = 2 * sum(math.comb(n, k) for k in range(cut + 1)) / 2**n
+    assert outside <= 0.1 < outside + 2 * math.comb(n, cut + 1) / 2**n
+
+
+def test_few_rounds_say_nothing():
+    with pytest.raises(ValueError, match="take 5 or more"):
+        median([1.0, 2.0])
+
+
+def test_a_machine_that_is_noisy_is_told_that_it_cannot_be_said():
+    """QSGD: predicted to pay, measured to be five times slower than predicted, on a fast link."""
+
+    def case(name, predicted, measured, bits):
+        at = lambda b: predicted + bits / b - bits / HERE  # noqa: E731
+        return Case(name, predicted, 0.0, measured, at)
+
+    dense = case("dense", 0.10, [0.08, 0.1, 0.12, 0.2, 0.4], 8e7)
+    qsgd = case("qsgd", 0.02, [0.05, 0.09, 0.1, 0.11, 0.3], 1e7)
+    found = estimate(qsgd, dense, HERE)
+    assert decide([found], HERE).answer == "cannot say"
+    unmeasured = [c._replace(measured=[]) for c in (dense, qsgd)]
+    assert decide([estimate(unmeasured[1], unmeasured[0], HERE)], HERE).answer == "use"
+    slow = qsgd._replace(measured=[2.0] * 5)
+    assert decide([estimate(slow, dense, HERE)], HERE).answer == "none"
+
+
+def test_without_a_measurement_the_error_of_the_model_counts():
+    dense = Case("dense", 1.0, 0.0, [], lambda b: 1e9 / b)
+    near = Case("near", 0.6, 0.0, [], lambda b: 0.6e9 / b)
+    far = Case("far", 0.2, 0.0, [], lambda b: 0.2e9 / b)
+    assert (1 - ERROR) / (1 + ERROR) < 0.6
+    assert decide([estimate(near, dense, HERE)], HERE).answer == "cannot say"
+    assert decide([estimate(c, dense, HERE) for c in (near, far)], HERE).best.name == "far"
+    assert decide([], HERE).answer == "none"
