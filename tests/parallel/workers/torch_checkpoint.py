@@ -15,7 +15,16 @@ from torch import nn
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.protocols import carrying
 from hvd_gradcomp.torch import files
-from tests.methods import DGC_WARMED_UP, EGC, EVERY, GRADIVEQ_BY_LOSS, LEARNED, LGC_SERVER, VARIANCE
+from tests.methods import (
+    DGC_WARMED_UP,
+    EGC,
+    EVERY,
+    GRADIVEQ_BY_LOSS,
+    LEARNED,
+    LGC_SERVER,
+    OUTSIDE,
+    VARIANCE,
+)
 from tests.parallel.workers.results import digest, errors_of, flipped, forged, write
 
 
@@ -244,7 +253,7 @@ def main(folder: str, what: str, steps: str) -> None:
             int(steps),
         )
     else:
-        methods = EVERY + LEARNED if int(steps) >= 200 else EVERY
+        methods = EVERY + OUTSIDE + (LEARNED if int(steps) >= 200 else [])
         pairs = {
             repr(c): stopped(c, int(steps), here / f"stopped-{place}")
             for place, c in enumerate(methods)
