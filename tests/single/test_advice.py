@@ -8,7 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_gradcomp.advice import ERROR, WORTH, Case, decide, estimate, exchange_of, median, step_of
+from hvd_gradcomp.advice import (
+    ERROR,
+    WORTH,
+    Case,
+    Estimate,
+    Span,
+    Verdict,
+    decide,
+    estimate,
+    exchange_of,
+    median,
+    step_of,
+)
+from hvd_gradcomp.cli import advised
 
 seconds = st.floats(1e-4, 10)
 rounds = st.one_of(st.just([]), st.lists(seconds, min_size=5, max_size=12))
@@ -141,3 +154,21 @@ def test_without_a_measurement_the_error_of_the_model_counts():
     assert decide([estimate(near, dense, HERE)], HERE).answer == "cannot say"
     assert decide([estimate(c, dense, HERE) for c in (near, far)], HERE).best.name == "far"
     assert decide([], HERE).answer == "none"
+
+
+@pytest.mark.parametrize(
+    ("answer", "below", "words"),
+    [
+        ("use", (2e9, 3e9, 4e9), "pays on links slower than 2 Gb/s, perhaps up to 4 Gb/s; this"),
+        ("use", (2e9, math.inf, math.inf), "slower than 2 Gb/s, perhaps on any; this one has 1"),
+        ("use", (math.inf,) * 3, "Use QSGDCompressor(bits=8): a step takes 10.0 to 30.0 ms"),
+        ("none", (0.0, 0.0, 0.0), "Use none: a step takes 50.0 to 70.0 ms without compression"),
+        ("cannot say", (0.0, 1e9, 2e9), "Cannot say: with QSGDCompressor(bits=8) a step takes 10"),
+    ],
+)
+def test_the_sentence_at_the_end(answer, below, words):
+    step = Span(0.01, 0.02, 0.03)
+    best = Estimate("QSGD(bits=8)", step, step, Span(1.6, 3.0, 7.0), Span(*below))
+    dense = {"step_span_ms": [50.0, 60.0, 70.0]}
+    assert words in advised.said(Verdict(answer, best), dense, HERE)
+    assert "nothing" not in advised.said(Verdict("none", None), dense, HERE)
