@@ -36,8 +36,8 @@ import hvd_gradcomp
 from benchmarks.points import DENSE, PYTORCH, SETTLE, TAPE, Noise
 from hvd_gradcomp import Compressor, NoneCompressor
 from hvd_gradcomp.codecs.words import WordCompressor
-from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.measure import CompressedExchange, DenseExchange, Exchange, Layers
+from hvd_gradcomp.watching.stats import CompressionStats
 
 
 class Feed:

@@ -44,7 +44,7 @@ from rich.table import Table
 from benchmarks.rig import Hosts, HostsError, JobError, bits_per_second
 from hvd_gradcomp.cli import style
 from hvd_gradcomp.cli.options import chosen, usual
-from hvd_gradcomp.description import brief
+from hvd_gradcomp.planning.description import brief
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -21,8 +21,8 @@ import torch
 
 from hvd_gradcomp import DGCCompressor, SparseGDCompressor
 from hvd_gradcomp.cli import bench
-from hvd_gradcomp.description import brief
-from hvd_gradcomp.models import load
+from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.planning.models import load
 from hvd_gradcomp.torch.measure import (
     CompressedExchange,
     DenseExchange,

@@ -25,9 +25,9 @@ from torch import nn
 from examples import digits
 from examples.pytorch.learned import network
 from hvd_gradcomp import GradiVeQCompressor
-from hvd_gradcomp.aggregator import Context
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 
 RANKS = 2

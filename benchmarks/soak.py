@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hvd_gradcomp
-from hvd_gradcomp.description import brief
+from hvd_gradcomp.planning.description import brief
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -41,10 +41,10 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.cli import style
 from hvd_gradcomp.codecs.pca import components
-from hvd_gradcomp.collectives import Allreduce
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.protocols.reporting import report
+from hvd_gradcomp.foundation.collectives import Allreduce
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols.reporting import report
 from hvd_gradcomp.testing import World
 
 OPS = TorchOps()

@@ -6,7 +6,6 @@
 This module imports no framework: the compressors are descriptions, the frontends run them.
 """
 
-from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
 from hvd_gradcomp.algorithms.dgc import DGCCompressor
 from hvd_gradcomp.algorithms.egc import EGCCompressor
@@ -21,12 +20,12 @@ from hvd_gradcomp.algorithms.sparse_gd import SparseGDCompressor
 from hvd_gradcomp.algorithms.strom import StromCompressor
 from hvd_gradcomp.algorithms.terngrad import TernGradCompressor
 from hvd_gradcomp.algorithms.variance import VarianceCompressor
-from hvd_gradcomp.assignment import partition, role, smaller
+from hvd_gradcomp.algorithms.wrappers import after
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.foundation.version import __version__
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from hvd_gradcomp.reports import JSONLines, TensorBoard
-from hvd_gradcomp.wrappers import after
-
-__version__ = "0.1.0"
+from hvd_gradcomp.planning.assignment import partition, role, smaller
+from hvd_gradcomp.watching.reports import JSONLines, TensorBoard
 
 __all__ = [
     "Compressor",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.collectives import (
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.foundation.collectives import (
     SUMMED_BYTES,
     Allgather,
     Allreduce,

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from hvd_gradcomp import Compressor, exchanges, validate
-from hvd_gradcomp.collectives import Allreduce
+from hvd_gradcomp import Compressor
+from hvd_gradcomp.core import exchanges
+from hvd_gradcomp.core.protocols.reporting import Report
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.collectives import Allreduce
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.protocols.reporting import Report
 
 
 class Kept(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.codecs.linear import LinearCompressor
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 

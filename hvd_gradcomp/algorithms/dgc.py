@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Context, Program, State
 from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.codecs.sums import sum_of_layers
-from hvd_gradcomp.collectives import Switch
+from hvd_gradcomp.core.aggregator import Context, Program, State
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.collectives import Switch
 from hvd_gradcomp.ops import Ops, Tensor
 
 

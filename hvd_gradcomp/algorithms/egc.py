@@ -7,13 +7,13 @@ from functools import lru_cache
 from math import log2
 from typing import Any, NamedTuple
 
-from hvd_gradcomp import validate
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.codecs.sparse import Memory
-from hvd_gradcomp.ladder import Ladder, LadderState
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.ladder import Ladder, LadderState
+from hvd_gradcomp.core.protocols.reporting import Report
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.protocols.reporting import Report
 
 
 class EGCState(NamedTuple):

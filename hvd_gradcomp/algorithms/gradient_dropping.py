@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_gradcomp import validate
 from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
 from hvd_gradcomp.codecs.largest import count_of
+from hvd_gradcomp.foundation import validate
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Context, Program
-from hvd_gradcomp.bands import Bands
 from hvd_gradcomp.codecs.quantized import EXCHANGES, Into, Payload, QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import Context, Program
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hvd_gradcomp import validate
-from hvd_gradcomp.bands import Bands
 from hvd_gradcomp.codecs.quantized import EXCHANGES, LevelsCompressor, rows_of_length
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.ops import Ops, Tensor
 
 

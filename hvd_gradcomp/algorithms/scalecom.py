@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_gradcomp import exchanges, validate, wire
-from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
-from hvd_gradcomp.codecs.largest import Scope, count_of
-from hvd_gradcomp.codecs.selection import layer_of
+from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.cost import volume
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core import exchanges, wire
+from hvd_gradcomp.core.aggregator import Context, Program
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.cost import volume
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.rules import Form
+from hvd_gradcomp.ops.scope import Scope, layer_of
 
 
 class ScaleComState(NamedTuple):

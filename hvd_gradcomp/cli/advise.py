@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hvd_gradcomp import advice
-from hvd_gradcomp.advice import Case, Verdict
-from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.cli import advised, launching, options, output
 from hvd_gradcomp.cli.advised import HOSTS
 from hvd_gradcomp.cli.bench import DENSE, about, settle_rounds
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.cost import Bucket, Dense, Link, Way
-from hvd_gradcomp.description import brief
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.foundation.cost import Bucket, Dense, Link, Way
+from hvd_gradcomp.planning import advice
+from hvd_gradcomp.planning.advice import Case, Verdict
+from hvd_gradcomp.planning.description import brief
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.models import Model
+    from hvd_gradcomp.planning.models import Model
     from hvd_gradcomp.torch.measure import Backward, Gradients
 
 ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among others
@@ -106,7 +106,7 @@ def command(
     """
     options.check_png(png_path)
     horovod = options.started()
-    from hvd_gradcomp.models import ModelError, load
+    from hvd_gradcomp.planning.models import ModelError, load
     from hvd_gradcomp.torch.engine import gather_objects
     from hvd_gradcomp.torch.measure import (
         Backward,

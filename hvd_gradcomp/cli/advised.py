@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_gradcomp import advice
-from hvd_gradcomp.advice import Verdict
 from hvd_gradcomp.cli import options, style
 from hvd_gradcomp.cli.options import between, figure
+from hvd_gradcomp.planning import advice
+from hvd_gradcomp.planning.advice import Verdict
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

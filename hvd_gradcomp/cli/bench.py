@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.codecs.words import WordCompressor
-from hvd_gradcomp.description import brief
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.planning.description import brief
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.measure import Row
@@ -64,7 +64,7 @@ def command(
     """
     options.check_png(png_path)
     horovod = options.started()
-    from hvd_gradcomp.models import ModelError, load
+    from hvd_gradcomp.planning.models import ModelError, load
     from hvd_gradcomp.torch.measure import (
         CompressedExchange,
         DenseExchange,

@@ -13,13 +13,13 @@ from typing import Any
 
 import click
 
-from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.description import brief
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.planning.description import brief
 
 LAST = 0.1  # of the steps, whose mean loss is shown
 
@@ -164,7 +164,7 @@ def _trained(
 
 
 def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
-    """Everybody's item; see `hvd_gradcomp.messages`."""
+    """Everybody's item; see `hvd_gradcomp.engine.messages`."""
     engine = importlib.import_module(f"{horovod.__name__}.engine")
     found = engine.gather_objects(item, kind, "gradcomp.compare", horovod.global_process_set)
     return list(found)

@@ -27,7 +27,7 @@ import hvd_gradcomp
 from hvd_gradcomp.cli import output
 from hvd_gradcomp.cli.inspection import Facts, inspect, run
 from hvd_gradcomp.cli.usercode import faults, sources
-from hvd_gradcomp.installation import HOROVOD, build, cure
+from hvd_gradcomp.foundation.installation import HOROVOD, build, cure
 from hvd_gradcomp.ops import building, native
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import hvd_gradcomp
-from hvd_gradcomp.protocols.stock import Refuses
+from hvd_gradcomp.core.protocols.stock import Refuses
 
 _KERAS = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
 _OPTIMIZER = "DistributedOptimizer"

@@ -26,15 +26,16 @@ from itertools import takewhile
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
-from hvd_gradcomp import wire
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
-from hvd_gradcomp.codecs.selection import Indexed, Masked, Selection, layer_of
+from hvd_gradcomp.codecs.selection import Indexed, Masked, Selection
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor
-from hvd_gradcomp.cost import most_gathered
-from hvd_gradcomp.ladder import Ladder, LadderState, Rung
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.ladder import Ladder, LadderState
+from hvd_gradcomp.foundation.cost import most_gathered
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Collecting, Form
+from hvd_gradcomp.ops.rules import Collecting, Form, Rung
+from hvd_gradcomp.ops.scope import Scope, layer_of
 
 _SMALL = 4096  # a layer up to here is not sampled
 _BITS = 31  # of a magnitude
@@ -345,59 +346,6 @@ def _within(ops: Ops, quota: Tensor, capacity: Any) -> Tensor:
     total, least = ops.sum(quota), ops.sum(one)
     share = (quota - one) * (capacity - least) // ops.maximum(total - least, 1)
     return ops.where(total > capacity, one + share, quota)
-
-
-class Scope:
-    """What competes: the elements of each layer among themselves, or all of the model.
-
-    A *group* is a layer, or the one group of the model.
-
-    Args:
-        layout: of the bucket.
-        whole: whether there is one group.
-    """
-
-    def __init__(self, layout: Layout, whole: bool) -> None:
-        self.layout, self.whole = layout, whole
-        self.count = 1 if whole else len(layout.names)
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Elements of each group."""
-        return (self.layout.elements,) if self.whole else self.layout.sizes
-
-    def slack(self, most: Sequence[int]) -> list[int]:
-        """By how much a sample may be wrong about how many elements of each group reach a bound.
-
-        Three standard deviations of what a sample of this size finds, and a few for small ones.
-        """
-        layout = self.layout
-        strides = [max(layout.strides)] if self.whole else layout.strides
-        return [0 if s == 1 else int(3 * (m * s) ** 0.5) + 4 * s for m, s in zip(most, strides)]
-
-    def of_layers(self, ops: Ops, groups: Tensor) -> Tensor:
-        """A value of each group as one of each layer."""
-        if not self.whole:
-            return groups
-        return ops.gather(groups, ops.full((len(self.layout.names),), 0))
-
-    def of_index(self, ops: Ops, index: Tensor) -> Tensor:
-        """The group of each element."""
-        return index * 0 if self.whole else layer_of(ops, self.layout, index)
-
-    def count_of(self, ops: Ops, index: Tensor) -> Tensor:
-        """How many of the elements are of each group; int64 [groups]."""
-        if self.whole:
-            return ops.words((ops.length(index),))
-        ones = ops.full((ops.length(index),), 1)
-        return ops.segment_sum(ones, self.of_index(ops, index), self.count)
-
-    def starts(self) -> tuple[int, ...]:
-        """What to take off an element's index, by layer, to get its number within its group."""
-        if not self.whole:
-            return self.layout.offsets
-        before = [sum(self.layout.sizes[:layer]) for layer in range(len(self.layout.names))]
-        return tuple(offset - b for offset, b in zip(self.layout.offsets, before))
 
 
 def largest(

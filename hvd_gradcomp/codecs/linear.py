@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from hvd_gradcomp import exchanges
-from hvd_gradcomp import ops as verbs
-from hvd_gradcomp.aggregator import Compressor, Context, Program, State
-from hvd_gradcomp.collectives import Allreduce
-from hvd_gradcomp.layout import Layout
+import hvd_gradcomp.ops as verbs
+from hvd_gradcomp.core import exchanges
+from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State
+from hvd_gradcomp.foundation.collectives import Allreduce
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 

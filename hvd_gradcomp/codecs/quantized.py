@@ -21,12 +21,12 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from hvd_gradcomp import exchanges, wire
-from hvd_gradcomp.aggregator import Compressor, Context, Program, State, derived
-from hvd_gradcomp.bands import Band, Bands
-from hvd_gradcomp.collectives import Allgather, Alltoall
-from hvd_gradcomp.cost import volume
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core import exchanges, wire
+from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State, derived
+from hvd_gradcomp.foundation.bands import Band, Bands
+from hvd_gradcomp.foundation.collectives import Allgather, Alltoall
+from hvd_gradcomp.foundation.cost import volume
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from hvd_gradcomp.codecs.selection import Selection
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.wire import Part
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.wire import Part
 
 _SIGN = 31  # the place of the sign in float32, and the width of what is below
 _EXPONENT = 23  # the place of the exponent's lowest bit

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.scope import layer_of
 
 
 class Sent(NamedTuple):
@@ -84,12 +85,6 @@ class Selection(ABC):
 def select(ops: Ops, layout: Layout, found: Tensor) -> Selection:
     """The selection of what `Ops.search` found, held in the way that suits the backend."""
     return (Indexed if ops.dynamic_shapes else Masked)(ops, layout, found)
-
-
-def layer_of(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
-    """The layer of each index; the sink counts to the last layer."""
-    block, _ = ops.split_bits(index, layout.block_bits)
-    return ops.gather(ops.table(layout, "layer_of_block"), block)
 
 
 def _window(pick: Callable[..., Any], count: Any, capacity: Any, turn: Any) -> tuple[Any, Any]:

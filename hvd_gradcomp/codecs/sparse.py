@@ -13,13 +13,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
-from hvd_gradcomp import exchanges, wire
-from hvd_gradcomp.aggregator import Compressor, Context, Program, State
-from hvd_gradcomp.collectives import Allgather, Switch
-from hvd_gradcomp.ladder import Ladder, LadderState, Rung
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core import exchanges, wire
+from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State
+from hvd_gradcomp.core.ladder import Ladder, LadderState
+from hvd_gradcomp.core.protocols.reporting import Report
+from hvd_gradcomp.foundation.collectives import Allgather, Switch
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
-from hvd_gradcomp.protocols.reporting import Report
+from hvd_gradcomp.ops.rules import Rung
 
 Memory = Any
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 _KEPT = 40  # bits below the largest summand; 2**22 of them fit in 63

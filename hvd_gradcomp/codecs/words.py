@@ -17,17 +17,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from hvd_gradcomp import wire
-from hvd_gradcomp.aggregator import State, derived
 from hvd_gradcomp.codecs.quantizers import Quantizer
-from hvd_gradcomp.codecs.selection import Sent, layer_of, select
+from hvd_gradcomp.codecs.selection import Sent, select
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
-from hvd_gradcomp.cost import most_gathered
-from hvd_gradcomp.ladder import Ladder, Rung
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.aggregator import State, derived
+from hvd_gradcomp.core.ladder import Ladder
+from hvd_gradcomp.core.protocols.reporting import Report
+from hvd_gradcomp.foundation.cost import most_gathered
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Rule
-from hvd_gradcomp.protocols.reporting import Report
+from hvd_gradcomp.ops.rules import Rule, Rung
+from hvd_gradcomp.ops.scope import layer_of
 
 
 class WordCompressor(SparseCompressor):

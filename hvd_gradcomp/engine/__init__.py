@@ -4,6 +4,11 @@
     seat        who takes part, and who compresses for a host
     dispatch    hands what a program asks for to a transport, by its name, and counts it
     totals      what `stats` reports, from buckets and counters
+    handshake   what ranks compare before the first exchange
+    hierarchy   dense inside a host, compressed between hosts
+    membership  who takes part in an elastic run
+    messages    what ranks tell each other beside tensors
+    names, timeline, failures   what travels is called, and what Horovod means when it fails
 
 A frontend gives a `Transport` of five collectives and keeps the tensors. There are four:
 `torch/lending.py` (Horovod, by handles), `torch/process_groups.py` (`torch.distributed`),

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from hvd_gradcomp import timeline
-from hvd_gradcomp.collectives import (
+from hvd_gradcomp.engine import timeline
+from hvd_gradcomp.engine.seat import Seated
+from hvd_gradcomp.foundation.collectives import (
     Allgather,
     Allreduce,
     Alltoall,
@@ -21,7 +22,6 @@ from hvd_gradcomp.collectives import (
     Gather,
     Inside,
 )
-from hvd_gradcomp.engine.seat import Seated
 from hvd_gradcomp.ops import Tensor
 
 

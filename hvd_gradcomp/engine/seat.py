@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from hvd_gradcomp.collectives import Collective, Inside
-from hvd_gradcomp.hierarchy import Groups, Place
+from hvd_gradcomp.engine.hierarchy import Groups, Place
+from hvd_gradcomp.foundation.collectives import Collective, Inside
 
 
 class Seated(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from hvd_gradcomp.collectives import Collective, Switch
+from hvd_gradcomp.foundation.collectives import Collective, Switch
 
 Steps = Generator[Any, Any, Any]
 

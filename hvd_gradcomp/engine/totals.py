@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.aggregator import Compressor, State
-from hvd_gradcomp.layout import Layout
-from hvd_gradcomp.protocols.reporting import Report, report
-from hvd_gradcomp.stats import CompressionStats, mean_losses, norm_of
+from hvd_gradcomp.core.aggregator import Compressor, State
+from hvd_gradcomp.core.protocols.reporting import Report, report
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.watching.stats import CompressionStats, mean_losses, norm_of
 
 
 class Exchanged(NamedTuple):

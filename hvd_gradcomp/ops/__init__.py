@@ -19,14 +19,12 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.composites import Composites
+from hvd_gradcomp.ops.tensors import Tensor as Tensor
 
-if TYPE_CHECKING:
-    from hvd_gradcomp.layout import Layout
-
-Tensor = Any
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 

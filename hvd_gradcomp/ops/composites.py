@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from hvd_gradcomp.bands import Band, Bands
-    from hvd_gradcomp.layout import Layout
-    from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.foundation.bands import Band, Bands
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.tensors import Tensor
 
 GROUP = 32  # codes that are packed together
 _TINY = 2.0**-100  # a group whose scale is below counts as zero: its inverse would overflow

@@ -16,22 +16,29 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import PayloadError, Tensor
 from hvd_gradcomp.ops.composites import GROUP
-from hvd_gradcomp.ops.rules import Collecting, Form, Rule, Written
-
-if TYPE_CHECKING:
-    from hvd_gradcomp.codecs.largest import Scope
-    from hvd_gradcomp.ladder import Rung
-    from hvd_gradcomp.layout import Layout
-    from hvd_gradcomp.ops.torch import TorchOps
-
+from hvd_gradcomp.ops.rules import Collecting, Form, Rule, Rung, Written
+from hvd_gradcomp.ops.scope import Scope
 
 _BEYOND = -2  # in passes.h
+
+
+class Verbs(Protocol):
+    """What passes need of `TorchOps`."""
+
+    native: Any
+
+    def room(self, x: Tensor) -> Tensor: ...
+
+    def own(self, x: Tensor) -> Tensor: ...
+
+    def table(self, layout: Layout, field: str) -> Tensor: ...
 
 
 class Passes:
@@ -41,7 +48,7 @@ class Passes:
         ops: the verbs, on a CPU with the C library.
     """
 
-    def __init__(self, ops: TorchOps) -> None:
+    def __init__(self, ops: Verbs) -> None:
         self.ops = ops
         self.native: Any = ops.native
         self._rooms = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -148,7 +155,7 @@ class WordPasses(Passes):
 class LargestPasses(Passes):
     """Those of the methods with a number of elements."""
 
-    def __init__(self, ops: TorchOps) -> None:
+    def __init__(self, ops: Verbs) -> None:
         super().__init__(ops)
         self._sum = torch.empty(0, dtype=torch.float32, device="cpu")  # used again, as `_rooms`
 

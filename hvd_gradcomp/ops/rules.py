@@ -1,14 +1,24 @@
-"""What a method does with an element, in numbers: what a pass needs to know."""
+"""What a pass needs to know, in numbers: what a method does with an element, and what has room."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from hvd_gradcomp.ladder import Rung
-    from hvd_gradcomp.layout import Layout
-    from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.tensors import Tensor
+
+
+class Rung(NamedTuple):
+    """The room of one step: `capacity` elements, or all of them if `dense`.
+
+    What is sent on a `summed` rung, which is dense, is added up on the way.
+    """
+
+    index: Any
+    capacity: Any
+    dense: Any
+    summed: bool = False
 
 
 class Rule(NamedTuple):

@@ -17,17 +17,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
+from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, Ops, PayloadError, Tensor, building
+from hvd_gradcomp.ops.composites import Field
 from hvd_gradcomp.ops.tensorflow_passes import TensorFlowLargestPasses, TensorFlowWordPasses
-
-if TYPE_CHECKING:
-    from hvd_gradcomp.bands import Bands
-    from hvd_gradcomp.layout import Layout
-    from hvd_gradcomp.ops.composites import Field
 
 _WORD = 1 << 32
 ASSERTION = "hvd_gradcomp"  # begins what a failed check says in a graph

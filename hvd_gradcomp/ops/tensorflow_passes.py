@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.rules import Collecting, Form, Rule, Written
-
-if TYPE_CHECKING:
-    from hvd_gradcomp.codecs.largest import Scope
-    from hvd_gradcomp.ladder import Rung
-    from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.ops.rules import Collecting, Form, Rule, Rung, Written
+from hvd_gradcomp.ops.scope import Scope
 
 
 class TensorFlowWordPasses:

@@ -16,19 +16,17 @@ import itertools
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.blocks import Axes, Blocks, Lifted
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
-
-if TYPE_CHECKING:
-    from hvd_gradcomp.bands import Bands
-    from hvd_gradcomp.layout import Layout
 
 _DTYPES = {
     "float64": torch.float64,

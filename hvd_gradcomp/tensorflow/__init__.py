@@ -7,7 +7,7 @@
 +tape = hvd.DistributedGradientTape(tape, compression=hvd.VarianceCompressor(alpha=2))
 """
 
-from hvd_gradcomp.installation import require_horovod as _require_horovod
+from hvd_gradcomp.foundation.installation import require_horovod as _require_horovod
 
 _require_horovod("tensorflow")
 
@@ -20,9 +20,8 @@ for _name in ("elastic", "keras", "DistributedOptimizer"):
     globals().pop(_name, None)
 
 from hvd_gradcomp import *  # noqa: F403
-from hvd_gradcomp.checkpoint import CheckpointError
-from hvd_gradcomp.handshake import MismatchError
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.engine.handshake import MismatchError
+from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.tensorflow import elastic
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
@@ -37,7 +36,8 @@ from hvd_gradcomp.tensorflow.tape import (
     reduce_gradients,
     tape_state,
 )
-from hvd_gradcomp.verify import DivergedError
+from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.watching.verify import DivergedError
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 

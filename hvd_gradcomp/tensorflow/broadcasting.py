@@ -9,7 +9,7 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp.handshake import MismatchError
+from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, Engine, gather_objects, living
 from hvd_gradcomp.tensorflow.variables import is_rank_local, plain_variable
 

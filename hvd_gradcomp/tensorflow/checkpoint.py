@@ -18,10 +18,10 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from safetensors import numpy as safetensors
 
-from hvd_gradcomp import checkpoint
-from hvd_gradcomp.aggregator import is_replicated, leaves, with_leaves
-from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source, Takeover
-from hvd_gradcomp.protocols import learning, resizing
+from hvd_gradcomp.core.aggregator import is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.protocols import learning, resizing
+from hvd_gradcomp.saving import checkpoint
+from hvd_gradcomp.saving.checkpoint import CheckpointError, Ranks, Source, Takeover
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     Engine,

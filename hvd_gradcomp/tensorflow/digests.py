@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import verify
 from hvd_gradcomp.tensorflow.engine import Engine
 from hvd_gradcomp.tensorflow.variables import plain_variable
+from hvd_gradcomp.watching import verify
 
 
 def check(engine: Engine, sources: Sequence[Any]) -> None:

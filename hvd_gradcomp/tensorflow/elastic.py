@@ -27,8 +27,8 @@ from horovod.tensorflow.elastic import (
     shutdown,
 )
 
-from hvd_gradcomp.membership import LOGGER, Lost, Membership, Seat
-from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.core.protocols import carrying
+from hvd_gradcomp.engine.membership import LOGGER, Lost, Membership, Seat
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import TITLES, Engine, distributed_in, gather_objects
 from hvd_gradcomp.tensorflow.tape import drop_engines, engine_for, engines_over

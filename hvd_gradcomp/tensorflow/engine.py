@@ -4,7 +4,7 @@ While a `tf.function` is traced the exchange becomes part of it (`running`). Eag
 a `tf.function` of the engine's own, like stock Horovod's. State lives in variables that the owner
 makes, so checkpoints see it (`states`).
 
-Everything that travels has a name that all ranks give alike, see `hvd_gradcomp.timeline`.
+Everything that travels has a name that all ranks give alike, see `hvd_gradcomp.engine.timeline`.
 """
 
 from __future__ import annotations
@@ -23,28 +23,22 @@ from horovod import __version__ as horovod_version
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import (
-    failures,
-    handshake,
-    hierarchy,
-    messages,
-    validate,
-    wire,
-    worth,
-)
-from hvd_gradcomp.aggregator import (
+from hvd_gradcomp.algorithms.dense import as_compressor
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.aggregator import (
     Compressor,
     with_leaves,
 )
-from hvd_gradcomp.algorithms.dense import as_compressor
-from hvd_gradcomp.engine import totals
-from hvd_gradcomp.names import Names
+from hvd_gradcomp.engine import failures, handshake, hierarchy, messages, totals
+from hvd_gradcomp.engine.names import Names
+from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.planning import worth
 from hvd_gradcomp.tensorflow.running import Running, times, values_of
 from hvd_gradcomp.tensorflow.states import Layers
 from hvd_gradcomp.tensorflow.variables import new_variable
+from hvd_gradcomp.watching.stats import CompressionStats
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 living: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvd_gradcomp import failures
+from hvd_gradcomp.engine import failures
 from hvd_gradcomp.tensorflow.engine import explained, living
 
 

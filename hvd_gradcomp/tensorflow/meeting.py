@@ -21,7 +21,7 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp.checkpoint import CheckpointError
+from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.tensorflow.engine import gather_objects, living
 from hvd_gradcomp.tensorflow.running import SAVING, STEPPING
 

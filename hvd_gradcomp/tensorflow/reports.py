@@ -1,4 +1,4 @@
-"""`StatsWriter` in custom loops on TensorFlow; see `hvd_gradcomp.reports`."""
+"""`StatsWriter` in custom loops on TensorFlow; see `hvd_gradcomp.watching.reports`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import horovod.tensorflow as horovod
 
-from hvd_gradcomp import reports
 from hvd_gradcomp.tensorflow.stats import engine_of
+from hvd_gradcomp.watching import reports
 
 
 class StatsWriter(reports.StatsWriter):
@@ -34,7 +34,7 @@ class StatsWriter(reports.StatsWriter):
 
     Raises:
         TypeError: nothing is exchanged for the source.
-        ValueError, OSError: as in `hvd_gradcomp.reports.StatsWriter`.
+        ValueError, OSError: as in `hvd_gradcomp.watching.reports.StatsWriter`.
     """
 
     def __init__(

@@ -18,11 +18,12 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp import hierarchy, timeline, wire
-from hvd_gradcomp.aggregator import Context, Program, State, leaves, with_leaves
-from hvd_gradcomp.collectives import Allreduce, Gather, Switch
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.aggregator import Context, Program, State, leaves, with_leaves
+from hvd_gradcomp.engine import hierarchy, timeline
 from hvd_gradcomp.engine.dispatch import Dispatch
 from hvd_gradcomp.engine.stack import Stack, known, run
+from hvd_gradcomp.foundation.collectives import Allreduce, Gather, Switch
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.tensorflow import tracing

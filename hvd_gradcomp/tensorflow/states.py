@@ -8,15 +8,17 @@ from typing import Any
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvd_gradcomp import assignment, hierarchy, timeline, verify
-from hvd_gradcomp.aggregator import Compressor, State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.core.aggregator import Compressor, State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.protocols import learning
+from hvd_gradcomp.core.protocols.resizing import resized, start
+from hvd_gradcomp.engine import hierarchy, timeline
 from hvd_gradcomp.engine.seat import Seated
-from hvd_gradcomp.layers import Layer
+from hvd_gradcomp.foundation.layers import Layer
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
-from hvd_gradcomp.protocols import learning
-from hvd_gradcomp.protocols.resizing import resized, start
+from hvd_gradcomp.planning import assignment
 from hvd_gradcomp.tensorflow.variables import is_rank_local, keep_local, new_variable
+from hvd_gradcomp.watching import verify
 
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
 GPU_BUCKET_BYTES = 25 << 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_gradcomp import description
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.planning import description
 from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import Engine, distributed_in
 from hvd_gradcomp.tensorflow.tape import engine_of_variables
+from hvd_gradcomp.watching.stats import CompressionStats
 
 
 def compression_stats(source: Any) -> CompressionStats:

@@ -8,7 +8,7 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp.collectives import Allreduce, Broadcast, Gather, Inside, goes_as_sum
+from hvd_gradcomp.foundation.collectives import Allreduce, Broadcast, Gather, Inside, goes_as_sum
 from hvd_gradcomp.ops.tensorflow import ASSERTION, assertion
 
 

@@ -9,7 +9,7 @@ import torch
 from horovod import __version__ as horovod_version
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_gradcomp import failures, handshake
+from hvd_gradcomp.engine import failures, handshake
 from hvd_gradcomp.torch import lending
 from hvd_gradcomp.torch.planning import Planned
 

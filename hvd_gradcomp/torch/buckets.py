@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp import assignment, timeline
-from hvd_gradcomp.aggregator import Compressor, State, leaves
 from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.core.aggregator import Compressor, State, leaves
+from hvd_gradcomp.core.protocols import carrying
+from hvd_gradcomp.core.protocols.resizing import start
+from hvd_gradcomp.engine import timeline
 from hvd_gradcomp.engine.dispatch import Sent
+from hvd_gradcomp.engine.hierarchy import Place
 from hvd_gradcomp.engine.stack import Stack
-from hvd_gradcomp.hierarchy import Place
-from hvd_gradcomp.layers import Layer
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.foundation.layers import Layer
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols import carrying
-from hvd_gradcomp.protocols.resizing import start
+from hvd_gradcomp.planning import assignment
 from hvd_gradcomp.torch import moments
 
 BUCKET_BYTES = 25 << 20  # large enough that calls and launches do not count

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import checkpoint
-from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
-from hvd_gradcomp.checkpoint import CheckpointError, Ranks, Source, Takeover
-from hvd_gradcomp.protocols import learning, resizing
+from hvd_gradcomp.core.aggregator import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.protocols import learning, resizing
+from hvd_gradcomp.saving import checkpoint
+from hvd_gradcomp.saving.checkpoint import CheckpointError, Ranks, Source, Takeover
 from hvd_gradcomp.torch import files, lending, parameters
 from hvd_gradcomp.torch.buckets import Bucket
 from hvd_gradcomp.torch.engine import Engine, gather_objects

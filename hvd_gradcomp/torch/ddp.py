@@ -25,19 +25,20 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_gradcomp import checkpoint, failures, handshake, hierarchy
-from hvd_gradcomp.aggregator import Compressor, leaves, with_leaves
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.checkpoint import Source
+from hvd_gradcomp.core.aggregator import Compressor, leaves, with_leaves
+from hvd_gradcomp.core.protocols import carrying
+from hvd_gradcomp.engine import failures, handshake, hierarchy
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.protocols import carrying
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.saving import checkpoint
+from hvd_gradcomp.saving.checkpoint import Source
 from hvd_gradcomp.torch import exchange, momentum
 from hvd_gradcomp.torch.moments import track_moments
 from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.planning import Planned
 from hvd_gradcomp.torch.process_groups import Distributed, Group
 from hvd_gradcomp.torch.rounds import OutOfStepError
+from hvd_gradcomp.watching.stats import CompressionStats
 
 __all__ = ["CompressionState", "compress", "hook", "track_moments"]
 

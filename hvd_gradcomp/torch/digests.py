@@ -7,9 +7,9 @@ import functools
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import verify
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.torch.engine import Engine, gather_objects
+from hvd_gradcomp.watching import verify
 
 
 def check(engine: Engine) -> None:

@@ -1,6 +1,6 @@
 """All that `import hvd_gradcomp.torch` gives: Horovod's names, and ours in the place of some."""
 
-from hvd_gradcomp.installation import require_horovod as _require_horovod
+from hvd_gradcomp.foundation.installation import require_horovod as _require_horovod
 
 _require_horovod("torch")
 
@@ -11,9 +11,8 @@ for _name in ("elastic", "optimizer"):
     globals().pop(_name, None)
 
 from hvd_gradcomp import *  # noqa: F403
-from hvd_gradcomp.checkpoint import CheckpointError
-from hvd_gradcomp.handshake import MismatchError
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.engine.handshake import MismatchError
+from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.torch import elastic
 from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.torch.handout import broadcast_parameters
@@ -31,6 +30,7 @@ from hvd_gradcomp.torch.reports import StatsWriter
 from hvd_gradcomp.torch.resume import broadcast_optimizer_state
 from hvd_gradcomp.torch.rounds import GradientChangedError, OutOfStepError
 from hvd_gradcomp.torch.schedulers import EGCScheduler
-from hvd_gradcomp.verify import DivergedError
+from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.watching.verify import DivergedError
 
 __all__ = [name for name in dir() if not name.startswith("_")]

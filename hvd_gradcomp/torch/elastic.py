@@ -15,9 +15,9 @@ from horovod.torch.elastic import ElasticSampler, init, run, run_fn, sampler, sh
 from horovod.torch.elastic import TorchState as _StockState
 from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
-from hvd_gradcomp.aggregator import State, is_replicated, leaves, with_leaves
-from hvd_gradcomp.membership import LOGGER, Lost, Membership, Seat
-from hvd_gradcomp.protocols import carrying, resizing
+from hvd_gradcomp.core.aggregator import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.protocols import carrying, resizing
+from hvd_gradcomp.engine.membership import LOGGER, Lost, Membership, Seat
 from hvd_gradcomp.torch import checkpoint, lending
 from hvd_gradcomp.torch.engine import TITLES, Engine, gather_objects
 from hvd_gradcomp.torch.exchange import settled

@@ -1,6 +1,6 @@
 """The exchange of one optimizer over Horovod; `exchange` runs it, here is what ranks agree on.
 
-Everything that travels has a name, see `hvd_gradcomp.timeline`: hooks fire in another order on each
+Everything that travels has a name, see `engine.timeline`: hooks fire in another order on each
 rank, and Horovod pairs by name.
 """
 
@@ -15,9 +15,9 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp import failures, handshake, hierarchy, messages
-from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.names import Names
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.engine import failures, handshake, hierarchy, messages
+from hvd_gradcomp.engine.names import Names
 from hvd_gradcomp.torch import lending, parameters
 from hvd_gradcomp.torch.agreement import Agreement
 from hvd_gradcomp.torch.buckets import Bucket, Named

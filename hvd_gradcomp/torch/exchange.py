@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp import hierarchy
-from hvd_gradcomp.aggregator import Context
-from hvd_gradcomp.collectives import Collective
-from hvd_gradcomp.engine import totals
+from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.core.protocols.learning import retrained
+from hvd_gradcomp.engine import hierarchy, totals
 from hvd_gradcomp.engine.dispatch import Dispatch, Sent, Transport
 from hvd_gradcomp.engine.seat import Seated
 from hvd_gradcomp.engine.stack import Stack
+from hvd_gradcomp.foundation.collectives import Collective
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.protocols.learning import retrained
-from hvd_gradcomp.stats import CompressionStats
 from hvd_gradcomp.torch.buckets import Bucket
 from hvd_gradcomp.torch.scaling import LossScaling
 from hvd_gradcomp.torch.sources import Sources
+from hvd_gradcomp.watching.stats import CompressionStats
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _SENT, _RECEIVED, _SKIPPED = range(3)  # of a ledger's counters

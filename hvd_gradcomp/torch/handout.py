@@ -18,8 +18,8 @@ import cloudpickle
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import handshake
-from hvd_gradcomp.handshake import MismatchError
+from hvd_gradcomp.engine import handshake
+from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.torch import lending
 from hvd_gradcomp.torch.engine import gather_objects
 

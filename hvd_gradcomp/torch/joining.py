@@ -5,7 +5,7 @@ from __future__ import annotations
 import horovod.torch as horovod
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_gradcomp import failures
+from hvd_gradcomp.engine import failures
 from hvd_gradcomp.torch.engine import gather_objects, living
 
 

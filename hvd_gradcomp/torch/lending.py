@@ -19,7 +19,7 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.collectives import Allreduce, Gather, goes_as_sum
+from hvd_gradcomp.foundation.collectives import Allreduce, Gather, goes_as_sum
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.torch import deadlock
 

@@ -18,21 +18,27 @@ from typing import Any, NamedTuple, TypeVar
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import learned
-from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
-from hvd_gradcomp.collectives import Allgather, Allreduce, Collective, Gather, goes_as_sum
-from hvd_gradcomp.cost import KINDS, Link, volume
-from hvd_gradcomp.cost import Bucket as Cost
-from hvd_gradcomp.description import brief
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.protocols.carrying import Corrects
 from hvd_gradcomp.engine.dispatch import Sent
-from hvd_gradcomp.models import Model, ModelError, shapes
-from hvd_gradcomp.protocols.carrying import Corrects
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.foundation.collectives import (
+    Allgather,
+    Allreduce,
+    Collective,
+    Gather,
+    goes_as_sum,
+)
+from hvd_gradcomp.foundation.cost import KINDS, Link, volume
+from hvd_gradcomp.foundation.cost import Bucket as Cost
+from hvd_gradcomp.planning import learned
+from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.planning.models import Model, ModelError, shapes
+from hvd_gradcomp.planning.worth import idle
 from hvd_gradcomp.torch.buckets import Bucket
 from hvd_gradcomp.torch.engine import TITLES, Engine
-from hvd_gradcomp.worth import idle
+from hvd_gradcomp.watching.stats import CompressionStats
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
 

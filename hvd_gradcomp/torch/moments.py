@@ -56,7 +56,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_gradcomp.description import tracked
+from hvd_gradcomp.planning.description import tracked
 from hvd_gradcomp.torch import compiling, samples
 from hvd_gradcomp.torch.formulas import (
     OPENED,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.aggregator import Compressor
-from hvd_gradcomp.protocols.carrying import correction
-from hvd_gradcomp.wrappers import take_over
+from hvd_gradcomp.algorithms.wrappers import take_over
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.protocols.carrying import correction
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _VELOCITY = "decay_velocity"  # in the optimizer's state, so that it is saved and broadcast

@@ -15,12 +15,14 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp import description, hierarchy, validate
 from hvd_gradcomp.algorithms.dense import as_compressor
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.engine import hierarchy
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.planning import description
 from hvd_gradcomp.torch import digests, exchange, lending, momentum
 from hvd_gradcomp.torch.engine import TITLES, Engine
 from hvd_gradcomp.torch.exchanging import class_of
+from hvd_gradcomp.watching.stats import CompressionStats
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
 

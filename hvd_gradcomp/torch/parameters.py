@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_gradcomp.aggregator import leaves
-from hvd_gradcomp.layers import Layer, Weight, convolving
-from hvd_gradcomp.protocols.learning import retrained
+from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.protocols.learning import retrained
+from hvd_gradcomp.foundation.layers import Layer, Weight, convolving
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.buckets import Bucket

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp import assignment, timeline, worth
-from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.protocols.learning import retrained
+from hvd_gradcomp.engine import timeline
 from hvd_gradcomp.engine.dispatch import Transport
-from hvd_gradcomp.protocols.learning import retrained
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.planning import assignment, worth
 from hvd_gradcomp.torch import moments
 from hvd_gradcomp.torch.buckets import (
     BUCKET_BYTES,
@@ -26,6 +26,7 @@ from hvd_gradcomp.torch.buckets import (
 from hvd_gradcomp.torch.exchange import LOGGER, Exchange, stats_of
 from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.sources import Sources, source_of
+from hvd_gradcomp.watching.stats import CompressionStats
 
 
 class Planned(Exchange):

@@ -14,11 +14,11 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import probe
-from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.engine.stack import run
+from hvd_gradcomp.foundation.collectives import Allreduce
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.torch.parameters import layers_of
+from hvd_gradcomp.watching import probe
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 _HOST = torch.device("cpu")
@@ -39,13 +39,13 @@ class Probe(probe.Probe):
     the same to the bit as without.
 
     Between probed steps `step` counts, and no hook is there. A probed step gathers on the device,
-    copies once to the host for each layer, and waits for one allreduce; see `hvd_gradcomp.probe`.
+    copies once to the host for each layer, and waits for one allreduce; see `watching.probe`.
 
     Args:
         named_parameters: usually `model.named_parameters()`; those that are trained are probed.
         every: a step in so many is probed, the first one too.
         process_set: the ranks that take part.
-        **options: those of `hvd_gradcomp.probe.Probe`; ranks of `pair` are those in the set.
+        **options: those of `watching.probe.Probe`; ranks of `pair` are those in the set.
 
     Raises:
         ValueError: Horovod is not initialized, or an argument is out of range.

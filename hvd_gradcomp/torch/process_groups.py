@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_gradcomp import messages
-from hvd_gradcomp.collectives import Allreduce, Gather
+from hvd_gradcomp.engine import messages
+from hvd_gradcomp.foundation.collectives import Allreduce, Gather
 
 
 class Group:

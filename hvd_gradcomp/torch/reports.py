@@ -1,4 +1,4 @@
-"""`StatsWriter` on PyTorch; see `hvd_gradcomp.reports`."""
+"""`StatsWriter` on PyTorch; see `hvd_gradcomp.watching.reports`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import reports
 from hvd_gradcomp.torch.optimizer import engine_of
+from hvd_gradcomp.watching import reports
 
 
 class StatsWriter(reports.StatsWriter):
@@ -33,7 +33,7 @@ class StatsWriter(reports.StatsWriter):
 
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
-        ValueError, OSError: as in `hvd_gradcomp.reports.StatsWriter`.
+        ValueError, OSError: as in `hvd_gradcomp.watching.reports.StatsWriter`.
     """
 
     def __init__(

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Optional
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp import handshake
-from hvd_gradcomp.aggregator import Compressor, is_replicated, leaves, with_leaves
-from hvd_gradcomp.protocols import learning, resizing
+from hvd_gradcomp.core.aggregator import Compressor, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.protocols import learning, resizing
+from hvd_gradcomp.engine import handshake
 from hvd_gradcomp.torch import handout, parameters
 from hvd_gradcomp.torch.buckets import Bucket
 from hvd_gradcomp.torch.engine import Engine

@@ -21,8 +21,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hvd_gradcomp import verify
 from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.watching import verify
 
 # What a rank says of a layer, added up.
 HERE = 1  # its gradient has been taken

@@ -10,7 +10,7 @@ import horovod.torch as horovod
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvd_gradcomp.schedule import EGCCorrection
+from hvd_gradcomp.algorithms.schedule import EGCCorrection
 
 
 class EGCScheduler(LRScheduler):
@@ -19,7 +19,7 @@ class EGCScheduler(LRScheduler):
     Kuang et al. 2019, section IV.B. After `patience`
     consecutive epochs without a loss below the lowest so far,
     `lr = max(lr / (1 + t * epoch), min_lr)` in every parameter group. The details, and where the
-    paper's text and its Algorithm 2 differ, are those of `hvd_gradcomp.schedule.EGCCorrection`.
+    paper's text and its Algorithm 2 differ, are those of `algorithms.schedule.EGCCorrection`.
 
     ::
 

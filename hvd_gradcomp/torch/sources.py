@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.variance import weight_of_passes
+from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.torch import moments
 from hvd_gradcomp.torch.buckets import Bucket, Named
 from hvd_gradcomp.torch.scaling import LossScaling

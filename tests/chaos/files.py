@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from hvd_gradcomp import checkpoint
-from hvd_gradcomp.checkpoint import MODES, CheckpointError, Ranks, Takeover
+from hvd_gradcomp.saving import checkpoint
+from hvd_gradcomp.saving.checkpoint import MODES, CheckpointError, Ranks, Takeover
 from tests.chaos import damage
 from tests.chaos.outcomes import Input
 

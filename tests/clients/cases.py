@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import optimizer as hooks
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.protocols.carrying import correction
+from hvd_gradcomp.core.protocols.carrying import correction
 from tests.parallel.workers.results import digest, errors_of, write
 
 RATE = 0.1  # of all that SGD trains

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_gradcomp.cost import KINDS
+from hvd_gradcomp.foundation.cost import KINDS
 from tests.parallel.launch import HOROVODRUN, ROOT, environment
 
 pytestmark = pytest.mark.parallel

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_gradcomp.advice import (
+from hvd_gradcomp.cli import advised
+from hvd_gradcomp.planning.advice import (
     ERROR,
     WORTH,
     Case,
@@ -21,7 +22,6 @@ from hvd_gradcomp.advice import (
     median,
     step_of,
 )
-from hvd_gradcomp.cli import advised
 
 seconds = st.floats(1e-4, 10)
 rounds = st.one_of(st.just([]), st.lists(seconds, min_size=5, max_size=12))

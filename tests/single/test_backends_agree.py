@@ -15,10 +15,10 @@ from hvd_gradcomp import (
     StromCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.aggregator import Context, leaves, with_leaves
-from hvd_gradcomp.codecs.largest import Scope
-from hvd_gradcomp.ladder import Rung
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import Context, leaves, with_leaves
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

@@ -27,13 +27,14 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
     after,
-    wire,
 )
-from hvd_gradcomp.aggregator import leaves, with_leaves
-from hvd_gradcomp.collectives import Allgather, Allreduce, Switch
-from hvd_gradcomp.cost import volume
-from hvd_gradcomp.ladder import PATIENCE, Ladder, Rung
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.aggregator import leaves, with_leaves
+from hvd_gradcomp.core.ladder import PATIENCE, Ladder
+from hvd_gradcomp.foundation.collectives import Allgather, Allreduce, Switch
+from hvd_gradcomp.foundation.cost import volume
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.rules import Rung
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import Hosts, World

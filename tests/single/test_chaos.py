@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_gradcomp import checkpoint
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.saving import checkpoint
 from tests.chaos import files, outcomes, payloads
 from tests.chaos.outcomes import BAD, MEANINGS, Input
 from tests.methods import ONE_OF_EACH, VARIANCE

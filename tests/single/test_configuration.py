@@ -18,8 +18,8 @@ from hvd_gradcomp import (
     role,
     smaller,
 )
-from hvd_gradcomp.configuration import as_config, from_config
-from hvd_gradcomp.wrappers import MomentumAfter, corrected
+from hvd_gradcomp.algorithms.wrappers import MomentumAfter, corrected
+from hvd_gradcomp.planning.configuration import as_config, from_config
 from tests.methods import EVERY, LEARNED, OUTSIDE
 
 RULES = partition(

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_gradcomp.aggregator import Context
-from hvd_gradcomp.collectives import Allgather, Switch
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.core.protocols.resizing import start
+from hvd_gradcomp.foundation.collectives import Allgather, Switch
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols.resizing import start
 from tests.methods import EVERY, LARGEST, LEARNED, WORDS
 
 SPARSE = WORDS + [c for c in LARGEST if not getattr(c, "phases", ())]

@@ -22,16 +22,16 @@ from hvd_gradcomp import (
     TernGradCompressor,
     after,
     partition,
-    worth,
 )
-from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.algorithms.gradiveq import projection
-from hvd_gradcomp.assignment import assign, plan
-from hvd_gradcomp.layers import Weight, convolves
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.protocols.carrying import residual
+from hvd_gradcomp.foundation.layers import Weight, convolves
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols.carrying import residual
+from hvd_gradcomp.planning import worth
+from hvd_gradcomp.planning.assignment import assign, plan
 from hvd_gradcomp.testing import World
 from tests.oracles.gradiveq import GradiVeQ
 from tests.single.older import compiles_whole

@@ -15,101 +15,37 @@ import hvd_gradcomp
 ROOT = Path(hvd_gradcomp.__file__).parent
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
-PYTORCH = ("torch/", "ops/blocks.py", "ops/torch.py", "ops/passes.py", "models.py", "learned.py")
+PYTORCH = (
+    "torch/",
+    "ops/blocks.py",
+    "ops/torch.py",
+    "ops/passes.py",
+    "planning/models.py",
+    "planning/learned.py",
+)
 TENSORFLOW = ("tensorflow/", "ops/tensorflow.py", "ops/tensorflow_passes.py")
 
-# From the bottom up: a module imports only from its own layer or those before it.
-LAYERS = [
-    {
-        "bands.py",
-        "failures.py",
-        "validate.py",
-        "schedule.py",
-        "stats.py",
-        "collectives.py",
-        "layers.py",
-        "membership.py",
-        "messages.py",
-        "names.py",
-        "registry.py",
-        "cost.py",
-        "advice.py",
-    },
-    {"ops/building.py", "ops/composites.py", "ops/native.py", "ops/rules.py"},
-    {"ops/__init__.py"},
-    {"layout.py"},
-    {"wire.py", "ladder.py", "reports.py", "timeline.py"},
-    {"protocols/__init__.py", "protocols/stock.py"},
-    {"aggregator.py"},
-    {
-        "protocols/carrying.py",
-        "protocols/layering.py",
-        "protocols/learning.py",
-        "protocols/reporting.py",
-        "protocols/resizing.py",
-    },
-    {"exchanges.py", "checkpoint.py", "composite.py", "verify.py"},
-    {"engine/__init__.py", "engine/stack.py"},
-    {"hierarchy.py"},
-    {"engine/seat.py"},
-    {"engine/dispatch.py", "engine/totals.py"},
-    {
-        "codecs/__init__.py",
-        "codecs/indices.py",
-        "codecs/autoencoder.py",
-        "codecs/linear.py",
-        "codecs/pca.py",
-        "codecs/quantized.py",
-        "codecs/selection.py",
-        "codecs/sums.py",
-    },
-    {"codecs/quantizers.py", "codecs/sparse.py"},
-    {"codecs/words.py", "codecs/largest.py"},
-    {"codecs/momentum.py"},
-    {
-        "algorithms/__init__.py",
-        "algorithms/dense.py",
-        "algorithms/dgc.py",
-        "algorithms/egc.py",
-        "algorithms/onebit.py",
-        "algorithms/qsgd.py",
-        "algorithms/sparse_gd.py",
-        "algorithms/strom.py",
-        "algorithms/terngrad.py",
-        "algorithms/variance.py",
-    },
-    {"algorithms/gradient_dropping.py", "algorithms/hybrid.py", "algorithms/scalecom.py"},
-    {"wrappers.py"},
-    {
-        "algorithms/gradiveq/__init__.py",
-        "algorithms/gradiveq/basis.py",
-        "algorithms/gradiveq/compressor.py",
-        "algorithms/gradiveq/projection.py",
-        "algorithms/gradiveq/settings.py",
-        "algorithms/gradiveq/slices.py",
-        "algorithms/gradiveq/stock.py",
-        "algorithms/lgc/__init__.py",
-        "algorithms/lgc/compressor.py",
-        "algorithms/lgc/ring.py",
-        "algorithms/lgc/server.py",
-        "algorithms/lgc/settings.py",
-        "algorithms/lgc/training.py",
-        "algorithms/lgc/vectors.py",
-    },
-    {"assignment.py"},
-    {"configuration.py", "description.py", "worth.py"},
-    {"__init__.py", "handshake.py", "installation.py", "probe.py", "testing.py"},
-    {"cli/__init__.py"},
-    {"cli/inspection.py", "cli/launching.py", "cli/output.py", "cli/selftest.py", "cli/style.py"},
-    {"cli/options.py", "cli/progress.py", "cli/usercode.py"},
-    {"cli/advised.py", "cli/doctor.py", "cli/build.py", "cli/build_horovod.py", "cli/bench.py"},
-    {"cli/advise.py", "cli/compare.py"},
-    {"__main__.py"},
-]
+# From the bottom up: a room imports only from itself and from those below it.
+FLOORS = (
+    "foundation",
+    "ops",
+    "core",
+    "codecs",
+    "algorithms",
+    "watching",
+    "engine",
+    "saving",
+    "planning",
+    "",  # the public names, and `testing`
+    "torch",
+    "tensorflow",
+    "cli",
+)
+TOP = {"__init__.py", "__main__.py", "testing.py"}
 
 
-def imported(module: str) -> set[str]:
-    """Modules imported when this one is, not those behind TYPE_CHECKING or inside functions."""
+def imported(module: str, types: bool = False) -> set[str]:
+    """Modules imported when this one is, not inside functions; for types alone only if asked."""
     found: set[str] = set()
 
     def visit(body):
@@ -120,7 +56,7 @@ def imported(module: str) -> set[str]:
                 found.add(node.module or "")
                 found.update(f"{node.module}.{alias.name}" for alias in node.names)
             elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-                visit(node.orelse)
+                visit([*node.body * types, *node.orelse])
             elif isinstance(node, (ast.If, ast.Try)):
                 visit(node.body)
 
@@ -132,9 +68,19 @@ def roots(module: str) -> set[str]:
     return {name.partition(".")[0] for name in imported(module)}
 
 
-def test_every_core_module_has_a_layer():
-    core = {m for m in MODULES if not m.startswith((*PYTORCH, *TENSORFLOW))}
-    assert core == set().union(*LAYERS)
+def targets(module: str, types: bool = False) -> set[str]:
+    """Modules of the package that this one imports; what is imported for types alone if asked."""
+    found = set()
+    for name in imported(module, types):
+        path = name.split(".")[1:]
+        if name.partition(".")[0] == "hvd_gradcomp":
+            found |= {"/".join(path) + ".py", "/".join([*path, "__init__.py"])} & set(MODULES)
+    return found - {module}
+
+
+def test_the_top_has_the_public_names_alone():
+    assert {m for m in MODULES if "/" not in m} == TOP
+    assert {m.partition("/")[0] for m in MODULES if "/" in m} == set(FLOORS) - {""}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 10), reason="needs sys.stdlib_module_names")
@@ -142,7 +88,7 @@ def test_every_core_module_has_a_layer():
 def test_only_frontends_import_frameworks(module):
     foreign = roots(module) - set(sys.stdlib_module_names) - {"hvd_gradcomp", ""}
     allowed: set[str] = set()
-    if module == "description.py":
+    if module == "planning/description.py":
         allowed = {"tabulate"}
     elif module in PYTORCH:
         allowed = {"torch"}
@@ -163,28 +109,29 @@ def test_only_frontends_import_frameworks(module):
     assert foreign <= allowed
 
 
-@pytest.mark.parametrize("module", sorted(set().union(*LAYERS)))
-def test_imports_point_one_way(module):
-    mine = next(i for i, layer in enumerate(LAYERS) if module in layer)
-    below = set().union(*LAYERS[: mine + 1])
-    for name in imported(module):
-        if not name.startswith("hvd_gradcomp."):
-            continue
-        path = name.split(".")[1:]
-        candidates = {"/".join(path) + ".py", "/".join([*path, "__init__.py"])}
-        target = candidates & set(MODULES)
-        assert target <= below, f"{module} imports {name}, which lies above it"
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "__main__.py"])
+def test_imports_point_down(module):
+    """For types too."""
+
+    def floor(of: str) -> int:
+        return FLOORS.index(of.rpartition("/")[0].partition("/")[0])
+
+    for target in targets(module, types=True):
+        assert floor(target) <= floor(module), f"{module} imports {target}, which lies above it"
 
 
-def test_no_types_point_up():
-    """What is imported for types alone counts too; `ops` and the commands name types above them."""
-    core = {m for m in set().union(*LAYERS) if not m.startswith(("ops/", "cli/"))}
-    assert not [m for m in core if "TYPE_CHECKING" in (ROOT / m).read_text()]
+def test_no_circles():
+    """Of modules, for types too; a package and its parts are what Python takes apart."""
+    modules = {m: targets(m, types=True) for m in MODULES if not m.endswith("__init__.py")}
+    while modules:
+        free = {m for m, below in modules.items() if not below & set(modules)}
+        assert free, f"these import each other: {sorted(modules)}"
+        modules = {m: below for m, below in modules.items() if m not in free}
 
 
 def test_the_package_imports_without_any_framework():
     code = (
-        "import sys, hvd_gradcomp, hvd_gradcomp.testing, hvd_gradcomp.handshake;"
+        "import sys, hvd_gradcomp, hvd_gradcomp.testing, hvd_gradcomp.engine.handshake;"
         "heavy = {'torch', 'tensorflow', 'keras', 'horovod', 'numpy'} & set(sys.modules);"
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -16,10 +16,10 @@ from hvd_gradcomp import (
     ScaleComCompressor,
     SparseGDCompressor,
 )
-from hvd_gradcomp.collectives import Allgather, Broadcast
+from hvd_gradcomp.core.wire import HEADER_BYTES
+from hvd_gradcomp.foundation.collectives import Allgather, Broadcast
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.testing import World
-from hvd_gradcomp.wire import HEADER_BYTES
 from tests.methods import LARGEST, LEADER
 from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
 

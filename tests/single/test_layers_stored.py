@@ -21,14 +21,14 @@ from hvd_gradcomp import (
     SparseGDCompressor,
     StromCompressor,
     VarianceCompressor,
-    wire,
 )
-from hvd_gradcomp.assignment import assign, plan
-from hvd_gradcomp.layout import Layout, outputs_first
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.protocols.carrying import residual
+from hvd_gradcomp.core.protocols.reporting import report
+from hvd_gradcomp.foundation.layout import Layout, outputs_first
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols.carrying import residual
-from hvd_gradcomp.protocols.reporting import report
+from hvd_gradcomp.planning.assignment import assign, plan
 from hvd_gradcomp.testing import World
 
 NAMES = ("conv/kernel", "conv/bias", "table/embeddings", "dense/kernel", "last/kernel")

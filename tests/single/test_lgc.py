@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import LGCCompressor, NonFiniteGradientError, PayloadError, partition
-from hvd_gradcomp.aggregator import leaves
 from hvd_gradcomp.algorithms.lgc import server, training, vectors
-from hvd_gradcomp.assignment import assign, plan
+from hvd_gradcomp.algorithms.wrappers import After
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.indices import Deflate, _deflated, _inflated
-from hvd_gradcomp.collectives import Gather
-from hvd_gradcomp.exchanges import drawn
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.exchanges import drawn
+from hvd_gradcomp.core.protocols.carrying import residual
+from hvd_gradcomp.core.protocols.reporting import report
+from hvd_gradcomp.foundation.collectives import Gather
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols.carrying import residual
-from hvd_gradcomp.protocols.reporting import report
+from hvd_gradcomp.planning.assignment import assign, plan
 from hvd_gradcomp.testing import World
-from hvd_gradcomp.wrappers import After
 from tests.oracles import lgc as plain
 from tests.single.older import compiles_whole
 

@@ -16,12 +16,12 @@ from hvd_gradcomp import (
     partition,
     role,
 )
-from hvd_gradcomp.aggregator import brief
-from hvd_gradcomp.assignment import assign
-from hvd_gradcomp.checkpoint import FORMAT, CheckpointError, check_exchange, formats
-from hvd_gradcomp.handshake import MismatchError, agree, describe
-from hvd_gradcomp.layout import Layout
-from hvd_gradcomp.wrappers import take_over
+from hvd_gradcomp.algorithms.wrappers import take_over
+from hvd_gradcomp.core.aggregator import brief
+from hvd_gradcomp.engine.handshake import MismatchError, agree, describe
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.planning.assignment import assign
+from hvd_gradcomp.saving.checkpoint import FORMAT, CheckpointError, check_exchange, formats
 from tests.methods import EVERY, GRADIVEQ, LEARNED
 
 LGC = LGCCompressor(alpha=0.01, momentum=0.9)

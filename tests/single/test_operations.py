@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import cli
-from hvd_gradcomp.aggregator import leaves
-from hvd_gradcomp.bands import Band, Bands
 from hvd_gradcomp.cli import doctor
-from hvd_gradcomp.codecs.largest import Scope
-from hvd_gradcomp.ladder import PATIENCE, Ladder, LadderState, Rung
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.ladder import PATIENCE, Ladder, LadderState
+from hvd_gradcomp.foundation.bands import Band, Bands
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import PayloadError, building
 from hvd_gradcomp.ops.composites import Field
+from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps, library
 from hvd_gradcomp.testing import World
 from tests.methods import (

@@ -7,15 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_gradcomp import Compressor, NoneCompressor, after, exchanges
-from hvd_gradcomp.assignment import assign
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp import Compressor, NoneCompressor, after
+from hvd_gradcomp.algorithms.wrappers import MomentumAfter
+from hvd_gradcomp.core import exchanges
+from hvd_gradcomp.core.protocols import carrying, layering, learning, resizing
+from hvd_gradcomp.core.protocols.reporting import Report, report
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols import carrying, layering, learning, resizing
-from hvd_gradcomp.protocols.reporting import Report, report
+from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.testing import World
-from hvd_gradcomp.wrappers import MomentumAfter
 
 LAYERS = [("a", (30, 2), "float32"), ("b", (7,), "float32")]
 LAYOUT = Layout(("a", "b"), ((30, 2), (7,)))

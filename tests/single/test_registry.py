@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from hvd_gradcomp import StromCompressor, registry
+from hvd_gradcomp import StromCompressor
+from hvd_gradcomp.foundation import registry
 from tests.methods import CLASSES
 
 

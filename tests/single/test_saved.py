@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Optional
 import pytest
 import torch
 
-from hvd_gradcomp import messages
-from hvd_gradcomp.messages import MessageError
+from hvd_gradcomp.engine import messages
+from hvd_gradcomp.engine.messages import MessageError
 from hvd_gradcomp.torch import files
 from hvd_gradcomp.torch.checkpoint import way_back
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_gradcomp import GradiVeQCompressor, StromCompressor, verify
-from hvd_gradcomp.failures import explained, named
-from hvd_gradcomp.handshake import MismatchError, agree, describe
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp import GradiVeQCompressor, StromCompressor
+from hvd_gradcomp.core.protocols import resizing
+from hvd_gradcomp.engine.failures import explained, named
+from hvd_gradcomp.engine.handshake import MismatchError, agree, describe
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols import resizing
+from hvd_gradcomp.watching import verify
 
 OPS = TorchOps()
 WEIGHTS = verify.weights(OPS)

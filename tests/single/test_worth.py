@@ -15,13 +15,13 @@ from hvd_gradcomp import (
     StromCompressor,
     after,
     partition,
-    worth,
 )
-from hvd_gradcomp.assignment import plan
-from hvd_gradcomp.collectives import Broadcast
-from hvd_gradcomp.description import describe
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.foundation.collectives import Broadcast
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.planning import worth
+from hvd_gradcomp.planning.assignment import plan
+from hvd_gradcomp.planning.description import describe
 from hvd_gradcomp.testing import World
 
 SHORT = {"alpha": 0.05, "full_steps": 2, "train_steps": 20, "ae_lr": 0.005, "momentum": 0.9}

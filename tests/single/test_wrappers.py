@@ -21,13 +21,13 @@ from hvd_gradcomp import (
     role,
     smaller,
 )
-from hvd_gradcomp.assignment import assign, plan, traits_of
-from hvd_gradcomp.description import describe
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.algorithms.wrappers import MomentumAfter, take_over
+from hvd_gradcomp.core.protocols.carrying import residual
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.protocols.carrying import residual
+from hvd_gradcomp.planning.assignment import assign, plan, traits_of
+from hvd_gradcomp.planning.description import describe
 from hvd_gradcomp.testing import World
-from hvd_gradcomp.wrappers import MomentumAfter, take_over
 from tests.oracles.momentum import MomentumSGD
 
 LAYERS = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from hvd_gradcomp.aggregator import Context
 from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
 from hvd_gradcomp.algorithms.gradiveq.slices import Slices, sizes_of
 from hvd_gradcomp.codecs.pca import Components, components, dimension
-from hvd_gradcomp.collectives import Broadcast
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.foundation.collectives import Broadcast
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 

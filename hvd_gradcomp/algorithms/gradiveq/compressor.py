@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_gradcomp import exchanges
-from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
 from hvd_gradcomp.algorithms.gradiveq.slices import sizes_of
@@ -15,11 +13,13 @@ from hvd_gradcomp.algorithms.gradiveq.stock import FittedGradiVeQ
 from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.collectives import Allreduce, Switch
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core import exchanges
+from hvd_gradcomp.core.aggregator import Context, Program
+from hvd_gradcomp.core.protocols import resizing
+from hvd_gradcomp.core.protocols.reporting import Report
+from hvd_gradcomp.foundation.collectives import Allreduce, Switch
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.protocols import resizing
-from hvd_gradcomp.protocols.reporting import Report
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from hvd_gradcomp import validate
-from hvd_gradcomp.aggregator import Compressor
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq.slices import Slices, sizes_of
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
-from hvd_gradcomp.composite import Composite
-from hvd_gradcomp.layers import Layer, convolves
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.algorithms.wrappers import part
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.composite import Composite
+from hvd_gradcomp.core.protocols import layering
+from hvd_gradcomp.core.protocols.carrying import correction
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.layers import Layer, convolves
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.protocols import layering
-from hvd_gradcomp.protocols.carrying import correction
-from hvd_gradcomp.wrappers import part
 
 _DEFAULT_LOSS = 0.01
 _SAMPLES = 3  # for each dimension, where there are so many

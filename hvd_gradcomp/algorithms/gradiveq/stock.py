@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvd_gradcomp import ops as verbs
-from hvd_gradcomp.aggregator import Context
+import hvd_gradcomp.ops as verbs
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
 
 

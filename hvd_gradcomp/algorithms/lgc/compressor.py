@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import ring, server, training, vectors
 from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.collectives import Switch
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core.aggregator import Context, Program
+from hvd_gradcomp.core.protocols.reporting import Report
+from hvd_gradcomp.foundation.collectives import Switch
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.protocols.reporting import Report
 
 _NOT_CONVERGED = (
     "LGC: the loss of the autoencoder has not fallen to {bound} of the gradient's energy by the "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_gradcomp import exchanges, wire
-from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc import training, vectors
 from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, LGCState, sealed_bytes
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.collectives import Allgather, Allreduce
+from hvd_gradcomp.core import exchanges, wire
+from hvd_gradcomp.core.aggregator import Context, Program
+from hvd_gradcomp.foundation.collectives import Allgather, Allreduce
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hvd_gradcomp import exchanges, wire
-from hvd_gradcomp.aggregator import Context, Program
 from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.largest import Scope, largest
-from hvd_gradcomp.codecs.selection import layer_of
+from hvd_gradcomp.codecs.largest import largest
 from hvd_gradcomp.codecs.sparse import Memory
-from hvd_gradcomp.collectives import Allreduce
-from hvd_gradcomp.layout import Layout
+from hvd_gradcomp.core import exchanges, wire
+from hvd_gradcomp.core.aggregator import Context, Program
+from hvd_gradcomp.foundation.collectives import Allreduce
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.rules import Form, Places
+from hvd_gradcomp.ops.scope import Scope, layer_of
 
 _MAGNITUDE = (1 << 31) - 1
 

@@ -16,7 +16,7 @@ if int(_keras.__version__.partition(".")[0]) < 3:
         "hvd_gradcomp.tensorflow.DistributedGradientTape takes any tf.Variable"
     )
 
-from hvd_gradcomp.installation import require_keras_backend as _require_keras_backend
+from hvd_gradcomp.foundation.installation import require_keras_backend as _require_keras_backend
 
 _require_keras_backend(_keras.backend.backend())
 
@@ -27,9 +27,8 @@ for _name in ("callbacks", "elastic"):
     globals().pop(_name, None)
 
 from hvd_gradcomp import *  # noqa: F403
-from hvd_gradcomp.checkpoint import CheckpointError
-from hvd_gradcomp.handshake import MismatchError
-from hvd_gradcomp.stats import CompressionStats
+from hvd_gradcomp.engine.handshake import MismatchError
+from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.joining import join
@@ -42,6 +41,7 @@ from hvd_gradcomp.tensorflow.keras.optimizer import (
 )
 from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain, verify
-from hvd_gradcomp.verify import DivergedError
+from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.watching.verify import DivergedError
 
 __all__ = [name for name in dir() if not name.startswith("_")]

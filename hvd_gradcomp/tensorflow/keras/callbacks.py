@@ -9,8 +9,8 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp import validate
-from hvd_gradcomp.schedule import EGCCorrection
+from hvd_gradcomp.algorithms.schedule import EGCCorrection
+from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -370,7 +370,7 @@ class EGCLearningRate(keras.callbacks.Callback):
     Kuang et al. 2019, section IV.B. After `patience`
     consecutive epochs without a value below the lowest so far,
     `lr = max(lr / (1 + t * epoch), min_lr)`. The details, and where the paper's text and its
-    Algorithm 2 differ, are those of `hvd_gradcomp.schedule.EGCCorrection`.
+    Algorithm 2 differ, are those of `hvd_gradcomp.algorithms.schedule.EGCCorrection`.
 
     Works with every Keras optimizer, distributed or not. Where there are several ranks, each of
     them has this callback and what counts is the mean of their values, so rates stay equal; a

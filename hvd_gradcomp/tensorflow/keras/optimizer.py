@@ -25,10 +25,13 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from hvd_gradcomp import __version__, configuration, validate
-from hvd_gradcomp.aggregator import Compressor
+from hvd_gradcomp import __version__
 from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
 from hvd_gradcomp.algorithms.variance import weight_of_passes
+from hvd_gradcomp.algorithms.wrappers import take_over
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.planning import configuration
 from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -42,7 +45,6 @@ from hvd_gradcomp.tensorflow.engine import (
 from hvd_gradcomp.tensorflow.running import times
 from hvd_gradcomp.tensorflow.tape import layers_in, named_layers, variables_of
 from hvd_gradcomp.tensorflow.variables import keep_local, keep_own, plain_variable
-from hvd_gradcomp.wrappers import take_over
 
 _OPS = {"Average": horovod.Average, "Sum": horovod.Sum}
 _MARK = "hvd_gradcomp"

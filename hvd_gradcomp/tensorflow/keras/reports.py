@@ -1,4 +1,4 @@
-"""Stats to watch under Keras 3's `fit`; see `hvd_gradcomp.reports`."""
+"""Stats to watch under Keras 3's `fit`; see `hvd_gradcomp.watching.reports`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import horovod.tensorflow as horovod
 import keras
 
-from hvd_gradcomp.reports import Writer
 from hvd_gradcomp.tensorflow import reports
 from hvd_gradcomp.tensorflow.engine import distributed_in, optimizer_of, takes_part
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.stats import engine_of
+from hvd_gradcomp.watching.reports import Writer
 
 
 class StatsWriter(keras.callbacks.Callback):
@@ -29,7 +29,7 @@ class StatsWriter(keras.callbacks.Callback):
 
     Raises:
         TypeError: in `fit`, the optimizer is no `DistributedOptimizer`.
-        ValueError, OSError: in `fit`, as in `hvd_gradcomp.reports.StatsWriter`.
+        ValueError, OSError: in `fit`, as in `hvd_gradcomp.watching.reports.StatsWriter`.
     """
 
     def __init__(

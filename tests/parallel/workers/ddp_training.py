@@ -18,7 +18,7 @@ from hvd_gradcomp import (
     partition,
     smaller,
 )
-from hvd_gradcomp.handshake import MismatchError
+from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.rounds import OutOfStepError

@@ -23,9 +23,9 @@ from hvd_gradcomp import (
     partition,
     role,
 )
-from hvd_gradcomp.aggregator import leaves
-from hvd_gradcomp.configuration import as_config
-from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.protocols import carrying
+from hvd_gradcomp.planning.configuration import as_config
 from hvd_gradcomp.tensorflow.variables import is_rank_local
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, write

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape, states
 from tests.methods import SCALECOM
 from tests.parallel.workers.results import digest, errors_of, write

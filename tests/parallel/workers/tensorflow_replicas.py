@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from tests.methods import OUTSIDE, WORDS, methods_by
 from tests.parallel.workers.results import digest, write

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.torch import files
 from tests.methods import (
     DGC_WARMED_UP,

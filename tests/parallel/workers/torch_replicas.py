@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.core.protocols import carrying
 from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE, OUTSIDE
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, write

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.protocols import carrying
+from hvd_gradcomp.core.protocols import carrying
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, write
 

@@ -1,0 +1,269 @@
+"""Compressors made of compressors: one after another, and momentum after the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.core.aggregator import Compressor, Context, Program, derived
+from hvd_gradcomp.core.composite import Composite
+from hvd_gradcomp.core.protocols import carrying, layering, resizing
+from hvd_gradcomp.core.protocols.carrying import Correction, Corrects
+from hvd_gradcomp.core.protocols.reporting import Report, report
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.collectives import Switch
+from hvd_gradcomp.foundation.layers import Layer
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class MomentumState(NamedTuple):
+    """State of `MomentumAfter`."""
+
+    inner: Any
+    velocity: Tensor  # [size], replicated
+
+
+@dataclass(frozen=True)
+class MomentumAfter(Composite):
+    """The momentum of layers whose compressor does not correct it, applied to the exchanged mean.
+
+    Where a model's optimizer has handed its momentum over, these layers get it back here:
+    `u = m*u + mean`, and the result is `u` (with Nesterov `m*u + mean`). State: that of `inner` and
+    4 bytes an element.
+
+    Args:
+        inner: what exchanges.
+        momentum: in (0, 1).
+        nesterov: the look-ahead variant.
+    """
+
+    inner: Compressor
+    momentum: float
+    nesterov: bool = False
+
+    in_common = frozenset({"velocity"})
+
+    def __post_init__(self) -> None:
+        validate.real(self, "momentum", low=0, high=1)
+        validate.boolean(self, "nesterov")
+
+    @property
+    def children(self) -> dict[str, Compressor]:
+        return {"inner": self.inner}
+
+    @derived
+    def native_dtypes(self) -> frozenset[str]:
+        return self.inner.native_dtypes
+
+    @property
+    def correction(self) -> Correction:
+        return self.momentum, self.nesterov
+
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        del momentum, nesterov
+        return self
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> MomentumState:
+        velocity = ops.zeros((layout.size,), layout.dtype)
+        return MomentumState(resizing.start(self.inner, ops, layout, ranks), velocity)
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: MomentumState, **extra: Tensor
+    ) -> Program:
+        program = self.inner.aggregate(ops, context, gradient, state.inner, **extra)
+        mean, inner = yield from program
+        velocity = ops.accumulate(ops.scale(state.velocity, self.momentum), mean)
+        if self.nesterov:
+            mean = ops.accumulate(ops.times(velocity, self.momentum), mean)
+        else:
+            mean = ops.overwrite(mean, velocity)
+        return mean, MomentumState(inner, velocity)
+
+    def velocity(self, state: MomentumState) -> Tensor:
+        return state.velocity
+
+    def with_velocity(self, state: MomentumState, velocity: Tensor) -> MomentumState:
+        return state._replace(velocity=velocity)
+
+    def residual(self, state: MomentumState) -> Tensor | None:
+        return carrying.residual(self.inner, state.inner)
+
+    def report(self, layout: Layout, state: MomentumState, steps: int, since: int = 0) -> Report:
+        return report(self.inner, layout, state.inner, steps, since)
+
+
+class AfterState(NamedTuple):
+    """State of `After`."""
+
+    first: Any
+    then: Any
+
+
+@dataclass(frozen=True, repr=False)
+class After(Composite):
+    """Two phases; made by `after`."""
+
+    steps: int
+    first: Compressor
+    then: Compressor
+
+    def __post_init__(self) -> None:
+        validate.whole(self, "steps", low=1)
+
+    @property
+    def children(self) -> dict[str, Compressor]:
+        return {"first": self.first, "then": self.then}
+
+    def __repr__(self) -> str:
+        return f"after({self.steps}, {self.first!r}, {self.then!r})"
+
+    @property
+    def correction(self) -> Correction | None:
+        return carrying.correction(self.then) or carrying.correction(self.first)
+
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        both = (corrected(c, momentum, nesterov) for c in (self.first, self.then))
+        return After(self.steps, *both)
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        both = (layering.of_layers(c, layers, ranks) for c in (self.first, self.then))
+        return [After(self.steps, first, then) for first, then in zip(*both)]
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> AfterState:
+        both = (resizing.start(c, ops, layout, ranks) for c in (self.first, self.then))
+        return AfterState(*both)
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: AfterState, **extra: Tensor
+    ) -> Program:
+        def before() -> Program:
+            given = _wanted(self.first, extra)
+            program = self.first.aggregate(ops, context, gradient, state.first, **given)
+            mean, first = yield from program
+            return mean, AfterState(first, state.then)
+
+        def then(inherits: bool) -> Program:
+            start, whole = state.then, gradient
+            if inherits:
+                residual = carrying.residual(self.first, state.first)
+                if residual is not None:
+                    start, whole = carrying.inherit(self.then, ops, start, whole, residual)
+                velocity = carrying.velocity(self.first, state.first)
+                if velocity is not None:
+                    # A copy: a program may write to its state, and this one is the first phase's.
+                    start = carrying.with_velocity(self.then, start, velocity * 1)
+            program = self.then.aggregate(ops, context, whole, start, **_wanted(self.then, extra))
+            mean, later = yield from program
+            return mean, AfterState(state.first, later)
+
+        phase = ops.bisect((self.steps, self.steps + 1), context.step + 1)
+        return (yield Switch(phase, (before, lambda: then(True), lambda: then(False))))
+
+    def velocity(self, state: AfterState) -> Tensor | None:
+        return carrying.velocity(self.first, state.first)
+
+    def with_velocity(self, state: AfterState, velocity: Tensor) -> AfterState:
+        first = carrying.with_velocity(self.first, state.first, velocity)
+        return state._replace(first=first)
+
+    def report(self, layout: Layout, state: AfterState, steps: int, since: int = 0) -> Report:
+        turn = self.steps
+        first = report(self.first, layout, state.first, min(steps, turn), min(since, turn))
+        then = report(self.then, layout, state.then, max(steps - turn, 0), max(since - turn, 0))
+        return Report(
+            [a + b for a, b in zip(first.sent, then.sent)],
+            then.residual if steps > turn else first.residual,
+            {**first.losses, **then.losses},
+            first.rung_changes + then.rung_changes,
+        )
+
+
+def after(steps: int, first: Compressor | None, then: Compressor | None) -> Compressor:
+    """One compressor for so many steps, then another.
+
+    What the first has kept back goes over into the second, so nothing is lost at the change; a
+    velocity that all ranks have in common goes on as the second's.
+
+    Args:
+        steps: how long the first phase is, at least 1.
+        first, then: compressors; None is no compression.
+
+    Raises:
+        ValueError: `steps` is no positive whole number.
+        TypeError: a phase is no compressor; a partition is none, but its compressors may have
+            phases.
+
+    >>> after(200, None, NoneCompressor())
+    after(200, NoneCompressor(), NoneCompressor())
+    """
+    return After(steps, part("after: a phase", first), part("after: a phase", then))
+
+
+def part(what: str, compressor: Any) -> Compressor:
+    """A compressor that another is made of; None is no compression.
+
+    Raises:
+        TypeError: it is no compressor, or a partition.
+    """
+    if compressor is None:
+        return NoneCompressor()
+    if isinstance(compressor, type) and issubclass(compressor, Compressor):
+        compressor = compressor()
+    if not isinstance(compressor, Compressor) or not compressor.runs:
+        raise TypeError(f"{what} needs a compressor or None, got {compressor!r}")
+    return compressor
+
+
+def corrected(compressor: Compressor, momentum: float, nesterov: bool) -> Compressor:
+    """A compressor that corrects this momentum, or is followed by it."""
+    if isinstance(compressor, Corrects) and compressor.correction is not None:
+        return compressor.corrected(momentum, nesterov)
+    return MomentumAfter(compressor, momentum, nesterov) if momentum else compressor
+
+
+def take_over(
+    compressor: Compressor, optimizer: str, own: tuple[float, bool] | None
+) -> tuple[Compressor, bool]:
+    """Decides who applies momentum: the compressor, or the optimizer that it is wrapped around.
+
+    Args:
+        compressor: as the user gave it.
+        optimizer: the optimizer's class, for messages.
+        own: (momentum, nesterov) of the optimizer; None where it has none that could be handed
+            over, as Adam has not.
+
+    Returns:
+        The compressor with its momentum settled, and whether the optimizer has to give its up.
+
+    Raises:
+        ValueError: the optimizer cannot hand a momentum over, or has another.
+    """
+    if not isinstance(compressor, Corrects) or compressor.correction is None:
+        return compressor, False
+    momentum, nesterov = compressor.correction
+    if momentum == 0:
+        return compressor, False
+    if own is None:
+        raise ValueError(
+            f"the compressor corrects momentum, and {optimizer} has none that it could take over: "
+            "its own would be applied on top. Use SGD, or give the compressor momentum=0. Got "
+            f"{compressor}"
+        )
+    if momentum is None:
+        momentum = own[0]
+    elif own[0] not in (0, momentum):
+        raise ValueError(
+            f"the compressor has another momentum than {optimizer}, {momentum} and {own[0]}: give "
+            f"one of them only, or the same. Got {compressor}"
+        )
+    if nesterov is None:
+        nesterov = own[1]
+    settled = compressor.corrected(float(momentum), bool(nesterov and momentum))
+    return settled, own[0] > 0
+
+
+def _wanted(compressor: Compressor, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+    return extra if compressor.uses_moments else {}

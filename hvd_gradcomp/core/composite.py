@@ -1,0 +1,111 @@
+"""The base of compressors that are made of others."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvd_gradcomp.core.aggregator import Compressor, State, derived
+from hvd_gradcomp.core.protocols import layering, learning, resizing
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops import Ops
+
+
+class Composite(Compressor):
+    """Asks its children, and puts together what they say.
+
+    Its state is a NamedTuple that has the state of each child in a field of the child's name.
+
+    Attributes:
+        in_common: names of fields beside these that are equal on all ranks.
+    """
+
+    in_common: frozenset[str] = frozenset()
+
+    @property
+    @abstractmethod
+    def children(self) -> Mapping[str, Compressor]:
+        """The compressors that it is made of, by name; in the order in which they work."""
+
+    @abstractmethod
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> State:
+        """See `protocols.resizing`."""
+
+    def init(self, ops: Ops, layout: Layout) -> State:
+        return self.start(ops, layout, 1)
+
+    # -- what it is --------------------------------------------------------------------------
+
+    @derived
+    def block(self) -> int:
+        return max(child.block for child in self.children.values())
+
+    @derived
+    def max_bucket(self) -> int:
+        return min(child.max_bucket for child in self.children.values())
+
+    @derived
+    def whole_model(self) -> bool:
+        return any(child.whole_model for child in self.children.values())
+
+    @derived
+    def uses_moments(self) -> bool:
+        return any(child.uses_moments for child in self.children.values())
+
+    @derived
+    def needs_order(self) -> bool:
+        return any(child.needs_order for child in self.children.values())
+
+    @derived
+    def moments(self) -> str:
+        """Where second moments come from; that of the first child that uses some."""
+        users = (child for child in self.children.values() if child.uses_moments)
+        return next((getattr(child, "moments", "") for child in users), "")
+
+    @derived
+    def replicated(self) -> frozenset[str]:
+        return self.in_common | self._inside("replicated")
+
+    @derived
+    def begins_anew(self) -> frozenset[str]:
+        return self._inside("begins_anew")
+
+    def _inside(self, which: str) -> frozenset[str]:
+        children = self.children.items()
+        return frozenset(f"{name}.{x}" for name, child in children for x in getattr(child, which))
+
+    def check(self, layout: Layout) -> None:
+        for child in self.children.values():
+            child.check(layout)
+
+    # -- what its children do ----------------------------------------------------------------
+
+    def layer_bytes(self, shape: Sequence[int]) -> float | None:
+        """Of the child that works in the end."""
+        return layering.layer_bytes([*self.children.values()][-1], shape)
+
+    def retrained(self, ops: Ops, state: State, step: Any) -> State:
+        """The state after each child has begun to learn anew."""
+        return state._replace(
+            **{
+                name: learning.retrained(child, ops, getattr(state, name), step)
+                for name, child in self.children.items()
+            }
+        )
+
+    def owner(self, path: str, step: int) -> int | None:
+        """Whose tensor counts, of a child's state."""
+        name, _, inside = path.partition(".")
+        child = self.children.get(name)
+        return None if child is None else learning.owner(child, inside, step)
+
+    def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
+        """The state among other ranks; the same if no child's is another."""
+        changed = {}
+        for name, child in self.children.items():
+            before = getattr(state, name)
+            after = resizing.resized(child, ops, before, step, ranks)
+            if after is not before:
+                changed[name] = after
+        return state._replace(**changed) if changed else state

@@ -1,0 +1,3 @@
+"""Of the package; what ranks compare."""
+
+__version__ = "0.1.0"

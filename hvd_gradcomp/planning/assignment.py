@@ -1,0 +1,314 @@
+"""Which compressor each layer gets, and which layers share a bucket.
+
+Rules, in this order:
+
+* A compressor says who takes which layer (`protocols.layering`): `partition` by its rules,
+  methods that are made for some layers leave the others to another, most take all.
+* A layer is sent dense, together with all others of that kind, where compressing it saves nothing:
+  where its share of a payload (`layer_bytes`, ibid.) is at least 4 bytes an element, and where
+  it has no elements.
+* Where the optimizer's momentum was taken over, layers whose compressor does not correct momentum
+  get theirs after the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, Union
+
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.wrappers import corrected, part
+from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State, derived
+from hvd_gradcomp.core.protocols import layering
+from hvd_gradcomp.core.protocols.carrying import Correction, correction
+from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.layers import ROLES, Layer, Traits, traits_of
+from hvd_gradcomp.foundation.layout import Layout, outputs_first, plan_buckets
+from hvd_gradcomp.ops import Ops, Tensor
+
+_WHOLE = 1 << 62
+
+
+@dataclass(frozen=True)
+class Role:
+    """Matches layers by what they do; made by `role`."""
+
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"role({', '.join(map(repr, self.names))})"
+
+    def matches(self, layer: Traits) -> bool:
+        """Whether the layer has one of the roles."""
+        return not layer.roles.isdisjoint(self.names)
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """Matches layers with fewer elements; made by `smaller`."""
+
+    size: int
+
+    def __repr__(self) -> str:
+        return f"smaller({self.size})"
+
+    def matches(self, layer: Traits) -> bool:
+        """Whether the layer has fewer elements."""
+        return layer.size < self.size
+
+
+@dataclass(frozen=True)
+class Named:
+    """Matches layers whose name fits a pattern of the shell's kind."""
+
+    pattern: str
+
+    def __repr__(self) -> str:
+        return repr(self.pattern)
+
+    def matches(self, layer: Traits) -> bool:
+        """Whether the name fits."""
+        return fnmatchcase(layer.name, self.pattern)
+
+
+Rule = Union[Role, Smaller, Named]
+
+
+def role(*names: str) -> Role:
+    """Layers by role, for `partition`, judged by name and shape.
+
+    Args:
+        names: of "bias" (named bias or beta), "norm" (a vector named weight or gamma, and the bias
+            beside it), "embedding" (embed in its name), "first" and "last" (the first and the last
+            layer that has a matrix or more, with its bias).
+
+    Raises:
+        ValueError: a role is unknown.
+    """
+    for name in names:
+        if name not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {name!r}")
+    if not names:
+        raise ValueError(f"role() needs at least one of {', '.join(ROLES)}")
+    return Role(names)
+
+
+def smaller(size: int) -> Smaller:
+    """Layers of fewer elements, for `partition`.
+
+    Raises:
+        ValueError: the size is no positive whole number.
+    """
+    rule = Smaller(size)
+    validate.whole(rule, "size", low=1)
+    return rule
+
+
+@dataclass(frozen=True, repr=False)
+class Partition(Compressor):
+    """A compressor for each layer; made by `partition`."""
+
+    rules: tuple[tuple[Rule, Compressor], ...]
+
+    runs = False
+
+    def __post_init__(self) -> None:
+        if len(self._sources) > 1:
+            raise ValueError(
+                f"partition: its compressors take moments from {sorted(self._sources)}; give all "
+                "of them the same moments="
+            )
+
+    def __repr__(self) -> str:
+        return f"partition([{', '.join(f'({r!r}, {c!r})' for r, c in self.rules)}])"
+
+    @property
+    def _sources(self) -> set[str]:
+        return {getattr(c, "moments", "") for _, c in self.rules if c.uses_moments}
+
+    @derived
+    def moments(self) -> str:
+        """Where second moments come from; of all its compressors that use some."""
+        return next(iter(self._sources), "")
+
+    @derived
+    def uses_moments(self) -> bool:
+        return any(c.uses_moments for _, c in self.rules)
+
+    @property
+    def correction(self) -> Correction | None:
+        known = {correction(c) for _, c in self.rules} - {None}
+        if len(known) > 1:
+            raise ValueError(
+                "the compressors of a partition correct different momenta, and an optimizer has "
+                f"one. Give all of them the same momentum= and nesterov=. Got {self}"
+            )
+        return known.pop() if known else None
+
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        return Partition(tuple((r, corrected(c, momentum, nesterov)) for r, c in self.rules))
+
+    @derived
+    def needs_order(self) -> bool:
+        return any(c.needs_order for _, c in self.rules)
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        """The compressor of each layer.
+
+        Raises:
+            ValueError: a rule matches no layer; two match one with different compressors; a layer
+                is matched by none.
+        """
+        chosen = self._by_rule(layers)
+        settled: list[Compressor] = list(chosen)
+        for one in dict.fromkeys(chosen):  # which may itself tell layers apart
+            places = [place for place, other in enumerate(chosen) if other == one]
+            mine = layering.of_layers(one, [layers[place] for place in places], ranks)
+            for place, inner in zip(places, mine):
+                settled[place] = inner
+        return settled
+
+    def _by_rule(self, layers: Sequence[Layer]) -> list[Compressor]:
+        traits = traits_of(layers)
+        rest = [c for rule, c in self.rules if rule == Named("*")]
+        rules = [(rule, c) for rule, c in self.rules if rule != Named("*")]
+        found: list[Compressor] = []
+        matched: set[int] = set()
+        for layer in traits:
+            hits = [i for i, (rule, _) in enumerate(rules) if rule.matches(layer)]
+            matched.update(hits)
+            chosen = {rules[i][1] for i in hits}
+            if len(chosen) > 1:
+                named = " and ".join(repr(rules[i][0]) for i in hits)
+                raise ValueError(
+                    f"partition: {named} conflict: both match {layer.name}, with different "
+                    "compressors. Make one of them narrower"
+                )
+            if not hits and not rest:
+                raise ValueError(
+                    f'partition: no rule matches {layer.name}; end with ("*", ...) for the rest'
+                )
+            found.append(chosen.pop() if hits else rest[0])
+        for place, (rule, _) in enumerate(rules):
+            if place not in matched:
+                names = ", ".join(t.name for t in traits[:8])
+                raise ValueError(
+                    f"partition: {rule!r} matches no layer; there are {names}"
+                    + (f" and {len(traits) - 8} more" if len(traits) > 8 else "")
+                )
+        return found
+
+    def init(self, ops: Ops, layout: Layout) -> State:
+        raise TypeError("a partition has no state: each of its compressors has buckets of its own")
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
+    ) -> Program:
+        raise TypeError("a partition runs nothing: each of its compressors has buckets of its own")
+
+
+def partition(
+    rules: Mapping[Any, Compressor | None] | Iterable[tuple[Any, Compressor | None]],
+) -> Partition:
+    """A compressor for each layer, by rules.
+
+    Args:
+        rules: (rule, compressor) pairs or a mapping. A rule is a pattern for the layer's name
+            ("encoder.*", "*.bias"), `role(...)` or `smaller(size)`; "*" is all that no other rule
+            matches. None as a compressor is no compression.
+
+    Returns:
+        What `DistributedOptimizer` takes as `compression=`.
+
+    Raises:
+        TypeError: a rule or a compressor is something else.
+        ValueError: there are no rules. When the optimizer is made: a rule matches no layer; two
+            match one layer with different compressors; no rule matches a layer.
+
+    >>> partition([(role("bias", "norm"), None), ("*", NoneCompressor())])
+    partition([(role('bias', 'norm'), NoneCompressor()), ('*', NoneCompressor())])
+    """
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    if not pairs:
+        raise ValueError("partition: there are no rules")
+    made: list[tuple[Rule, Compressor]] = []
+    for rule, compressor in pairs:
+        if isinstance(rule, str):
+            rule = Named(rule)
+        if not isinstance(rule, (Role, Smaller, Named)):
+            raise TypeError(f"partition: a rule is a pattern, role() or smaller(), got {rule!r}")
+        made.append((rule, part(f"partition: {rule!r}", compressor)))
+    return Partition(tuple(made))
+
+
+def assign(
+    compressor: Compressor, layers: Sequence[Layer], ranks: int = 1, filters_last: bool = False
+) -> list[Compressor]:
+    """The compressor of each layer, by the rules at the head of this file.
+
+    Args:
+        layers: (name, shape, dtype) in the order of the model.
+        ranks: how many exchange.
+        filters_last: see `Layout`.
+
+    Raises:
+        ValueError: a compressor does not fit the layers or the ranks; or a momentum is to be taken
+            over where there is no optimizer.
+    """
+    chosen = layering.of_layers(compressor, layers, ranks)
+    momentum, nesterov = correction(compressor) or (0.0, False)
+    if momentum is None:
+        raise ValueError(
+            "there is no optimizer here to take the momentum over from; give momentum=0.9, or "
+            f"momentum=0 to go without. Got {compressor}"
+        )
+    assigned = []
+    for (name, shape, _), one in zip(layers, chosen):
+        share: float | None = 0.0
+        if prod(shape):  # no method has to divide by none
+            stored = outputs_first(name, shape) if filters_last else shape
+            share = layering.layer_bytes(one, stored)
+        if share is not None and share >= 4 * prod(shape):
+            one = NoneCompressor()
+        assigned.append(corrected(one, momentum, bool(nesterov)))
+    return assigned
+
+
+def plan(
+    compressor: Compressor,
+    layers: Sequence[Layer],
+    bucket_bytes: int,
+    devices: Sequence[Any] | None = None,
+    left_out: Collection[int] = (),
+    ranks: int = 1,
+    filters_last: bool = False,
+) -> list[tuple[Compressor, Layout]]:
+    """The buckets of a model, last layers first, each with its compressor.
+
+    Args:
+        layers: (name, shape, dtype) in the order of the model.
+        bucket_bytes: target size of a bucket.
+        devices: where each layer is, if not all are in one place.
+        left_out: places of layers that get no bucket.
+        ranks: how many exchange.
+        filters_last: see `Layout`.
+    """
+    groups: dict[tuple[Any, Compressor], list[Layer]] = {}
+    places = devices or [None] * len(layers)
+    assigned = assign(compressor, layers, ranks, filters_last)
+    described = [
+        item for place, item in enumerate(zip(layers, assigned, places)) if place not in left_out
+    ]
+    for (name, shape, dtype), one, device in reversed(described):
+        native = dtype if dtype in one.native_dtypes else "float32"
+        groups.setdefault((device, one), []).append((name, shape, native))
+    buckets = []
+    for (_, one), members in groups.items():
+        target = _WHOLE if one.whole_model else bucket_bytes
+        for layout in plan_buckets(members, target, one.block, filters_last):
+            one.check(layout)
+            buckets.append((one, layout))
+    return buckets

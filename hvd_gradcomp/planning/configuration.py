@@ -1,0 +1,70 @@
+"""Compressors as plain data, which JSON can carry: the name of the class, and its fields.
+
+Reading it runs nothing but the constructor of a class that is known: a compressor of this package,
+one of the user's whose module has been imported, or one that an installed package declares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.foundation import registry
+from hvd_gradcomp.planning.assignment import Named, Role, Smaller
+
+_CLASS = "class"  # no field can be called so
+_RULES: dict[str, type] = {rule.__name__: rule for rule in (Named, Role, Smaller)}
+
+
+def as_config(value: Any) -> Any:
+    """A compressor, with those it is made of, as numbers, texts, lists and dicts.
+
+    Raises:
+        TypeError: a field holds something else.
+
+    >>> from hvd_gradcomp import QSGDCompressor, after
+    >>> as_config(after(2, None, QSGDCompressor()))["then"]["class"]
+    'QSGDCompressor'
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [as_config(item) for item in value]
+    if is_dataclass(value) and isinstance(value, (Compressor, *_RULES.values())):
+        held = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        return {
+            _CLASS: type(value).__name__,
+            **{name: as_config(item) for name, item in held.items()},
+        }
+    raise TypeError(
+        f"{value!r} cannot be saved as text: compressors are frozen dataclasses of numbers, texts, "
+        "tuples and other compressors"
+    )
+
+
+def from_config(config: Any) -> Any:
+    """What `as_config` was given.
+
+    Raises:
+        ValueError: it names a class or a field that is not known here.
+    """
+    if isinstance(config, (list, tuple)):
+        return tuple(from_config(item) for item in config)
+    if not isinstance(config, dict):
+        return config
+    held = {name: from_config(item) for name, item in config.items() if name != _CLASS}
+    name = config.get(_CLASS)
+    known = _RULES.get(str(name)) or registry.find(str(name))
+    if known is None:
+        raise ValueError(
+            f"there is no compressor {name!r} here: import the module that defines it, install the "
+            "package that has it, or use the version of hvd_gradcomp that saved it"
+        )
+    try:
+        return known(**held)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} of this version cannot be made from {held}: {error}. Use the version of "
+            "hvd_gradcomp that saved it"
+        ) from error

@@ -1,0 +1,75 @@
+"""What a compressor will do to a model, as a table, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from tabulate import tabulate
+
+from hvd_gradcomp.algorithms.wrappers import MomentumAfter
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.protocols.layering import layer_bytes
+from hvd_gradcomp.foundation.layers import Layer
+from hvd_gradcomp.foundation.layout import Layout, outputs_first
+from hvd_gradcomp.planning.assignment import assign
+from hvd_gradcomp.planning.worth import at_work, goes_dense
+
+
+def describe(
+    compressor: Compressor,
+    layers: Sequence[Layer],
+    buckets: int,
+    ranks: int = 1,
+    moments: Sequence[str] = (),
+    filters_last: bool = False,
+) -> str:
+    """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it.
+
+    Args:
+        moments: how each layer's second moments are found, for a column more.
+        filters_last: see `Layout`.
+    """
+    rows: list[tuple[str, ...]] = []
+    dense = expected = 0.0
+    assigned = assign(compressor, layers, ranks, filters_last)
+    whole = {one: _of(one, layers, assigned, filters_last) for one in dict.fromkeys(assigned)}
+    summed = {one for one, layout in whole.items() if goes_dense(at_work(one), layout, ranks)}
+    for (name, shape, _), one in zip(layers, assigned):
+        size = 4 * prod(shape)
+        share = layer_bytes(one, outputs_first(name, shape) if filters_last else shape)
+        if share is not None and one in summed:
+            share = size
+        dense, expected = dense + size, expected + (share or 0.0)
+        said = "4 an element sent" if share is None else f"{share:,.0f}"
+        rows.append((name, "x".join(map(str, shape)), brief(one), f"{size:,}", said))
+    total = f"{len(layers)} layers, {buckets} buckets"
+    rows.append(("total", total, "", f"{dense:,.0f}", f"{expected:,.0f}"))
+    head: tuple[str, ...] = ("layer", "shape", "compressor", "bytes dense", "bytes a step")
+    align: tuple[str, ...] = ("left", "left", "left", "right", "right")
+    if moments:
+        rows = [(*row, said) for row, said in zip(rows, (*moments, ""))]
+        head, align = (*head, "moments"), (*align, "left")
+    return tabulate(rows, head, colalign=align)
+
+
+def _of(
+    one: Compressor, layers: Sequence[Layer], assigned: Sequence[Compressor], filters_last: bool
+) -> Layout:
+    """All layers that one compressor takes."""
+    mine = [layer for layer, other in zip(layers, assigned) if other == one]
+    names, shapes, _ = zip(*mine)
+    return Layout(names, tuple(map(tuple, shapes)), block=one.block, filters_last=filters_last)
+
+
+def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> str:
+    """A table: parameter, shape, the class of what holds it, how its moments are found."""
+    said = [(name, "x".join(map(str, shape)), *rest) for name, shape, *rest in rows]
+    return tabulate(said, ("parameter", "shape", "held by", "moments"), disable_numparse=True)
+
+
+def brief(compressor: Compressor) -> str:
+    """Without what is as it is by default, and short enough for a table."""
+    if isinstance(compressor, MomentumAfter):
+        return f"{brief(compressor.inner)}, then momentum={compressor.momentum}"
+    return str(compressor).replace("Compressor(", "(")

@@ -1,0 +1,203 @@
+"""Whether compressing pays on a model, for a warning at the first step.
+
+What methods that learn send is known before: so many bytes while they learn, then so many a step.
+Both are set against dense gradients. Methods that send a number of elements move as many bytes as
+dense gradients among so many ranks that what they send is summed. Of methods whose gradients decide
+what is sent nothing is said, but for a model of which no layer is left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import NamedTuple
+
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
+from hvd_gradcomp.algorithms.lgc import LGCCompressor
+from hvd_gradcomp.algorithms.lgc.settings import sealed_bytes
+from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
+from hvd_gradcomp.algorithms.wrappers import After, MomentumAfter
+from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.codecs.quantized import QuantizedCompressor
+from hvd_gradcomp.codecs.sparse import SparseCompressor
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.foundation.layout import Layout
+
+Plan = Sequence[tuple[Compressor, Layout]]
+
+
+class Course(NamedTuple):
+    """Bytes that a rank hands to collectives for a bucket; the mean over ranks."""
+
+    learning: float  # until it has learned
+    step: float  # of a step from then on
+    dense: float  # of a step without compression
+
+
+def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
+    """What to tell a user whose compressor does not pay; nothing where it does.
+
+    Args:
+        compressor: as the user gave it.
+        plan: the buckets with theirs, as `assignment.plan` has them.
+        ranks: how many exchange.
+    """
+    kinds = [(at_work(one), layout) for one, layout in plan]
+    elements = sum(layout.elements for _, layout in kinds)
+    names = [name for _, layout in plan for name in layout.names]
+    nothing = idle(compressor, plan)
+    if nothing and isinstance(compressor, GradiVeQCompressor):
+        listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+        return [
+            f"GradiVeQ compresses nothing: none of {len(names)} layers is a convolution that takes "
+            f"fewer bytes so, {4 * elements:,} dense: {listed}. Use another method; these all go "
+            f"to other={compressor.others}"
+        ]
+    if nothing:
+        return [
+            f"no layer is compressed: all {len(names)} are sent dense, {4 * elements:,} bytes a "
+            "step, since none would take less, or none is of the kind that the method is for. Use "
+            "compression=None, or another method; hvd.describe lists the layers. It is "
+            f"{compressor}"
+        ]
+    said = []
+    for one in dict.fromkeys(one for one, _ in kinds):
+        layouts = [layout for other, layout in kinds if other == one]
+        if isinstance(one, LGCCompressor):
+            said.append(_of_lgc(one, _total(lgc_course(one, x, ranks) for x in layouts)))
+        elif isinstance(one, GradiVeQCompressor):
+            said.append(_of_gradiveq(one, _total(gradiveq_course(one, x, ranks) for x in layouts)))
+            said.append(_of_ratio(one, layouts))
+        elif all(goes_dense(one, x, ranks) for x in layouts):
+            said.append(_of_dense(one, 4 * sum(x.elements for x in layouts), ranks))
+    return [line for line in said if line]
+
+
+def idle(compressor: Compressor, plan: Plan) -> bool:
+    """Whether there is nothing in a model that it would compress; `warnings` says why."""
+    if isinstance(compressor, GradiVeQCompressor):
+        return all(at_work(one) != compressor for one, _ in plan)
+    return _compresses(compressor) and not any(_compresses(one) for one, _ in plan)
+
+
+def goes_dense(one: Compressor, layout: Layout, ranks: int) -> bool:
+    """Whether a bucket takes the bytes of a dense allreduce among so many ranks, in all steps."""
+    if isinstance(one, ScaleComCompressor):
+        return one.sends_all(layout, ranks)
+    if isinstance(one, QuantizedCompressor):
+        return one.chosen_exchange(layout, ranks) == "allreduce"
+    if isinstance(one, SparseCompressor) and not isinstance(one, LGCCompressor):
+        ladder = one.ladder(layout, ranks)
+        return ladder.summed and not ladder.capacities
+    return False
+
+
+def _of_dense(one: Compressor, dense: int, ranks: int) -> str:
+    return (
+        f"nothing is saved among {ranks} ranks: the payloads of all others would bring each rank "
+        f"more than dense gradients, so what is sent is added up by an allreduce of {dense:,} "
+        "bytes a step. Send less, compress between hosts only (hierarchical=True), or use "
+        f"compression=None. It is {one}"
+    )
+
+
+def _compresses(compressor: Compressor) -> bool:
+    if isinstance(compressor, MomentumAfter):
+        return _compresses(compressor.inner)
+    if isinstance(compressor, After):
+        return _compresses(compressor.first) or _compresses(compressor.then)
+    return not isinstance(compressor, NoneCompressor)
+
+
+def _total(courses: Iterable[Course]) -> Course:
+    return Course(*map(sum, zip(*courses)))
+
+
+def _of_lgc(one: LGCCompressor, course: Course) -> str:
+    """It learns once, and then goes on for as long as the training takes."""
+    learning, step, dense = course
+    steps = one.full_steps + one.train_steps
+    extra, saved = learning - steps * dense, dense - step
+    pays = steps + extra / saved if saved > 0 else inf
+    if pays <= 2 * steps and extra <= 0.5 * steps * dense:
+        return ""
+    when = f"so it pays from step {pays:,.0f} on" if saved > 0 else "so it never pays"
+    return (
+        f"LGC sends more than dense gradients on this model: {learning / steps:,.0f} bytes a step "
+        f"and rank in the {steps} steps in which it learns, the autoencoder's parameters and what "
+        f"fills up small layers included, where dense ones take {dense:,.0f}; then {step:,.0f}, "
+        f"{when}. Use DGCCompressor, which learns nothing, or train for longer. It is {one}"
+    )
+
+
+def _of_gradiveq(one: GradiVeQCompressor, course: Course) -> str:
+    """It learns anew in each cycle."""
+    learning, step, dense = course
+    mean = (learning + one.compress_steps * step) / one.cycle_steps
+    if mean < dense:
+        return ""
+    return (
+        f"GradiVeQ sends no less than dense gradients on these convolutions: {mean:,.0f} bytes a "
+        f"step and rank, the mean over a cycle of {one.cycle_steps} steps ({step:,.0f} in a "
+        f"compressed one, {learning:,.0f} in all to learn the bases), where dense ones take "
+        f"{dense:,.0f}. Raise ratio= or compress_steps=, or use another method. It is {one}"
+    )
+
+
+def _of_ratio(one: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
+    """Where a basis cannot have as many dimensions as the ratio asks for."""
+    fewer = [
+        (f"{name} {cut.length / cut.room:.3g}", one.steps_for(cut))
+        for layout in layouts
+        for name, cut in zip(layout.names, one.slices(layout))
+        if cut.room < one.asked(cut.length)
+    ]
+    if not fewer:
+        return ""
+    listed = ", ".join(name for name, _ in fewer[:8]) + (", ..." if len(fewer) > 8 else "")
+    return (
+        f"GradiVeQ compresses {len(fewer)} layers by more than ratio={one.ratio!r}: {listed}. A "
+        "basis has fewer dimensions than samples: ask for sample_steps="
+        f"{max(n for _, n in fewer)}, a smaller slice_size=, or more slices that share a basis "
+        f"(reuse=). It is {one}"
+    )
+
+
+def at_work(compressor: Compressor) -> Compressor:
+    """Who compresses in the end."""
+    if isinstance(compressor, MomentumAfter):
+        return at_work(compressor.inner)
+    if isinstance(compressor, After):
+        return at_work(compressor.then)
+    return compressor
+
+
+def lgc_course(one: LGCCompressor, layout: Layout, ranks: int) -> Course:
+    """Of a model's bucket."""
+    dense, sizes = 4.0 * layout.elements, one.compressed_bytes(layout, ranks)
+    network = 4 * autoencoder.ENCODER_SIZE
+    if one.by_server:
+        train = float(one.payload_bytes(layout))
+        handed_out = 4 + network * (one.common(ranks) != one.master)
+        step = sizes["worker"] + (sizes["common"] + sizes["master"]) / ranks
+    else:
+        values = wire.HEADER_BYTES + 4 * one.capacity(layout)
+        chosen = sealed_bytes(one.coding.parts(layout, one.capacity(layout)))
+        train = values + chosen / ranks
+        handed_out = 4 + network + 4 * autoencoder.decoder_size(innovation=False)
+        step = sizes["worker"] + sizes["leader"] / ranks
+    whole = 4 * (layout.size + 1)
+    learning = one.full_steps * whole + one.train_steps * train + handed_out / ranks
+    return Course(learning, step, dense)
+
+
+def gradiveq_course(one: GradiVeQCompressor, layout: Layout, ranks: int) -> Course:
+    """Of a bucket in one cycle; at least, where the gradients decide how many dimensions."""
+    dense = 4.0 * layout.elements
+    groups = sum(cut.groups for cut in one.slices(layout))
+    least = None if one.loss_threshold is None else [1] * groups
+    sampling = 4.0 * layout.elements if one.between.adds_up else 0.0
+    learning = one.sample_steps * sampling + one.basis_bytes(layout) / ranks
+    return Course(learning, one.coefficient_bytes(layout, least), dense)
