@@ -82,12 +82,13 @@ class _Exchange(Planned):
 
     def watch_order(self) -> list[Any]:
         """Hooks that see in which order the first backward comes by the layers."""
-        myself = weakref.proxy(self)
+        alive = weakref.ref(self)
 
         def seen(name: str) -> Any:
             def hook(_: torch.Tensor) -> None:
-                if not myself.ordered:
-                    myself._arrived.append(name)
+                there = alive()
+                if there is not None and there._arrived is not None:
+                    there._arrived.append(name)
 
             return hook
 

@@ -121,6 +121,7 @@ class Exchange(Seated):
         self._places = {
             p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
         }
+        self.sources.places = self._places
 
     @property
     def parameters(self) -> Set[torch.nn.Parameter]:

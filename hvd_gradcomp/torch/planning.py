@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -75,9 +74,7 @@ class Planned(Exchange):
         using = [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
         tells = self.process_set.rank() == 0
         source = source_of(compressor, using, passes, tells, tracking)
-        # What refers to itself would live on after its optimizer, with all its buckets.
-        myself = weakref.proxy(self)
-        self.sources = Sources(source, batch_size, self.scaling, lambda p: myself._places[p])
+        self.sources = Sources(source, batch_size, self.scaling)
         self._judged = False
         self._settle_on(list(self._plan(self._named)))
         self.sources.watch(self.buckets)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -67,17 +68,14 @@ class Sources:
         source: what `source_of` has said.
         batch_size: samples that a rank sees for each exchange, for those of micro-batches.
         scaling: of the loss.
-        place_of: the bucket of a parameter, and its place there.
+
+    Attributes:
+        places: the bucket of each parameter, and its place there.
     """
 
-    def __init__(
-        self,
-        source: str,
-        batch_size: int | None,
-        scaling: LossScaling,
-        place_of: Callable[[torch.nn.Parameter], tuple[Bucket, int]],
-    ) -> None:
-        self.source, self._place_of = source, place_of
+    def __init__(self, source: str, batch_size: int | None, scaling: LossScaling) -> None:
+        self.source = source
+        self.places: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
         self._batch_size, self._scaling = batch_size, scaling
         self._counted: dict[torch.nn.Parameter, int] = {}
         self._made = 0  # passes of this step; a layer contributes nothing to those without it
@@ -96,19 +94,25 @@ class Sources:
 
     def _square_of(self, parameter: torch.nn.Parameter) -> Any:
         """A tensor hook: sees what one pass contributes, before it is accumulated."""
+        alive = weakref.ref(self)
 
         def hook(contribution: torch.Tensor) -> None:
-            bucket, slot = self._place_of(parameter)
-            square = bucket.moment_views[slot]
-            dense = contribution.to_dense() if contribution.is_sparse else contribution
-            dense = dense.detach().to(square.dtype)
-            if self._counted.get(parameter, 0) == 0:
-                square.zero_()
-            square.addcmul_(dense, dense)
-            self._counted[parameter] = self._counted.get(parameter, 0) + 1
-            self._made = max(self._made, self._counted[parameter])
+            there = alive()
+            if there is not None:
+                there._add_square(parameter, contribution)
 
         return hook
+
+    def _add_square(self, parameter: torch.nn.Parameter, contribution: torch.Tensor) -> None:
+        bucket, slot = self.places[parameter]
+        square = bucket.moment_views[slot]
+        dense = contribution.to_dense() if contribution.is_sparse else contribution
+        dense = dense.detach().to(square.dtype)
+        if self._counted.get(parameter, 0) == 0:
+            square.zero_()
+        square.addcmul_(dense, dense)
+        self._counted[parameter] = self._counted.get(parameter, 0) + 1
+        self._made = max(self._made, self._counted[parameter])
 
     def give(self, bucket: Bucket, slot: int) -> None:
         """Puts the moment of a layer beside its gradient, which lies in the bucket already."""
