@@ -402,13 +402,14 @@ def architecture(path):
     """How a gradient goes through the floors of the package; imports go down only."""
     floors = [
         ("frontends", "torch/  tensorflow/  tensorflow/keras/", "optimizers, tapes, callbacks"),
-        ("transports", "Horovod on PyTorch, on TensorFlow; testing.World", "five collectives"),
-        ("driver", "buckets, rounds, switches, counts", "steps programs, dispatches what they ask"),
-        ("algorithms", "one paper, one file", "programs that yield collectives"),
-        ("codecs", "words, largest, quantized, linear", "what to send, and what stays"),
-        ("exchanges", "allgather, two-shot, sum, leader", "how it goes to all"),
-        ("wire", "layout, ladder, payload", "names, room, checked bytes"),
+        ("planning", "planning/  saving/", "who compresses what, and checkpoints"),
+        ("driver", "engine/, over Horovod or torch.distributed", "steps programs, by transports"),
+        ("watching", "watching/", "what was moved; equal replicas"),
+        ("algorithms", "algorithms/: one paper, one file", "programs that yield collectives"),
+        ("codecs", "codecs/: words, largest, quantized, linear", "what to send, and what stays"),
+        ("core", "core/: Compressor, exchanges, ladder, wire", "how payloads meet, checked bytes"),
         ("verbs and passes", "ops/: PyTorch, TensorFlow, C", "what may be done to a tensor"),
+        ("foundation", "foundation/: layout, collectives, cost", "values that know no tensor"),
     ]
     figure, axes = pyplot.subplots(figsize=(7, 5.6), layout="constrained")
     axes.set(xlim=(-1.7, 10), ylim=(len(floors), -0.1))
