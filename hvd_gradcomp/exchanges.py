@@ -106,7 +106,7 @@ def _encoded(
     layout, step = context.layout, context.step
     finite, gradient = checked_to_keep(ops, gradient)
     if moment is not None:
-        fits, moment = _without(ops, ops.finite(ops.sum(moment) * 4096.0), moment)
+        fits, moment = ops.sound(moment, "sum")
         finite = finite & fits
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)
@@ -229,7 +229,7 @@ def quantized_allreduce(
 
 def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     """Whether it is finite; and zeros instead where that is known too late to leave it out."""
-    return _without(ops, ops.finite(gradient), gradient)
+    return ops.sound(gradient, "elements")
 
 
 def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
@@ -238,11 +238,7 @@ def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     What is kept must not overflow: with an infinite second moment an element would never be sent
     again. So a norm beyond 2**58 counts as infinite: a thousand squares of that fit.
     """
-    return _without(ops, ops.finite(ops.inner(gradient, gradient) * 4096.0), gradient)
-
-
-def _without(ops: Ops, finite: Any, x: Tensor) -> tuple[Any, Tensor]:
-    return finite, x if ops.dynamic_shapes else ops.where(finite, x, 0.0)
+    return ops.sound(gradient, "squares")
 
 
 def _checked_sides(

@@ -133,14 +133,8 @@ def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, 
 def seal(ops: Ops, header: Header, body: Tensor) -> Tensor:
     """Header and body as the buffer that travels; uint8 [HEADER_BYTES + body]."""
     tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
-    if isinstance(header.finite, bool):
-        poisoned = int(not header.finite)
-    else:
-        poisoned = 1 - ops.cast(header.finite, "int64")
-    words = ops.words(
-        (tag, header.digest, header.step, header.rung, header.sent, header.wanted, poisoned)
-    )
-    return ops.frame(words, body)
+    values = tag, header.digest, header.step, header.rung, header.sent, header.wanted
+    return ops.frame(values, header.finite, body)
 
 
 def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Tensor]:
@@ -189,4 +183,4 @@ def _examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, list
         expected.rung,
     )
     fields = [field for field in _FIELDS.values() if field is not None]
-    return ops.examine(buffers, HEADER_BYTES // 4 - 1, fields, ops.words(numbers))
+    return ops.examine(buffers, HEADER_BYTES // 4 - 1, fields, numbers)

@@ -154,13 +154,21 @@ class Composites:
     #
     # A frame is some 32-bit words, a checksum of them and of the body, and the body.
 
-    def frame(self: Any, words: Tensor, body: Tensor) -> Tensor:
-        """Words (int64 below 2**32), checksum and body (uint8, whole words) as uint8."""
+    def frame(self: Any, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
+        """Words, checksum and body (uint8, whole words) as uint8.
+
+        The words are values below 2**32, and 1 unless something was finite, or else 0.
+        """
+        poisoned = int(not finite) if isinstance(finite, bool) else 1 - self.cast(finite, "int64")
+        return self.framed(self.words((*values, poisoned)), body)
+
+    def framed(self: Any, words: Tensor, body: Tensor) -> Tensor:
+        """The same of int64 words."""
         checksum = self.reshape(self.checksum(words, body), (1,))
         return self.concat((self.to_bytes(self.concat((words, checksum)), "uint32"), body))
 
     def examine(
-        self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Tensor
+        self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
     ) -> tuple[Tensor, list[Tensor]]:
         """What frames say, and what is right about it.
 
@@ -168,23 +176,41 @@ class Composites:
             frames: uint8 [rows, bytes].
             count: of the words of a frame.
             fields: places of numbers within the words.
-            expected: the numbers; int64 [fields].
+            expected: the numbers, each an integer or a scalar.
 
         Returns:
             The words, int64 [rows, count]. And bool [rows], whether the checksum matches, and then
             for each field, whether its number is as expected.
         """
         front = self.from_bytes(frames[:, : 4 * (count + 1)], "uint32")
-        words = front[:, :count]
+        words, numbers = front[:, :count], self.words(expected)
         held = [front[:, count] == self.checksum(words, frames[:, 4 * (count + 1) :])]
         for i, (word, low, bits) in enumerate(fields):
-            held.append(words[:, word] // (1 << low) % (1 << bits) == expected[i])
+            held.append(words[:, word] // (1 << low) % (1 << bits) == numbers[i])
         return words, held
 
     def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
         """Of words, each times 2 * place + 1, and a body; or of rows of both."""
         weights = self.arange(self.length(words)) * 2 + 1
         return (self.sum(words * weights, -1) + self.weighted_sum(body)) % (1 << 32)
+
+    # -- what is not finite ------------------------------------------------------------------
+
+    def sound(self: Any, x: Tensor, how: str) -> tuple[Any, Tensor]:
+        """Whether x is finite; and x, or zeros where that is known too late to leave it out.
+
+        Donating where shapes are static.
+
+        Args:
+            x: float32 [size].
+            how: "elements" asks for each; "squares" and "sum" for 4096 times their sum.
+        """
+        if how == "elements":
+            finite = self.finite(x)
+        else:
+            total = self.inner(x, x) if how == "squares" else self.sum(x)
+            finite = self.finite(total * 4096.0)
+        return finite, x if self.dynamic_shapes else self.where(finite, x, 0.0)
 
     # -- random numbers ----------------------------------------------------------------------
     #

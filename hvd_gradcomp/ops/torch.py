@@ -12,7 +12,9 @@ to the result of its step and raises at the next step, before anything else is s
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ import torch
 
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.blocks import Axes, Blocks, Lifted
-from hvd_gradcomp.ops.composites import GROUP
+from hvd_gradcomp.ops.composites import GROUP, Field
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
 
@@ -53,15 +55,28 @@ class TorchOps(Ops):
         device: where buckets live.
         static: keep to the verbs that a GPU and a compiler need, also on a CPU. The tests use it
             to hold both ways to the same bytes.
+        kernels: take the passes in Triton; needs `static` where the device is no GPU. None takes
+            them on CUDA where Triton can be loaded.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", static: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        static: bool = False,
+        kernels: bool | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.on_host = self.device.type == "cpu"
         self.dynamic_shapes = self.on_host and not static
         self.native = library() if self.dynamic_shapes else None
-        self.word_passes = WordPasses(self) if self.native is not None else None
+        self.word_passes: Any = WordPasses(self) if self.native is not None else None
         self.largest_passes = LargestPasses(self) if self.native is not None else None
+        self.kernels: Any = None
+        if _triton_loads(self.device) if kernels is None else kernels:
+            from hvd_gradcomp.ops.triton.common import Common
+            from hvd_gradcomp.ops.triton.words import WordPasses as WordKernels
+
+            self.kernels, self.word_passes = Common(self), WordKernels(self)
         self._bands: dict[Bands, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
@@ -476,6 +491,21 @@ class TorchOps(Ops):
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._bands[bands], len(bands.bands)
 
+    def sound(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
+        return super().sound(x, how) if self.kernels is None else self.kernels.sound(x, how)
+
+    def frame(self, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
+        if self.kernels is None:
+            return super().frame(values, finite, body)
+        return self.kernels.frame(values, finite, body)
+
+    def examine(
+        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self.kernels is None:
+            return super().examine(frames, count, fields, expected)
+        return self.kernels.examine(frames, count, fields, expected)
+
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         return torch.nn.functional.leaky_relu(x, slope)
 
@@ -727,6 +757,13 @@ class TorchOps(Ops):
         pending, self._pending = self._pending, []
         for messages, held, error in pending:
             _raise_false(messages, held, error)
+
+
+def _triton_loads(device: torch.device) -> bool:
+    """Whether kernels can be had for a device; loading Triton after TensorFlow ends the process."""
+    if device.type != "cuda" or "triton" in sys.modules:
+        return device.type == "cuda"
+    return "tensorflow" not in sys.modules and importlib.util.find_spec("triton") is not None
 
 
 def _place(x: Tensor) -> int:

@@ -15,6 +15,7 @@ ROOT = Path(hvd_gradcomp.__file__).parent
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
 PYTORCH = ("torch/", "ops/blocks.py", "ops/torch.py", "ops/passes.py", "models.py", "learned.py")
+KERNELS = ("ops/triton/",)
 TENSORFLOW = ("tensorflow/", "ops/tensorflow.py", "ops/tensorflow_passes.py")
 
 # From the bottom up: a module imports only from its own layer or those before it.
@@ -112,7 +113,7 @@ def roots(module: str) -> set[str]:
 
 
 def test_every_core_module_has_a_layer():
-    core = {m for m in MODULES if not m.startswith((*PYTORCH, *TENSORFLOW))}
+    core = {m for m in MODULES if not m.startswith((*PYTORCH, *KERNELS, *TENSORFLOW))}
     assert core == set().union(*LAYERS)
 
 
@@ -125,6 +126,8 @@ def test_only_frontends_import_frameworks(module):
         allowed = {"tabulate"}
     elif module in PYTORCH:
         allowed = {"torch"}
+    elif module.startswith(KERNELS):
+        allowed = {"torch", "triton"}
     elif module in TENSORFLOW:
         allowed = {"tensorflow"}
     elif module.startswith("cli/"):
