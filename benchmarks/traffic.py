@@ -1,7 +1,7 @@
 """Memory traffic and launches of a step on a GPU, counted without one.
 
     python -m benchmarks.traffic                          # prints the table
-    python -m benchmarks.traffic --folder docs/measured   # writes traffic.json and traffic.md
+    python -m benchmarks.traffic --folder docs/measured   # writes traffic.json and traffic.txt
     python -m benchmarks.traffic --only Strom QSGD
 
 A step of one of two ranks on ResNet-50's 161 shapes, in the buckets of the PyTorch frontend, with
@@ -322,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(found))
     if options.folder:
         (options.folder / "traffic.json").write_text(json.dumps(found, indent=1) + "\n")
-        (options.folder / "traffic.md").write_text(table(found))
+        (options.folder / "traffic.txt").write_text(table(found))
     return 0
 
 

@@ -249,10 +249,8 @@ def _checked_sides(
     And above 2**126 what a code is divided by has an inverse that TensorFlow takes for zero. Zeros
     instead of what cannot be used where that is known too late to leave it out.
     """
-    healthy = ops.finite(ops.concat([mine[name] for name in codec.side]) * 4.0)
-    if not ops.dynamic_shapes:
-        mine = {**mine, **{n: ops.where(healthy, mine[n], 0.0) for n in codec.side}}
-    return mine, finite & healthy
+    sides, finite = ops.checked_sides([mine[name] for name in codec.side], finite)
+    return {**mine, **dict(zip(codec.side, sides))}, finite
 
 
 def _summable(
@@ -270,14 +268,8 @@ def _summable(
         NonFiniteGradientError: on all ranks, as in `usable`; also where single groups are so large
             that it cannot be ruled out.
     """
-    most = ops.abs(sides[0])
-    for side in sides[1:]:
-        most = ops.maximum(most, ops.abs(side))
-    weight = context.prescale * context.postscale
-    total = ops.max(ops.sum(ops.cast(most, "float64"), 0)) * weight
-    intact = ops.require(
-        {wire.ANY_NOT_FINITE: ops.reshape(total, (1,)) <= _LARGEST}, NonFiniteGradientError
-    )
+    fits = ops.summable(sides, context.prescale * context.postscale, _LARGEST)
+    intact = ops.require({wire.ANY_NOT_FINITE: fits}, NonFiniteGradientError)
     if intact is None:
         return header
     return header._replace(intact=intact if header.intact is None else header.intact & intact)
@@ -299,8 +291,10 @@ def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.H
 
 def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     """What each rank counts for; nothing where its payload is not to be used."""
-    weights = ops.full((context.size,), context.prescale * context.postscale, "float32")
-    return weights if header.intact is None else weights * ops.cast(header.intact, "float32")
+    weight = context.prescale * context.postscale
+    if header.intact is None:
+        return ops.full((context.size,), weight, "float32")
+    return ops.weigh(weight, header.intact)
 
 
 def leader(

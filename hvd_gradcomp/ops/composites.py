@@ -189,6 +189,65 @@ class Composites:
             held.append(words[:, word] // (1 << low) % (1 << bits) == numbers[i])
         return words, held
 
+    def admit(
+        self: Any,
+        frames: Tensor,
+        count: int,
+        fields: Sequence[Field],
+        expected: Sequence[Any],
+        messages: Sequence[str],
+        poisoned: tuple[str, type[Exception]],
+    ) -> tuple[Tensor, Any]:
+        """Requires that frames are as `examine` expects them, and that their last word is 0.
+
+        Args:
+            frames, count, fields, expected: of `examine`.
+            messages: for what is wrong, of each that `examine` looks at.
+            poisoned: message and error where the last word is not 0.
+
+        Returns:
+            The words, and what `Ops.require` gives of all together.
+        """
+        words, held = self.examine(frames, count, fields, expected)
+        intact = self.require(dict(zip(messages, held)))
+        message, error = poisoned
+        finite = self.require({message: words[:, count - 1] == 0}, error)
+        return words, None if intact is None else intact & finite
+
+    def weigh(self: Any, weight: float, intact: Tensor) -> Tensor:
+        """The weight where a rank's payload is intact, else 0; float32 [world]."""
+        weights = self.full((intact.shape[0],), weight, "float32")
+        return weights * self.cast(intact, "float32")
+
+    def checked_sides(
+        self: Any, sides: Sequence[Tensor], finite: Any
+    ) -> tuple[Sequence[Tensor], Any]:
+        """Side values, and whether these times 4 are finite and something else was.
+
+        Zeros instead of all where that is known too late to leave them out. Donating.
+        """
+        healthy = self.finite(self.concat(sides) * 4.0)
+        if not self.dynamic_shapes:
+            sides = [self.where(healthy, side, 0.0) for side in sides]
+        return sides, finite & healthy
+
+    def summable(self: Any, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
+        """Whether `weight * sum over ranks of the largest |side|` of a group is beyond no limit.
+
+        Args:
+            sides: float32 [world, groups] each.
+            weight: of all.
+            limit: a number.
+
+        Returns:
+            bool [1].
+        """
+        most = self.abs(sides[0])
+        for side in sides[1:]:
+            most = self.maximum(most, self.abs(side))
+        total = self.max(self.sum(self.cast(most, "float64"), 0)) * weight
+        return self.reshape(total, (1,)) <= limit
+
     def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
         """Of words, each times 2 * place + 1, and a body; or of rows of both."""
         weights = self.arange(self.length(words)) * 2 + 1

@@ -24,7 +24,7 @@ import torch
 
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.blocks import Axes, Blocks, Lifted
-from hvd_gradcomp.ops.composites import GROUP, Field
+from hvd_gradcomp.ops.composites import _FACTOR, GROUP, Field
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
 
@@ -72,11 +72,14 @@ class TorchOps(Ops):
         self.word_passes: Any = WordPasses(self) if self.native is not None else None
         self.largest_passes = LargestPasses(self) if self.native is not None else None
         self.kernels: Any = None
+        self.quantizers: Any = None  # the kernels of codes for every element
         if _triton_loads(self.device) if kernels is None else kernels:
             from hvd_gradcomp.ops.triton.common import Common
+            from hvd_gradcomp.ops.triton.quantizers import Quantizers
             from hvd_gradcomp.ops.triton.words import WordPasses as WordKernels
 
             self.kernels, self.word_passes = Common(self), WordKernels(self)
+            self.quantizers = Quantizers(self)
         self._bands: dict[Bands, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
@@ -499,12 +502,50 @@ class TorchOps(Ops):
             return super().frame(values, finite, body)
         return self.kernels.frame(values, finite, body)
 
-    def examine(
-        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
-    ) -> tuple[Tensor, list[Tensor]]:
+    def admit(
+        self,
+        frames: Tensor,
+        count: int,
+        fields: Sequence[Field],
+        expected: Sequence[Any],
+        messages: Sequence[str],
+        poisoned: tuple[str, type[Exception]],
+    ) -> tuple[Tensor, Any]:
         if self.kernels is None:
-            return super().examine(frames, count, fields, expected)
-        return self.kernels.examine(frames, count, fields, expected)
+            return super().admit(frames, count, fields, expected, messages, poisoned)
+        words, held, intact = self.kernels.look(frames, expected)
+        held = self.stage(held)
+        facts = (messages, held[:-1], PayloadError), ((poisoned[0],), held[-1:], poisoned[1])
+        if self.on_host:
+            for fact in facts:
+                _raise_false(*fact)
+            return words, None
+        self._pending += facts
+        return words, intact
+
+    def weigh(self, weight: float, intact: Tensor) -> Tensor:
+        return torch.mul(intact, weight, out=self._empty(intact.shape))
+
+    def checked_sides(self, sides: Sequence[Tensor], finite: Any) -> tuple[Sequence[Tensor], Any]:
+        if self.kernels is None or not sides[0].numel():
+            return super().checked_sides(sides, finite)
+        return self.kernels.checked_sides(sides, finite)
+
+    def summable(self, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
+        alike = len({x.stride() for x in sides}) == 1 and sides[0].stride(1) == 1
+        if self.kernels is None or not alike or not sides[0].numel():
+            return super().summable(sides, weight, limit)
+        return self.kernels.summable(sides, weight, limit)
+
+    def key(self, step: Any, salt: int) -> Any:
+        """On the device no number of it is needed: where there are kernels, two integers."""
+        if self.kernels is None:
+            return super().key(step, salt)
+        first = _mix(_mix(step % (1 << 32)) ^ salt)
+        return first, _mix(first ^ 0x9E3779B9)
+
+    def uniform(self, key: Any, count: Any) -> Tensor:
+        return super().uniform(self.words(key) if isinstance(key, tuple) else key, count)
 
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         return torch.nn.functional.leaky_relu(x, slope)
@@ -579,6 +620,8 @@ class TorchOps(Ops):
         return counts
 
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.group_maxima(bands, x)
         if self.native is None:
             return super().group_maxima(bands, x)
         out = self._empty(bands.groups)
@@ -588,6 +631,8 @@ class TorchOps(Ops):
         return out
 
     def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.group_squares(bands, x)
         if self.native is None:
             return super().group_squares(bands, x)
         out = self._empty(bands.groups)
@@ -598,6 +643,8 @@ class TorchOps(Ops):
     def encode_levels(
         self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.encode_levels(bands, x, scale, bits, key)
         if self.native is None:
             return super().encode_levels(bands, x, scale, bits, key)
         packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
@@ -623,6 +670,8 @@ class TorchOps(Ops):
         bits: int,
         weights: Tensor,
     ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.add_levels(bands, base, room, packed, scale, bits, weights)
         if self.native is None:
             return super().add_levels(bands, base, room, packed, scale, bits, weights)
         room = self.room(room)
@@ -644,6 +693,8 @@ class TorchOps(Ops):
         return room
 
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.quantizers is not None:
+            return self.quantizers.encode_signs(bands, x)
         if self.native is None:
             return super().encode_signs(bands, x)
         above, below = self._empty(2, bands.groups)
@@ -663,6 +714,8 @@ class TorchOps(Ops):
         below: Tensor,
         weights: Tensor,
     ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.add_signs(bands, base, room, packed, above, below, weights)
         if self.native is None:
             return super().add_signs(bands, base, room, packed, above, below, weights)
         room = self.room(room)
@@ -742,12 +795,13 @@ class TorchOps(Ops):
     def require(
         self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError
     ) -> Tensor | None:
-        held = torch.stack(tuple(facts.values()))  # [facts, world]
+        known = tuple(facts.values())
+        held = torch.stack(known) if len(known) > 1 else known[0][None]  # [facts, world]
         if self.on_host:
             _raise_false(tuple(facts), held, error)
             return None
         self._pending.append((tuple(facts), self.stage(held), error))
-        return held.all(0)
+        return held.all(0) if len(known) > 1 else known[0]
 
     def settled(self) -> bool:
         self.settle()
@@ -764,6 +818,13 @@ def _triton_loads(device: torch.device) -> bool:
     if device.type != "cuda" or "triton" in sys.modules:
         return device.type == "cuda"
     return "tensorflow" not in sys.modules and importlib.util.find_spec("triton") is not None
+
+
+def _mix(x: int) -> int:
+    """`Composites.mix` of one number."""
+    for _ in range(2):
+        x = (x ^ x >> 16) * _FACTOR % (1 << 32)
+    return x ^ x >> 16
 
 
 def _place(x: Tensor) -> int:

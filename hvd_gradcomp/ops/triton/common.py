@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.composites import Field
 
 if TYPE_CHECKING:
     from hvd_gradcomp.ops.torch import TorchOps
@@ -29,6 +28,7 @@ SECTOR = 32  # bytes that a GPU reads or writes at least
 MOST = (1 << 31) - (1 << 16)  # elements that indices of 32 bits reach
 HEAD = 8  # words before a body, the last of them the checksum; see `wire`
 _TILE = 4096
+_SHORT = 8 * _TILE  # words of a body that one program goes through
 _WARPS = 8
 
 
@@ -258,23 +258,39 @@ def add_up(words, n, tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def copy_and_add(body, out, partial, n, tiles, TILE: tl.constexpr):
-    """Lays a body behind the head of a frame; by piece its weighted sum."""
-    piece = tl.program_id(0)
+def lay(body, out, n, first, last, TILE: tl.constexpr):
+    """Tiles of a body, behind the head of a frame; their weighted sum."""
     total = 0
-    for tile in range(piece * tiles, piece * tiles + tiles):
+    for tile in range(first, last):
         word, part = add_up(body, n, tile, TILE)
         at = tile * TILE + tl.arange(0, TILE)
         tl.store(out + 8 + at, word, mask=at < n)
         total += part
+    return total
+
+
+@triton.jit
+def lay_pieces(body, out, partial, n, tiles, TILE: tl.constexpr):
+    """A long body, in pieces."""
+    piece = tl.program_id(0)
+    total = lay(body, out, n, piece * tiles, piece * tiles + tiles, TILE)
     tl.store(partial + piece, total)
 
 
-@triton.jit(do_not_specialize=["w0", "w1", "w2", "w3", "w4", "w5"])
-def head(out, partial, sent, wanted, finite, w0, w1, w2, w3, w4, w5, pieces, PIECES: tl.constexpr):
-    """The head of a frame: words of the host, or of the device where there are some; checksum."""
-    number = tl.arange(0, PIECES)
-    total = tl.sum(tl.load(partial + number, mask=number < pieces, other=0))
+@triton.jit(do_not_specialize=["n", "pieces", "w0", "w1", "w2", "w3", "w4", "w5"])
+def frame(
+    body, out, partial, sent, wanted, finite, n, pieces, w0, w1, w2, w3, w4, w5,
+    PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The head of a frame: words of the host, or of the device where there are some; checksum.
+
+    A body that no launch before has laid there is laid there now.
+    """
+    if partial is None:
+        total = lay(body, out, n, 0, (n + TILE - 1) // TILE, TILE)
+    else:
+        number = tl.arange(0, PIECES)
+        total = tl.sum(tl.load(partial + number, mask=number < pieces, other=0))
     if sent is not None:
         w4 = tl.load(sent).to(tl.int32)
     if wanted is not None:
@@ -295,8 +311,8 @@ def head(out, partial, sent, wanted, finite, w0, w1, w2, w3, w4, w5, pieces, PIE
 
 
 @triton.jit
-def add_frames(frames, partial, n, stride, tiles, TILE: tl.constexpr, PIECES: tl.constexpr):
-    """By frame and piece the weighted sum of a body."""
+def add_pieces(frames, partial, n, stride, tiles, TILE: tl.constexpr, PIECES: tl.constexpr):
+    """By frame and piece the weighted sum of a long body."""
     piece = tl.program_id(0)
     row = tl.program_id(1)
     total = 0
@@ -305,74 +321,138 @@ def add_frames(frames, partial, n, stride, tiles, TILE: tl.constexpr, PIECES: tl
     tl.store(partial + row * PIECES + piece, total)
 
 
-@triton.jit(do_not_specialize=["e0", "e1", "e2", "e3", "e4", "e5"])
+@triton.jit(do_not_specialize=["n", "rows", "pieces", "e0", "e1", "e2", "e3", "e4", "e5"])
 def look(
-    frames, partial, words, held, stride, rows, pieces, e0, e1, e2, e3, e4, e5, PIECES: tl.constexpr
-):
-    """What `examine` says of a frame, for the fields of a payload's header in `wire`."""
+    frames, partial, words, held, intact, n, stride, rows, pieces, e0, e1, e2, e3, e4, e5,
+    PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What `admit` says of a frame, for the fields of a payload's header in `wire`."""
     row = tl.program_id(0)
-    number = tl.arange(0, PIECES)
-    total = tl.sum(tl.load(partial + row * PIECES + number, mask=number < pieces, other=0))
+    start = frames + row * stride.to(tl.int64)
+    if partial is None:
+        total = 0
+        for tile in range(0, (n + TILE - 1) // TILE):
+            total += add_up(start + 8, n, tile, TILE)[1]
+    else:
+        number = tl.arange(0, PIECES)
+        total = tl.sum(tl.load(partial + row * PIECES + number, mask=number < pieces, other=0))
     place = tl.arange(0, 8)
-    word = tl.load(frames + row * stride.to(tl.int64) + place)
+    word = tl.load(start + place)
     total += tl.sum(tl.where(place < 7, word * (2 * place + 1), 0))
     tl.store(words + row * 7 + place, word.to(tl.int64) & 0xFFFFFFFF, mask=place < 7)
-    w0 = tl.sum(tl.where(place == 0, word, 0))
-    w1 = tl.sum(tl.where(place == 1, word, 0))
-    w2 = tl.sum(tl.where(place == 2, word, 0))
-    w3 = tl.sum(tl.where(place == 3, word, 0))
-    tl.store(held + row, tl.sum(tl.where(place == 7, word, 0)) == total)
-    tl.store(held + rows + row, (w0 & 0xFFFF) == e0)
-    tl.store(held + 2 * rows + row, ((w0 >> 16) & 0xFF) == e1)
-    tl.store(held + 3 * rows + row, ((w0 >> 24) & 0xFF) == e2)
-    tl.store(held + 4 * rows + row, w1 == e3)
-    tl.store(held + 5 * rows + row, w2 == e4)
-    tl.store(held + 6 * rows + row, w3 == e5)
+    w0 = tl.load(start)
+    w6 = tl.load(start + 6)
+    h0 = (tl.load(start + 7) == total).to(tl.int32)
+    h1 = ((w0 & 0xFFFF) == e0).to(tl.int32)
+    h2 = (((w0 >> 16) & 0xFF) == e1).to(tl.int32)
+    h3 = (((w0 >> 24) & 0xFF) == e2).to(tl.int32)
+    h4 = (tl.load(start + 1) == e3).to(tl.int32)
+    h5 = (tl.load(start + 2) == e4).to(tl.int32)
+    h6 = (tl.load(start + 3) == e5).to(tl.int32)
+    h7 = (w6 == 0).to(tl.int32)
+    tl.store(held + row, h0 != 0)
+    tl.store(held + rows + row, h1 != 0)
+    tl.store(held + 2 * rows + row, h2 != 0)
+    tl.store(held + 3 * rows + row, h3 != 0)
+    tl.store(held + 4 * rows + row, h4 != 0)
+    tl.store(held + 5 * rows + row, h5 != 0)
+    tl.store(held + 6 * rows + row, h6 != 0)
+    tl.store(held + 7 * rows + row, h7 != 0)
+    tl.store(intact + row, (h0 & h1 & h2 & h3 & h4 & h5 & h6 & h7) != 0)
+
+
+# -- side values ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def check_sides(one, other, finite, healthy, n, TILE: tl.constexpr):
+    """Whether four times a side value is finite, and the gradient was; if not they become 0."""
+    most = tl.zeros((TILE,), tl.int32)
+    for first in range(0, n, TILE):
+        at = first + tl.arange(0, TILE)
+        value = tl.load(one + at, mask=at < n, other=0.0)
+        most = tl.maximum(most, magnitude_of(value * 4.0))
+        if other is not None:
+            value = tl.load(other + at, mask=at < n, other=0.0)
+            most = tl.maximum(most, magnitude_of(value * 4.0))
+    holds = tl.max(most) < 0x7F800000
+    tl.store(healthy, holds & (tl.load(finite) != 0))
+    if not holds:
+        for first in range(0, n, TILE):
+            at = first + tl.arange(0, TILE)
+            tl.store(one + at, tl.zeros((TILE,), tl.float32), mask=at < n)
+            if other is not None:
+                tl.store(other + at, tl.zeros((TILE,), tl.float32), mask=at < n)
+
+
+@triton.jit(do_not_specialize=["ranks"])
+def summable(
+    one, other, fits, n, ranks, stride,
+    WEIGHT: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Whether the largest sum over ranks of a group's side values stays below the limit."""
+    most = tl.zeros((TILE,), tl.float64)
+    for first in range(0, n, TILE):
+        at = first + tl.arange(0, TILE)
+        total = tl.zeros((TILE,), tl.float64)
+        for rank in range(0, ranks):
+            size = tl.abs(tl.load(one + rank * stride + at, mask=at < n, other=0.0))
+            if other is not None:
+                beside = tl.abs(tl.load(other + rank * stride + at, mask=at < n, other=0.0))
+                size = tl.maximum(size, beside)
+            total += size.to(tl.float64)
+        most = tl.maximum(most, total)
+    tl.store(fits, tl.max(most) * WEIGHT <= LIMIT)
 
 
 class Common(Launcher):
     """Shadows of composites that all methods use; see `ops.composites` for what they do."""
 
     def frame(self, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
-        out, words = (
-            self.empty(4 * HEAD + body.shape[0], torch.uint8).view(torch.int32),
-            body.view(torch.int32),
-        )
-        pieces, tiles = cut(max(words.shape[0], 1), _TILE)
-        partial = self.room("partial", pieces)
-        self.launch(copy_and_add, pieces, words, out, partial, words.shape[0], tiles, TILE=_TILE)
-        *known, sent, wanted = values
-        there = [x if isinstance(x, torch.Tensor) else None for x in (sent, wanted)]
-        known += [0 if x is not None else n for n, x in zip((sent, wanted), there)]
-        there.append(None if isinstance(finite, bool) else finite)
-        if finite is False:
-            raise ValueError("what is not finite is known on the device alone")
-        numbers = map(_signed, known)
-        self.launch(
-            head, 1, out, partial, *there, *numbers, pieces, partly={0: 4 * HEAD}, PIECES=PIECES
-        )
+        words = body.view(torch.int32)
+        size = words.shape[0]
+        out, partial = self.empty(HEAD + size, torch.int32), None
+        pieces, tiles = cut(max(size, 1), _TILE)
+        if size > _SHORT:
+            partial = self.room("partial", pieces)
+            self.launch(lay_pieces, pieces, words, out, partial, size, tiles, TILE=_TILE)
+        known = [0 if isinstance(x, torch.Tensor) else _signed(x) for x in values]
+        there = [x if isinstance(x, torch.Tensor) else None for x in (*values[4:], finite)]
+        partly = {0: 0, 1: 4 * HEAD} if size > _SHORT else {}
+        how: dict[str, Any] = {"partly": partly, "PIECES": PIECES, "TILE": _TILE}
+        self.launch(frame, 1, words, out, partial, *there, size, pieces, *known, **how)
         return out.view(torch.uint8)
 
-    def examine(
-        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        del count, fields  # those of a payload's header
-        rows, words = frames.shape[0], frames.view(torch.int32)
-        size = words.shape[1] - HEAD
+    def look(self, frames: Tensor, expected: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The words; what is right about each, bool [HEAD, rows], finite last; and if all is."""
+        rows, words, partial = frames.shape[0], frames.view(torch.int32), None
+        size, stride = words.shape[1] - HEAD, words.stride(0)
         pieces, tiles = cut(max(size, 1), _TILE)
-        partial = self.room("partial", rows * PIECES)
-        given = words, partial, size, words.stride(0), tiles
-        self.launch(add_frames, (pieces, rows), *given, TILE=_TILE, PIECES=PIECES)
-        read, held = (
-            self.empty((rows, HEAD - 1), torch.int64),
-            self.empty((HEAD - 1, rows), torch.bool),
-        )
-        numbers = map(_signed, expected)
+        if size > _SHORT:
+            partial = self.room("partial", rows * PIECES)
+            given = words, partial, size, stride, tiles
+            how: dict[str, Any] = {"partly": {1: 4 * rows * pieces}}
+            self.launch(add_pieces, (pieces, rows), *given, TILE=_TILE, PIECES=PIECES, **how)
+        read, held = self.empty((rows, HEAD - 1), torch.int64), self.empty((HEAD, rows), torch.bool)
+        intact, numbers = self.empty((rows,), torch.bool), map(_signed, expected)
+        how = {"partly": {0: 4 * HEAD * rows, 1: 4 * rows * pieces} if size > _SHORT else {}}
         self.launch(
-            look, rows, words, partial, read, held, words.stride(0), rows, pieces, *numbers,
-            partly={0: 4 * HEAD * rows, 1: 4 * pieces * rows}, PIECES=PIECES,
+            look, rows, words, partial, read, held, intact, size, stride, rows, pieces, *numbers,
+            PIECES=PIECES, TILE=_TILE, **how,
         )  # fmt: skip
-        return read, list(held)
+        return read, held, intact
+
+    def checked_sides(self, sides: Sequence[Tensor], finite: Tensor) -> tuple[list[Tensor], Tensor]:
+        healthy, other = self.empty((), torch.bool), sides[1] if len(sides) > 1 else None
+        self.launch(check_sides, 1, sides[0], other, finite, healthy, sides[0].shape[0], TILE=_TILE)
+        return list(sides), healthy
+
+    def summable(self, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
+        one, other = sides[0], sides[1] if len(sides) > 1 else None
+        fits, (ranks, size) = self.empty((1,), torch.bool), one.shape
+        given = one, other, fits, size, ranks, one.stride(0)
+        self.launch(summable, 1, *given, WEIGHT=weight, LIMIT=limit, TILE=_TILE)
+        return fits
 
     def sound(self, x: Tensor, how: str) -> tuple[Tensor, Tensor]:
         pieces, tiles = cut(x.shape[0], _TILE)
