@@ -73,8 +73,10 @@ test: $(site) $(clients) ## all tests: in one process, then with several ranks
 
 # Each in a process of its own: what the interpreter has loaded cannot be compiled.
 triton: $(kernels) ## the kernels for GPUs, without one: interpreted against the verbs, and compiled
-	@TRITON_INTERPRET=1 $(triton) -m pytest -q tests/triton $(ARGS)
-	@$(triton) -m pytest -q tests/triton/test_compiled.py $(ARGS)
+	@if $(triton) -c 'import sys; from importlib.util import find_spec as f; sys.exit(not f("triton"))'; \
+	then TRITON_INTERPRET=1 $(triton) -m pytest -q tests/triton && \
+		$(triton) -m pytest -q tests/triton/test_compiled.py; \
+	else echo "triton: skipped: $(PYTHON) has no Triton"; fi
 
 traffic: $(kernels) ## bytes and launches of a step on a GPU, counted without one, into docs/measured
 	@$(triton) -m pytest -q tests/triton/test_compiled.py --compiled docs/measured/kernels.json

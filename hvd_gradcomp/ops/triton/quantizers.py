@@ -200,7 +200,7 @@ def encode_levels(
         used = size >= tiny
         levels = tl.full((TILE,), TOP, tl.float32)
         inverse = tl.where(used, tl.div_rn(levels, tl.where(used, size, 1.0)), 0.0)
-        value = tl.load(x + at, mask=inside, other=0.0)
+        value = tl.load(x + at, mask=at < n, other=0.0)
         height = tl.abs(value) * inverse + uniform(at, first, second)
         level = tl.minimum(tl.minimum(height, levels).to(tl.int32), TOP)
         code = tl.where(value < 0.0, TOP - level, TOP + level)
