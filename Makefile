@@ -13,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTHON_OLDER ?= $(PYTHON)
 VENV_OLDER ?= .venv-older
+VENV_TRITON ?= .venv-triton
 SETUP ?= 1
 DEVICE ?= cpu
 ARGS ?=
@@ -30,7 +31,9 @@ horovod := $(VENV)/.stamp-horovod
 site := $(VENV)/.stamp-docs
 clients := $(VENV)/.stamp-clients
 compat := $(VENV)/.stamp-compat
+kernels := $(VENV_TRITON)/.stamp
 endif
+triton := $(if $(kernels),$(VENV_TRITON)/bin/python,$(PYTHON))
 
 # `horovodrun` and what it starts come from the same environment.
 run = PATH="$(path)" $(python)
@@ -48,7 +51,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older asan compat demo bench papers gpu bench-loopback \
+.PHONY: help setup check test test-older triton traffic asan compat demo bench papers gpu \
+	gpu-there bench-loopback \
 	bench-steps hosts hosts-possible soak chaos images test-image clean-images docs tutorial clean
 
 help: ## list the targets
@@ -65,6 +69,18 @@ check: $(tools) ## lint, format, types and import rules; under a minute, no fram
 test: $(site) $(clients) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)
 	@$(run) -m pytest -n 2 --dist worksteal tests/parallel $(ARGS)
+	@$(MAKE) --no-print-directory triton
+
+# Each in a process of its own: what the interpreter has loaded cannot be compiled.
+triton: $(kernels) ## the kernels for GPUs, without one: interpreted against the verbs, and compiled
+	@if $(triton) -c 'import sys; from importlib.util import find_spec as f; sys.exit(not f("triton"))'; \
+	then TRITON_INTERPRET=1 $(triton) -m pytest -q tests/triton && \
+		$(triton) -m pytest -q tests/triton/test_compiled.py; \
+	else echo "triton: skipped: $(PYTHON) has no Triton"; fi
+
+traffic: $(kernels) ## bytes and launches of a step on a GPU, counted without one, into docs/measured
+	@$(triton) -m pytest -q tests/triton/test_compiled.py --compiled docs/measured/kernels.json
+	@$(triton) -m benchmarks.traffic --folder docs/measured
 
 # torch 2.0 has to be loaded before TensorFlow, or it aborts: hence -p.
 test-older: $(VENV_OLDER)/.stamp ## what one process can test, on PyTorch 2.0 and TensorFlow 2.13
@@ -88,6 +104,12 @@ bench: $(horovod) ## method x framework x density: copies, ms, first step; 20 mi
 gpu: DEVICE := cuda
 gpu: ## what only a GPU can show: the same bits, no host reads, exchanges over NCCL, launches, memory
 	@[ "$(SETUP)" = 0 ] || { echo "gpu: uses what is installed: make gpu SETUP=0 PYTHON=..." >&2; exit 2; }
+	@if $(run) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(MAKE) --no-print-directory gpu-there DEVICE=$(DEVICE); \
+	else echo "gpu: skipped, nothing was run: PyTorch sees no CUDA device here"; fi
+
+gpu-there:
+	@$(run) -m pytest --device $(DEVICE) tests/triton $(ARGS)
 	@$(run) -m pytest --device $(DEVICE) tests/single/test_device.py tests/single/test_golden.py \
 		tests/single/test_laws.py $(ARGS)
 	@$(run) -m pytest --device $(DEVICE) tests/parallel/test_torch.py -k "gloo and (200_steps or backward)" $(ARGS)
@@ -142,7 +164,7 @@ tutorial: ## follow the tutorial literally in a fresh container; as root, a quar
 	@$(PYTHON) -m docs.follow --setup --check results/tutorial.log $(pages)
 
 clean: ## remove the virtual environment, caches and build products
-	rm -rf $(VENV) $(VENV_OLDER) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache docs/_build docs/generated
+	rm -rf $(VENV) $(VENV_OLDER) $(VENV_TRITON) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache docs/_build docs/generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stage that fails leaves no stamp and is repeated; --clear takes away half an environment.
@@ -187,6 +209,15 @@ $(VENV)/.stamp-clients: $(VENV)/.stamp-docs docker/clients.txt
 $(VENV)/.stamp-compat: $(VENV)/.stamp-horovod pyproject.toml docker/constraints.txt
 	@echo "compat: what Horovod's tests import (seconds)"
 	@$(pip) --no-build-isolation --editable ".[compat]"
+	@touch $@
+
+$(VENV_TRITON)/.stamp: docker/triton.txt docker/frameworks.txt docker/constraints.txt
+	@docker/install-system.sh --python-only $(PYTHON)
+	@echo "triton: PyTorch and Triton in $(VENV_TRITON) (1.5 GB on disk)"
+	@$(PYTHON) -m venv --clear $(VENV_TRITON)
+	@grep -E '^(torch|numpy|setuptools)' docker/frameworks.txt >$(VENV_TRITON)/frameworks.txt
+	@$(VENV_TRITON)/bin/python -m pip --disable-pip-version-check install -qq --progress-bar off \
+		--constraint docker/constraints.txt -r $(VENV_TRITON)/frameworks.txt -r docker/triton.txt
 	@touch $@
 
 $(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py pyproject.toml $(wildcard hvd_gradcomp/ops/*.[ch])

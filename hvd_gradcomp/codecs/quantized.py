@@ -367,10 +367,8 @@ def _checked_sides(
     And above 2**126 what a code is divided by has an inverse that TensorFlow takes for zero. Zeros
     instead of what cannot be used where that is known too late to leave it out.
     """
-    healthy = ops.finite(ops.concat([mine[name] for name in codec.side]) * 4.0)
-    if not ops.dynamic_shapes:
-        mine = {**mine, **{n: ops.where(healthy, mine[n], 0.0) for n in codec.side}}
-    return mine, finite & healthy
+    sides, finite = ops.checked_sides([mine[name] for name in codec.side], finite)
+    return {**mine, **dict(zip(codec.side, sides))}, finite
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:

@@ -257,7 +257,7 @@ def _encoded(rung: Rung, given: Given) -> tuple[Encoded, wire.Header, Tensor, Sp
     layout, step = context.layout, context.step
     finite, gradient = exchanges.checked_to_keep(ops, gradient)
     if moment is not None:
-        fits, moment = exchanges.without(ops, ops.finite(ops.sum(moment) * 4096.0), moment)
+        fits, moment = ops.sound(moment, "sum")
         finite = finite & fits
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)

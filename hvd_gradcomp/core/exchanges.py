@@ -42,7 +42,7 @@ class Leading(Protocol):
 
 def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     """Whether it is finite; and zeros instead where that is known too late to leave it out."""
-    return without(ops, ops.finite(gradient), gradient)
+    return ops.sound(gradient, "elements")
 
 
 def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
@@ -51,12 +51,7 @@ def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     What is kept must not overflow: with an infinite second moment an element would never be sent
     again. So a norm beyond 2**58 counts as infinite: a thousand squares of that fit.
     """
-    return without(ops, ops.finite(ops.inner(gradient, gradient) * 4096.0), gradient)
-
-
-def without(ops: Ops, finite: Any, x: Tensor) -> tuple[Any, Tensor]:
-    """The same of anything that travels, by whether it is finite."""
-    return finite, x if ops.dynamic_shapes else ops.where(finite, x, 0.0)
+    return ops.sound(gradient, "squares")
 
 
 def summable(
@@ -74,14 +69,8 @@ def summable(
         NonFiniteGradientError: on all ranks, as in `usable`; also where single groups are so large
             that it cannot be ruled out.
     """
-    most = ops.abs(sides[0])
-    for side in sides[1:]:
-        most = ops.maximum(most, ops.abs(side))
-    weight = context.prescale * context.postscale
-    total = ops.max(ops.sum(ops.cast(most, "float64"), 0)) * weight
-    intact = ops.require(
-        {wire.ANY_NOT_FINITE: ops.reshape(total, (1,)) <= _LARGEST}, NonFiniteGradientError
-    )
+    fits = ops.summable(sides, context.prescale * context.postscale, _LARGEST)
+    intact = ops.require({wire.ANY_NOT_FINITE: fits}, NonFiniteGradientError)
     if intact is None:
         return header
     return header._replace(intact=intact if header.intact is None else header.intact & intact)
@@ -97,8 +86,10 @@ def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.H
 
 def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     """What each rank counts for; nothing where its payload is not to be used."""
-    weights = ops.full((context.size,), context.prescale * context.postscale, "float32")
-    return weights if header.intact is None else weights * ops.cast(header.intact, "float32")
+    weight = context.prescale * context.postscale
+    if header.intact is None:
+        return ops.full((context.size,), weight, "float32")
+    return ops.weigh(weight, header.intact)
 
 
 def leader(codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: State) -> Program:

@@ -133,14 +133,8 @@ def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, 
 def seal(ops: Ops, header: Header, body: Tensor) -> Tensor:
     """Header and body as the buffer that travels; uint8 [HEADER_BYTES + body]."""
     tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
-    if isinstance(header.finite, bool):
-        poisoned = int(not header.finite)
-    else:
-        poisoned = 1 - ops.cast(header.finite, "int64")
-    words = ops.words(
-        (tag, header.digest, header.step, header.rung, header.sent, header.wanted, poisoned)
-    )
-    return ops.frame(words, body)
+    values = tag, header.digest, header.step, header.rung, header.sent, header.wanted
+    return ops.frame(values, header.finite, body)
 
 
 def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Tensor]:
@@ -155,18 +149,15 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
             algorithm, model or at another step. All ranks see the same buffers, so all raise.
         NonFiniteGradientError: naming the ranks that say so of theirs.
     """
-    words, held = _examined(ops, expected, buffers)
-    intact = ops.require(dict(zip(_FIELDS, held)))
-    finite = ops.require({NOT_FINITE: words[:, 6] == 0}, NonFiniteGradientError)
-    if intact is not None:
-        intact = intact & finite
+    poisoned = NOT_FINITE, NonFiniteGradientError
+    words, intact = ops.admit(*_expecting(expected, buffers), tuple(_FIELDS), poisoned)
     header = expected._replace(sent=words[:, 4], wanted=words[:, 5], intact=intact)
     return header, bodies_of(buffers)
 
 
 def examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tensor]:
     """Whether each buffer is what was expected, and finite; bool [world] both. Raises nothing."""
-    words, held = _examined(ops, expected, buffers)
+    words, held = ops.examine(*_expecting(expected, buffers))
     intact = held[0]
     for fact in held[1:]:
         intact = intact & fact
@@ -178,8 +169,10 @@ def bodies_of(buffers: Tensor) -> Tensor:
     return buffers[:, HEADER_BYTES:]
 
 
-def _examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The words of all headers but the checksum; and what holds for each, as in `_FIELDS`."""
+def _expecting(
+    expected: Header, buffers: Tensor
+) -> tuple[Tensor, int, list[Field], tuple[Any, ...]]:
+    """What `Ops.examine` takes."""
     numbers = (
         MAGIC[0] | MAGIC[1] << 8,
         VERSION,
@@ -189,4 +182,4 @@ def _examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, list
         expected.rung,
     )
     fields = [field for field in _FIELDS.values() if field is not None]
-    return ops.examine(buffers, HEADER_BYTES // 4 - 1, fields, ops.words(numbers))
+    return buffers, HEADER_BYTES // 4 - 1, fields, numbers

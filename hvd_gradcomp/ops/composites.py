@@ -153,13 +153,21 @@ class Composites:
     #
     # A frame is some 32-bit words, a checksum of them and of the body, and the body.
 
-    def frame(self: Any, words: Tensor, body: Tensor) -> Tensor:
-        """Words (int64 below 2**32), checksum and body (uint8, whole words) as uint8."""
+    def frame(self: Any, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
+        """Words, checksum and body (uint8, whole words) as uint8.
+
+        The words are values below 2**32, and 1 unless something was finite, or else 0.
+        """
+        poisoned = int(not finite) if isinstance(finite, bool) else 1 - self.cast(finite, "int64")
+        return self.framed(self.words((*values, poisoned)), body)
+
+    def framed(self: Any, words: Tensor, body: Tensor) -> Tensor:
+        """The same of int64 words."""
         checksum = self.reshape(self.checksum(words, body), (1,))
         return self.concat((self.to_bytes(self.concat((words, checksum)), "uint32"), body))
 
     def examine(
-        self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Tensor
+        self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
     ) -> tuple[Tensor, list[Tensor]]:
         """What frames say, and what is right about it.
 
@@ -167,23 +175,100 @@ class Composites:
             frames: uint8 [rows, bytes].
             count: of the words of a frame.
             fields: places of numbers within the words.
-            expected: the numbers; int64 [fields].
+            expected: the numbers, each an integer or a scalar.
 
         Returns:
             The words, int64 [rows, count]. And bool [rows], whether the checksum matches, and then
             for each field, whether its number is as expected.
         """
         front = self.from_bytes(frames[:, : 4 * (count + 1)], "uint32")
-        words = front[:, :count]
+        words, numbers = front[:, :count], self.words(expected)
         held = [front[:, count] == self.checksum(words, frames[:, 4 * (count + 1) :])]
         for i, (word, low, bits) in enumerate(fields):
-            held.append(words[:, word] // (1 << low) % (1 << bits) == expected[i])
+            held.append(words[:, word] // (1 << low) % (1 << bits) == numbers[i])
         return words, held
+
+    def admit(
+        self: Any,
+        frames: Tensor,
+        count: int,
+        fields: Sequence[Field],
+        expected: Sequence[Any],
+        messages: Sequence[str],
+        poisoned: tuple[str, type[Exception]],
+    ) -> tuple[Tensor, Any]:
+        """Requires that frames are as `examine` expects them, and that their last word is 0.
+
+        Args:
+            frames, count, fields, expected: of `examine`.
+            messages: for what is wrong, of each that `examine` looks at.
+            poisoned: message and error where the last word is not 0.
+
+        Returns:
+            The words, and what `Ops.require` gives of all together.
+        """
+        words, held = self.examine(frames, count, fields, expected)
+        intact = self.require(dict(zip(messages, held)))
+        message, error = poisoned
+        finite = self.require({message: words[:, count - 1] == 0}, error)
+        return words, None if intact is None else intact & finite
+
+    def weigh(self: Any, weight: float, intact: Tensor) -> Tensor:
+        """The weight where a rank's payload is intact, else 0; float32 [world]."""
+        weights = self.full((intact.shape[0],), weight, "float32")
+        return weights * self.cast(intact, "float32")
+
+    def checked_sides(
+        self: Any, sides: Sequence[Tensor], finite: Any
+    ) -> tuple[Sequence[Tensor], Any]:
+        """Side values, and whether these times 4 are finite and something else was.
+
+        Zeros instead of all where that is known too late to leave them out. Donating.
+        """
+        healthy = self.finite(self.concat(sides) * 4.0)
+        if not self.dynamic_shapes:
+            sides = [self.where(healthy, side, 0.0) for side in sides]
+        return sides, finite & healthy
+
+    def summable(self: Any, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
+        """Whether `weight * sum over ranks of the largest |side|` of a group is beyond no limit.
+
+        Args:
+            sides: float32 [world, groups] each.
+            weight: of all.
+            limit: a number.
+
+        Returns:
+            bool [1].
+        """
+        most = self.abs(sides[0])
+        for side in sides[1:]:
+            most = self.maximum(most, self.abs(side))
+        total = self.max(self.sum(self.cast(most, "float64"), 0)) * weight
+        return self.reshape(total, (1,)) <= limit
 
     def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
         """Of words, each times 2 * place + 1, and a body; or of rows of both."""
         weights = self.arange(self.length(words)) * 2 + 1
         return (self.sum(words * weights, -1) + self.weighted_sum(body)) % (1 << 32)
+
+    # -- what is not finite ------------------------------------------------------------------
+
+    def sound(self: Any, x: Tensor, how: str) -> tuple[Any, Tensor]:
+        """Whether x is finite; and x, or zeros where that is known too late to leave it out.
+
+        Donating where shapes are static.
+
+        Args:
+            x: float32 [size].
+            how: "elements" asks for each; "squares" and "sum" for 4096 times their sum.
+        """
+        if how == "elements":
+            finite = self.finite(x)
+        else:
+            total = self.inner(x, x) if how == "squares" else self.sum(x)
+            finite = self.finite(total * 4096.0)
+        return finite, x if self.dynamic_shapes else self.where(finite, x, 0.0)
 
     # -- random numbers ----------------------------------------------------------------------
     #

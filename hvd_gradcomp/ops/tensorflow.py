@@ -458,18 +458,19 @@ class TensorFlowOps(Ops):
             return super().from_bit_planes(planes)
         return self.native.gradcomp_from_bit_planes(planes)
 
-    def frame(self, words: Tensor, body: Tensor) -> Tensor:
+    def framed(self, words: Tensor, body: Tensor) -> Tensor:
         if self.native is None:
-            return super().frame(words, body)
+            return super().framed(words, body)
         return self.native.gradcomp_frame(words, body)
 
     def examine(
-        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Tensor
+        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
     ) -> tuple[Tensor, list[Tensor]]:
         if self.native is None:
             return super().examine(frames, count, fields, expected)
         numbers = [number for field in fields for number in field]
-        words, held = self.native.gradcomp_examine(frames, expected, count=count, fields=numbers)
+        given = frames, self.words(expected)
+        words, held = self.native.gradcomp_examine(*given, count=count, fields=numbers)
         return words, tf.unstack(held, 1 + len(fields))
 
     def key(self, step: Any, salt: int) -> Tensor:

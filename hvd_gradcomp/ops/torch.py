@@ -12,7 +12,9 @@ to the result of its step and raises at the next step, before anything else is s
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.blocks import Axes, Blocks, Lifted
-from hvd_gradcomp.ops.composites import GROUP
+from hvd_gradcomp.ops.composites import _FACTOR, GROUP, Field
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
 
@@ -51,15 +53,31 @@ class TorchOps(Ops):
         device: where buckets live.
         static: keep to the verbs that a GPU and a compiler need, also on a CPU. The tests use it
             to hold both ways to the same bytes.
+        kernels: take the passes in Triton; needs `static` where the device is no GPU. None takes
+            them on CUDA where Triton can be loaded.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", static: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        static: bool = False,
+        kernels: bool | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.on_host = self.device.type == "cpu"
         self.dynamic_shapes = self.on_host and not static
         self.native = library() if self.dynamic_shapes else None
-        self.word_passes = WordPasses(self) if self.native is not None else None
+        self.word_passes: Any = WordPasses(self) if self.native is not None else None
         self.largest_passes = LargestPasses(self) if self.native is not None else None
+        self.kernels: Any = None
+        self.quantizers: Any = None  # the kernels of codes for every element
+        if _triton_loads(self.device) if kernels is None else kernels:
+            from hvd_gradcomp.ops.triton.common import Common
+            from hvd_gradcomp.ops.triton.quantizers import Quantizers
+            from hvd_gradcomp.ops.triton.words import WordPasses as WordKernels
+
+            self.kernels, self.word_passes = Common(self), WordKernels(self)
+            self.quantizers = Quantizers(self)
         self._bands: dict[Bands, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
@@ -479,6 +497,59 @@ class TorchOps(Ops):
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._bands[bands], len(bands.bands)
 
+    def sound(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
+        return super().sound(x, how) if self.kernels is None else self.kernels.sound(x, how)
+
+    def frame(self, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
+        if self.kernels is None:
+            return super().frame(values, finite, body)
+        return self.kernels.frame(values, finite, body)
+
+    def admit(
+        self,
+        frames: Tensor,
+        count: int,
+        fields: Sequence[Field],
+        expected: Sequence[Any],
+        messages: Sequence[str],
+        poisoned: tuple[str, type[Exception]],
+    ) -> tuple[Tensor, Any]:
+        if self.kernels is None:
+            return super().admit(frames, count, fields, expected, messages, poisoned)
+        words, held, intact = self.kernels.look(frames, expected)
+        held = self.stage(held)
+        facts = (messages, held[:-1], PayloadError), ((poisoned[0],), held[-1:], poisoned[1])
+        if self.on_host:
+            for fact in facts:
+                _raise_false(*fact)
+            return words, None
+        self._pending += facts
+        return words, intact
+
+    def weigh(self, weight: float, intact: Tensor) -> Tensor:
+        return torch.mul(intact, weight, out=self._empty(intact.shape))
+
+    def checked_sides(self, sides: Sequence[Tensor], finite: Any) -> tuple[Sequence[Tensor], Any]:
+        if self.kernels is None or not sides[0].numel():
+            return super().checked_sides(sides, finite)
+        return self.kernels.checked_sides(sides, finite)
+
+    def summable(self, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
+        alike = len({x.stride() for x in sides}) == 1 and sides[0].stride(1) == 1
+        if self.kernels is None or not alike or not sides[0].numel():
+            return super().summable(sides, weight, limit)
+        return self.kernels.summable(sides, weight, limit)
+
+    def key(self, step: Any, salt: int) -> Any:
+        """On the device no number of it is needed: where there are kernels, two integers."""
+        if self.kernels is None:
+            return super().key(step, salt)
+        first = _mix(_mix(step % (1 << 32)) ^ salt)
+        return first, _mix(first ^ 0x9E3779B9)
+
+    def uniform(self, key: Any, count: Any) -> Tensor:
+        return super().uniform(self.words(key) if isinstance(key, tuple) else key, count)
+
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         return torch.nn.functional.leaky_relu(x, slope)
 
@@ -552,6 +623,8 @@ class TorchOps(Ops):
         return counts
 
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.group_maxima(bands, x)
         if self.native is None:
             return super().group_maxima(bands, x)
         out = self._empty(bands.groups)
@@ -561,6 +634,8 @@ class TorchOps(Ops):
         return out
 
     def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.group_squares(bands, x)
         if self.native is None:
             return super().group_squares(bands, x)
         out = self._empty(bands.groups)
@@ -571,6 +646,8 @@ class TorchOps(Ops):
     def encode_levels(
         self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.encode_levels(bands, x, scale, bits, key)
         if self.native is None:
             return super().encode_levels(bands, x, scale, bits, key)
         packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
@@ -596,6 +673,8 @@ class TorchOps(Ops):
         bits: int,
         weights: Tensor,
     ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.add_levels(bands, base, room, packed, scale, bits, weights)
         if self.native is None:
             return super().add_levels(bands, base, room, packed, scale, bits, weights)
         room = self.room(room)
@@ -617,6 +696,8 @@ class TorchOps(Ops):
         return room
 
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.quantizers is not None:
+            return self.quantizers.encode_signs(bands, x)
         if self.native is None:
             return super().encode_signs(bands, x)
         above, below = self._empty(2, bands.groups)
@@ -636,6 +717,8 @@ class TorchOps(Ops):
         below: Tensor,
         weights: Tensor,
     ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.add_signs(bands, base, room, packed, above, below, weights)
         if self.native is None:
             return super().add_signs(bands, base, room, packed, above, below, weights)
         room = self.room(room)
@@ -715,12 +798,13 @@ class TorchOps(Ops):
     def require(
         self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError
     ) -> Tensor | None:
-        held = torch.stack(tuple(facts.values()))  # [facts, world]
+        known = tuple(facts.values())
+        held = torch.stack(known) if len(known) > 1 else known[0][None]  # [facts, world]
         if self.on_host:
             _raise_false(tuple(facts), held, error)
             return None
         self._pending.append((tuple(facts), self.stage(held), error))
-        return held.all(0)
+        return held.all(0) if len(known) > 1 else known[0]
 
     def settled(self) -> bool:
         self.settle()
@@ -730,6 +814,20 @@ class TorchOps(Ops):
         pending, self._pending = self._pending, []
         for messages, held, error in pending:
             _raise_false(messages, held, error)
+
+
+def _triton_loads(device: torch.device) -> bool:
+    """Whether kernels can be had for a device; loading Triton after TensorFlow ends the process."""
+    if device.type != "cuda" or "triton" in sys.modules:
+        return device.type == "cuda"
+    return "tensorflow" not in sys.modules and importlib.util.find_spec("triton") is not None
+
+
+def _mix(x: int) -> int:
+    """`Composites.mix` of one number."""
+    for _ in range(2):
+        x = (x ^ x >> 16) * _FACTOR % (1 << 32)
+    return x ^ x >> 16
 
 
 def _place(x: Tensor) -> int:

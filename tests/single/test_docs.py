@@ -173,6 +173,11 @@ def literals():
                 yield node.value
 
 
+def test_the_table_of_traffic_is_the_measured_one():
+    """`make traffic` writes it."""
+    assert (DOCS / "measured" / "traffic.txt").read_text() in (DOCS / "gpu.md").read_text()
+
+
 def test_messages_are_those_of_the_package():
     """The headings of the page, as far as they quote us."""
     ours = (DOCS / "troubleshooting.md").read_text().partition("## From Horovod")[0]

@@ -23,6 +23,7 @@ PYTORCH = (
     "planning/models.py",
     "planning/learned.py",
 )
+KERNELS = ("ops/triton/",)
 TENSORFLOW = ("tensorflow/", "ops/tensorflow.py", "ops/tensorflow_passes.py")
 
 # From the bottom up: a room imports only from itself and from those below it.
@@ -92,6 +93,8 @@ def test_only_frontends_import_frameworks(module):
         allowed = {"tabulate"}
     elif module in PYTORCH:
         allowed = {"torch"}
+    elif module.startswith(KERNELS):
+        allowed = {"torch", "triton"}
     elif module in TENSORFLOW:
         allowed = {"tensorflow"}
     elif module.startswith("cli/"):

@@ -1,0 +1,486 @@
+"""Shadows of the composites that give every element a code: QSGD, TernGrad, 1-bit SGD.
+
+`ops.composites` says what each does, and native.c does the same on a CPU. A group may be 32
+elements or a layer of millions, so what is found of groups is found by *tasks*, stretches of one
+group that a program has at once; which these are depends on the bands alone. Sums are folded in
+halves, as `Composites.sum_of_rows` has it: a task folds `LEVELS` times what it reads, and passes go
+on until each group is one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.composites import _FACTOR, _TINY, GROUP
+from hvd_gradcomp.ops.triton.common import (
+    Launcher,
+    cut,
+    float_of,
+    from_words,
+    magnitude_of,
+    to_words,
+)
+
+TILE = 2048
+TASK = 4096  # elements of a group that a program looks at
+LEVELS, WIDE = 7, 32  # folds of a pass, and sums that a task makes
+
+
+@triton.jit
+def group_maxima(x, tasks, out, ONE: tl.constexpr, TASK: tl.constexpr):
+    """The largest magnitude of a group, as bits; ONE says that each has one task."""
+    task = tasks + 3 * tl.program_id(0)
+    start = tl.load(task)
+    at = tl.arange(0, TASK)
+    value = tl.load(x + start + at, mask=at < tl.load(task + 1), other=0.0)
+    most = tl.max(magnitude_of(value))
+    if ONE:
+        tl.store(out + tl.load(task + 2), most)
+    else:
+        tl.atomic_max(out + tl.load(task + 2), most)
+
+
+# -- sums ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def leaves(x, at, inside, HOW: tl.constexpr):
+    """What is summed; elsewhere -0, which adds nothing to any number."""
+    nothing = float_of((at * 0) | -0x80000000)
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if HOW == "squares":
+        value = value * value
+    elif HOW == "above":
+        value = tl.where(value < 0.0, 0.0, value)
+    elif HOW == "below":
+        value = tl.where(value < 0.0, value, 0.0)
+    return tl.where(inside, value, nothing)
+
+
+@triton.jit
+def places_of(n, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
+    """From an element that is left after so many folds to those that were added to it.
+
+    Bit j of a leaf says whether fold j + 1 added it; and which leaves there are.
+    """
+    leaf = tl.arange(0, LEAVES)
+    place = leaf * 0
+    absent = leaf * 0
+    for level in tl.static_range(LEVELS):
+        bit = (leaf >> level) & 1
+        place += bit * (n >> (level + 1))
+        absent |= bit & ((n >> level) <= 1).to(tl.int32)
+    return place, absent == 0
+
+
+@triton.jit
+def folded(x, first, n, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
+    """`LEVELS` folds of x [n]: WIDE elements of what is left, from `first` on.
+
+    And how many of what was summed is negative.
+    """
+    LEAVES: tl.constexpr = 1 << LEVELS
+    place, there = places_of(n, LEAVES, LEVELS)
+    row = first + tl.arange(0, WIDE)
+    left = tl.maximum(n >> LEVELS, 1)
+    inside = (row < left)[:, None] & there[None, :]
+    total = leaves(x, row[:, None] + place[None, :], inside, HOW)
+    negative = tl.sum((total < 0.0).to(tl.int32))
+    for level in tl.static_range(LEVELS):
+        low, high = tl.split(tl.reshape(total, (WIDE, LEAVES >> (level + 1), 2)))
+        total = low + high
+        # An odd number leaves a last element, which is added to the first.
+        before = n >> level
+        odd = (before & 1) * ((before > 1).to(tl.int32) * (first == 0).to(tl.int32))
+        spare, known = places_of(n, 1 << level, level)
+        known = (known.to(tl.int32) * odd) != 0
+        last = leaves(x, (before - 1 + spare)[None, :], known[None, :], HOW)
+        negative += tl.sum((last < 0.0).to(tl.int32))
+        for deep in tl.static_range(level):
+            one, other = tl.split(tl.reshape(last, (1, 1 << (level - deep - 1), 2)))
+            last = one + other
+        own = (row == 0)[:, None] & (tl.arange(0, LEAVES >> (level + 1)) == 0)[None, :]
+        total = tl.where(own & (odd != 0), total + last, total)
+    return row, tl.reshape(total, (WIDE,)), row < left, negative
+
+
+@triton.jit
+def fold(x, tasks, out, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
+    """A pass over a group's part; a task is where it lies, its length, where to write, and what."""
+    task = tasks + 5 * tl.program_id(0)
+    source = x + tl.load(task)
+    first, n = tl.load(task + 3), tl.load(task + 1)
+    row, total, inside = folded(source, first, n, HOW, LEVELS, WIDE)[:3]
+    tl.store(out + tl.load(task + 2) + row, total, mask=inside)
+
+
+@triton.jit
+def fold_sides(x, tasks, above, below, counts, LEVELS: tl.constexpr, WIDE: tl.constexpr):
+    """The same of what is not negative, and of what is; and how many are."""
+    task = tasks + 5 * tl.program_id(0)
+    source, n = x + tl.load(task), tl.load(task + 1)
+    out, first = tl.load(task + 2), tl.load(task + 3)
+    row, total, inside = folded(source, first, n, "above", LEVELS, WIDE)[:3]
+    tl.store(above + out + row, total, mask=inside)
+    row, total, inside, negative = folded(source, first, n, "below", LEVELS, WIDE)
+    tl.store(below + out + row, total, mask=inside)
+    tl.atomic_add(counts + tl.load(task + 4), negative)
+
+
+@triton.jit
+def means(above, below, counts, lengths, above_out, below_out, groups, TILE: tl.constexpr):
+    """Sums over how many they are of; 0 of nothing."""
+    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = group < groups
+    count = tl.load(counts + group, mask=inside, other=0)
+    rest = tl.load(lengths + group, mask=inside, other=1) - count
+    up = tl.load(above + group, mask=inside, other=0.0)
+    down = tl.load(below + group, mask=inside, other=0.0)
+    up = tl.div_rn(up, tl.maximum(rest, 1).to(tl.float32))
+    down = tl.div_rn(down, tl.maximum(count, 1).to(tl.float32))
+    tl.store(above_out + group, up, mask=inside)
+    tl.store(below_out + group, down, mask=inside)
+
+
+# -- codes ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def group_at(
+    bands, band_of_word, tile, n, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr
+):
+    """The group of each element of a tile, and whether it has one; COUNT bands in rows of four."""
+    at = tile * TILE + tl.arange(0, TILE)
+    word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+    first = tl.load(band_of_word + word, mask=word < n // 32, other=0)
+    band = tl.reshape(tl.broadcast_to(first[:, None], (TILE // 32, 32)), (TILE,))
+    for _ in tl.static_range(STEPS):
+        band += ((at >= tl.load(bands + 4 * band + 1)) & (band < COUNT - 1)).to(tl.int32)
+    start = tl.load(bands + 4 * band)
+    inside = (at >= start) & (at < tl.load(bands + 4 * band + 1)) & (at < n)
+    number = (at - start) // tl.load(bands + 4 * band + 2)
+    return at, tl.where(inside, tl.load(bands + 4 * band + 3) + number, 0), inside
+
+
+@triton.jit
+def mix(x):
+    """`Composites.mix`."""
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def uniform(number, first, second):
+    """`Composites.uniform`: of numbers the multiple of 2**-24 of a key."""
+    hashed = mix(number.to(tl.uint32) + first.to(tl.uint32))
+    hashed = mix(hashed ^ second.to(tl.uint32))
+    return (hashed >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit(do_not_specialize=["first", "second"])
+def encode_levels(
+    x, scale, bands, band_of_word, packed, n, tiles, first, second, tiny,
+    BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`Composites.encode_levels`, with the key's halves as numbers."""
+    TOP: tl.constexpr = (1 << (BITS - 1)) - 1
+    piece = tl.program_id(0)
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        at, group, inside = group_at(bands, band_of_word, tile, n, COUNT, STEPS, TILE)
+        size = tl.load(scale + group, mask=inside, other=0.0)
+        used = size >= tiny
+        levels = tl.full((TILE,), TOP, tl.float32)
+        inverse = tl.where(used, tl.div_rn(levels, tl.where(used, size, 1.0)), 0.0)
+        value = tl.load(x + at, mask=at < n, other=0.0)
+        height = tl.abs(value) * inverse + uniform(at, first, second)
+        level = tl.minimum(tl.minimum(height, levels).to(tl.int32), TOP)
+        code = tl.where(value < 0.0, TOP - level, TOP + level)
+        code = tl.where(inside, code, 0)
+        word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+        for plane in tl.static_range(BITS):
+            bit = to_words((code >> plane) & 1, TILE)
+            tl.store(packed + word * BITS + plane, bit, mask=word < n // 32)
+
+
+@triton.jit
+def codes_of(packed, tile, n, BITS: tl.constexpr, TILE: tl.constexpr):
+    """The codes of a tile."""
+    word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+    code = tl.zeros((TILE,), tl.int32)
+    for plane in tl.static_range(BITS):
+        bits = tl.load(packed + word * BITS + plane, mask=word < n // 32, other=0)
+        code += from_words(bits, TILE) << plane
+    return code
+
+
+@triton.jit(do_not_specialize=["ranks"])
+def add_levels(
+    base, packed, scale, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
+    scale_stride, tiny, step,
+    BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`Composites.add_levels`; step is `1 / levels`."""
+    TOP: tl.constexpr = (1 << (BITS - 1)) - 1
+    piece = tl.program_id(0)
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        at, group, inside = group_at(bands, band_of_word, tile, n, COUNT, STEPS, TILE)
+        total = tl.zeros((TILE,), tl.float32)
+        if base is not None:
+            total = tl.load(base + at, mask=at < n, other=0.0)
+        for rank in range(0, ranks):
+            code = codes_of(packed + rank * packed_stride.to(tl.int64), tile, n, BITS, TILE)
+            size = tl.load(scale + rank * scale_stride + group, mask=inside, other=0.0)
+            unit = tl.where(size >= tiny, size * step, 0.0)
+            value = tl.where(inside, (code - TOP).to(tl.float32) * unit, 0.0)
+            total = total + value * tl.load(weights + rank)
+        tl.store(room + at, total, mask=at < n)
+
+
+@triton.jit
+def pack_signs(x, packed, n, tiles, TILE: tl.constexpr):
+    """A bit for each element that is negative."""
+    piece = tl.program_id(0)
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        at = tile * TILE + tl.arange(0, TILE)
+        value = tl.load(x + at, mask=at < n, other=0.0)
+        word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+        tl.store(packed + word, to_words(value < 0.0, TILE), mask=word < n // 32)
+
+
+@triton.jit(do_not_specialize=["ranks"])
+def add_signs(
+    base, packed, above, below, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
+    side_stride, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`Composites.add_signs`."""
+    piece = tl.program_id(0)
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        at, group, inside = group_at(bands, band_of_word, tile, n, COUNT, STEPS, TILE)
+        total = tl.zeros((TILE,), tl.float32)
+        if base is not None:
+            total = tl.load(base + at, mask=at < n, other=0.0)
+        for rank in range(0, ranks):
+            code = codes_of(packed + rank * packed_stride.to(tl.int64), tile, n, 1, TILE)
+            high = tl.load(above + rank * side_stride + group, mask=inside, other=0.0)
+            low = tl.load(below + rank * side_stride + group, mask=inside, other=0.0)
+            value = tl.where(inside, tl.where(code > 0, low, high), 0.0)
+            total = total + value * tl.load(weights + rank)
+        tl.store(room + at, total, mask=at < n)
+
+
+class Quantizers(Launcher):
+    """The composites of `QuantizedCompressor`; arguments as there."""
+
+    def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+        rows = tasks_of(bands)
+        one = len(rows) == bands.groups
+        if one:
+            out = self.empty(bands.groups, torch.int32)
+        else:
+            out = torch.zeros(bands.groups, dtype=torch.int32, device=self.ops.device)
+        if rows:
+            given = x, self.table((bands, "tasks"), lambda: joined(rows)), out
+            self.launch(group_maxima, len(rows), *given, ONE=one, TASK=TASK)
+        return out.view(torch.float32)
+
+    def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+        passes = folds_of(bands)
+        for number, (rows, size) in enumerate(passes):
+            into = self._sums(number, len(passes), size)
+            how = "plain" if number else "squares"
+            self._fold(fold, bands, number, rows, x, into, HOW=how)
+            x = into
+        return x if passes else self.empty(0, torch.float32)
+
+    def encode_levels(
+        self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: tuple[int, int]
+    ) -> Tensor:
+        pieces, tiles = cut(x.shape[0], TILE)
+        packed = self.empty(x.shape[0] * bits // 8, torch.uint8)
+        tables, how = self._bands(bands, x.shape[0])
+        self.launch(
+            encode_levels, pieces, x, scale, *tables, packed.view(torch.int32), x.shape[0], tiles,
+            *map(_signed, key), _TINY, BITS=bits, **how,
+        )  # fmt: skip
+        return packed
+
+    def add_levels(
+        self,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        bits: int,
+        weights: Tensor,
+    ) -> Tensor:
+        room = self.ops.room(room)
+        pieces, tiles = cut(room.shape[0], TILE)
+        tables, how = self._bands(bands, room.shape[0])
+        words = _words(packed)
+        self.launch(
+            add_levels, pieces, base, words, scale, weights, *tables, room, room.shape[0], tiles,
+            packed.shape[0], words.stride(0), scale.stride(0), _TINY, 1.0 / ((1 << bits - 1) - 1),
+            BITS=bits, **how,
+        )  # fmt: skip
+        return room
+
+    def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pieces, tiles = cut(x.shape[0], TILE)
+        packed = self.empty(x.shape[0] // 8, torch.uint8)
+        words = packed.view(torch.int32)
+        self.launch(pack_signs, pieces, x, words, x.shape[0], tiles, TILE=TILE)
+        counts = torch.zeros(bands.groups, dtype=torch.int32, device=self.ops.device)
+        if not bands.groups:
+            return counts.view(torch.float32), counts.view(torch.float32), packed
+        passes = folds_of(bands)
+        sides = [x, x]
+        for number, (rows, size) in enumerate(passes):
+            into = [self._sums((number, i), len(passes), size) for i in (0, 1)]
+            if number == 0:
+                self._fold(fold_sides, bands, 0, rows, x, *into, counts)
+            else:
+                for side, out in zip(sides, into):
+                    self._fold(fold, bands, number, rows, side, out, HOW="plain")
+            sides = into
+        lengths = self.table((bands, "lengths"), lambda: lengths_of(bands))
+        out = [self.empty(bands.groups, torch.float32) for _ in (0, 1)]
+        programs = -(-bands.groups // 1024)
+        self.launch(means, programs, *sides, counts, lengths, *out, bands.groups, TILE=1024)
+        return out[0], out[1], packed
+
+    def add_signs(
+        self,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        above: Tensor,
+        below: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        room = self.ops.room(room)
+        pieces, tiles = cut(room.shape[0], TILE)
+        tables, how = self._bands(bands, room.shape[0])
+        words = _words(packed)
+        self.launch(
+            add_signs, pieces, base, words, above, below, weights, *tables, room, room.shape[0],
+            tiles, packed.shape[0], words.stride(0), above.stride(0), **how,
+        )  # fmt: skip
+        return room
+
+    def _fold(
+        self, kernel: Any, bands: Bands, number: int, rows: Any, x: Tensor, *out: Tensor, **how: Any
+    ) -> None:
+        table = self.table((bands, "folds", number), lambda: joined(rows))
+        self.launch(kernel, len(rows), x, table, *out, LEVELS=LEVELS, WIDE=WIDE, **how)
+
+    def _sums(self, number: Any, passes: int, size: int) -> Tensor:
+        """Memory for what a pass leaves; fresh for the last one."""
+        last = (number if isinstance(number, int) else number[0]) == passes - 1
+        if last:
+            return self.empty(size, torch.float32)
+        return self.room(("sums", number), size, torch.float32)
+
+    def _bands(self, bands: Bands, size: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        rows, of_word, steps = map_of(bands, size)
+        tables = (
+            self.table((bands, "bands"), lambda: joined(rows)),
+            self.table((bands, "words", size), lambda: of_word),
+        )
+        return tables, {"COUNT": len(rows), "STEPS": steps, "TILE": TILE}
+
+
+@lru_cache(maxsize=256)
+def tasks_of(bands: Bands) -> list[tuple[int, int, int]]:
+    """(start, length, group) of each stretch of a group.
+
+    >>> from hvd_gradcomp.foundation.bands import Band
+    >>> tasks_of(Bands((Band(0, 1, 5000), Band(5024, 2, 3))))
+    [(0, 4096, 0), (4096, 904, 0), (5024, 3, 1), (5027, 3, 2)]
+    """
+    found: list[tuple[int, int, int]] = []
+    group = 0
+    for start, rows, length in bands.bands:
+        for row in range(rows):
+            first = start + row * length
+            for at in range(0, length, TASK):
+                found.append((first + at, min(TASK, length - at), group))
+            group += 1
+    return found
+
+
+@lru_cache(maxsize=256)
+def lengths_of(bands: Bands) -> list[int]:
+    """Elements of each group."""
+    return [band.length for band in bands.bands for _ in range(band.rows)]
+
+
+@lru_cache(maxsize=256)
+def folds_of(bands: Bands) -> list[tuple[list[tuple[int, ...]], int]]:
+    """The tasks of each pass, and how many numbers it leaves."""
+    groups = [
+        (band.start + row * band.length, band.length)
+        for band in bands.bands
+        for row in range(band.rows)
+    ]
+    passes: list[tuple[list[tuple[int, ...]], int]] = []
+    while groups and (not passes or any(length > 1 for _, length in groups)):
+        rows: list[tuple[int, ...]] = []
+        left: list[tuple[int, int]] = []
+        end = 0
+        for number, (start, length) in enumerate(groups):
+            rest = max(length >> LEVELS, 1)
+            rows += [(start, length, end, first, number) for first in range(0, rest, WIDE)]
+            left.append((end, rest))
+            end += rest
+        passes.append((rows, end))
+        groups = left
+    return passes
+
+
+@lru_cache(maxsize=256)
+def map_of(bands: Bands, size: int) -> tuple[list[tuple[int, ...]], list[int], int]:
+    """Bands as (start, end, length, first group); the first of each word; how many share a word."""
+    rows: list[tuple[int, ...]] = []
+    group = place = most = 0
+    for band in bands.bands:
+        rows.append((band.start, band.end, band.length, group))
+        group += band.rows
+    of_word = []
+    for first in range(0, size, GROUP):
+        while place + 1 < len(rows) and rows[place][1] <= first:
+            place += 1
+        of_word.append(place)
+        last = place
+        while last + 1 < len(rows) and rows[last][1] < first + GROUP:
+            last += 1
+        most = max(most, last - place)
+    return rows or [(0, 0, 1, 0)], of_word, most
+
+
+def joined(rows: Sequence[tuple[int, ...]]) -> list[int]:
+    """All numbers, row by row."""
+    return [number for row in rows for number in row]
+
+
+def _words(packed: Tensor) -> Tensor:
+    """Rows of words."""
+    aligned = packed.stride(1) == 1 and packed.stride(0) % 4 == packed.storage_offset() % 4 == 0
+    return (packed if aligned else packed.contiguous()).view(torch.int32)
+
+
+def _signed(word: int) -> int:
+    return (word + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+assert _FACTOR == 0x45D9F3B  # as `mix` has it

@@ -1,0 +1,47 @@
+"""What the kernels are tried on: worlds of ranks with kernels, and beside them with verbs alone."""
+
+from __future__ import annotations
+
+import torch
+
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+from tests.passes import assert_alike
+
+
+def on(device: str, kernels: bool) -> TorchOps:
+    return TorchOps(device, static=True, kernels=kernels)
+
+
+def worlds(compressor, layout: Layout, ranks: int, device: str) -> tuple[World, World]:
+    """With kernels, and with verbs."""
+    ours, theirs = (World(compressor, on(device, k), layout, ranks) for k in (True, False))
+    return ours, theirs
+
+
+def drawn(generator, world: World, scale: float, share: float, kind: str = "noise"):
+    """Of all ranks: noise whose scale differs by layer; `share` of it is large."""
+    found = []
+    for _ in range(world.size):
+        layers = []
+        for i, n in enumerate(world.layout.sizes):
+            x = torch.randn(n, generator=generator)
+            if kind == "ties":
+                x = torch.round(x)
+            elif kind == "equal":
+                x = torch.full((n,), -0.5)
+            elif kind == "heavy":
+                x = x / torch.rand(n, generator=generator).clamp(min=1e-6)
+            kept = (torch.rand(n, generator=generator) < share).float()
+            layers.append((scale * 2.0**i * x * (kept + 1e-3)).to(world.ops.device))
+        found.append(world.flat(layers))
+    return found
+
+
+def assert_step_alike(ours: World, theirs: World, given, **extra) -> None:
+    """A step of both, to the bit: results, states and what was sent."""
+    copies = {name: [x.clone() for x in xs] for name, xs in extra.items()}
+    one, other = ours.step(given, **extra), theirs.step(given, **copies)
+    assert all(map(torch.equal, one, other))
+    assert_alike(ours, theirs)

@@ -1,0 +1,157 @@
+"""Every kernel compiled for GPUs that are not here: no spills, no rounding that the verbs lack."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.traffic import METHODS, launches_of
+from hvd_gradcomp.foundation.layout import Layout
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+ARCHITECTURES = (80, 90, 100)
+LAYOUT = Layout(("a", "b", "c"), ((300, 512), (300,), (20_000,)))
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+
+
+def variant(launch):
+    """What a launch is compiled for: its kernel, types, constants, what is divisible by 16."""
+    signature, constants, divisible = {}, {}, []
+    names = launch.kernel.arg_names
+    unspecial = launch.kernel.do_not_specialize or ()
+    for place, (name, x) in enumerate(zip(names, launch.given)):
+        if x is None or (isinstance(x, int) and x == 1 and name not in unspecial):
+            signature[name], constants[name] = "constexpr", x
+        elif isinstance(x, torch.Tensor):
+            signature[name] = _TYPES[x.dtype]
+            divisible.append(place)
+        elif isinstance(x, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(1 << 31) <= x < 1 << 31 else "i64"
+            if x % 16 == 0 and name not in unspecial:
+                divisible.append(place)
+    for name, x in launch.constants.items():
+        signature[name], constants[name] = "constexpr", x
+    parts = (tuple(signature.items()), tuple(constants.items()), tuple(divisible), launch.warps)
+    return launch.kernel, parts
+
+
+def variants():
+    """Of all methods: each kernel as it is launched, by name."""
+    found = {}
+    for name, (compressor, *_) in METHODS.items():
+        for dense in (False, True):
+            for launch in launches_of(compressor, LAYOUT, dense):
+                kernel, parts = variant(launch)
+                found.setdefault((kernel.__name__, parts), (kernel, parts, name))
+    return list(found.values())
+
+
+def compiled(kernel, parts, architecture):
+    signature, constants, divisible, warps = parts
+    source = ASTSource(
+        kernel,
+        dict(signature),
+        {(kernel.arg_names.index(name),): x for name, x in constants},
+        {(place,): [["tt.divisibility", 16]] for place in divisible},
+    )
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def usage(binary, folder: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, where spilled ones go."""
+    file = folder / f"{binary.metadata.hash}.cubin"
+    file.write_bytes(binary.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", said).groups()
+    return int(registers), int(stack) + int(local)
+
+
+def widths(ptx: str) -> dict[str, int]:
+    """Bits that the widest load and the widest store of a thread move."""
+    found = {"load": 0, "store": 0}
+    pattern = r"(ld|st)\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfsu](\d+)"
+    for what, vector, bits in re.findall(pattern, ptx):
+        name = "load" if what == "ld" else "store"
+        found[name] = max(found[name], int(vector or 1) * int(bits))
+    return found
+
+
+@pytest.fixture(scope="module")
+def binaries(tmp_path_factory):
+    """All variants for all architectures, two at a time."""
+    folder = tmp_path_factory.mktemp("ptx")
+    jobs = [(v, a) for v in variants() for a in ARCHITECTURES]
+
+    def build(job):
+        (kernel, parts, method), architecture = job
+        binary = compiled(kernel, parts, architecture)
+        return {
+            "kernel": kernel.__name__,
+            "method": method,
+            "architecture": architecture,
+            "ptx": binary.asm["ptx"],
+            "cubin": len(binary.asm["cubin"]),
+            "usage": usage(binary, folder),
+        }
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(build, jobs))
+
+
+def test_nothing_spills(binaries):
+    spilled = [(b["kernel"], b["architecture"]) for b in binaries if b["usage"][1]]
+    assert not spilled
+    assert all(b["cubin"] for b in binaries)
+
+
+@pytest.mark.parametrize("inexact", [r"\bfma\.", r"\.ftz\b", r"div\.full", r"\.approx\b"])
+def test_rounding_is_that_of_the_verbs(binaries, inexact):
+    """No multiplication is fused with an addition; denormals stay; quotients are exact."""
+    assert not {b["kernel"] for b in binaries if re.search(inexact, b["ptx"])}
+
+
+def test_walks_move_vectors(binaries):
+    """Loads and stores of whole buckets are 128 bits wide."""
+    walks = {"find_words", "survey", "settle_places"}
+    for b in binaries:
+        if b["kernel"] in walks:
+            assert widths(b["ptx"])["load"] == 128, b["kernel"]
+
+
+def test_they_are_recorded(binaries, request):
+    """`--compiled FILE` writes registers and widths of loads and stores."""
+    file = request.config.getoption("--compiled")
+    if file is None:
+        pytest.skip("no --compiled FILE")
+    rows: dict[str, dict] = {}
+    for b in binaries:
+        row = rows.setdefault(b["kernel"], {"registers": {}, "load": 0, "store": 0, "variants": 0})
+        most = row["registers"].setdefault(f"sm_{b['architecture']}", 0)
+        row["registers"][f"sm_{b['architecture']}"] = max(most, b["usage"][0])
+        row["variants"] += b["architecture"] == ARCHITECTURES[0]
+        for name, bits in widths(b["ptx"]).items():
+            row[name] = max(row[name], bits)
+    Path(file).write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")

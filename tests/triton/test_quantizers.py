@@ -1,0 +1,93 @@
+"""Kernels that give every element a code against the verbs, to the bit; see `make triton`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp.foundation.bands import Band, Bands
+from hvd_gradcomp.foundation.layout import Layout
+from tests.methods import QUANTIZED
+from tests.triton.gradients import assert_step_alike, drawn, on, worlds
+
+FEW = settings(deadline=None, max_examples=4, derandomize=True, phases=[Phase.generate])
+
+
+def bands_of(cuts, size):
+    """Rows of several lengths, with gaps between."""
+    found, at = [], 0
+    for gap, rows, length in cuts:
+        if at + gap + rows * length <= size:
+            found.append(Band(at + gap, rows, length))
+            at += gap + rows * length
+    return Bands(tuple(found))
+
+
+def values(kind, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, generator=generator)
+    if kind == "zeros":
+        return torch.where(x < 0, torch.tensor(-0.0), torch.tensor(0.0))
+    if kind == "minus zeros":
+        return x * -0.0
+    return x * 10.0 ** torch.randint(-20, 18, (size,), generator=generator)
+
+
+@FEW
+@given(
+    cuts=st.lists(
+        st.tuples(
+            st.sampled_from([0, 0, 5, 64]),
+            st.integers(1, 3),
+            st.sampled_from([1, 2, 3, 31, 33, 147, 255, 512, 1025, 5001]),
+        ),
+        max_size=3,
+    ),
+    seed=st.integers(0, 2**16),
+    kind=st.sampled_from(["noise", "zeros", "minus zeros"]),
+    bits=st.sampled_from([1, 2, 3, 4, 8]),
+    ranks=st.integers(1, 3),
+    based=st.booleans(),
+)
+def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based, device):
+    size = 9_600
+    bands, ours, theirs = bands_of(cuts, size), on(device, True), on(device, False)
+    padding = torch.ones(size, dtype=torch.bool)
+    for band in bands.bands:
+        padding[band.start : band.end] = False
+    x = values(kind, size, seed).masked_fill(padding, 0.0).to(device)  # as that of a bucket is
+    squares = x.clamp(-1e15, 1e15)
+
+    def same(function):
+        for one, other in zip(function(ours), function(theirs)):
+            assert one.cpu().numpy().tobytes() == other.cpu().numpy().tobytes()
+
+    same(lambda ops: [ops.group_maxima(bands, x), ops.group_squares(bands, squares)])
+    same(lambda ops: ops.encode_signs(bands, x))
+    random = np.random.default_rng(seed)
+    scale = torch.from_numpy(random.choice([0.0, 1e-31, 1e-3, 7.0, 1e6], (ranks, bands.groups)))
+    scale = scale.to(device, torch.float32)
+    bytes_ = random.integers(0, 256, (ranks, size * bits // 8), dtype=np.uint8)
+    packed, weights = torch.from_numpy(bytes_).to(device), torch.full((ranks,), 0.3, device=device)
+    base = x if based else None
+    if bits > 1:
+        salt = seed * 7919
+        same(lambda ops: [ops.encode_levels(bands, x, scale[0], bits, ops.key(seed, salt))])
+        how = packed, scale, bits, weights
+        same(lambda ops: [ops.add_levels(bands, base, torch.empty_like(x), *how)])
+    else:
+        how = packed, scale, -scale, weights
+        same(lambda ops: [ops.add_signs(bands, base, torch.empty_like(x), *how)])
+
+
+@pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
+def test_steps_are_alike(compressor, device):
+    """Whole exchanges, of shards too."""
+    layout = Layout(("a", "b", "c"), ((4, 45), (3,), (150,)), block=compressor.block)
+    ours, theirs = worlds(compressor, layout, 2, device)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        assert_step_alike(ours, theirs, drawn(generator, ours, 1.0, 1.0))

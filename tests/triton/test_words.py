@@ -1,0 +1,125 @@
+"""Kernels of the words family against the verbs, to the bit; see `make triton`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp.core.wire import HEADER_BYTES
+from hvd_gradcomp.foundation.collectives import Allgather
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
+from tests.methods import WORDS
+from tests.passes import layout_of
+from tests.triton.gradients import assert_step_alike, drawn, on, worlds
+
+ONE_EACH = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompressor(tau=0.7)]
+
+
+@pytest.mark.parametrize("compressor", WORDS, ids=repr)
+@given(
+    moments=st.booleans(),
+    sizes=st.lists(st.sampled_from([1, 3, 255, 256, 700, 5000]), min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+    ranks=st.integers(1, 3),
+    scale=st.sampled_from([1e-30, 0.3, 3.0, 1e14]),
+    shares=st.lists(st.sampled_from([0.0, 0.002, 0.1, 1.0]), min_size=3, max_size=3),
+    first=st.sampled_from([0, 1, 1000, 1 << 33]),
+)
+@settings(deadline=None, max_examples=5, derandomize=True)
+def test_kernels_do_what_the_verbs_do(
+    compressor, moments, sizes, seed, ranks, scale, shares, first, device
+):
+    """The ladder goes up to the dense rung, and windows rotate."""
+    ours, theirs = worlds(compressor, layout_of(*sizes), ranks, device)
+    ours.steps = theirs.steps = first
+    for step, share in enumerate(shares):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        gradients, extra = drawn(generator, ours, scale, share), {}
+        if compressor.uses_moments and moments:
+            extra["moment"] = [g * g / 2 for g in gradients]
+        assert_step_alike(ours, theirs, gradients, **extra)
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+def test_pieces_cut_a_large_bucket_alike(compressor, device):
+    """More tiles than one, borders within layers; windows that wrap, and then the dense rung."""
+    ours, theirs = worlds(compressor, layout_of(9_000, 100, 3_001), 2, device)
+    for step, share in enumerate([0.001, 0.3, 1.0, 1.0, 0.01]):
+        generator = torch.Generator().manual_seed(step)
+        assert_step_alike(ours, theirs, drawn(generator, ours, 1.0, share))
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+@pytest.mark.parametrize("what", ["payload", "nan", "overflow"])
+def test_what_is_damaged_or_not_finite_is_said(compressor, what, device):
+    layout, fails = layout_of(600), []
+
+    def tamper(rank, request):
+        if rank == 1 and fails and isinstance(request, Allgather):
+            damaged = request.tensor.clone()
+            damaged[HEADER_BYTES + 4] += 1
+            return request._replace(tensor=damaged)
+        return request
+
+    for world in worlds(compressor, layout, 2, device):
+        world.tamper = tamper
+        generator = torch.Generator().manual_seed(1)
+        gradients = [drawn(generator, world, 2.0, 1.0) for _ in range(2)]
+        world.step(gradients[0])
+        if what != "payload":
+            gradients[1][0][5] = float("nan") if what == "nan" else 2.0**60
+        fails[:] = [True] * (what == "payload")
+        error = PayloadError if what == "payload" else NonFiniteGradientError
+        with pytest.raises(error, match="rank 1" if fails else "rank 0"):
+            world.step(gradients[1])
+            world.ops.settle()  # on a GPU it is said when the host next looks
+        fails.clear()
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+@given(data=st.data())
+@settings(deadline=None, max_examples=15, derandomize=True)
+def test_no_index_is_trusted(compressor, data, device):
+    """Bodies that nobody wrote: an error, or the sum of the verbs, whatever the bytes."""
+    layout, capacity = layout_of(300, 200), 20
+    ours, theirs = on(device, True), on(device, False)
+    ladder = compressor.ladder(layout)
+    dense = data.draw(st.booleans())
+    rung = ladder.climb(ours, ladder.init(ours))[0]._replace(capacity=capacity, dense=dense)
+    size = compressor.payload_bytes(layout, rung) - HEADER_BYTES
+    given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
+    bodies = torch.tensor([list(body) for body in given], dtype=torch.uint8)
+    mask = 0x0FFFFFFF if compressor.rule.powers else 0x7FFFFFFF
+    index = None
+    if not dense:
+        words = bodies[:, size - 4 * capacity :].view(torch.int32)
+        if data.draw(st.booleans()):  # most random indices lie beyond the bucket
+            words &= ~mask | 0x1FF
+        if data.draw(st.booleans()):  # and few ascend
+            order = torch.argsort(words & mask, dim=1)
+            words.copy_(torch.gather(words, 1, order))
+        index = words & mask
+    weights = torch.full((len(given),), 0.5, device=device)
+    room = torch.full((layout.size + 512,), 7.0, device=device)
+
+    def total(ops):
+        into = room[: layout.size]
+        try:
+            found = compressor.decode_sum(ops, layout, rung, bodies.to(device), weights, into)
+            ops.settle()
+        except PayloadError:
+            return None
+        return found.clone()
+
+    one = total(ours)
+    assert bool((room[layout.size :] == 7.0).all()), "what lies behind the bucket is not written to"
+    if index is not None:
+        rises = (index[:, 1:] > index[:, :-1]) | (index[:, 1:] == layout.sink)
+        if not bool(rises.all()) or bool((index >= layout.size).any()):
+            assert one is None
+            return
+    other = total(theirs)
+    assert one.cpu().numpy().tobytes() == other.cpu().numpy().tobytes()
