@@ -213,7 +213,7 @@ $(VENV)/.stamp-compat: $(VENV)/.stamp-horovod pyproject.toml docker/constraints.
 
 $(VENV_TRITON)/.stamp: docker/triton.txt docker/frameworks.txt docker/constraints.txt
 	@docker/install-system.sh --python-only $(PYTHON)
-	@echo "triton: PyTorch and Triton in $(VENV_TRITON) (1.5 GB on disk)"
+	@echo "triton: PyTorch and Triton in $(VENV_TRITON) (2 GB on disk)"
 	@$(PYTHON) -m venv --clear $(VENV_TRITON)
 	@grep -E '^(torch|numpy|setuptools)' docker/frameworks.txt >$(VENV_TRITON)/frameworks.txt
 	@$(VENV_TRITON)/bin/python -m pip --disable-pip-version-check install -qq --progress-bar off \

@@ -38,7 +38,7 @@ class Debt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Halving(Whole):
+class HalvesEverything(Whole):
     """Sends half of what it has."""
 
     def init(self, ops, layout):
@@ -81,7 +81,7 @@ def test_two_methods_are_enough():
 
 
 def test_a_method_takes_part_by_name():
-    one = Halving()
+    one = HalvesEverything()
     world = World(one, TorchOps(), LAYOUT, 2)
     world.step(gradients(world))
     said = report(one, LAYOUT, world.states[0], 1)
@@ -90,13 +90,13 @@ def test_a_method_takes_part_by_name():
 
 
 def test_a_composite_asks_its_children():
-    phases = after(2, Halving(), Whole())
+    phases = after(2, HalvesEverything(), Whole())
     world = World(phases, TorchOps(), LAYOUT, 2)
     results = [world.step(gradients(world))[0][0] for _ in range(4)]
     assert [float(x) for x in results] == [0.5, 0.75, 1.75, 1.0]  # what was kept came at the change
     first, second = phases.of_layers(LAYERS, 2)
     assert first == phases and second == after(2, NoneCompressor(), Whole())
-    wrapped = MomentumAfter(Halving(), 0.9)
+    wrapped = MomentumAfter(HalvesEverything(), 0.9)
     state = wrapped.init(TorchOps(), LAYOUT)
     assert wrapped.replicated == {"velocity"} and wrapped.layer_bytes((3,)) == 1.0
     assert carrying.residual(wrapped, state) is state.inner.r
