@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+# torch.compile leaves what is marked so as it is, and all that it calls. PyTorch marks its own
+# optimizers' methods with it; before 2.1 there is none.
+interpreted: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 
 try:
     from torch._C._dynamo import eval_frame as _frames

@@ -63,15 +63,8 @@ def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:
     """
     for earlier in _optimizers:
         if earlier is not optimizer:
-            disarm(earlier, new)
+            earlier._arrivals.leave(new)
     _optimizers.add(optimizer)
-
-
-def disarm(optimizer: Any, parameters: Collection[torch.nn.Parameter]) -> None:
-    """Takes an optimizer's hooks off. A `step` of it would still reduce."""
-    for p in parameters:
-        if p in optimizer._watched:
-            optimizer._watched.pop(p).remove()
 
 
 def name(optimizer: Any, group: dict[str, Any]) -> None:
@@ -109,7 +102,7 @@ def join(optimizer: Any) -> None:
         return
     engine.add([(optimizer._parameter_names[p], p) for p in new])
     take_over(optimizer, new)
-    optimizer._watch(new)
+    optimizer._arrivals.watch(new)
 
 
 def leave_out(optimizer: Any, frozen: Set[torch.nn.Parameter]) -> None:

@@ -25,8 +25,8 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Generator, Sequence, Set
-from math import gcd, isfinite, log, prod
+from collections.abc import Generator, Sequence
+from math import isfinite, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.foundation.collectives import Allreduce, Collective
 from hvd_gradcomp.foundation.layers import convolves
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.watching import sampling
+from hvd_gradcomp.watching.sampling import Plan
 
 _ROWS = 8  # fewer recorded steps say nothing about a basis
 
@@ -259,22 +261,6 @@ def _floats(vector: Tensor) -> list[float]:
 # -- the probe -----------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
-    """What is taken of one layer."""
-
-    name: str
-    size: int
-    stride: int
-    sampled: int  # elements of it that are looked at
-    shape: tuple[int, ...]  # of a recorded convolution, else ()
-    sizes: tuple[int, ...]  # of its slices, ascending
-
-    @property
-    def recorded(self) -> int:
-        """Elements of the two neighbouring slices of the largest size."""
-        return 2 * self.sizes[-1] if self.sizes else 0
-
-
 class Probe:
     """Looks at a bounded part of all gradients, every so many steps.
 
@@ -354,7 +340,14 @@ class Probe:
         self._validate()
         self.readings: list[Reading] = []
         kernels = {one[0] for one in layers if convolves(one if len(one) == 3 else (*one, ""))}
-        self._plans = self._planned([(one[0], tuple(one[1])) for one in layers], kernels)
+        self._plans = sampling.planned(
+            type(self).__name__,
+            [(one[0], tuple(one[1])) for one in layers],
+            kernels,
+            sample=sample,
+            slice_sizes=self.slice_sizes,
+            convolutions=convolutions,
+        )
         self._kept: deque[int] = deque()  # readings of each probed step
         self._state: tuple[Tensor, Tensor] | None = None  # r, v; float32 [samples of all layers]
         self._rows: list[deque[tuple[int, Tensor]]] = [deque(maxlen=history) for _ in self._plans]
@@ -383,36 +376,6 @@ class Probe:
                 f"{self.slice_sizes!r}"
             )
 
-    def _planned(self, layers: list[tuple[str, tuple[int, ...]]], kernels: Set[str]) -> list[_Plan]:
-        names = [name for name, _ in layers]
-        if len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"{type(self).__name__}: names must be unique, got {twice} again")
-        empty = [name for name, shape in layers if not prod(shape)]
-        if empty or not layers:
-            raise ValueError(
-                f"{type(self).__name__}: layers must have elements, got none"
-                + (f" in {empty}" if empty else "")
-            )
-        sliced = {
-            name: tuple(sorted({m for m in self.slice_sizes if 2 * m <= prod(shape)}))
-            for name, shape in layers
-            if name in kernels
-        }
-        able = [name for name in names if sliced.get(name)]
-        few = min(self.convolutions, len(able))
-        chosen = {able[i * (len(able) - 1) // max(few - 1, 1)] for i in range(few)}
-        plans = []
-        for name, shape in layers:
-            size = prod(shape)
-            stride = max(-(-size // self.sample), 1)
-            while stride > 1 and gcd(stride, size) > 1:
-                stride += 1
-            sizes = sliced[name] if name in chosen else ()
-            count = -(-size // stride)
-            plans.append(_Plan(name, size, stride, count, shape if sizes else (), sizes))
-        return plans
-
     def require_pair(self, size: int) -> None:
         """Raises ValueError unless so many ranks have those that `pair` names, or are one."""
         if size > 1 and max(self.pair) >= size:
@@ -429,23 +392,12 @@ class Probe:
 
     def places(self, layer: int) -> list[int]:
         """Which elements of a layer's flat gradient are taken: the sample, then the slices."""
-        plan = self._plans[layer]
-        sample = list(range(0, plan.size, plan.stride))
-        if self.filters_last or not plan.shape:
-            return sample + list(range(plan.recorded))
-        filters, depth = plan.shape[:2]
-        around = prod(plan.shape[2:])
-        slices = []
-        for place in range(plan.recorded):
-            rest, f = divmod(place, filters)
-            where, d = divmod(rest, depth)
-            slices.append((f * depth + d) * around + where)
-        return sample + slices
+        return self._plans[layer].places(self.filters_last)
 
     @property
     def taken(self) -> list[int]:
         """How many elements of each layer are taken; a program gets them one after another."""
-        return [plan.sampled + plan.recorded for plan in self._plans]
+        return [plan.taken for plan in self._plans]
 
     # -- one probed step ---------------------------------------------------------------------
 
@@ -480,14 +432,14 @@ class Probe:
                     f"{[int(extent) for extent in given.shape]}"
                 )
         finite = (taken - taken) == 0
-        layer = _numbered(ops, self.taken)
+        layer = sampling.numbered(ops, self.taken)
         wrong = ops.segment_sum(ops.cast(~finite, "int64"), layer, len(self._plans))
         taken = ops.where(finite, taken, 0.0)
-        samples, slices = self._divided(ops, taken)
+        samples, slices = sampling.divided(self._plans, taken)
         mine = ops.concat(samples)
-        own = self._own(ops)
+        own = sampling.own(ops, self._plans)
         passed = self._variance(ops, mine, moments)
-        coarse = _binned(ops, self._padded(ops, samples), own, 2)
+        coarse = _binned(ops, sampling.padded(ops, self._plans, samples), own, 2)
         own_bits = _floats(_bits(ops, _counts(ops, coarse, own, 2), False))
         sent = [_egc_density(p.size, bits, self.K) for p, bits in zip(self._plans, own_bits)]
         figures = ops.concat(
@@ -501,67 +453,25 @@ class Probe:
         total = yield Allreduce(ops.concat((*shown, means)))
         return self._read(ops, step, total, len(pair))
 
-    def _divided(self, ops: Ops, taken: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """By layer, the samples and (of all that have any) the slices."""
-        samples, slices, start = [], [], 0
-        for plan in self._plans:
-            middle, end = start + plan.sampled, start + plan.sampled + plan.recorded
-            samples.append(taken[start:middle])
-            if plan.recorded:
-                slices.append(taken[middle:end])
-            start = end
-        return samples, slices
-
-    def _padded(self, ops: Ops, samples: Sequence[Tensor]) -> Tensor:
-        """One row a layer; float64 [layers, longest]."""
-        longest = max(plan.sampled for plan in self._plans)
-        rows = [
-            ops.concat((ops.cast(x, "float64"), ops.zeros((longest - plan.sampled,), "float64")))
-            for plan, x in zip(self._plans, samples)
-        ]
-        return ops.stack(rows)
-
-    def _own(self, ops: Ops) -> Tensor:
-        """Which elements of the padded rows are some; bool [layers, longest]."""
-        longest = max(plan.sampled for plan in self._plans)
-        counts = ops.reshape(ops.words([plan.sampled for plan in self._plans]), (-1, 1))
-        return ops.reshape(ops.arange(longest), (1, -1)) < counts
-
     def _variance(self, ops: Ops, gradient: Tensor, moments: Tensor | None) -> Tensor:
         """How many of each layer's samples Variance sends now; int64 [layers]."""
         r, v = self._state or (gradient * 0.0, gradient * 0.0)
         if moments is None:
             moment = ops.square(gradient)
         else:
-            given = ops.concat(self._divided(ops, moments)[0])
+            given = ops.concat(sampling.divided(self._plans, moments)[0])
             moment = ops.where((given - given) == 0, given, 0.0)
         r, v = r + gradient, v + moment
         wanted = ops.square(r) > ops.times(v, self.alpha)
         self._state = ops.where(wanted, 0.0, r), ops.where(wanted, 0.0, ops.times(v, self.zeta))
-        layer = _numbered(ops, [plan.sampled for plan in self._plans])
+        layer = sampling.numbered(ops, [plan.sampled for plan in self._plans])
         return ops.segment_sum(ops.cast(wanted, "int64"), layer, len(self._plans))
 
     def _read(self, ops: Ops, step: int, total: Tensor, shown: int) -> tuple[Reading, ...]:
         """The readings, from what all ranks share."""
-        counts = [plan.sampled for plan in self._plans]
-        length = sum(counts)
-        own = self._own(ops)
-        cells = []
-        for place in range(shown):
-            flat, rows, start = total[place * length : (place + 1) * length], [], 0
-            for count in counts:
-                rows.append(flat[start : start + count])
-                start += count
-            cells.append(_binned(ops, self._padded(ops, rows), own, self.bins))
-        bits = _floats(_bits(ops, _counts(ops, cells[-1], own, self.bins), self.corrected))
-        known: list[list[float]] = []
-        if shown == 2:
-            sizes = ops.reshape(ops.words(counts), (-1, 1))
-            halves = ops.reshape(ops.words([count // 2 for count in counts]), (-1, 1))
-            turned = (ops.reshape(ops.arange(max(counts)), (1, -1)) + halves) % sizes
-            for second in (cells[1], ops.gather_rows(cells[1], turned)):
-                share = _shared(ops, cells[0], second, own, self.bins, self.corrected)
-                known.append(_floats(share))
+        length = sum(plan.sampled for plan in self._plans)
+        ranks = [total[place * length : (place + 1) * length] for place in range(shown)]
+        bits, *known = _information(ops, self._plans, ranks, self.bins, self.corrected)
         rest = total[shown * length :]
         wide = sum(plan.recorded for plan in self._plans)
         figures = _floats(rest[wide:])
@@ -584,37 +494,11 @@ class Probe:
                     figures[layers + i] / plan.sampled,
                     figures[2 * layers + i],
                     count_of(plan.size, self.density) / plan.size,
-                    *self._correlation(ops, i),
+                    *_correlation(ops, plan.sizes, self._rows[i], self.ratio),
                 )
             )
         self._keep(readings)
         return tuple(readings)
-
-    def _correlation(self, ops: Ops, layer: int) -> tuple[int, Any, Any, Any]:
-        """How many rows there are, and energy, slice loss and age loss."""
-        plan, rows = self._plans[layer], self._rows[layer]
-        if len(rows) < _ROWS:
-            return len(rows), (), (), ()
-        steps = [step for step, _ in rows]
-        recorded = ops.stack([row for _, row in rows])
-        half = len(rows) // 2
-        energies, by_slice, by_age = [], [], []
-        for m in plan.sizes:
-            d = max(m // self.ratio, 1)
-            if d < len(rows) - 1:
-                energies.append((m, energy(ops, recorded[:, :m])[d - 1]))
-            losses = compression_loss(ops, recorded[:half, :m], recorded[:half, m : 2 * m], d)
-            known = [loss for loss in losses if isfinite(loss)]
-            if known:
-                by_slice.append((m, sum(known) / len(known)))
-        m = plan.sizes[-1]
-        losses = compression_loss(
-            ops, recorded[:half, :m], recorded[half:, :m], max(m // self.ratio, 1)
-        )
-        for step, loss in zip(steps[half:], losses):
-            if isfinite(loss):
-                by_age.append((step - steps[half - 1], loss))
-        return len(rows), tuple(energies), tuple(by_slice), tuple(by_age)
 
     def _keep(self, readings: list[Reading]) -> None:
         self.readings += readings
@@ -666,14 +550,57 @@ class Probe:
             draft.unlink(missing_ok=True)
 
 
+def _information(
+    ops: Ops, plans: Sequence[Plan], ranks: Sequence[Tensor], bins: int, corrected: bool
+) -> list[list[float]]:
+    """Of each layer: the last rank's entropy, and with two what they share, also by chance."""
+    counts, own = [plan.sampled for plan in plans], sampling.own(ops, plans)
+    cells = []
+    for flat in ranks:
+        rows, start = [], 0
+        for count in counts:
+            rows.append(flat[start : start + count])
+            start += count
+        cells.append(_binned(ops, sampling.padded(ops, plans, rows), own, bins))
+    found = [_floats(_bits(ops, _counts(ops, cells[-1], own, bins), corrected))]
+    if len(ranks) == 2:
+        sizes = ops.reshape(ops.words(counts), (-1, 1))
+        halves = ops.reshape(ops.words([count // 2 for count in counts]), (-1, 1))
+        turned = (ops.reshape(ops.arange(max(counts)), (1, -1)) + halves) % sizes
+        for second in (cells[1], ops.gather_rows(cells[1], turned)):
+            found.append(_floats(_shared(ops, cells[0], second, own, bins, corrected)))
+    return found
+
+
+def _correlation(
+    ops: Ops, sizes: Sequence[int], rows: Sequence[tuple[int, Tensor]], ratio: int
+) -> tuple[int, Any, Any, Any]:
+    """How many (step, slices) were recorded; their energy, slice loss and age loss."""
+    if len(rows) < _ROWS:
+        return len(rows), (), (), ()
+    steps = [step for step, _ in rows]
+    recorded = ops.stack([row for _, row in rows])
+    half = len(rows) // 2
+    energies, by_slice, by_age = [], [], []
+    for m in sizes:
+        d = max(m // ratio, 1)
+        if d < len(rows) - 1:
+            energies.append((m, energy(ops, recorded[:, :m])[d - 1]))
+        losses = compression_loss(ops, recorded[:half, :m], recorded[:half, m : 2 * m], d)
+        known = [loss for loss in losses if isfinite(loss)]
+        if known:
+            by_slice.append((m, sum(known) / len(known)))
+    m = sizes[-1]
+    losses = compression_loss(ops, recorded[:half, :m], recorded[half:, :m], max(m // ratio, 1))
+    for step, loss in zip(steps[half:], losses):
+        if isfinite(loss):
+            by_age.append((step - steps[half - 1], loss))
+    return len(rows), tuple(energies), tuple(by_slice), tuple(by_age)
+
+
 def _egc_density(size: int, bits: float, K: float) -> float:
     """EGC's `n * H / K`, rounded and at least one element, as a share."""
     return count_of(size, bits / K) / size
-
-
-def _numbered(ops: Ops, counts: Sequence[int]) -> Tensor:
-    """0 as often as the first count says, then 1, and so on."""
-    return ops.concat([ops.full((count,), i) for i, count in enumerate(counts)])
 
 
 def _naturals(values: Sequence[Any], low: int) -> bool:
