@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
-from hvd_gradcomp.codecs.largest import count_of
+from hvd_gradcomp.codecs.largest import count_of, form_of
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import exchanges, wire
 from hvd_gradcomp.core.aggregator import Context, Program
@@ -112,7 +112,7 @@ class ScaleComCompressor(ResidualTopK):
         """Where all lies in the body of the broadcast; None where there are no passes for it."""
         if ops.largest_passes is None or self.rule is None:
             return None
-        form = self.form(ops, layout, self.capacity(layout))
+        form = form_of(self, layout, self.capacity(layout))
         size = self.choice_bytes(layout) - wire.HEADER_BYTES
         return form and form._replace(size=size, values=size)
 

@@ -16,6 +16,7 @@ from hvd_gradcomp import (
     ScaleComCompressor,
     SparseGDCompressor,
 )
+from hvd_gradcomp.codecs.largest import form_of
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.foundation.collectives import Allgather, Broadcast
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
@@ -262,7 +263,7 @@ def test_a_deflated_list_is_written_by_verbs(compressor):
 
     deflated = replace(compressor, index_coding="deflate")
     layout = layout_of(700, 5000)
-    assert deflated.form(None, layout, deflated.capacity(layout)) is None
+    assert form_of(deflated, layout, deflated.capacity(layout)) is None
     world = World(deflated, TorchOps(), layout, 2)
     plain = World(compressor, TorchOps(), layout, 2)
     for step in range(3):

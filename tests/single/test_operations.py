@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import cli
 from hvd_gradcomp.cli import doctor
+from hvd_gradcomp.codecs.largest import form_of
 from hvd_gradcomp.core.aggregator import leaves
 from hvd_gradcomp.core.ladder import PATIENCE, Ladder, LadderState
 from hvd_gradcomp.foundation.bands import Band, Bands
@@ -452,7 +453,7 @@ def test_passes_refuse_what_does_not_fit():
         with pytest.raises(tf.errors.InvalidArgumentError):
             function(rule, layout, *arguments)
     passes, one = TensorFlowOps().largest_passes, tf.constant([1])
-    form = SPARSE_GD.form(TensorFlowOps(), layout, SPARSE_GD.capacity(layout))
+    form = form_of(SPARSE_GD, layout, SPARSE_GD.capacity(layout))
     one, hint, body = tf.cast(one, tf.int64), weights, codes(4, 1, form.size)
     wrong = [
         (form, 0, one, one, hint, (r,), r[:-1]),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.largest import largest
+from hvd_gradcomp.codecs.exact import largest
 from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.core import exchanges, wire
 from hvd_gradcomp.core.aggregator import Context, Program

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -25,13 +23,10 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from hvd_gradcomp import __version__
-from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
-from hvd_gradcomp.algorithms.variance import weight_of_passes
+from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.planning import configuration
 from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -39,16 +34,13 @@ from hvd_gradcomp.tensorflow.engine import (
     Engine,
     check,
     distributed_in,
-    poisoned,
     takes_part,
 )
-from hvd_gradcomp.tensorflow.running import times
+from hvd_gradcomp.tensorflow.keras import callers, configs
+from hvd_gradcomp.tensorflow.keras.passes import MomentSource, Passes
+from hvd_gradcomp.tensorflow.keras.places import Sharing, local_places, places_of
 from hvd_gradcomp.tensorflow.tape import layers_in, named_layers, variables_of
-from hvd_gradcomp.tensorflow.variables import keep_local, keep_own, plain_variable
-
-_OPS = {"Average": horovod.Average, "Sum": horovod.Sum}
-_MARK = "hvd_gradcomp"
-_instead: dict[str, Any] = {}  # of what was saved, while `load_model` loads
+from hvd_gradcomp.tensorflow.variables import keep_local
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
@@ -174,12 +166,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     compressor, gives_up = take_over(compressor, type(inner).__name__, own)
     if gives_up and own is not None:
         taken = {"momentum": own[0], "nesterov": own[1]}
-        config = _with(config, {"momentum": 0.0, "nesterov": False})
+        config = configs.with_changes(config, {"momentum": 0.0, "nesterov": False})
         LOGGER.info("%s are taken over from %s by the compressor", taken, type(inner).__name__)
     distributed = _made(_base_of(optimizer), config)
     distributed._configure(
         compressor,
-        _written(given, _base_of(optimizer)),
+        configs.written(given, _base_of(optimizer)),
         taken=taken,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
@@ -201,7 +193,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         # The velocity of an optimizer that gave its momentum up stays behind.
         held = {str(place): variable for place, variable in enumerate(optimizer.variables)}
         plain = len(getattr(optimizer, "_plain", held))
-        distributed._take(held, plain, getattr(optimizer, "_compressor", None) == compressor)
+        _take(distributed, held, plain, getattr(optimizer, "_compressor", None) == compressor)
     return distributed
 
 
@@ -291,12 +283,12 @@ class _Reducing:
         self._begin(written)
         self._taken.update(taken)
         self._nonfinite = nonfinite
-        self._moment_source = ""
         self._compressor = compressor
         self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
         self._verify_every = verify_every
         self._scale_local = scale_local
         self._settings = {**settings, "name": TITLES.take()}
+        self._moment_source = MomentSource(compressor, passes, settings["process_set"])
 
     def _begin(self, written: dict[str, Any], refusal: str = "") -> None:
         """What there is to be said of one that cannot train, too."""
@@ -330,13 +322,13 @@ class _Reducing:
 
     def get_config(self) -> dict[str, Any]:
         """The optimizer's own configuration, and what the wrapper was given."""
-        config = _with(super().get_config(), self._taken)  # type: ignore[misc]
+        config = configs.with_changes(super().get_config(), self._taken)  # type: ignore[misc]
         written = json.loads(self._written)
         if self.built and not self._refusal:
             written |= {"plain": len(self._plain), "local": sorted(self._local)}
         elif self._find_local:
             written["local"] = None  # nobody knows yet
-        return {**config, _entry(config): written}
+        return {**config, configs.entry(config): written}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -350,7 +342,7 @@ class _Reducing:
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, and those of the exchange after them."""
-        outer = _scaler_around(self)
+        outer = callers.scaler_around(self)
         if not variables:  # of a model that is not built, or that Keras reads from HDF5
             return
         if not self.built:
@@ -369,7 +361,7 @@ class _Reducing:
         self._local: frozenset[int] = frozenset()
         if self._refusal:
             return
-        self._local = self._local_places(variables)
+        self._local = local_places(variables, self._find_local, self._known_local)
         self._exchanged = [i for i in range(len(variables)) if i not in self._local]
         scaled = scaled or isinstance(self, LossScaleOptimizer)
         self._skips = (self._nonfinite or ("skip" if scaled else "raise")) == "skip"
@@ -387,6 +379,7 @@ class _Reducing:
             f"verify_every={self._verify_every}",
             **self._settings,
         )
+        self._sharing = Sharing(self._gradcomp, self._exchanged, self._local, self._scale_local)
         if self._passes > 1:
             self._pass = self._state_variable("gradcomp_pass", tf.constant(0, tf.int64))
             zeros = [tf.zeros(v.shape) for v in variables]
@@ -395,21 +388,14 @@ class _Reducing:
                 for name in ("added", "squared")
             )
             self._gradcomp.sums = [*self._added, *self._squared]
-
-    def _local_places(self, variables: Sequence[Any]) -> frozenset[int]:
-        """Which of the variables are this rank's alone."""
-        places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
-        found = {places.get(id(plain_variable(v))) for find in self._find_local for v in find()}
-        local = frozenset(place for place in found if place is not None)
-        local |= self._known_local
-        for place in local:
-            keep_own(plain_variable(variables[place]))
-        if local and len(local) == len(variables):
-            raise ValueError(
-                "all that is trained is local, so there is nothing to exchange: use the optimizer "
-                "as it is, without hvd.DistributedOptimizer"
+            self._sums = Passes(
+                self._passes,
+                self._average_passes,
+                self._batch_size,
+                self._pass,
+                self._added,
+                self._squared,
             )
-        return local
 
     def _reduce_before(self, outer: Any) -> None:
         """Has gradients reduced before a loss scaler looks whether this rank's are finite.
@@ -460,44 +446,7 @@ class _Reducing:
         nothing that it keeps, since ranks keep different things.
         """
         plain, same = self._saved
-        self._take(store, plain or len(self._plain), same)
-
-    def _take(self, store: Any, plain: int, same: bool) -> None:
-        """Goes on from another optimizer's variables.
-
-        Args:
-            store: they, by their place.
-            plain: how many of them are the optimizer's own.
-            same: whether those after them are of an exchange like this.
-        """
-
-        def fits(place: int, variable: Any) -> bool:
-            return tuple(store[str(place)].shape) == tuple(variable.shape)
-
-        held, count = list(self.variables), len(store.keys())  # type: ignore[attr-defined]
-        pairs = [pair for pair in enumerate(self._plain[:plain]) if fits(*pair)]
-        own = list(enumerate(held))[len(self._plain) :]
-        same = same and not self._settings["hierarchical"] and count == len(held)
-        if same and plain == len(self._plain) and all(fits(*pair) for pair in own):
-            pairs += own
-        elif own and count > plain:
-            LOGGER.warning(
-                "what was saved of the exchange is of another compressor or another number of "
-                "ranks, or hierarchical=True: it begins anew"
-            )
-        for place, variable in pairs:
-            variable.assign(store[str(place)])
-        if self._gradcomp is None or int(self._owner) == horovod.rank():
-            return
-        saver = int(self._owner)
-        if horovod.rank() == int(saver == 0):
-            LOGGER.warning(
-                "the optimizer's state was saved by rank %d: what it had kept back is its own, "
-                "other ranks begin with nothing. hvd.save_checkpoint saves what belongs to each",
-                saver,
-            )
-        self.own()
-        self._gradcomp.forget()
+        _take(self, store, plain or len(self._plain), same)
 
     def own(self) -> None:
         """What is kept here belongs to this process's rank, which may be another than before."""
@@ -510,7 +459,7 @@ class _Reducing:
         if self._refusal:
             raise ValueError(f"this optimizer cannot train: {self._refusal}")
         if not tf.executing_eagerly():
-            _refuse_xla()
+            callers.refuse_xla()
         if not self.built:
             self.build(variables)
         if self._gradcomp is None or self._reduced_outside:
@@ -522,38 +471,22 @@ class _Reducing:
             self._verify()
             return
         full, moments = self._placed(grads, variables)
-        self._accumulate(full, moments)
+        self._sums.add(full, moments)
 
         def update() -> None:
-            present = [g is not None for g in full]
-            added = [a.value() if held else None for a, held in zip(self._added, present)]
-            sums = self._pass_moments(moments is not None)
-            reduced = self._reduce(added, sums, scale)
-            self._update([reduced[i] for i in self._order(variables)], variables)
-            for total in (*self._added, *self._squared):
-                total.assign(tf.zeros_like(total))
+            sampled = moments is not None
+            of_step = self._sums.moments(sampled) if self._moment_source.is_passes else None
+            reduced = self._sharing.reduce(self._sums.sums(full), of_step, scale)
+            self._update([reduced[i] for i in places_of(self, variables)], variables)
+            self._sums.clear()
             self._verify()
 
         tf.cond(self.pass_of_step == 0, update, lambda: None)
 
     def _exchange(self, grads: Sequence[Any], variables: list[Any], scale: Any) -> list[Any]:
         full, moments = self._placed(grads, variables)
-        reduced = self._reduce(full, moments, scale)
-        return [reduced[i] for i in self._order(variables)]
-
-    def _reduce(self, full: list[Any], moments: list[Any] | None, scale: Any) -> list[Any]:
-        """Exchanges what is not local, of the gradients of all variables."""
-        shared = [full[i] for i in self._exchanged]
-        if self._local:
-            shared = poisoned(shared, [full[i] for i in self._local])
-            moments = moments and [moments[i] for i in self._exchanged]
-        engine: Any = self._gradcomp
-        reduced = dict(zip(self._exchanged, engine.reduce(shared, moments, scale)))
-        ranks = engine.process_set.size() if self._scale_local else 1
-        return [
-            reduced[i] if i in reduced else times(gradient, tf.constant(1.0 / ranks))
-            for i, gradient in enumerate(full)
-        ]
+        reduced = self._sharing.reduce(full, moments, scale)
+        return [reduced[i] for i in places_of(self, variables)]
 
     def _update(self, reduced: list[Any], variables: list[Any]) -> None:
         """Applies the result, unless the step is to be left out and no loss scaler does so."""
@@ -566,28 +499,16 @@ class _Reducing:
         else:
             update()
 
-    def _order(self, variables: list[Any]) -> list[int]:
-        """The places of some variables among all."""
-        known = {self._var_key(v): i for i, v in enumerate(self._trainable_variables)}  # type: ignore[attr-defined]
-        unknown = [v.path for v in variables if self._var_key(v) not in known]  # type: ignore[attr-defined]
-        if unknown:
-            raise ValueError(
-                f"{', '.join(unknown)} did not train when this optimizer was built: compile the "
-                "model with a new DistributedOptimizer, or build it while all that will be trained "
-                "is trainable"
-            )
-        return [known[self._var_key(v)] for v in variables]  # type: ignore[attr-defined]
-
     def _placed(
         self, grads: Sequence[Any], variables: list[Any]
     ) -> tuple[list[Any], list[Any] | None]:
         """Gradients, and the moments that were left here, in the places of all variables."""
         moments, self._moments = self._moments, None
-        if self._settle_moments(moments) != "sample":
+        if self._moment_source.settle(moments) != "sample":
             moments = None
         full: list[Any] = [None] * len(self._trainable_variables)  # type: ignore[attr-defined]
         full_moments = list(full)
-        order = self._order(variables)
+        order = places_of(self, variables)
         for place, gradient in zip(order, grads):
             full[place] = gradient
         for place, moment in zip(order, moments or []):
@@ -603,52 +524,6 @@ class _Reducing:
     @property
     def _gradcomp_sources(self) -> list[Any]:
         return [self._trainable_variables[i] for i in self._exchanged]  # type: ignore[attr-defined]
-
-    def _accumulate(self, gradients: list[Any], moments: list[Any] | None) -> None:
-        share = 1.0 / self._passes if self._average_passes else 1.0
-        for place, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            part = tf.cast(tf.convert_to_tensor(gradient), tf.float32) * share
-            self._added[place].assign_add(part)
-            square = part * part if moments is None else moments[place] * (share * share)
-            self._squared[place].assign_add(square)
-        self._pass.assign_add(1)
-
-    def _pass_moments(self, sampled: bool) -> list[Any] | None:
-        if not self._compressor.uses_moments or self._moment_source == "step":
-            return None
-        if sampled:
-            return [s.value() for s in self._squared]
-        weight = weight_of_passes(self._passes, self._batch_size)
-        return [
-            tf.maximum(weight * s.value() + (1.0 - weight) * a.value() * a.value(), 0.0)
-            for s, a in zip(self._squared, self._added)
-        ]
-
-    def _settle_moments(self, moments: list[Any] | None) -> str:
-        """Where second moments come from, settled at the first trace; "" if they are not used."""
-        if not self._compressor.uses_moments:
-            return ""
-        if self._moment_source:
-            return self._moment_source
-        source = getattr(self._compressor, "moments", "auto")
-        if source == "sample" and moments is None:
-            raise ValueError(
-                "moments='sample' needs hvd.track_moments(model) before model.fit, from "
-                "hvd_gradcomp.tensorflow.keras"
-            )
-        if source == "auto":
-            source = "sample" if moments else "microbatch" if self._passes > 1 else "step"
-            if source == "step" and self._settings["process_set"].rank() == 0:
-                LOGGER.warning(
-                    "the compressor takes each step as one sample (moments='step'): nothing better "
-                    "is set up. hvd.track_moments(model) gives per-sample moments, "
-                    "backward_passes_per_step > 1 those of micro-batches. It is %s",
-                    self._compressor,
-                )
-        self._moment_source = str(source)
-        return self._moment_source
 
 
 @keras.saving.register_keras_serializable("hvd_gradcomp", "DistributedOptimizer")
@@ -696,7 +571,7 @@ def load_model(
         options["compression"] = compression
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     objects.update(custom_objects or {})
-    with _in_place_of_what_was_saved(options):
+    with configs.in_place_of_what_was_saved(options):
         model = keras.models.load_model(filepath, custom_objects=objects)
     if model.optimizer is None:
         return model
@@ -708,15 +583,6 @@ def load_model(
     elif found._refusal:
         raise ValueError(f"load_model: the optimizer cannot train: {found._refusal}")
     return model
-
-
-@contextmanager
-def _in_place_of_what_was_saved(options: Mapping[str, Any]) -> Iterator[None]:
-    _instead.update(options)
-    try:
-        yield
-    finally:
-        _instead.clear()
 
 
 def refusal(optimizer: Any) -> str:
@@ -760,81 +626,54 @@ def _plain_config(optimizer: Any) -> dict[str, Any]:
             "what this LossScaleOptimizer is wrapped around is distributed already: pass its "
             "inner_optimizer to hvd.DistributedOptimizer, or nothing"
         )
-    return _parted(optimizer.get_config())[0]
+    return configs.parted(optimizer.get_config())[0]
 
 
-def _entry(config: dict[str, Any]) -> str:
-    """An argument that the plain optimizer takes and ignores, for `decay` with a warning."""
-    if "inner_optimizer" in config:
-        return "dynamic"
-    return "gradcomp" if "decay" in config else "decay"
+def _take(optimizer: Any, store: Any, plain: int, same: bool) -> None:
+    """Goes on from another optimizer's variables.
 
-
-def _parted(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A configuration without our entry, and that."""
-    for name in ("decay", "dynamic", "gradcomp"):
-        entry = config.get(name)
-        if isinstance(entry, dict) and _MARK in entry:
-            return {k: v for k, v in config.items() if k != name}, entry
-    return dict(config), {}
-
-
-def _written(given: dict[str, Any], base: type) -> dict[str, Any]:
-    """What `DistributedOptimizer` was given, as plain data."""
-    compressor = as_compressor(given["compression"], horovod.Compression)
-    try:
-        compression = configuration.as_config(compressor)
-    except TypeError:  # somebody else's
-        compression = None
-    process_set = given["process_set"]
-    everybody = process_set is horovod.global_process_set
-    return {
-        **given,
-        _MARK: __version__,
-        "optimizer": keras.saving.get_registered_name(base),
-        "compression": compression,
-        "op": next(name for name, op in _OPS.items() if op == given["op"]),
-        "process_set": None if everybody else list(process_set.ranks),
-    }
-
-
-def _read(written: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `DistributedOptimizer`, but for what is given instead.
-
-    Raises:
-        ValueError: there is something that is not known here.
+    Args:
+        optimizer: a distributed one, built.
+        store: they, by their place.
+        plain: how many of them are the optimizer's own.
+        same: whether those after them are of an exchange like this.
     """
-    known = {k: v for k, v in written.items() if k not in (_MARK, "optimizer", "plain", "local")}
-    known = {k: v for k, v in known.items() if k not in _instead}
-    if written.get("local", ()) is None:
-        raise ValueError(
-            "it was saved before it was built, so which of its layers are local is not known: make "
-            "it anew with hvd.PartialDistributedOptimizer"
+
+    def fits(place: int, variable: Any) -> bool:
+        return tuple(store[str(place)].shape) == tuple(variable.shape)
+
+    mine, held, count = optimizer._plain, list(optimizer.variables), len(store.keys())
+    pairs = [pair for pair in enumerate(mine[:plain]) if fits(*pair)]
+    own = list(enumerate(held))[len(mine) :]
+    same = same and not optimizer._settings["hierarchical"] and count == len(held)
+    if same and plain == len(mine) and all(fits(*pair) for pair in own):
+        pairs += own
+    elif own and count > plain:
+        LOGGER.warning(
+            "what was saved of the exchange is of another compressor or another number of "
+            "ranks, or hierarchical=True: it begins anew"
         )
-    if "op" in known:
-        known["op"] = _OPS[known["op"]]
-    if "compression" in known:
-        known["compression"] = configuration.from_config(known["compression"])
-        if known["compression"] is None:
-            raise ValueError(
-                "its compressor is no plain data and was not saved: give "
-                "hvd.load_model(..., compression=...)"
-            )
-    if known.get("process_set") is not None:
-        raise ValueError(
-            f"it was saved for the ranks {known['process_set']} alone: give "
-            "hvd.load_model(..., process_set=...)"
+    for place, variable in pairs:
+        variable.assign(store[str(place)])
+    if optimizer._gradcomp is None or int(optimizer._owner) == horovod.rank():
+        return
+    saver = int(optimizer._owner)
+    if horovod.rank() == int(saver == 0):
+        LOGGER.warning(
+            "the optimizer's state was saved by rank %d: what it had kept back is its own, "
+            "other ranks begin with nothing. hvd.save_checkpoint saves what belongs to each",
+            saver,
         )
-    known.pop("process_set", None)
-    return {**known, **_instead}
+    optimizer.own()
+    optimizer._gradcomp.forget()
 
 
 def _restored(config: dict[str, Any], base: Any = None) -> Any:
     """A distributed optimizer from the configuration of one; see `_Reducing.from_config`."""
-    config, written = _parted(config)
-    base = base or _named(written.get("optimizer", ""))
+    config, written = configs.parted(config)
+    base = base or configs.named(written.get("optimizer", ""))
     try:
-        options = _read(written)
+        options = configs.read(written)
         made = DistributedOptimizer(base.from_config(dict(config)), **options)
     except ValueError as error:
         made = _made(base, config)
@@ -845,56 +684,3 @@ def _restored(config: dict[str, Any], base: Any = None) -> Any:
     made._saved = (written.get("plain"), same)
     made._known_local = frozenset(written.get("local", ()))
     return made
-
-
-def _named(name: str) -> type:
-    """The class of an optimizer that is registered, or Keras's.
-
-    Raises:
-        TypeError: there is none.
-    """
-    found = keras.saving.get_registered_object(name) or vars(keras.optimizers).get(name)
-    if found is None:
-        raise TypeError(
-            f"there is no optimizer {name!r} here: pass custom_objects= or custom_optimizers=, or "
-            "decorate its class with @keras.saving.register_keras_serializable()"
-        )
-    return found
-
-
-def _with(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with some changes, made to what a loss scaler is wrapped around."""
-    if "inner_optimizer" not in config:
-        return {**config, **changes}
-    inner = config["inner_optimizer"]
-    inner = {**inner, "config": _with(inner["config"], changes)}
-    return {**config, "inner_optimizer": inner}
-
-
-def _scaler_around(optimizer: Any) -> Any:
-    """The loss scaler that is calling this optimizer; Keras leaves no other way to find it."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if (
-            isinstance(owner, LossScaleOptimizer)
-            and owner is not optimizer
-            and owner.inner_optimizer is optimizer
-        ):
-            return owner
-        frame = frame.f_back
-    return None
-
-
-def _refuse_xla() -> None:
-    """Raises if the function being traced belongs to a model that compiles with XLA."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, keras.Model) and owner.jit_compile:
-            raise ValueError(
-                "Horovod's collectives are no XLA operations: call model.compile(..., "
-                "jit_compile=False), or pass hvd.callbacks.BroadcastGlobalVariablesCallback to "
-                "fit, which sees to it"
-            )
-        frame = frame.f_back
