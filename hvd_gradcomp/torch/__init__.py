@@ -39,4 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    try:
+        return sorted({*globals(), *__getattr__("__all__")})
+    except ImportError:  # without Horovod there is `ddp`, and who looks around gets no error
+        return sorted({*globals(), "ddp"})

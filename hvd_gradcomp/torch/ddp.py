@@ -103,6 +103,8 @@ class _Exchange(Planned):
 
     def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Takes a gradient; starts the program of its bucket when it was the last one."""
+        if parameter not in self.parameters:
+            raise ValueError(_settled_by_ddp(f"one of shape {tuple(parameter.shape)}"))
         self._lay(parameter, gradient)
 
     def finish(self) -> None:
@@ -112,6 +114,9 @@ class _Exchange(Planned):
             NonFiniteGradientError: on all ranks.
             Exception: what one of this rank's programs has raised.
         """
+        absent = [b.layout.names[slot] for b in self.buckets for slot in sorted(b.absent)]
+        if absent:
+            raise ValueError(_settled_by_ddp(", ".join(absent)))
         self.order_is_known()
         while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
             self._resume(running)
@@ -175,16 +180,21 @@ class CompressionState:
         scaler: Any = None,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
-            raise TypeError(f"a DistributedDataParallel is compressed, got {type(model).__name__}")
-        if nonfinite not in (None, "raise", "propagate"):
-            raise ValueError(
-                f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook cannot "
-                "leave out the optimizer's step. A GradScaler does, by itself"
+            raise TypeError(
+                f"a DistributedDataParallel is compressed, got {type(model).__name__}. Call "
+                "ddp.compress on what DistributedDataParallel(...) returns, before torch.compile"
             )
-        compressor, gives_up = _settled(compression, optimizer)
         self._group = Group(process_group or model.process_group)
-        named, refused = _reduced(model), ""
+        named, gives_up = _reduced(model), False
+        compressor: Any = compression
+        refused: Exception | None = None  # by this rank; the others must hear of it
         try:
+            if nonfinite not in (None, "raise", "propagate"):
+                raise ValueError(
+                    f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
+                    "cannot leave out the optimizer's step. A GradScaler does, by itself"
+                )
+            compressor, gives_up = _settled(compression, optimizer)
             self._run = _Exchange(
                 named,
                 compressor,
@@ -200,8 +210,8 @@ class CompressionState:
                 nonfinite=nonfinite,
                 scaler=scaler,
             )
-        except ValueError as error:
-            refused = str(error)
+        except (TypeError, ValueError) as error:
+            refused = error
         settings = f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}"
         every = self._group.gather_objects(
             {
@@ -213,13 +223,13 @@ class CompressionState:
                     framework=f"torch {torch.__version__.partition('+')[0]}",
                     horovod=f"none, torch.distributed's {self._group.backend}",
                 ),
-                "what the compressor refuses": refused or "nothing",
+                "what is refused": str(refused or "nothing"),
             },
             handshake.Description,
         )
         handshake.agree(every, self._group.ranks)
         if refused:
-            raise ValueError(refused)
+            raise refused
         self._hooks = self._run.watch_order()
         if gives_up:
             _take_over(optimizer, self._run)
@@ -389,6 +399,14 @@ def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Paramet
         for name, p in model.module.named_parameters()
         if p.requires_grad and name not in ignored
     ]
+
+
+def _settled_by_ddp(which: str) -> str:
+    return (
+        "DistributedDataParallel and ddp.compress saw other parameters that require a gradient: "
+        f"{which}. Freeze and thaw layers before DistributedDataParallel(model), and build both "
+        "anew to change them"
+    )
 
 
 def _settled(compression: Any, optimizer: torch.optim.Optimizer | None) -> tuple[Compressor, bool]:

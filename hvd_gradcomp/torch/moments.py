@@ -886,6 +886,8 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> bool:
     before = None if first is None else samples.noted(first)
     count = 1 if first is None else first.shape[0]
     count = before.samples if isinstance(before, Place) else count
+    if count == 0:  # an empty batch has no samples whose squares would count
+        return False
     for t in given:
         there = samples.noted(t)
         if isinstance(there, Place) and there.samples == count:

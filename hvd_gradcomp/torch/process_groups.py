@@ -37,7 +37,8 @@ class Group:
         if self.ranks != everybody:  # the others do not take part in making it
             among = {"ranks": self.ranks, "use_local_synchronization": True}
         self.backend = backend
-        self.handle: Any = dist.new_group(backend=backend, **among)
+        timeout = _timeout_of(group, self.device)
+        self.handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
 
     def rank(self) -> int:
         """This rank's place among them."""
@@ -66,6 +67,12 @@ class Group:
             return (bytes(row[:n].tolist()) for row, n in zip(rows, lengths))
 
         return messages.gathered(item, kind, allgather, self.ranks)
+
+
+def _timeout_of(group: Any, device: torch.device) -> Any:
+    """How long a group waits; None, for PyTorch's default, where a backend does not say."""
+    backend = (group or dist.group.WORLD)._get_backend(device)
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 class Reply:

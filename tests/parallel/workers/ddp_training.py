@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.rounds import OutOfStepError
 from tests.methods import LEARNED, ONE_OF_EACH
 from tests.parallel.workers.perceptron import STEPS, Model, loss, vector
+
+TIMEOUT = datetime.timedelta(minutes=3)
 
 
 def ddp_model(before=None, **options):
@@ -173,12 +176,55 @@ def what_differs():
     rank = dist.get_rank()
     raises(MismatchError, "compression", lambda: wrapped(StromCompressor(tau=1.0 + rank)))
     raises(MismatchError, "settings", lambda: wrapped(None, bucket_bytes=1000 + rank))
+    # What one rank refuses by itself.
+    for refused in ("strom", DGCCompressor(density=0.1)):
+        one = (StromCompressor(tau=0.1), refused)[rank % 2]
+        raises(MismatchError, "what is refused: nothing", lambda one=one: wrapped(one))
     model, state = wrapped(StromCompressor(tau=0.1))
     saved = state.state_dict()
     train(model, sgd(model), 2)
     if rank == 0:
         state.load_state_dict(saved)
     raises(OutOfStepError, "different steps", lambda: backward(model, 5))
+
+
+def settled_by_ddp():
+    """What is frozen or thawed between `DistributedDataParallel` and `compress`."""
+    for frozen in (True, False):
+        model = ddp_model(find_unused_parameters=True) if frozen else ddp_model()
+        for p in model.module.unused.parameters():
+            p.requires_grad_(not frozen)
+        ddp.compress(model, StromCompressor(tau=0.1))
+        raises(ValueError, "before DistributedDataParallel(model)", lambda m=model: backward(m, 0))
+
+
+def waits_as_long():
+    """Our connections give up when those of the process group do."""
+    _, state = wrapped(None)
+    cpu = torch.device("cpu")
+    ours, users = (g._get_backend(cpu) for g in (state._group.handle, dist.group.WORLD))
+    assert ours.options._timeout == users.options._timeout == TIMEOUT
+
+
+def fewer_batches():
+    """`join`, and a rank whose batch is empty."""
+    trained = []
+    for compression in (None, "plain", StromCompressor(tau=0.01), LEARNED[-2]):
+        model = ddp_model()
+        if compression != "plain":
+            ddp.compress(model, compression)
+        with model.join():
+            train(model, sgd(model), 3 + dist.get_rank())
+        alike(vector(model))
+        trained.append(vector(model))
+    assert torch.allclose(trained[0], trained[1], atol=1e-6)
+    model, _ = wrapped(VarianceCompressor(alpha=0.5, moments="sample"), before=ddp.track_moments)
+    optimizer = sgd(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(8 * dist.get_rank(), 12)).square().sum().backward()
+        optimizer.step()
+    alike(vector(model))
 
 
 def not_finite():
@@ -249,7 +295,8 @@ def compared(folder):
 def main():
     folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=size)
+    met = f"file://{folder}/met"
+    dist.init_process_group("gloo", met, timeout=TIMEOUT, rank=rank, world_size=size)
     done = []
     for name in sys.argv[4:]:
         if name == "compared":
