@@ -43,7 +43,8 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.core.aggregator import Context
 from hvd_gradcomp.core.protocols import resizing
-from hvd_gradcomp.foundation.collectives import Allgather, Switch
+from hvd_gradcomp.engine.stack import Stack
+from hvd_gradcomp.foundation.collectives import Allgather
 from hvd_gradcomp.foundation.layout import Layout, plan_buckets
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.models import resnet50
@@ -203,22 +204,14 @@ class Step:
             extra["moment"] = ops.zeros((layout.size,))
         context = Context(layout, 0, RANKS, 1, 1.0, 1.0 / RANKS)
         with counted(ops) as encoding:
-            programs = [self.compressor.aggregate(ops, context, gradient, state, **extra)]
-            request = next(programs[-1])
-            while isinstance(request, Switch):
-                programs.append(request.branches[int(request.index)]())
-                request = next(programs[-1])
+            stack = Stack(self.compressor.aggregate(ops, context, gradient, state, **extra))
+            request = stack.send(None)
         if not isinstance(request, Allgather):
             raise AssertionError(f"{self.compressor!r} asks for {type(request).__name__}")
         reply: Any = torch.stack([request.tensor] * RANKS)
         with counted(ops) as decoding:
-            while programs:
-                try:
-                    programs[-1].send(reply)
-                    raise AssertionError("more than one collective")
-                except StopIteration as stop:
-                    programs.pop()
-                    reply = stop.value
+            if stack.send(reply) is not None:
+                raise AssertionError("more than one collective")
         self.names = encoding.names, decoding.names
         self.kernels = encoding.kernels + decoding.kernels
         return tuple(Count(c.moved, c.launches) for c in (encoding, decoding))

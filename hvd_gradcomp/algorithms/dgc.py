@@ -102,9 +102,9 @@ class DGCCompressor(MomentumCorrected):
     ) -> Program:
         if self.clip_norm is not None:
             gradient = self._clipped(ops, context, gradient)
-        settled = super().aggregate
+        steady = super().aggregate
         if not self.phases:
-            return (yield from settled(ops, context, gradient, state))
+            return (yield from steady(ops, context, gradient, state))
         branches = [
             lambda d=density: replace(self, density=d, warmup=(), clip_norm=None).aggregate(
                 ops, context, gradient, state
@@ -112,7 +112,7 @@ class DGCCompressor(MomentumCorrected):
             for _, density in self.phases
         ]
         phase = ops.bisect([end for end, _ in self.phases], context.step + 1)
-        return (yield Switch(phase, (*branches, lambda: settled(ops, context, gradient, state))))
+        return (yield Switch(phase, (*branches, lambda: steady(ops, context, gradient, state))))
 
     def _clipped(self, ops: Ops, context: Context, gradient: Tensor) -> Tensor:
         assert self.clip_norm is not None

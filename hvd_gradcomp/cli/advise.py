@@ -12,7 +12,7 @@ import click
 
 from hvd_gradcomp.cli import advised, launching, options, output
 from hvd_gradcomp.cli.advised import HOSTS
-from hvd_gradcomp.cli.bench import DENSE, about, settle_rounds
+from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.foundation.cost import Bucket, Dense, Link, Way
@@ -161,7 +161,7 @@ def command(
                 times = []
                 if measures:
                     exchange = CompressedExchange(compressor, gradients.layers)
-                    row = measure(exchange, gradients, rounds, settle_rounds(compressor))
+                    row = measure(exchange, gradients, rounds, warm_up_rounds(compressor))
                     times = [one.total for one in row.times]
                 ways.append((way, times))
             progress.end()
@@ -224,7 +224,7 @@ def _way(
     from hvd_gradcomp.torch.engine import gather_objects
     from hvd_gradcomp.torch.measure import alone
 
-    settle = settle_rounds(compressor)
+    settle = warm_up_rounds(compressor)
     costs = {
         count: alone(compressor, gradients, count, rounds, settle, pass_.ready)
         for count in sorted({ranks, *ANCHORS})

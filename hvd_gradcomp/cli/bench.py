@@ -90,7 +90,7 @@ def command(
         rows: dict[str, Row] = {DENSE: dense}
         for compressor in compressors:
             progress.begin(brief(compressor))
-            before = settle_rounds(compressor) if settle is None else settle
+            before = warm_up_rounds(compressor) if settle is None else settle
             try:
                 way = CompressedExchange(compressor, gradients.layers)
             except UnmeasurableError as error:
@@ -112,7 +112,7 @@ def command(
     horovod.shutdown()
 
 
-def settle_rounds(compressor: Compressor) -> int:
+def warm_up_rounds(compressor: Compressor) -> int:
     """Rounds until its payloads have the size that they keep."""
     return SETTLE if isinstance(compressor, WordCompressor) else 3
 

@@ -60,7 +60,7 @@ class LargestCompressor(SparseCompressor):
 
     begins_anew = frozenset({"hint"})
     rule: Collecting | None = None
-    ruled = frozenset({"collect", "settle", "settled", "select", "held", "give_back"})
+    ruled = frozenset({"collect", "settle", "without_sink", "select", "held", "give_back"})
 
     of_model: ClassVar[bool] = False
     index_coding: str
@@ -167,7 +167,7 @@ class LargestCompressor(SparseCompressor):
         real = ops.cast(index < layout.sink, "int64")
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
         held = self.held(ops, memory, index, values)
-        memory = self.settled(ops, self.settle(ops, memory, index))
+        memory = self.without_sink(ops, self.settle(ops, memory, index))
         encoded = Encoded(body, ops.sum(real), ops.sum(wanted), held)
         sent = state.sent + per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=hint)
@@ -210,7 +210,7 @@ class LargestCompressor(SparseCompressor):
         """
         layout, room = scope.layout, Room.on(self, scope.layout, rung)
         selection, code, hint = largest(ops, scope, r, quota, self.most(layout), step, found)
-        sent = selection.cut(code, room.capacity, step)
+        sent = selection.fitting(code, room.capacity, step)
         parts, index, place = self.coding.encode(ops, layout, room.parts(ops), sent.index, step)
         values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
         return parts, index, values, hint

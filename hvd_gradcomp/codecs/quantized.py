@@ -102,7 +102,7 @@ class QuantizedCompressor(Compressor):
     def shard_parts(self, layout: Layout, world: int) -> dict[str, wire.Part]:
         """The body of codes for one shard; the same for all shards, so as for the most groups."""
         shard, bands = self.shard_size(layout, world), self.bands(layout)
-        groups = max(bands.cut(i * shard, (i + 1) * shard).groups for i in range(world))
+        groups = max(bands.between(i * shard, (i + 1) * shard).groups for i in range(world))
         return self._parts(groups, shard)
 
     def _parts(self, groups: int, size: int) -> dict[str, wire.Part]:
@@ -312,7 +312,7 @@ def two_shot(
     """
     layout, world, rank = context.layout, context.size, context.rank
     shard, bands = codec.shard_size(layout, world), codec.bands(layout)
-    cuts = [bands.cut(i * shard, (i + 1) * shard) for i in range(world)]
+    cuts = [bands.between(i * shard, (i + 1) * shard) for i in range(world)]
     parts = codec.shard_parts(layout, world)
     finite, gradient = exchanges.checked(ops, gradient)
     x = codec.collect(ops, gradient, state)

@@ -70,7 +70,7 @@ class Selection(ABC):
         """The selection without the items for which `kept` is false, and the codes of the rest."""
 
     @abstractmethod
-    def cut(self, code: Tensor, capacity: Any, turn: Any) -> Sent:
+    def fitting(self, code: Tensor, capacity: Any, turn: Any) -> Sent:
         """At most `capacity` elements, ascending, padded with the sink and code 0.
 
         When not all fit, a window of neighbours is sent that starts elsewhere each step (`turn`
@@ -142,7 +142,7 @@ class Indexed(Selection):
         per_layer = self.ops.segment_sum(ones, layer, len(self.layout.names))
         return Sent(index, code, count, per_layer)
 
-    def cut(self, code: Tensor, capacity: Any, turn: Any) -> Sent:
+    def fitting(self, code: Tensor, capacity: Any, turn: Any) -> Sent:
         ops, count = self.ops, self.count()
         head, start = _window(ops.pick, count, capacity, turn)
         stop = ops.pick(count < start + capacity, count, start + capacity)
@@ -206,7 +206,7 @@ class Masked(Selection):
         per_layer = self.ops.segment_sum(blocks, table, len(self.layout.names))
         return Sent(index, code, self.ops.sum(flags), per_layer)
 
-    def cut(self, code: Tensor, capacity: int, turn: Any) -> Sent:
+    def fitting(self, code: Tensor, capacity: int, turn: Any) -> Sent:
         ops, layout = self.ops, self.layout
         place = ops.cumsum(ops.cast(self.mask, "int64")) - 1
         head, start = _window(ops.where, self.count(), capacity, turn)

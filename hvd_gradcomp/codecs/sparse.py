@@ -156,7 +156,7 @@ class SparseCompressor(Compressor):
         known = [] if first is None else [first]
         return Held(index, (*known, *(ops.gather(x, index) for x in memory[len(known) :])))
 
-    def settled(self, ops: Ops, memory: Memory) -> Memory:
+    def without_sink(self, ops: Ops, memory: Memory) -> Memory:
         """Unused slots point to the sink, so settling wrote there: it starts again from zero."""
         return type(memory)(*(ops.clear_last(x) for x in memory))
 

@@ -107,7 +107,7 @@ class WordCompressor(SparseCompressor):
         selection, code = selection.only(encodable, code)
 
         def words() -> tuple[Tensor, Sent]:
-            sent = selection.cut(code, rung.capacity, step)
+            sent = selection.fitting(code, rung.capacity, step)
             word = sent.code * (1 << self._index_bits) + sent.index
             room = rung._replace(dense=False)
             return wire.pack_body(ops, self.parts(layout, room), {**side, "words": word}), sent
@@ -124,7 +124,7 @@ class WordCompressor(SparseCompressor):
             side = {name: ops.gather(x, layer) for name, x in side.items()}
         value = self.quantizer.decode(ops, sent.code, side)
         held = self.held(ops, memory, sent.index)
-        memory = self.settled(ops, self.settle(ops, memory, sent, value))
+        memory = self.without_sink(ops, self.settle(ops, memory, sent, value))
         encoded = Encoded(body, sent.count, selection.count(), held)
         return encoded, state._replace(memory=memory, sent=state.sent + sent.per_layer)
 

@@ -182,7 +182,7 @@ def aggregate(
         try:
             program = compressor.aggregate(ops, context, total, state, **extra)
             total, state = yield from unswitched(program)
-            verdict = ops.cast(poison(ops, ops.settled()), layout.dtype)
+            verdict = ops.cast(poison(ops, ops.found_finite()), layout.dtype)
         except Exception as error:
             failure = error
             if isinstance(error, NonFiniteGradientError):
@@ -198,7 +198,7 @@ def aggregate(
         verdict = result[-1:]
         ops.require({_LEADER_FAILED: ~(verdict == _FAILED)})
         ops.require({wire.ANY_NOT_FINITE: verdict == 0}, NonFiniteGradientError)
-        ops.settled()
+        ops.found_finite()
     return result[:-1], state
 
 

@@ -40,10 +40,10 @@ class Bands:
         """How many rows there are."""
         return sum(band.rows for band in self.bands)
 
-    def cut(self, begin: int, end: int) -> Bands:
+    def between(self, begin: int, end: int) -> Bands:
         """What of these lies in [begin, end), counted from begin; rows may be cut.
 
-        >>> Bands((Band(0, 3, 10),)).cut(5, 22).bands
+        >>> Bands((Band(0, 3, 10),)).between(5, 22).bands
         (Band(start=0, rows=1, length=5), Band(start=5, rows=1, length=10), \
 Band(start=15, rows=1, length=2))
         """

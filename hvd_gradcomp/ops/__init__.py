@@ -372,7 +372,7 @@ class Ops(Composites, ABC):
         """
 
     @abstractmethod
-    def settled(self) -> Any:
+    def found_finite(self) -> Any:
         """Whether the gradients that `require` has looked at in this step are finite, all of them.
 
         True where it raises an error otherwise; one that is still on its way from a GPU, now.

@@ -390,7 +390,7 @@ class TensorFlowOps(Ops):
         with tf.control_dependencies([assertion(tf.reduce_all(fine), what, by_rank)]):
             return tf.reduce_all(held, 0)
 
-    def settled(self) -> Any:
+    def found_finite(self) -> Any:
         return tf.reduce_all(tf.stack(self.verdicts)) if self.verdicts else True
 
     @property

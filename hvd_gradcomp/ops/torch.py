@@ -113,7 +113,7 @@ class TorchOps(Ops):
         room = self.room(x)
         return room if room is x else room.copy_(x)
 
-    def settle(self) -> None:
+    def raise_found(self) -> None:
         """Raises now what a GPU has found wrong in this step; waits for it."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -806,8 +806,8 @@ class TorchOps(Ops):
         self._pending.append((tuple(facts), self.stage(held), error))
         return held.all(0) if len(known) > 1 else known[0]
 
-    def settled(self) -> bool:
-        self.settle()
+    def found_finite(self) -> bool:
+        self.raise_found()
         return True
 
     def _raise_pending(self) -> None:

@@ -17,13 +17,13 @@ from hvd_gradcomp.saving.checkpoint import CheckpointError, Ranks, Source, Takeo
 from hvd_gradcomp.torch import files, lending, parameters
 from hvd_gradcomp.torch.buckets import Bucket
 from hvd_gradcomp.torch.engine import Engine, gather_objects
-from hvd_gradcomp.torch.exchange import LOGGER, settled
+from hvd_gradcomp.torch.exchange import LOGGER, synchronized
 
 
 def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
     checkpoint.check_mode(mode)
-    settled(engine)
+    synchronized(engine)
     names = list(engine.ledger.gathered)
     if mode == "consolidated":
         names = [name for name, _, _ in engine.layers]  # of as many on all ranks
@@ -203,7 +203,7 @@ def put_back(engine: Engine, kept: Snapshot) -> None:
     engine.order = list(kept.order)
     engine._arrived = None if kept.arrived is None else list(kept.arrived)
     engine.used, engine.known = kept.used, kept.known
-    engine._settle_on(kept.buckets)
+    engine._adopt(kept.buckets)
     for bucket, state in zip(engine.buckets, kept.states):
         bucket.state = state
 

@@ -194,7 +194,7 @@ class CompressionState:
                     f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
                     "cannot leave out the optimizer's step. A GradScaler does, by itself"
                 )
-            compressor, gives_up = _settled(compression, optimizer)
+            compressor, gives_up = _with_momentum(compression, optimizer)
             self._run = _Exchange(
                 named,
                 compressor,
@@ -339,7 +339,7 @@ class CompressionState:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's compressor keeps. It belongs to this rank: each saves its own."""
-        exchange.settled(self._run)
+        exchange.synchronized(self._run)
         return {
             "format": checkpoint.FORMAT,
             "compressor": repr(self._run.compressor),
@@ -409,7 +409,9 @@ def _settled_by_ddp(which: str) -> str:
     )
 
 
-def _settled(compression: Any, optimizer: torch.optim.Optimizer | None) -> tuple[Compressor, bool]:
+def _with_momentum(
+    compression: Any, optimizer: torch.optim.Optimizer | None
+) -> tuple[Compressor, bool]:
     """The compressor with its momentum settled, and whether the optimizer gives its up."""
     if compression is None:
         return NoneCompressor(), False
@@ -418,7 +420,7 @@ def _settled(compression: Any, optimizer: torch.optim.Optimizer | None) -> tuple
     if not isinstance(compression, Compressor):
         raise TypeError(f"compression= takes a compressor of hvd_gradcomp, got {compression!r}")
     if optimizer is not None:
-        return momentum.settle(optimizer, compression)
+        return momentum.hand_over(optimizer, compression)
     correction = carrying.correction(compression)
     if correction is not None and correction[0] is None:
         raise ValueError(

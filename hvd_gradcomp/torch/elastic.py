@@ -20,7 +20,7 @@ from hvd_gradcomp.core.protocols import carrying, resizing
 from hvd_gradcomp.engine.membership import LOGGER, Lost, Membership, Seat
 from hvd_gradcomp.torch import checkpoint, lending
 from hvd_gradcomp.torch.engine import TITLES, Engine, gather_objects
-from hvd_gradcomp.torch.exchange import settled
+from hvd_gradcomp.torch.exchange import synchronized
 from hvd_gradcomp.torch.handout import from_root
 from hvd_gradcomp.torch.optimizer import scales
 from hvd_gradcomp.torch.resume import hand_out, plain_state
@@ -138,7 +138,7 @@ class CompressedOptimizer(StateHandler):
 
     def save(self) -> None:
         engine = self.engine
-        settled(engine)
+        synchronized(engine)
         self._saved_plain = copy.deepcopy(plain_state(self.value))
         kept = checkpoint.snapshot(engine)
         self._saved = kept._replace(states=[_cloned(state) for state in kept.states])

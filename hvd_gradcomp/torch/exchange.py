@@ -116,7 +116,7 @@ class Exchange(Seated):
     def leader(self, bucket: Bucket) -> int:
         return bucket.leader
 
-    def _settle_on(self, buckets: list[Bucket]) -> None:
+    def _adopt(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         self._places = {
             p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
@@ -233,7 +233,7 @@ class Exchange(Seated):
         if self._undoes:
             for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
                 try:
-                    ops.settle()
+                    ops.raise_found()
                 except NonFiniteGradientError as error:
                     errors.append(error)
         for bucket in self.buckets:
@@ -318,7 +318,7 @@ def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:
     )
 
 
-def settled(exchange: Exchange) -> None:
+def synchronized(exchange: Exchange) -> None:
     """Waits for what is still on its way from a GPU to the host."""
     for device in {bucket.flat.device for bucket in exchange.buckets}:
         if device.type == "cuda":

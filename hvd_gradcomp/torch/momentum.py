@@ -109,7 +109,7 @@ class Takeover:
             velocity.mul_(self.momentum).add_(p, alpha=decay)
 
 
-def settle(optimizer: torch.optim.Optimizer, compressor: Compressor) -> tuple[Compressor, bool]:
+def hand_over(optimizer: torch.optim.Optimizer, compressor: Compressor) -> tuple[Compressor, bool]:
     """The compressor with its momentum settled, and whether the optimizer gives its own up."""
     if (correction(compressor) or (0.0,))[0] == 0:
         return compressor, False

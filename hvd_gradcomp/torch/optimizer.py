@@ -125,7 +125,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     if hierarchical:
         place = hierarchy.place_of(mpi_ops, process_set, op == horovod.Average)
     compressor = as_compressor(compression, horovod.Compression)
-    compressor, gives_up = momentum.settle(optimizer, compressor)
+    compressor, gives_up = momentum.hand_over(optimizer, compressor)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     validate.count("backward_passes_per_step", backward_passes_per_step, low=1)

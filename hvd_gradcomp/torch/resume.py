@@ -14,7 +14,7 @@ from hvd_gradcomp.engine import handshake
 from hvd_gradcomp.torch import handout, parameters
 from hvd_gradcomp.torch.buckets import Bucket
 from hvd_gradcomp.torch.engine import Engine
-from hvd_gradcomp.torch.exchange import LOGGER, settled
+from hvd_gradcomp.torch.exchange import LOGGER, synchronized
 from hvd_gradcomp.torch.handout import Said
 
 
@@ -202,7 +202,7 @@ def _exchange_of(engine: Engine) -> _Exchange:
 
 def _held(engine: Engine) -> dict[str, Any]:
     """What this rank can hand out."""
-    settled(engine)
+    synchronized(engine)
     return {
         "steps": engine.steps,
         "order": list(engine.order),

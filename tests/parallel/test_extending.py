@@ -110,7 +110,7 @@ def test_installed_in_the_command_line(command, installed, tmp_path):
     chosen = [word for name in NAMES for word in ("-c", name)]
     files = ("--json", str(tmp_path / "x.json"))
     ranks = (*HOROVODRUN, "--gloo", "-np", "2")
-    arguments = (*PROGRAM, command, "-m", f"{MODEL}:factory", "-r", "2", *chosen, *files)
+    arguments = (*PROGRAM, command, "-m", f"{MODEL}:factory", "-r", "5", *chosen, *files)
     done = said(installed, *ranks, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     ways = [row["way"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]

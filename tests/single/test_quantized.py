@@ -136,7 +136,8 @@ def test_bytes_equal_the_formula_either_way(compressor, world_size):
     assert moved["allgather"] == (world_size - 1) * plain
     shard = -(-layout.size // (32 * world_size)) * 32
     most = max(
-        compressor.bands(layout).cut(i * shard, (i + 1) * shard).groups for i in range(world_size)
+        compressor.bands(layout).between(i * shard, (i + 1) * shard).groups
+        for i in range(world_size)
     )
     assert moved["two_shot"] == 2 * (world_size - 1) * (
         32 + 4 * sides * most + shard * compressor.bits // 8
@@ -176,7 +177,7 @@ def test_a_cut_keeps_every_element_in_its_group(layers, data):
     begin = data.draw(st.integers(0, start))
     end = data.draw(st.integers(begin, start + 3))
     expected = {i - begin: g for i, g in groups(whole).items() if begin <= i < end}
-    assert groups(whole.cut(begin, end)) == expected
+    assert groups(whole.between(begin, end)) == expected
 
 
 @pytest.mark.parametrize("way", ["allgather", "two_shot"])

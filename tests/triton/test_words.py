@@ -75,7 +75,7 @@ def test_what_is_damaged_or_not_finite_is_said(compressor, what, device):
         error = PayloadError if what == "payload" else NonFiniteGradientError
         with pytest.raises(error, match="rank 1" if fails else "rank 0"):
             world.step(gradients[1])
-            world.ops.settle()  # on a GPU it is said when the host next looks
+            world.ops.raise_found()  # on a GPU it is said when the host next looks
         fails.clear()
 
 
@@ -109,7 +109,7 @@ def test_no_index_is_trusted(compressor, data, device):
         into = room[: layout.size]
         try:
             found = compressor.decode_sum(ops, layout, rung, bodies.to(device), weights, into)
-            ops.settle()
+            ops.raise_found()
         except PayloadError:
             return None
         return found.clone()

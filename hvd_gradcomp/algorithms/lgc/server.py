@@ -113,7 +113,7 @@ def served(
         if lgc.momentum and lgc.masking:  # of what this rank has sent
             u = ops.put(memory.u, innovated, 0.0)
             memory = memory._replace(u=ops.put(u, index, 0.0) if rank == common else u)
-        state = state._replace(memory=lgc.settled(ops, memory))
+        state = state._replace(memory=lgc.without_sink(ops, memory))
     else:
         state = vectors.settled(lgc, ops, state, index)
     asked = ops.stack((own, ops.gather(mean, spots)))

@@ -92,7 +92,7 @@ def taken_in(
         selection, code, hint = largest(
             ops, scope, memory.r, ops.words(most), most, context.step, found
         )
-        sent = selection.cut(code, capacity, context.step)
+        sent = selection.fitting(code, capacity, context.step)
         return ops.reshape(sent.index, (capacity,)), hint
 
     index, hint = ops.cond(chooses, choose, lambda: (nothing, state.hint))
@@ -114,7 +114,7 @@ def owing(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor, values: An
 
 def settled(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> LGCState:
     """The state once values have arrived as they are."""
-    memory = lgc.settled(ops, lgc.settle(ops, state.memory, index))
+    memory = lgc.without_sink(ops, lgc.settle(ops, state.memory, index))
     return owing(lgc, ops, state._replace(memory=memory), index, 0.0)
 
 
