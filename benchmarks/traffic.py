@@ -42,6 +42,7 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.core.protocols.resizing import start
 from hvd_gradcomp.foundation.collectives import Allgather, Switch
 from hvd_gradcomp.foundation.layout import Layout, plan_buckets
 from hvd_gradcomp.ops.torch import TorchOps
@@ -224,7 +225,7 @@ class Step:
 
     def _state(self, dense: bool) -> Any:
         """On the rung that has room for one element in 500, or on the last."""
-        state = self.compressor.start(self.ops, self.layout, RANKS)
+        state = start(self.compressor, self.ops, self.layout, RANKS)
         if not hasattr(state, "ladder"):
             return state
         ladder, wanted = self.compressor.ladder(self.layout, RANKS), self.layout.size // RATIO
