@@ -455,7 +455,8 @@ class Common(Launcher):
         intact, numbers = self.empty((rows,), torch.bool), map(_signed, expected)
         how = {"partly": {0: 4 * HEAD * rows, 1: 4 * rows * pieces} if size > _SHORT else {}}
         self.launch(
-            look, rows, words, partial, read, *self.split(said), intact, size, stride, rows, pieces, *numbers,
+            look, rows, words, partial, read, *self.split(said), intact, size, stride, rows, pieces,
+            *numbers,
             PIECES=PIECES, TILE=_TILE, **how,
         )  # fmt: skip
         return read, said, intact
