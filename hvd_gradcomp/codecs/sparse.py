@@ -257,8 +257,7 @@ def _encoded(rung: Rung, given: Given) -> tuple[Encoded, wire.Header, Tensor, Sp
     layout, step = context.layout, context.step
     finite, gradient = exchanges.checked_to_keep(ops, gradient)
     if moment is not None:
-        fits, moment = ops.sound(moment, "sum")
-        finite = finite & fits
+        finite, moment = ops.sound(moment, "sum", finite)
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)
     else:
@@ -292,5 +291,5 @@ def _gathered(
 
 def _needing(ops: Ops, state: SparseState, header: wire.Header) -> SparseState:
     """The state that knows how much room the ranks have needed."""
-    needed = ops.stage(ops.max(header.wanted))
+    needed = ops.stage(ops.max(header.wanted)) if header.needed is None else header.needed
     return state._replace(ladder=state.ladder._replace(needed=needed))

@@ -138,11 +138,11 @@ class WordCompressor(SparseCompressor):
         state: SparseState,
         moment: Tensor | None,
     ) -> tuple[Encoded, SparseState]:
-        given = state.memory, gradient, moment
+        given = state.memory, gradient, moment, state.sent
         written = ops.word_passes.write(self.rule, layout, rung, step, *given)
         encoded = Encoded(written.body, written.sent, written.wanted, settle=written.settle)
         memory = type(state.memory)(*written.memory)
-        return encoded, state._replace(memory=memory, sent=state.sent + written.per_layer)
+        return encoded, state._replace(memory=memory, sent=written.per_layer)
 
     @property
     def _index_bits(self) -> int:

@@ -86,6 +86,7 @@ class Header(NamedTuple):
     wanted: Any
     finite: Any = True
     intact: Any = None  # bool [world] where a bad payload cannot raise at once, see `Ops.require`
+    needed: Any = None  # the largest `wanted` of all, on the host, where it is known
 
 
 def body_bytes(parts: Mapping[str, Part]) -> Any:
@@ -150,8 +151,9 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
         NonFiniteGradientError: naming the ranks that say so of theirs.
     """
     poisoned = NOT_FINITE, NonFiniteGradientError
-    words, intact = ops.admit(*_expecting(expected, buffers), tuple(_FIELDS), poisoned)
-    header = expected._replace(sent=words[:, 4], wanted=words[:, 5], intact=intact)
+    words, intact, needed = ops.admit(*_expecting(expected, buffers), tuple(_FIELDS), poisoned)
+    said = {"sent": words[:, 4], "wanted": words[:, 5], "intact": intact, "needed": needed}
+    header = expected._replace(**said)
     return header, bodies_of(buffers)
 
 

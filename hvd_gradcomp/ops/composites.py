@@ -27,6 +27,20 @@ class Field(NamedTuple):
     bits: int = 32
 
 
+class Admitted(NamedTuple):
+    """What `Composites.admit` has read.
+
+    Attributes:
+        words: int64 [rows, count].
+        intact: what `Ops.require` gives of all facts together.
+        needed: the most elements that a rank wanted, on the host; None where nobody looked.
+    """
+
+    words: Tensor
+    intact: Any
+    needed: Any = None
+
+
 class Composites:
     """Base of `Ops`."""
 
@@ -196,22 +210,19 @@ class Composites:
         expected: Sequence[Any],
         messages: Sequence[str],
         poisoned: tuple[str, type[Exception]],
-    ) -> tuple[Tensor, Any]:
+    ) -> Admitted:
         """Requires that frames are as `examine` expects them, and that their last word is 0.
 
         Args:
             frames, count, fields, expected: of `examine`.
             messages: for what is wrong, of each that `examine` looks at.
             poisoned: message and error where the last word is not 0.
-
-        Returns:
-            The words, and what `Ops.require` gives of all together.
         """
         words, held = self.examine(frames, count, fields, expected)
         intact = self.require(dict(zip(messages, held)))
         message, error = poisoned
         finite = self.require({message: words[:, count - 1] == 0}, error)
-        return words, None if intact is None else intact & finite
+        return Admitted(words, None if intact is None else intact & finite)
 
     def weigh(self: Any, weight: float, intact: Tensor) -> Tensor:
         """The weight where a rank's payload is intact, else 0; float32 [world]."""
@@ -254,7 +265,7 @@ class Composites:
 
     # -- what is not finite ------------------------------------------------------------------
 
-    def sound(self: Any, x: Tensor, how: str) -> tuple[Any, Tensor]:
+    def sound(self: Any, x: Tensor, how: str, also: Any = None) -> tuple[Any, Tensor]:
         """Whether x is finite; and x, or zeros where that is known too late to leave it out.
 
         Donating where shapes are static.
@@ -262,13 +273,15 @@ class Composites:
         Args:
             x: float32 [size].
             how: "elements" asks for each; "squares" and "sum" for 4096 times their sum.
+            also: whether something else was; the first result is of both.
         """
         if how == "elements":
             finite = self.finite(x)
         else:
             total = self.inner(x, x) if how == "squares" else self.sum(x)
             finite = self.finite(total * 4096.0)
-        return finite, x if self.dynamic_shapes else self.where(finite, x, 0.0)
+        x = x if self.dynamic_shapes else self.where(finite, x, 0.0)
+        return finite if also is None else also & finite, x
 
     # -- random numbers ----------------------------------------------------------------------
     #

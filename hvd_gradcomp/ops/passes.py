@@ -76,6 +76,7 @@ class WordPasses(Passes):
         memory: Sequence[Tensor],
         gradient: Tensor,
         moment: Tensor | None,
+        before: Tensor,
     ) -> Written:
         """One rank's step.
 
@@ -87,6 +88,7 @@ class WordPasses(Passes):
             memory: r and, where the rule is one of ambiguity, v; float32 [size]. Donating.
             gradient: float32 [size].
             moment: float32 [size]; None where the step is the sample.
+            before: int64 [layers], how many were sent of each before.
         """
         how, where, threads = self._rule(rule), self._where(rule, layout), torch.get_num_threads()
         memory = [self.ops.own(x) for x in memory]
@@ -114,7 +116,7 @@ class WordPasses(Passes):
             number = -1 if rung.dense else sent
             self.native.words_settle(how, where, _at(body), number, r, v, torch.get_num_threads())
 
-        return Written(body, sent, wanted, per_layer, memory, settle)
+        return Written(body, sent, wanted, before + per_layer, memory, settle)
 
     def add(
         self,

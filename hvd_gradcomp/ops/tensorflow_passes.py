@@ -37,6 +37,7 @@ class TensorFlowWordPasses:
         memory: Sequence[Tensor],
         gradient: Tensor,
         moment: Tensor | None,
+        before: Tensor,
     ) -> Written:
         """One rank's step; as `passes.WordPasses.write`, but that nothing is left to settle."""
         memory = [memory[0], memory[1]] if rule.ambiguity else [memory[0]]
@@ -48,7 +49,8 @@ class TensorFlowWordPasses:
         body = written.body
         if isinstance(rung.dense, bool) and isinstance(rung.capacity, int):
             body = tf.ensure_shape(body, (rule.body_bytes(layout, rung),))
-        return Written(body, written.sent, written.wanted, written.per_layer, written.settled)
+        per_layer = before + written.per_layer
+        return Written(body, written.sent, written.wanted, per_layer, written.settled)
 
     def add(
         self,

@@ -26,7 +26,7 @@ from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.blocks import Axes, Blocks, Lifted
-from hvd_gradcomp.ops.composites import _FACTOR, GROUP, Field
+from hvd_gradcomp.ops.composites import _FACTOR, GROUP, Admitted, Field
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
 
@@ -497,8 +497,10 @@ class TorchOps(Ops):
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._bands[bands], len(bands.bands)
 
-    def sound(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
-        return super().sound(x, how) if self.kernels is None else self.kernels.sound(x, how)
+    def sound(self, x: Tensor, how: str, also: Any = None) -> tuple[Any, Tensor]:
+        if self.kernels is None:
+            return super().sound(x, how, also)
+        return self.kernels.sound(x, how, also)
 
     def frame(self, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
         if self.kernels is None:
@@ -513,18 +515,18 @@ class TorchOps(Ops):
         expected: Sequence[Any],
         messages: Sequence[str],
         poisoned: tuple[str, type[Exception]],
-    ) -> tuple[Tensor, Any]:
+    ) -> Admitted:
         if self.kernels is None:
             return super().admit(frames, count, fields, expected, messages, poisoned)
-        words, held, intact = self.kernels.look(frames, expected)
-        held = self.stage(held)
+        words, said, intact = self.kernels.look(frames, expected)
+        needed, held = self.kernels.split(self.stage(said))
         facts = (messages, held[:-1], PayloadError), ((poisoned[0],), held[-1:], poisoned[1])
         if self.on_host:
             for fact in facts:
                 _raise_false(*fact)
-            return words, None
+            return Admitted(words, None, needed)
         self._pending += facts
-        return words, intact
+        return Admitted(words, intact, needed)
 
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         return torch.mul(intact, weight, out=self._empty(intact.shape))

@@ -223,6 +223,7 @@ def clear_unless_finite(
     x,
     partial,
     finite,
+    also,
     n,
     pieces,
     tiles,
@@ -230,7 +231,7 @@ def clear_unless_finite(
     TILE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Says what the survey has found, and sets x to 0 where that is not finite."""
+    """Says what the survey has found, and `also`; sets x to 0 where it is not finite."""
     piece = tl.program_id(0)
     number = tl.arange(0, PIECES)
     found = tl.load(partial + number, mask=number < pieces, other=0.0)
@@ -239,7 +240,10 @@ def clear_unless_finite(
     else:
         holds = magnitude_of(tl.sum(found) * 4096.0) < 0x7F800000
     if piece == 0:
-        tl.store(finite, holds)
+        said = holds
+        if also is not None:
+            said = said & (tl.load(also) != 0)
+        tl.store(finite, said)
     if not holds:
         for tile in range(piece * tiles, piece * tiles + tiles):
             at = tile * TILE + tl.arange(0, TILE)
@@ -323,11 +327,17 @@ def add_pieces(frames, partial, n, stride, tiles, TILE: tl.constexpr, PIECES: tl
 
 @triton.jit(do_not_specialize=["n", "rows", "pieces", "e0", "e1", "e2", "e3", "e4", "e5"])
 def look(
-    frames, partial, words, held, intact, n, stride, rows, pieces, e0, e1, e2, e3, e4, e5,
+    frames, partial, words, needed, held, intact, n, stride, rows, pieces, e0, e1, e2, e3, e4, e5,
     PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What `admit` says of a frame, for the fields of a payload's header in `wire`."""
     row = tl.program_id(0)
+    if row == 0:
+        most = tl.load(frames + 5).to(tl.int64) & 0xFFFFFFFF
+        for other in range(1, rows):
+            wanted = tl.load(frames + other * stride.to(tl.int64) + 5).to(tl.int64) & 0xFFFFFFFF
+            most = tl.maximum(most, wanted)
+        tl.store(needed, most)
     start = frames + row * stride.to(tl.int64)
     if partial is None:
         total = 0
@@ -408,6 +418,11 @@ def summable(
 class Common(Launcher):
     """Shadows of composites that all methods use; see `ops.composites` for what they do."""
 
+    @staticmethod
+    def split(said: Tensor) -> tuple[Tensor, Tensor]:
+        """The most elements that a rank wanted; what is right, bool [HEAD, rows], finite last."""
+        return said[:8].view(torch.int64)[0], said[8:].view(torch.bool).view(HEAD, -1)
+
     def frame(self, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
         words = body.view(torch.int32)
         size = words.shape[0]
@@ -424,7 +439,7 @@ class Common(Launcher):
         return out.view(torch.uint8)
 
     def look(self, frames: Tensor, expected: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """The words; what is right about each, bool [HEAD, rows], finite last; and if all is."""
+        """The words; what `split` takes apart; and whether all is right, bool [rows]."""
         rows, words, partial = frames.shape[0], frames.view(torch.int32), None
         size, stride = words.shape[1] - HEAD, words.stride(0)
         pieces, tiles = cut(max(size, 1), _TILE)
@@ -433,14 +448,18 @@ class Common(Launcher):
             given = words, partial, size, stride, tiles
             how: dict[str, Any] = {"partly": {1: 4 * rows * pieces}}
             self.launch(add_pieces, (pieces, rows), *given, TILE=_TILE, PIECES=PIECES, **how)
-        read, held = self.empty((rows, HEAD - 1), torch.int64), self.empty((HEAD, rows), torch.bool)
+        read, said = (
+            self.empty((rows, HEAD - 1), torch.int64),
+            self.empty(8 + HEAD * rows, torch.uint8),
+        )
         intact, numbers = self.empty((rows,), torch.bool), map(_signed, expected)
         how = {"partly": {0: 4 * HEAD * rows, 1: 4 * rows * pieces} if size > _SHORT else {}}
         self.launch(
-            look, rows, words, partial, read, held, intact, size, stride, rows, pieces, *numbers,
+            look, rows, words, partial, read, *self.split(said), intact, size, stride, rows, pieces,
+            *numbers,
             PIECES=PIECES, TILE=_TILE, **how,
         )  # fmt: skip
-        return read, held, intact
+        return read, said, intact
 
     def checked_sides(self, sides: Sequence[Tensor], finite: Tensor) -> tuple[list[Tensor], Tensor]:
         healthy, other = self.empty((), torch.bool), sides[1] if len(sides) > 1 else None
@@ -454,13 +473,13 @@ class Common(Launcher):
         self.launch(summable, 1, *given, WEIGHT=weight, LIMIT=limit, TILE=_TILE)
         return fits
 
-    def sound(self, x: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    def sound(self, x: Tensor, how: str, also: Tensor | None) -> tuple[Tensor, Tensor]:
         pieces, tiles = cut(x.shape[0], _TILE)
         partial, finite = self.room("partial", pieces, torch.float32), self.empty((), torch.bool)
         size = x.shape[0]
         self.launch(survey, pieces, x, partial, size, tiles, HOW=how, TILE=_TILE)
         self.launch(
-            clear_unless_finite, pieces, x, partial, finite, size, pieces, tiles,
+            clear_unless_finite, pieces, x, partial, finite, also, size, pieces, tiles,
             partly={0: 0}, HOW=how, TILE=_TILE, PIECES=PIECES,
         )  # fmt: skip
         return finite, x

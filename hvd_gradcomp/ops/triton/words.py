@@ -53,7 +53,8 @@ BEYOND = (
 
 @triton.jit
 def find_words(
-    r0, v0, gradient, moment, r, v, mask, counts, tops, layer_of_block, n, tiles, alpha, tau, zeta,
+    r0, v0, gradient, moment, r, v, mask, counts, tops, layer_of_block, before, per_layer, numbers,
+    n, tiles, layers, alpha, tau, zeta,
     AMBIGUITY: tl.constexpr, LARGE: tl.constexpr, POWERS: tl.constexpr, CORRECTS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -65,8 +66,16 @@ def find_words(
         mask: a bit for each element.
         counts: how many in each piece.
         tops: the largest magnitude of a wanted element of each layer, as bits; zeros before.
+        per_layer: what was sent of each before, for those who add what goes now.
+        numbers: zeros, for those who count.
     """
     piece = tl.program_id(0)
+    if piece == 0:
+        for first in range(0, layers, TILE):
+            layer = first + tl.arange(0, TILE)
+            sent = tl.load(before + layer, mask=layer < layers, other=0)
+            tl.store(per_layer + layer, sent, mask=layer < layers)
+        tl.store(numbers + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     count = 0
     for tile in range(piece * tiles, piece * tiles + tiles):
         at = tile * TILE + tl.arange(0, TILE)
@@ -153,7 +162,7 @@ def write_words(
     Args:
         v: of what is wanted and not sent, decays here where the rule corrects it; v0 is v.
         side: the exponents, padded to `SIDE` bytes.
-        per_layer: how many are sent of each; zeros before.
+        per_layer: what is sent of each is added.
         numbers: how many are sent, and wanted; int64 [2].
     """
     piece = tl.program_id(0)
@@ -182,7 +191,7 @@ def write_words(
             seen = tl.load(v0 + at, mask=stays, other=0.0)
             tl.store(v + at, seen * zeta, mask=stays)
         here = tl.sum(tl.reshape(goes.to(tl.int32), (TILE // BLOCK, BLOCK)), axis=1)
-        tl.atomic_add(per_layer + layer, here, mask=here > 0)
+        tl.atomic_add(per_layer + layer, here.to(tl.int64), mask=here > 0)
         before += tl.sum(flags)
     for first in range(sent + piece * TILE, capacity, pieces * TILE):
         slot = first + tl.arange(0, TILE)
@@ -205,7 +214,7 @@ def write_exponents(tops, side, layers, SIDE: tl.constexpr):
 
 @triton.jit
 def write_places(
-    r, mask, tops, layer_of_block, places, side, per_layer, n, tiles, layers,
+    r, mask, tops, layer_of_block, places, side, per_layer, numbers, n, tiles, layers,
     POWERS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A body of places: `code + 1` of every wanted element in a byte, or in two bits; else 0."""
@@ -229,7 +238,8 @@ def write_places(
             byte = tile * (TILE // 4) + tl.arange(0, TILE // 4)
             tl.store(places + byte, four.to(tl.int8), mask=byte < n // 4)
         here = tl.sum(tl.reshape(goes.to(tl.int32), (TILE // BLOCK, BLOCK)), axis=1)
-        tl.atomic_add(per_layer + layer, here, mask=here > 0)
+        tl.atomic_add(per_layer + layer, here.to(tl.int64), mask=here > 0)
+        tl.atomic_add(numbers, tl.sum(here).to(tl.int64))
     if POWERS and piece == 0:
         write_exponents(tops, side, layers, SIDE)
 
@@ -419,34 +429,37 @@ class WordPasses(Launcher):
         memory: Sequence[Tensor],
         gradient: Tensor,
         moment: Tensor | None,
+        before: Tensor,
     ) -> Written:
         size, layers, block = layout.size, len(layout.names), layout.block
         pieces, tiles = cut(size, TILE)
         r0, v0 = memory[0], memory[1] if rule.ambiguity else None
         r, v = self.ops.room(r0), None if v0 is None else self.ops.room(v0)
         table = self._layer_of_block(layout)
-        work = torch.zeros(2 * layers, dtype=torch.int32, device=self.ops.device)
-        tops, per_layer = work[:layers], work[layers:]
+        per_layer, numbers = self.empty(layers, torch.int64), self.empty(2, torch.int64)
+        tops = self.room("tops", layers)
+        if rule.powers:
+            tops.zero_()
         mask, counts = self.room("mask", size // 32), self.room("counts", pieces)
         side = rule.side_bytes(layout)
         body = self.empty(rule.body_bytes(layout, rung), torch.uint8)
         exponents, rest = body[:side].view(torch.int8), body[side:]
         self.launch(
-            find_words, pieces, r0, v0, gradient, moment, r, v, mask, counts, tops, table,
-            size, tiles, float(rule.alpha), float(rule.tau), float(rule.zeta),
+            find_words, pieces, r0, v0, gradient, moment, r, v, mask, counts, tops, table, before,
+            per_layer, numbers, size, tiles, layers, float(rule.alpha), float(rule.tau),
+            float(rule.zeta),
             AMBIGUITY=rule.ambiguity, LARGE=rule.large, POWERS=rule.powers,
             CORRECTS=rule.corrects, BLOCK=block, TILE=TILE,
         )  # fmt: skip
         # Elements that are sent lie apart; on the dense rung all of r may be.
         apart = 4 * size if rung.dense else rung.capacity * SECTOR
-        numbers: Any = None
         if rung.dense:
             self.launch(
                 write_places, pieces, r, mask, tops, table, rest.view(torch.int8), exponents,
-                per_layer, size, tiles, layers,
+                per_layer, numbers, size, tiles, layers,
                 partly={0: apart}, POWERS=rule.powers, SIDE=side, BLOCK=block, TILE=TILE,
             )  # fmt: skip
-            sent = wanted = per_layer.sum()
+            sent = wanted = numbers[0]
         else:
             if rule.powers:
                 kept = self.room("kept", size // 32)
@@ -455,7 +468,6 @@ class WordPasses(Launcher):
                     partly={0: apart}, BLOCK=block, TILE=TILE,
                 )  # fmt: skip
                 mask = kept
-            numbers = self.empty(2, torch.int64)
             held = (v, v) if rule.corrects else (None, None)
             self.launch(
                 write_words, pieces, r, *held, mask, counts, tops, table, rest.view(torch.int32),
