@@ -10,6 +10,7 @@ from typing import Any
 
 from hvd_gradcomp.cli import options, style
 from hvd_gradcomp.cli.options import between, figure
+from hvd_gradcomp.foundation import registry
 from hvd_gradcomp.planning import advice
 from hvd_gradcomp.planning.advice import Verdict
 
@@ -115,8 +116,17 @@ def _span(values: Sequence[float], unit: str) -> str:
 
 
 def _written(way: str) -> str:
-    """As in Python."""
-    return re.sub(r"\b([A-Z]\w*)\(", r"\1Compressor(", way)
+    """As in Python.
+
+    >>> _written("after(5, DGC(density=0.1), None)")
+    'after(5, DGCCompressor(density=0.1), None)'
+    """
+
+    def name(found: re.Match[str]) -> str:
+        whole = f"{found[1]}Compressor"
+        return f"{whole if whole in registry.known() else found[1]}("
+
+    return re.sub(r"\b([A-Z]\w*)\(", name, way)
 
 
 def _rate(bits_per_second: float) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_gradcomp import SparseGDCompressor
 from hvd_gradcomp.cli import advised
 from hvd_gradcomp.planning.advice import (
     ERROR,
@@ -22,6 +24,7 @@ from hvd_gradcomp.planning.advice import (
     median,
     step_of,
 )
+from hvd_gradcomp.planning.description import brief
 
 seconds = st.floats(1e-4, 10)
 rounds = st.one_of(st.just([]), st.lists(seconds, min_size=5, max_size=12))
@@ -172,3 +175,13 @@ def test_the_sentence_at_the_end(answer, below, words):
     dense = {"step_span_ms": [50.0, 60.0, 70.0]}
     assert words in advised.said(Verdict(answer, best), dense, HERE)
     assert "nothing" not in advised.said(Verdict("none", None), dense, HERE)
+
+
+@dataclass(frozen=True)
+class WithoutTheWord(SparseGDCompressor):
+    """Another's, whose class ends otherwise than ours."""
+
+
+def test_a_method_is_named_as_its_class_is():
+    for compressor in (WithoutTheWord(density=0.5), SparseGDCompressor(density=0.5)):
+        assert advised._written(brief(compressor)).startswith(type(compressor).__name__ + "(")
