@@ -438,12 +438,13 @@ def test_passes_refuse_what_does_not_fit():
     passes, rule, rung = TensorFlowOps().word_passes, VARIANCE.rule, Rung(0, 20, False)
     r, moment, weights = noise(1, 512), tf.abs(noise(2, 512)), noise(3, 1)
     body = codes(4, 1, compressor.body_bytes(layout, rung))
+    sent = tf.zeros((1,), tf.int64)
     wrong = [
-        (passes.write, (rung, 0, (r[:-1], moment), r, moment)),
-        (passes.write, (rung, 0, (r, moment), r[:-1], moment)),
-        (passes.write, (rung, 0, (r, moment), r, moment[:-1])),
-        (passes.write, (rung, -1, (r, moment), r, moment)),
-        (passes.write, (Rung(0, 513, False), 0, (r, moment), r, moment)),
+        (passes.write, (rung, 0, (r[:-1], moment), r, moment, sent)),
+        (passes.write, (rung, 0, (r, moment), r[:-1], moment, sent)),
+        (passes.write, (rung, 0, (r, moment), r, moment[:-1], sent)),
+        (passes.write, (rung, -1, (r, moment), r, moment, sent)),
+        (passes.write, (Rung(0, 513, False), 0, (r, moment), r, moment, sent)),
         (passes.add, (rung, body[:, :-4], weights, r)),
         (passes.add, (rung, body, noise(1, 2), r)),
         (passes.add, (rung, body, weights, r[:-1])),
