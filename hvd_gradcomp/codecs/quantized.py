@@ -1,8 +1,8 @@
 """The family of methods that send every element in a few bits: QSGD, TernGrad, 1-bit SGD.
 
-    rows     which elements share a scale
-    encode   the scales, and a code of `bits` bits for each element
-    decode   what they stand for
+    rows         which elements share a scale
+    encode       the scales, and a code of `bits` bits for each element
+    add_decoded  adds up what those of all ranks stand for
 
 Exchange. An allgather brings `size - 1` payloads to each rank, so its cost grows with the number of
 ranks; the two-shot exchange (alltoall of shards, sum, quantize again, allgather) brings two

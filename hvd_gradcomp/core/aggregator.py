@@ -1,16 +1,17 @@
-"""The one noun and the one verb: an aggregator turns the ranks' gradients into their mean.
+"""The one noun and the one verb: a `Compressor` aggregates the ranks' gradients, to their mean.
 
 Theory of operation. A *frontend* (`hvd_gradcomp.torch`, `hvd_gradcomp.tensorflow`) lays gradients
-into buckets, asks the aggregator for the program of each bucket, and drives it:
+into buckets; the engine asks the compressor for the program of each bucket, and drives it:
 
     program = compressor.aggregate(ops, context, gradient, state)
     request = next(program)                # a collective, as a value
     request = program.send(reply)          # ... until StopIteration carries (mean, state)
 
 The program is straight-line text. It holds no framework, no handle, no thread: PyTorch parks it on
-a Horovod handle, TensorFlow runs it through while tracing, `testing.World` drives all ranks in
-lockstep. State is a NamedTuple of tensors, taken and returned; the frontend stores it. A field
-whose name is in `replicated` is equal on all ranks, any other belongs to its rank.
+a handle of Horovod's or a work of `torch.distributed`'s, TensorFlow runs it through while tracing,
+`testing.World` drives all ranks in lockstep. State is a NamedTuple of tensors, taken and returned;
+the frontend stores it. A field whose name is in `replicated` is equal on all ranks, any other
+belongs to its rank.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Compressor(stock.Refuses, ABC):
     Attributes:
         algorithm: its number in the wire header, which follows from its name; see `registry`.
         replicated: names of state fields, dotted, that are equal on all ranks with all they hold.
-        begins_anew: names of state fields, dotted, that say how a rank works and not what it owes
-            or has in common with others: where ranks' states become one, they begin anew.
+        begins_anew: names of state fields, dotted, that say how a rank works and not what it has
+            still to send or in common with others: where ranks' states become one, they begin anew.
         block: the alignment of layers in a bucket that it wants.
         max_bucket: the most elements that a bucket may have.
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.

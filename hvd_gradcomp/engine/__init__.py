@@ -8,7 +8,8 @@
     hierarchy   dense inside a host, compressed between hosts
     membership  who takes part in an elastic run
     messages    what ranks tell each other beside tensors
-    names, timeline, failures   what travels is called, and what Horovod means when it fails
+    names, timeline             what all that travels is called
+    failures                    what it means when Horovod fails
 
 A frontend gives a `Transport` of five collectives and keeps the tensors. There are four:
 `torch/lending.py` (Horovod, by handles), `torch/process_groups.py` (`torch.distributed`),

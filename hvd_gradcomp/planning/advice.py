@@ -1,4 +1,4 @@
-"""Which way of exchanging to use, by what was measured and predicted; pure, nothing is run here.
+"""Which way of exchanging to use, by what was measured and predicted. Pure: nothing is run here.
 
 Every number is a `Span`, and only what holds over whole spans is said:
 

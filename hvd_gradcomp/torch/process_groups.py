@@ -1,4 +1,4 @@
-"""`torch.distributed` as a transport: gloo, NCCL and what else has its five collectives.
+"""`torch.distributed` as a transport: gloo, NCCL and whatever else has the five collectives.
 
 Nothing has a name here: ranks meet by the order in which they ask. So whoever uses it asks for the
 same in the same order on all ranks.
