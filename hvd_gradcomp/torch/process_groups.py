@@ -6,6 +6,8 @@ same in the same order on all ranks.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,18 @@ import torch.distributed as dist
 
 from hvd_gradcomp.engine import messages
 from hvd_gradcomp.foundation.collectives import Allreduce, Gather
+
+_open: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Ends gloo's threads, while they can still take the interpreter's lock to let tensors go.
+
+    `destroy_process_group` does not, as long as somebody has a group; later they end the process.
+    """
+    for group in list(_open):
+        group.handle = None
 
 
 class Group:
@@ -39,6 +53,7 @@ class Group:
         self.backend = backend
         timeout = _timeout_of(group, self.device)
         self.handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
+        _open.add(self)
 
     def rank(self) -> int:
         """This rank's place among them."""

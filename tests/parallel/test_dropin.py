@@ -101,6 +101,7 @@ sys.meta_path.insert(0, Blocker())
 for frontend in ("torch", "tensorflow", "tensorflow.keras"):
     try:
         __import__(f"hvd_gradcomp.{frontend}")
+        getattr(sys.modules[f"hvd_gradcomp.{frontend}"], "init")
     except ImportError as error:
         print(frontend, type(error).__name__, " ".join(str(error).split()))
 """
