@@ -54,14 +54,14 @@ class Feed:
         """TensorFlow's, which hold what was drawn."""
         import tensorflow as tf
 
-        return [tf.Variable(tensor.numpy()) for tensor in self.tensors]
+        return [tf.Variable(stored(tensor).numpy()) for tensor in self.tensors]
 
     @cached_property
     def trained(self) -> list[Any]:
         """Keras's, for every optimizer: their memory would not come back."""
         import keras
 
-        return [keras.Variable(tensor.numpy()) for tensor in self.tensors]
+        return [keras.Variable(stored(tensor).numpy()) for tensor in self.tensors]
 
     def draw(self) -> list[torch.Tensor]:
         self._noise.fill(self.tensors)
@@ -77,6 +77,14 @@ class Feed:
             target.copy_(source)
             times.append(time.perf_counter() - start)
         return 1e3 * statistics.median(times)
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """As TensorFlow stores a layer: the outputs, PyTorch's first axis, are its last."""
+    axes = tensor.dim()
+    if axes < 3:
+        return tensor.t().contiguous()
+    return tensor.permute(*range(2, axes), 1, 0).contiguous()
 
 
 class Graph(Exchange):
@@ -104,7 +112,7 @@ class Graph(Exchange):
 
     def run(self, gradients: list[torch.Tensor]) -> Any:
         for variable, gradient in zip(self.given, gradients):
-            variable.assign(gradient.numpy())
+            variable.assign(stored(gradient).numpy())
         return super().run(gradients)
 
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
