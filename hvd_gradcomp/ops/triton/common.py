@@ -229,58 +229,59 @@ def measured(total, most, value, HOW: tl.constexpr):
 
 
 @triton.jit
+def clear_unless(holds, x, n, TILE: tl.constexpr):
+    """Sets x to 0 where it does not hold. By one program: such a step is lost anyway."""
+    if not holds:
+        for first in range(0, n, TILE):
+            at = first + tl.arange(0, TILE)
+            tl.store(x + at, tl.zeros((TILE,), tl.float32), mask=at < n)
+
+
+@triton.jit
+def is_finite(partial, pieces, HOW: tl.constexpr, PIECES: tl.constexpr):
+    """What the pieces of a survey say together."""
+    number = tl.arange(0, PIECES)
+    found = tl.load(partial + number, mask=number < pieces, other=0.0, cache_modifier=".cg")
+    if HOW == "elements":
+        return tl.max(magnitude_of(found)) < 0x7F800000
+    else:
+        return magnitude_of(tl.sum(found) * 4096.0) < 0x7F800000
+
+
+@triton.jit
 def survey(
-    x, moment, partial, n, tiles, HOW: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr
-):
-    """By piece what `sound` asks of x, and behind it the sum of a moment."""
+    x0, moment0, partial, arrived, x, moment, finite, n, pieces, tiles,
+    HOW: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """What `sound` asks of x, and of the sum of a moment; each becomes 0 if it is not finite.
+
+    By piece the sum of x, or of its squares, or the largest magnitude; behind these those of the
+    moment. x0 is x, and moment0 is moment.
+    """
     piece = tl.program_id(0)
     total = tl.zeros((TILE,), tl.float32)
     beside = tl.zeros((TILE,), tl.float32)
     most = tl.zeros((TILE,), tl.int32)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at = tile * TILE + tl.arange(0, TILE)
-        value = tl.load(x + at, mask=at < n, other=0.0)
+        value = tl.load(x0 + at, mask=at < n, other=0.0)
         total, most = measured(total, most, value, HOW)
         if moment is not None:
-            beside += tl.load(moment + at, mask=at < n, other=0.0)
+            beside += tl.load(moment0 + at, mask=at < n, other=0.0)
     if HOW == "elements":
         tl.store(partial + piece, float_of(tl.max(most)))
     else:
         tl.store(partial + piece, tl.sum(total))
     if moment is not None:
         tl.store(partial + PIECES + piece, tl.sum(beside))
-
-
-@triton.jit
-def clear_unless(holds, x, n, tiles, TILE: tl.constexpr):
-    """Sets a piece of x to 0 where it does not hold."""
-    if not holds:
-        piece = tl.program_id(0)
-        for tile in range(piece * tiles, piece * tiles + tiles):
-            at = tile * TILE + tl.arange(0, TILE)
-            tl.store(x + at, tl.zeros((TILE,), tl.float32), mask=at < n)
-
-
-@triton.jit
-def clear_unless_finite(
-    x, moment, partial, finite, n, pieces, tiles,
-    HOW: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """Says what the survey has found; sets x, or the moment, to 0 where it is not finite."""
-    number = tl.arange(0, PIECES)
-    found = tl.load(partial + number, mask=number < pieces, other=0.0)
-    if HOW == "elements":
-        holds = tl.max(magnitude_of(found)) < 0x7F800000
-    else:
-        holds = magnitude_of(tl.sum(found) * 4096.0) < 0x7F800000
-    clear_unless(holds, x, n, tiles, TILE)
-    if moment is not None:
-        found = tl.load(partial + PIECES + number, mask=number < pieces, other=0.0)
-        beside = magnitude_of(tl.sum(found) * 4096.0) < 0x7F800000
-        clear_unless(beside, moment, n, tiles, TILE)
-        holds = holds & beside
-    if tl.program_id(0) == 0:
-        tl.store(finite, holds)
+    if is_last(arrived):
+        sound = is_finite(partial, pieces, HOW, PIECES)
+        clear_unless(sound, x, n, TILE)
+        if moment is not None:
+            fine = is_finite(partial + PIECES, pieces, "sum", PIECES)
+            clear_unless(fine, moment, n, TILE)
+            sound = sound & fine
+        tl.store(finite, sound)
 
 
 # -- frames --------------------------------------------------------------------------------------
@@ -537,14 +538,11 @@ class Common(Launcher):
         """Whether x and the moment are finite; each becomes 0 where it is not."""
         finite, size = self.empty((), torch.bool), x.shape[0]
         pieces, tiles = cut(size, _TILE)
-        given, room = (x, moment), self.room("partial", 2 * PIECES, torch.float32)
-        constants: dict[str, Any] = {"HOW": how, "TILE": _TILE, "PIECES": PIECES}
-        self.launch(survey, pieces, *given, room, size, tiles, **constants)
-        numbers = size, pieces, tiles
-        partly = {0: 0, 1: 0}
+        rooms = self.room("partial", 2 * PIECES, torch.float32), self.clean("survey", 1)
         self.launch(
-            clear_unless_finite, pieces, *given, room, finite, *numbers, partly=partly, **constants
-        )
+            survey, pieces, x, moment, *rooms, x, moment, finite, size, pieces, tiles,
+            partly={4: 0, 5: 0}, HOW=how, TILE=_TILE, PIECES=PIECES,
+        )  # fmt: skip
         return finite
 
 
