@@ -6,6 +6,7 @@
 #   PYTHON_OLDER=... that of `make test-older`, 3.9 to 3.11; PYTHON if not given
 #   VENV_OLDER=.venv-older    where its environment is made
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
+#   DEVICE=cuda      for `make bench` where there is a GPU, with SETUP=0
 #   ARGS=...         passed on to pytest, the demo or the benchmark
 #   EPOCHS=20        of each run of the demo in `make images`
 #   COMPAT_SOURCE=...   a git checkout of Horovod's, for `make compat`; kept, so once is enough
@@ -51,8 +52,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older triton traffic asan compat demo bench papers gpu \
-	gpu-there bench-loopback \
+.PHONY: help setup check test test-older triton traffic asan compat demo bench papers gpu bench-loopback \
 	bench-steps hosts hosts-possible soak chaos images test-image clean-images docs tutorial clean
 
 help: ## list the targets
@@ -96,26 +96,18 @@ compat: $(compat) ## Horovod's own tests and examples, stock beside ours; COMPAT
 demo: $(horovod) ## train on real digits with and without compression, on PyTorch and Keras 3
 	@$(run) -m examples.demo $(ARGS)
 
-bench: $(horovod) ## method x framework x density: copies, ms, first step; 20 minutes, or ARGS=--quick
-	@$(run) -m benchmarks.curve $(ARGS)
-	@$(run) -m benchmarks.learned
+# On a GPU PyTorch's codecs alone, with the PyTorch that is installed; SETUP=0 DEVICE=cuda.
+bench: $(if $(filter cuda,$(DEVICE)),,$(horovod)) ## method x framework x density: copies, ms, first step; 20 minutes, or ARGS=--quick
+	@[ "$(DEVICE)" = cpu ] || [ "$(SETUP)" = 0 ] || { echo "bench: uses what is installed: make bench DEVICE=cuda SETUP=0 PYTHON=..." >&2; exit 2; }
+	@$(run) -m benchmarks.curve --device $(DEVICE) $(ARGS)
+	@$(run) -m benchmarks.learned --device $(DEVICE)
 
 # SETUP=0 with the PyTorch and the Horovod that were built for the GPU; none is downloaded or built.
-gpu: DEVICE := cuda
 gpu: ## what only a GPU can show: the same bits, no host reads, exchanges over NCCL, launches, memory
 	@[ "$(SETUP)" = 0 ] || { echo "gpu: uses what is installed: make gpu SETUP=0 PYTHON=..." >&2; exit 2; }
 	@if $(run) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		$(MAKE) --no-print-directory gpu-there DEVICE=$(DEVICE); \
+		$(run) -m benchmarks.gpu $(ARGS); \
 	else echo "gpu: skipped, nothing was run: PyTorch sees no CUDA device here"; fi
-
-gpu-there:
-	@$(run) -m pytest --device $(DEVICE) tests/triton $(ARGS)
-	@$(run) -m pytest --device $(DEVICE) tests/single/test_device.py tests/single/test_golden.py \
-		tests/single/test_laws.py $(ARGS)
-	@$(run) -m pytest --device $(DEVICE) tests/parallel/test_torch.py -k "gloo and (200_steps or backward)" $(ARGS)
-	@mkdir -p results
-	@$(run) -m benchmarks.codecs --device $(DEVICE) --json results/codecs-$(DEVICE).json
-	@$(run) -m benchmarks.learned --device $(DEVICE)
 
 papers: $(horovod) ## the papers' claims, trained on Debian's data; hours, or ARGS=--list, "--parts NAME"
 	@$(run) -m benchmarks.papers $(ARGS)

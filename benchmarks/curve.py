@@ -3,6 +3,7 @@
     make bench ARGS="--folder docs/measured"               # all of it, about 20 minutes
     python -m benchmarks.curve --quick                     # one density of each method
     python -m benchmarks.curve --only Variance "DGC 1 %" --parts exchanges --frameworks PyTorch tape
+    python -m benchmarks.curve --device cuda               # codecs alone, where there is a GPU
     python -m benchmarks.curve --show docs/measured/curve.json     # and draws it anew
 
 Two parts, on this machine. *Codecs* (`benchmarks.codecs`): encode, and decode for two ranks, on
@@ -62,7 +63,7 @@ def codecs(asked: Sequence[Point], options: argparse.Namespace) -> Iterator[tupl
 
     torch.set_num_threads(1)
     for point in track(asked, "codecs"):
-        begin = partial(Step, point.make())
+        begin = partial(Step, point.make(), options.device)
         yield point, measure(begin, 2 * options.rounds + 1, options.threads)[1]
 
 
@@ -280,6 +281,7 @@ def main() -> int:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the codecs")
     parser.add_argument("--quick", action="store_true", help="one density of each method")
     parser.add_argument("--full", action="store_true", help="Keras at every density")
     parser.add_argument("--rounds", type=int, default=7, help="that are measured, of each")
@@ -288,6 +290,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("results/bench"))
     parser.add_argument("--show", type=Path, metavar="JSON", help="what was measured before")
     options = parser.parse_args()
+    if options.device == "cuda":  # no exchange through this machine's memory, and no thread of it
+        options.parts, options.threads = ["codecs"], 1
     asked = points.chosen(points.every(), options.only)
     asked = [point for point in asked if point.middle or not options.quick]
     if not asked:

@@ -3,6 +3,7 @@
     python -m benchmarks.traffic                          # prints the table
     python -m benchmarks.traffic --folder docs/measured   # writes traffic.json and traffic.txt
     python -m benchmarks.traffic --only Strom QSGD
+    python -m benchmarks.traffic --only Strom --launches  # each of the bucket that has most
 
 A step of one of two ranks on ResNet-50's 161 shapes, in the buckets of the PyTorch frontend, with
 tensors that have a shape and no data: what is counted depends on nothing else. Words and top-k send
@@ -84,13 +85,13 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.moved = self.launches = 0
-        self.names: list[str] = []
+        self.listed: list[tuple[str, int]] = []
         self.kernels: list[Any] = []
 
     def add(self, moved: int, name: str) -> None:
         self.moved += moved
         self.launches += 1
-        self.names.append(name)
+        self.listed.append((name, moved))
 
     def see(self, launch: Any) -> None:
         self.kernels.append(launch)
@@ -100,7 +101,8 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        given = [x for x in _tensors([*args, *kwargs.values()]) if x.device.type == "meta"]
+        read = [x for name, x in kwargs.items() if name != "out"]
+        given = [x for x in _tensors([*args, *read]) if x.device.type == "meta"]
         made = [x for x in _tensors([out]) if x.device.type == "meta"]
         if not made or func.is_view or name in _FREE:
             return out
@@ -212,7 +214,7 @@ class Step:
         with counted(ops) as decoding:
             if stack.send(reply) is not None:
                 raise AssertionError("more than one collective")
-        self.names = encoding.names, decoding.names
+        self.listed = encoding.listed, decoding.listed
         self.kernels = encoding.kernels + decoding.kernels
         return tuple(Count(c.moved, c.launches) for c in (encoding, decoding))
 
@@ -262,12 +264,16 @@ def measure(compressor: Compressor, kernels: bool) -> dict[str, Any]:
     }
 
 
+def chosen(only: Sequence[str]) -> dict[str, tuple[Compressor, float, bool]]:
+    """The methods whose names begin so; all if nothing is asked for."""
+    words = tuple(word.lower() for word in only) or ("",)
+    return {name: how for name, how in METHODS.items() if name.lower().startswith(words)}
+
+
 def rows(only: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A row a method: verbs, kernels, and whether the bars hold."""
     found = []
-    for name, (compressor, bar, each) in METHODS.items():
-        if only and not any(name.lower().startswith(word.lower()) for word in only):
-            continue
+    for name, (compressor, bar, each) in chosen(only).items():
         verbs, kernels = (measure(compressor, k) for k in (False, True))
         most = max(kernels["encode"], kernels["decode"]) if each else kernels["copies"]
         found.append(
@@ -283,6 +289,19 @@ def rows(only: Sequence[str] = ()) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def launches(compressor: Compressor) -> str:
+    """What is launched for the bucket that has most: copies, and what; encode, then decode."""
+    steps = [Step(compressor, layout, kernels=True) for layout in buckets(compressor)]
+    for step in steps:
+        step.take()
+    step = max(steps, key=lambda one: sum(map(len, one.listed)))
+    one = 8 * step.layout.elements
+    lines = [f"{step.layout.elements} elements"]
+    for title, listed in zip(("encode", "decode"), step.listed):
+        lines += [f"{title} {moved / one:9.5f}  {name}" for name, moved in listed]
+    return "\n".join(lines) + "\n"
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -311,7 +330,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="METHOD")
     parser.add_argument("--folder", type=Path, default=None, help="where to write both files")
+    parser.add_argument("--launches", action="store_true", help="list each launch instead")
     options = parser.parse_args(arguments)
+    if options.launches:
+        for name, (compressor, *_) in chosen(options.only).items():
+            print(f"{name}: {launches(compressor)}")
+        return 0
     found = rows(options.only)
     print(table(found))
     if options.folder:

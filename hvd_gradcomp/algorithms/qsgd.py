@@ -63,5 +63,4 @@ class QSGDCompressor(LevelsCompressor):
     def scale(self, ops: Ops, bands: Bands, x: Tensor) -> Tensor:
         if self.norm == "max":
             return ops.group_maxima(bands, x)
-        squares = ops.cast(ops.group_squares(bands, x), "float64")
-        return ops.cast(ops.sqrt(squares), "float32")
+        return ops.group_norms(bands, x)

@@ -54,8 +54,4 @@ class TernGradCompressor(LevelsCompressor):
         return ((1, prod(shape)),)
 
     def scale(self, ops: Ops, bands: Bands, x: Tensor) -> Tensor:
-        sizes = [band.length for band in bands.bands for _ in range(band.rows)]
-        squares = ops.cast(ops.group_squares(bands, x), "float64")
-        sigma = ops.sqrt(squares / ops.cast(ops.words(sizes), "float64"))
-        bound = ops.cast(sigma * self.clip, "float32")
-        return ops.minimum(ops.group_maxima(bands, x), bound)
+        return ops.clipped_maxima(bands, x, self.clip)

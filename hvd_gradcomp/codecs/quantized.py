@@ -83,7 +83,7 @@ class QuantizedCompressor(Compressor):
     def less(self, ops: Ops, bands: Bands, x: Tensor, room: Tensor, payload: Payload) -> Tensor:
         """What is left of x when this rank's payload is taken off; see `add_decoded`."""
         one = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
-        return self.add_decoded(ops, bands, one, Into(x, room, ops.full((1,), -1.0, "float32")))
+        return self.add_decoded(ops, bands, one, Into(x, room, ops.constants((-1.0,))))
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -292,11 +292,11 @@ def allgather(
     mine, finite = _checked_sides(
         ops, codec, codec.encode(ops, bands, x, _key(ops, codec, context, 0)), finite
     )
-    body = wire.pack_body(ops, parts, mine)
-    buffers = yield Allgather(wire.seal(ops, exchanges.header_of(codec, context, finite), body))
-    header, bodies = wire.open_sealed(ops, exchanges.header_of(codec, context), buffers)
+    body = wire.packed(ops, parts, mine)
+    buffers = yield Allgather(wire.seal(ops, exchanges.header_of(codec, context, finite), *body))
+    weighing = exchanges.weighing(context, {name: parts[name] for name in codec.side})
+    header, bodies = wire.open_sealed(ops, exchanges.header_of(codec, context), buffers, weighing)
     payload = wire.unpack_body(ops, parts, bodies)
-    header = exchanges.summable(ops, [payload[name] for name in codec.side], context, header)
     state = codec.keep(ops, bands, x, mine, state)
     weights = exchanges.weights_of(ops, context, header)
     return codec.add_decoded(ops, bands, payload, Into(None, gradient, weights)), state
@@ -321,21 +321,24 @@ def two_shot(
     mine["codes"] = ops.concat((mine["codes"], ops.zeros((beyond,), "uint8")))
     mine, finite = _checked_sides(ops, codec, mine, finite)
     header = exchanges.header_of(codec, context, finite)
-    bodies = [
-        wire.pack_body(ops, parts, codec.shard_of(ops, mine, cuts, i, parts)) for i in range(world)
+    pieces = [
+        wire.packed(ops, parts, codec.shard_of(ops, mine, cuts, i, parts)) for i in range(world)
     ]
-    buffers = yield Alltoall(ops.stack([wire.seal(ops, header, body) for body in bodies]))
-    reply, bodies = wire.open_sealed(ops, exchanges.header_of(codec, context), buffers)
+    buffers = yield Alltoall(ops.stack([wire.seal(ops, header, *body) for body in pieces]))
+    plain = context._replace(prescale=1.0, postscale=1.0)
+    expected, weighing = exchanges.header_of(codec, context), exchanges.weighing(plain, {})
+    reply, bodies = wire.open_sealed(ops, expected, buffers, weighing)
     payload = wire.unpack_body(ops, parts, bodies)
-    plain = exchanges.weights_of(ops, context._replace(prescale=1.0, postscale=1.0), reply)
-    total = codec.add_decoded(ops, cuts[rank], payload, Into(None, ops.zeros((shard,)), plain))
+    weights = exchanges.weights_of(ops, plain, reply)
+    total = codec.add_decoded(ops, cuts[rank], payload, Into(None, ops.zeros((shard,)), weights))
 
     finite, total = exchanges.checked(ops, total)
     summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
     summed, finite = _checked_sides(ops, codec, summed, finite)
-    body = wire.pack_body(ops, parts, codec.filled(ops, summed, parts))
-    buffers = yield Allgather(wire.seal(ops, exchanges.header_of(codec, context, finite), body))
-    reply, bodies = wire.open_sealed(ops, exchanges.header_of(codec, context), buffers)
+    body = wire.packed(ops, parts, codec.filled(ops, summed, parts))
+    buffers = yield Allgather(wire.seal(ops, exchanges.header_of(codec, context, finite), *body))
+    weighing = exchanges.weighing(context, {})
+    reply, bodies = wire.open_sealed(ops, expected, buffers, weighing)
     state = codec.keep(ops, bands, x, mine, state)
     state = codec.keep_of_sum(ops, cuts[rank], rank * shard, total, summed, state)
     payload = wire.unpack_body(ops, parts, bodies)

@@ -20,6 +20,7 @@ from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.foundation.collectives import Allgather, Switch
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
+from hvd_gradcomp.ops.composites import Weighing
 from hvd_gradcomp.ops.rules import Rung
 
 Memory = Any
@@ -128,8 +129,15 @@ class SparseCompressor(Compressor):
             room: float32 [size] that the sum may be written to; its values do not count.
         """
 
+    def weighing(self, context: Context, rung: Rung) -> Weighing:
+        """What must hold of bodies before they are added up, as far as they begin with it."""
+        del rung
+        return exchanges.weighing(context, {})
+
     def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
-        """Magnitudes that nothing sent exceeds; float32 [world, groups] each, none if all is small.
+        """Magnitudes that nothing sent exceeds, where `weighing` has none; none if all is small.
+
+        float32 [world, groups] each.
 
         Args:
             ops, layout: of the bucket.
@@ -228,7 +236,10 @@ def allgather(rung: Rung, given: Given) -> Program:
         sides = codec.ceilings(ops, context.layout, rung, bodies)
         return exchanges.summable(ops, sides, context, header) if sides else header
 
-    header, bodies = yield from _gathered(given, header, encoded, state, encoded.body, fits)
+    weighing = codec.weighing(context, rung)
+    header, bodies = yield from _gathered(
+        given, header, encoded, state, encoded.body, weighing, fits
+    )
     weights = exchanges.weights_of(ops, context, header)
     total = codec.decode_sum(ops, context.layout, rung, bodies, weights, room=gradient)
     return total, _needing(ops, state, header)
@@ -242,9 +253,12 @@ def summed(rung: Rung, given: Given) -> Program:
     """
     codec, ops, context, *_ = given
     encoded, header, gradient, state = _encoded(rung, given)
-    nothing = encoded.body[:0]
-    header, _ = yield from _gathered(given, header, encoded, state, nothing, lambda h, _: h)
-    weights = exchanges.weights_of(ops, context._replace(prescale=1.0, postscale=1.0), header)
+    nothing, plain = encoded.body[:0], context._replace(prescale=1.0, postscale=1.0)
+    weighing = exchanges.weighing(plain, {})
+    header, _ = yield from _gathered(
+        given, header, encoded, state, nothing, weighing, lambda h, _: h
+    )
+    weights = exchanges.weights_of(ops, plain, header)
     mine, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
     x = codec.decode_sum(ops, context.layout, rung, body, mine, room=gradient)
     total = exchanges.usable(ops, (yield from exchanges.added_up(ops, context, x)))
@@ -255,9 +269,10 @@ def _encoded(rung: Rung, given: Given) -> tuple[Encoded, wire.Header, Tensor, Sp
     """What this rank sends, its header, memory for the result, and the state without it."""
     codec, ops, context, gradient, state, moment = given
     layout, step = context.layout, context.step
-    finite, gradient = exchanges.checked_to_keep(ops, gradient)
-    if moment is not None:
-        finite, moment = ops.sound(moment, "sum", finite)
+    if moment is None:
+        finite, gradient = exchanges.checked_to_keep(ops, gradient)
+    else:
+        finite, gradient, moment = ops.sound_with(gradient, moment)
     if finite is False:
         encoded = codec.nothing(ops, layout, rung)
     else:
@@ -274,13 +289,14 @@ def _gathered(
     encoded: Encoded,
     state: SparseState,
     body: Tensor,
+    weighing: Weighing,
     fits: Callable[[wire.Header, Tensor], wire.Header],
 ) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
     """The headers and bodies of all; where they cannot be used, the state is as it was."""
     codec, ops = given.codec, given.ops
     buffers = yield Allgather(wire.seal(ops, header, body))
     try:
-        header, bodies = wire.open_sealed(ops, header, buffers)
+        header, bodies = wire.open_sealed(ops, header, buffers, weighing)
         header = fits(header, bodies)
     except (PayloadError, NonFiniteGradientError):
         codec.give_back(ops, state.memory, encoded.held)

@@ -20,13 +20,14 @@ from typing import Any
 from hvd_gradcomp.codecs.quantizers import Quantizer
 from hvd_gradcomp.codecs.selection import Sent, select
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import State, derived
+from hvd_gradcomp.core import exchanges, wire
+from hvd_gradcomp.core.aggregator import Context, State, derived
 from hvd_gradcomp.core.ladder import Ladder
 from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.foundation.cost import most_gathered
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.composites import Weighing
 from hvd_gradcomp.ops.rules import Rule, Rung
 from hvd_gradcomp.ops.scope import layer_of
 
@@ -163,12 +164,13 @@ class WordCompressor(SparseCompressor):
         found, settled = ops.search(tile, tuple(memory), given)
         return found, type(memory)(*settled)
 
-    def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
-        del rung
-        exponent = wire.unpack_body(ops, self.quantizer.side_parts(layout), bodies).get("exponent")
-        if exponent is None:
-            return []
-        return [ops.bits_float((exponent + 127) * (1 << 23))]
+    def weighing(self, context: Context, rung: Rung) -> Weighing:
+        layout, ascending = context.layout, None
+        side = self.quantizer.side_parts(layout)
+        if rung.dense is False:
+            mask = (1 << self._index_bits) - 1
+            ascending = int(wire.body_bytes(side)) // 4, rung.capacity, mask, layout.size
+        return exchanges.weighing(context, side, ascending)
 
     def decode_sum(
         self,

@@ -5,7 +5,7 @@ A family has its own program beside it: `codecs.sparse`, `codecs.quantized`, `co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvd_gradcomp.core import wire
@@ -13,6 +13,7 @@ from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.foundation.collectives import Allreduce, Broadcast, Switch
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
+from hvd_gradcomp.ops.composites import Weighing
 
 _LARGEST = (2.0 - 2.0**-20) * 2.0**127  # of float32, and a bit less: sums are rounded on their way
 
@@ -54,6 +55,27 @@ def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     return ops.sound(gradient, "squares")
 
 
+def weighing(context: Context, sides: Mapping[str, wire.Part], ascending: Any = None) -> Weighing:
+    """How what the ranks have sent is added up, to finite numbers.
+
+    Args:
+        context: of the step.
+        sides: the first parts of a body: magnitudes that no element sent exceeds, by groups, in
+            float32, or as exponents of powers of two.
+        ascending: of `Weighing`.
+    """
+    groups = max((part.count for part in sides.values()), default=0)
+    return Weighing(
+        weight=context.prescale * context.postscale,
+        groups=groups,
+        vectors=len(sides) if groups else 0,
+        powers=any(part.dtype == "int8" for part in sides.values()),
+        limit=_LARGEST,
+        refused=(wire.ANY_NOT_FINITE, NonFiniteGradientError),
+        ascending=ascending,
+    )
+
+
 def summable(
     ops: Ops, sides: Sequence[Tensor], context: Context, header: wire.Header
 ) -> wire.Header:
@@ -73,7 +95,8 @@ def summable(
     intact = ops.require({wire.ANY_NOT_FINITE: fits}, NonFiniteGradientError)
     if intact is None:
         return header
-    return header._replace(intact=intact if header.intact is None else header.intact & intact)
+    intact = intact if header.intact is None else header.intact & intact
+    return header._replace(intact=intact, weights=None)
 
 
 def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.Header:
@@ -86,6 +109,8 @@ def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.H
 
 def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     """What each rank counts for; nothing where its payload is not to be used."""
+    if header.weights is not None:
+        return header.weights
     weight = context.prescale * context.postscale
     if header.intact is None:
         return ops.full((context.size,), weight, "float32")

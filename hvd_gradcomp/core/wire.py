@@ -23,8 +23,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
-from hvd_gradcomp.ops.composites import Field
+from hvd_gradcomp.ops.composites import Field, Weighing
 
+_PLAIN = Weighing()
 MAGIC = (ord("G"), ord("C"))
 VERSION = 1
 HEADER_BYTES = 32
@@ -87,6 +88,7 @@ class Header(NamedTuple):
     finite: Any = True
     intact: Any = None  # bool [world] where a bad payload cannot raise at once, see `Ops.require`
     needed: Any = None  # the largest `wanted` of all, on the host, where it is known
+    weights: Any = None  # float32 [world], what each payload counts for, where it is known
 
 
 def body_bytes(parts: Mapping[str, Part]) -> Any:
@@ -109,6 +111,12 @@ def _padded(part: Part) -> Any:
 
 def pack_body(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -> Tensor:
     """The payload's parts as one uint8 vector of `body_bytes(parts)`."""
+    pieces = packed(ops, parts, payload)
+    return ops.concat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def packed(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -> list[Tensor]:
+    """The same, not yet one."""
     pieces = []
     for name, part in parts.items():
         data = payload[name]
@@ -118,7 +126,7 @@ def pack_body(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]
         padding = _padded(part) - part.count * ITEMSIZE[part.dtype]
         if not (isinstance(padding, int) and padding == 0):
             pieces.append(ops.zeros((padding,), "uint8"))
-    return ops.concat(pieces) if len(pieces) > 1 else pieces[0]
+    return pieces
 
 
 def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, Tensor]:
@@ -131,15 +139,26 @@ def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, 
     return payload
 
 
-def seal(ops: Ops, header: Header, body: Tensor) -> Tensor:
-    """Header and body as the buffer that travels; uint8 [HEADER_BYTES + body]."""
+def seal(ops: Ops, header: Header, *body: Tensor) -> Tensor:
+    """Header and body as the buffer that travels; uint8 [HEADER_BYTES + body].
+
+    The body may be in pieces, each of whole words.
+    """
     tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
     values = tag, header.digest, header.step, header.rung, header.sent, header.wanted
     return ops.frame(values, header.finite, body)
 
 
-def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Tensor]:
+def open_sealed(
+    ops: Ops, expected: Header, buffers: Tensor, weighing: Weighing = _PLAIN
+) -> tuple[Header, Tensor]:
     """Every rank's header and body, checked; buffers is uint8 [world, bytes].
+
+    Args:
+        ops: the verbs.
+        expected: what this rank would say.
+        buffers: of all.
+        weighing: how payloads will be added up, if they are.
 
     Returns:
         The headers with `sent` and `wanted` as int64 [world], and the bodies [world, bytes].
@@ -151,9 +170,10 @@ def open_sealed(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Header, Te
         NonFiniteGradientError: naming the ranks that say so of theirs.
     """
     poisoned = NOT_FINITE, NonFiniteGradientError
-    words, intact, needed = ops.admit(*_expecting(expected, buffers), tuple(_FIELDS), poisoned)
-    said = {"sent": words[:, 4], "wanted": words[:, 5], "intact": intact, "needed": needed}
-    header = expected._replace(**said)
+    given = *_expecting(expected, buffers), tuple(_FIELDS), poisoned, weighing
+    words, intact, needed, weights = ops.admit(*given)
+    said = {"intact": intact, "needed": needed, "weights": weights}
+    header = expected._replace(sent=words[:, 4], wanted=words[:, 5], **said)
     return header, bodies_of(buffers)
 
 

@@ -40,6 +40,11 @@ class Bands:
         """How many rows there are."""
         return sum(band.rows for band in self.bands)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Elements of each group."""
+        return [band.length for band in self.bands for _ in range(band.rows)]
+
     def between(self, begin: int, end: int) -> Bands:
         """What of these lies in [begin, end), counted from begin; rows may be cut.
 

@@ -27,6 +27,32 @@ class Field(NamedTuple):
     bits: int = 32
 
 
+class Weighing(NamedTuple):
+    """What payloads count for in a sum, and what must hold of their bodies.
+
+    A body may begin with magnitudes that nothing sent exceeds, by groups. Their sum over ranks,
+    times the weight, must not exceed the limit.
+
+    Attributes:
+        weight: of each payload.
+        groups: how many.
+        vectors: of magnitudes: of two the larger counts.
+        powers: they are exponents of powers of two, int8; else float32.
+        limit: of the sum.
+        refused: message and error where it is exceeded.
+        ascending: the first word of indices, how many, their bits in a word, and how many elements
+            they may point to; those of the last may repeat. Of verbs, `add_at` knows that.
+    """
+
+    weight: float = 1.0
+    groups: int = 0
+    vectors: int = 0
+    powers: bool = False
+    limit: float = 0.0
+    refused: tuple[str, type[Exception]] = ("", Exception)
+    ascending: tuple[int, int, int, int] | None = None
+
+
 class Admitted(NamedTuple):
     """What `Composites.admit` has read.
 
@@ -34,15 +60,21 @@ class Admitted(NamedTuple):
         words: int64 [rows, count].
         intact: what `Ops.require` gives of all facts together.
         needed: the most elements that a rank wanted, on the host; None where nobody looked.
+        weights: what each row counts for, float32 [rows]; None for `weigh` to say.
     """
 
     words: Tensor
     intact: Any
     needed: Any = None
+    weights: Tensor | None = None
 
 
 class Composites:
     """Base of `Ops`."""
+
+    def constants(self: Any, values: tuple[float, ...]) -> Tensor:
+        """`reals` that nobody writes to."""
+        return self.reals(values)
 
     def accumulate_square(self: Any, x: Tensor, y: Tensor) -> Tensor:
         """`x + y*y`. Donating."""
@@ -167,12 +199,13 @@ class Composites:
     #
     # A frame is some 32-bit words, a checksum of them and of the body, and the body.
 
-    def frame(self: Any, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
-        """Words, checksum and body (uint8, whole words) as uint8.
+    def frame(self: Any, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
+        """Words, checksum and a body in parts (uint8, whole words) as uint8.
 
         The words are values below 2**32, and 1 unless something was finite, or else 0.
         """
         poisoned = int(not finite) if isinstance(finite, bool) else 1 - self.cast(finite, "int64")
+        body = self.concat(parts) if len(parts) > 1 else parts[0]
         return self.framed(self.words((*values, poisoned)), body)
 
     def framed(self: Any, words: Tensor, body: Tensor) -> Tensor:
@@ -210,6 +243,7 @@ class Composites:
         expected: Sequence[Any],
         messages: Sequence[str],
         poisoned: tuple[str, type[Exception]],
+        weighing: Weighing,
     ) -> Admitted:
         """Requires that frames are as `examine` expects them, and that their last word is 0.
 
@@ -217,12 +251,29 @@ class Composites:
             frames, count, fields, expected: of `examine`.
             messages: for what is wrong, of each that `examine` looks at.
             poisoned: message and error where the last word is not 0.
+            weighing: what else must hold.
         """
         words, held = self.examine(frames, count, fields, expected)
         intact = self.require(dict(zip(messages, held)))
-        message, error = poisoned
-        finite = self.require({message: words[:, count - 1] == 0}, error)
-        return Admitted(words, None if intact is None else intact & finite)
+        facts = [(poisoned, words[:, count - 1] == 0)]
+        if weighing.vectors:
+            sides = self._sides(frames[:, 4 * (count + 1) :], weighing)
+            fits = self.summable(sides, weighing.weight, weighing.limit)
+            facts.append((weighing.refused, fits))
+        for (message, error), fact in facts:
+            known = self.require({message: fact}, error)
+            intact = None if known is None else intact & known
+        return Admitted(words, intact)
+
+    def _sides(self: Any, bodies: Tensor, weighing: Weighing) -> list[Tensor]:
+        """The magnitudes that bodies begin with; float32 [rows, groups] each."""
+        groups = weighing.groups
+        if weighing.powers:
+            return [
+                self.bits_float((self.from_bytes(bodies[:, :groups], "int8") + 127) * (1 << 23))
+            ]
+        cuts = [4 * groups * vector for vector in range(weighing.vectors + 1)]
+        return [self.from_bytes(bodies[:, a:b], "float32") for a, b in zip(cuts, cuts[1:])]
 
     def weigh(self: Any, weight: float, intact: Tensor) -> Tensor:
         """The weight where a rank's payload is intact, else 0; float32 [world]."""
@@ -265,7 +316,7 @@ class Composites:
 
     # -- what is not finite ------------------------------------------------------------------
 
-    def sound(self: Any, x: Tensor, how: str, also: Any = None) -> tuple[Any, Tensor]:
+    def sound(self: Any, x: Tensor, how: str) -> tuple[Any, Tensor]:
         """Whether x is finite; and x, or zeros where that is known too late to leave it out.
 
         Donating where shapes are static.
@@ -273,15 +324,19 @@ class Composites:
         Args:
             x: float32 [size].
             how: "elements" asks for each; "squares" and "sum" for 4096 times their sum.
-            also: whether something else was; the first result is of both.
         """
         if how == "elements":
             finite = self.finite(x)
         else:
             total = self.inner(x, x) if how == "squares" else self.sum(x)
             finite = self.finite(total * 4096.0)
-        x = x if self.dynamic_shapes else self.where(finite, x, 0.0)
-        return finite if also is None else also & finite, x
+        return finite, x if self.dynamic_shapes else self.where(finite, x, 0.0)
+
+    def sound_with(self: Any, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
+        """`sound` of a gradient's squares and of the sum of its moment: of both, and each."""
+        finite, gradient = self.sound(gradient, "squares")
+        fine, moment = self.sound(moment, "sum")
+        return finite & fine, gradient, moment
 
     # -- random numbers ----------------------------------------------------------------------
     #
@@ -381,6 +436,18 @@ class Composites:
     def group_squares(self: Any, bands: Bands, x: Tensor) -> Tensor:
         """The sum of squares of each group; float32 [groups]."""
         return self._joined([self.sum_of_rows(self.square(rows)) for rows in self._rows(bands, x)])
+
+    def group_norms(self: Any, bands: Bands, x: Tensor) -> Tensor:
+        """The root of the sum of squares of each group; float32 [groups]."""
+        squares = self.cast(self.group_squares(bands, x), "float64")
+        return self.cast(self.sqrt(squares), "float32")
+
+    def clipped_maxima(self: Any, bands: Bands, x: Tensor, clip: float) -> Tensor:
+        """The largest |x| of each group, at most `clip` root mean squares; float32 [groups]."""
+        squares = self.cast(self.group_squares(bands, x), "float64")
+        sigma = self.sqrt(squares / self.cast(self.words(bands.lengths), "float64"))
+        bound = self.cast(sigma * clip, "float32")
+        return self.minimum(self.group_maxima(bands, x), bound)
 
     def encode_levels(
         self: Any, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor

@@ -26,7 +26,7 @@ from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.blocks import Axes, Blocks, Lifted
-from hvd_gradcomp.ops.composites import _FACTOR, GROUP, Admitted, Field
+from hvd_gradcomp.ops.composites import _FACTOR, GROUP, Admitted, Field, Weighing
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
 
@@ -42,6 +42,10 @@ _DTYPES = {
 }
 _WORD = 0xFFFFFFFF
 _EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight
+_BEYOND = (
+    "rank {ranks} sent an index that points outside of its bucket, or does not ascend: "
+    "a payload is damaged"
+)
 _TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
 _CACHED = 1 << 18  # elements that are written past the caches if there are more
 
@@ -80,6 +84,7 @@ class TorchOps(Ops):
             self.quantizers = Quantizers(self)
         self._bands: dict[Bands, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
+        self._constants: dict[tuple[float, ...], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
         self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
@@ -150,6 +155,11 @@ class TorchOps(Ops):
 
     def reals(self, values: Sequence[float]) -> Tensor:
         return self._given(values, torch.float32)
+
+    def constants(self, values: tuple[float, ...]) -> Tensor:
+        if values not in self._constants:
+            self._constants[values] = self.reals(values)
+        return self._constants[values]
 
     def _given(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Numbers of the host; from pinned memory, since a copy from other would wait."""
@@ -408,8 +418,10 @@ class TorchOps(Ops):
     def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
         if dtype == "uint32":
             return x.contiguous().view(torch.int32).to(torch.int64) & _WORD
-        wide = x.contiguous().view(_DTYPES[dtype])
-        return wide.to(torch.int64) if dtype in ("int8", "uint8") else wide
+        if dtype in ("int8", "uint8"):
+            return x.view(_DTYPES[dtype]).to(torch.int64)
+        there = x if dtype == "float32" and _whole_words(x) else x.contiguous()
+        return there.view(_DTYPES[dtype])
 
     def length(self, x: Tensor) -> int:
         return x.shape[-1]
@@ -497,15 +509,20 @@ class TorchOps(Ops):
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._bands[bands], len(bands.bands)
 
-    def sound(self, x: Tensor, how: str, also: Any = None) -> tuple[Any, Tensor]:
+    def sound(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
         if self.kernels is None:
-            return super().sound(x, how, also)
-        return self.kernels.sound(x, how, also)
+            return super().sound(x, how)
+        return self.kernels.sound(x, how), x
 
-    def frame(self, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
+    def sound_with(self, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
         if self.kernels is None:
-            return super().frame(values, finite, body)
-        return self.kernels.frame(values, finite, body)
+            return super().sound_with(gradient, moment)
+        return self.kernels.sound(gradient, "squares", moment), gradient, moment
+
+    def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
+        if self.kernels is None:
+            return super().frame(values, finite, parts)
+        return self.kernels.frame(values, finite, parts)
 
     def admit(
         self,
@@ -515,18 +532,24 @@ class TorchOps(Ops):
         expected: Sequence[Any],
         messages: Sequence[str],
         poisoned: tuple[str, type[Exception]],
+        weighing: Weighing,
     ) -> Admitted:
         if self.kernels is None:
-            return super().admit(frames, count, fields, expected, messages, poisoned)
-        words, said, intact = self.kernels.look(frames, expected)
+            given = frames, count, fields, expected, messages, poisoned
+            return super().admit(*given, weighing)
+        words, said, intact, weights = self.kernels.look(frames, expected, weighing)
         needed, held = self.kernels.split(self.stage(said))
-        facts = (messages, held[:-1], PayloadError), ((poisoned[0],), held[-1:], poisoned[1])
+        errors = [*[(message, PayloadError) for message in messages], poisoned, weighing.refused]
+        facts = [
+            ((message,), fact[None], error)
+            for (message, error), fact in zip((*errors, (_BEYOND, PayloadError)), held)
+        ]
         if self.on_host:
             for fact in facts:
                 _raise_false(*fact)
-            return Admitted(words, None, needed)
+            return Admitted(words, None, needed, weights)
         self._pending += facts
-        return Admitted(words, intact, needed)
+        return Admitted(words, intact, needed, weights)
 
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         return torch.mul(intact, weight, out=self._empty(intact.shape))
@@ -535,12 +558,6 @@ class TorchOps(Ops):
         if self.kernels is None or not sides[0].numel():
             return super().checked_sides(sides, finite)
         return self.kernels.checked_sides(sides, finite)
-
-    def summable(self, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
-        alike = len({x.stride() for x in sides}) == 1 and sides[0].stride(1) == 1
-        if self.kernels is None or not alike or not sides[0].numel():
-            return super().summable(sides, weight, limit)
-        return self.kernels.summable(sides, weight, limit)
 
     def key(self, step: Any, salt: int) -> Any:
         """On the device no number of it is needed: where there are kernels, two integers."""
@@ -634,6 +651,16 @@ class TorchOps(Ops):
             *self._of(bands), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
         )
         return out
+
+    def group_norms(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.quantizers is None:
+            return super().group_norms(bands, x)
+        return self.quantizers.group_norms(bands, x)
+
+    def clipped_maxima(self, bands: Bands, x: Tensor, clip: float) -> Tensor:
+        if self.quantizers is None:
+            return super().clipped_maxima(bands, x, clip)
+        return self.quantizers.clipped_maxima(bands, x, clip)
 
     def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
         if self.quantizers is not None:
@@ -911,6 +938,11 @@ class _Above(_Condition):
     def find(self, native: Any, base: int, out: Tensor) -> int:
         x, size, bound = self.x.data_ptr(), self.x.shape[0], self.bound.data_ptr()
         return int(native.find_above(x, size, bound, self.block, base, out.data_ptr()))
+
+
+def _whole_words(x: Tensor) -> bool:
+    """Whether bytes can be looked at as words of 32 bits where they lie."""
+    return x.stride(-1) == 1 and not any(n % 4 for n in (*x.stride()[:-1], x.storage_offset()))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -45,3 +45,11 @@ def assert_step_alike(ours: World, theirs: World, given, **extra) -> None:
     one, other = ours.step(given, **extra), theirs.step(given, **copies)
     assert all(map(torch.equal, one, other))
     assert_alike(ours, theirs)
+    assert_left_clean(ours.ops)
+
+
+def assert_left_clean(ops: TorchOps) -> None:
+    """What the next step begins with is zeros."""
+    for passes in (ops.kernels, ops.word_passes, ops.quantizers):
+        for key, room in passes._rooms.items():
+            assert key[0] != "clean" or not bool(room.any()), key

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp.foundation.bands import Band, Bands
 from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops import NonFiniteGradientError
 from tests.methods import QUANTIZED
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
 
@@ -81,6 +82,17 @@ def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based,
     else:
         how = packed, scale, -scale, weights
         same(lambda ops: [ops.add_signs(bands, base, torch.empty_like(x), *how)])
+
+
+@pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
+def test_what_is_not_finite_is_said(compressor, device):
+    layout = Layout(("a",), ((40, 16),), block=compressor.block)
+    for world in worlds(compressor, layout, 2, device):
+        gradients = drawn(torch.Generator().manual_seed(1), world, 1.0, 1.0)
+        gradients[0][5] = float("nan")
+        with pytest.raises(NonFiniteGradientError, match="rank 0"):
+            world.step(gradients)
+            world.ops.raise_found()  # on a GPU it is said when the host next looks
 
 
 @pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)

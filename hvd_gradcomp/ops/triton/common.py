@@ -2,8 +2,9 @@
 
 A bucket is cut into at most `PIECES` pieces, one a program. What all pieces add up to (how many
 elements pass, say) is written by piece, and whoever needs the sum in a later launch adds it up
-itself. So no launch waits within for another program, and what floats are added in no order that is
-left to chance. Atomic operations are on integers alone, where order does not matter.
+itself; or the last program of the launch does what is left to do. So none waits for another, and
+floats are added in no order that is left to chance. Atomic operations are on integers alone, where
+order does not matter. What they begin with is zeros that the step before has left there.
 
 Rounding is that of the verbs: no multiplication is fused with an addition, roots and quotients are
 rounded to nearest, denormals are kept. Indices have 32 bits.
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.composites import Weighing
 
 if TYPE_CHECKING:
     from hvd_gradcomp.ops.torch import TorchOps
@@ -28,7 +30,7 @@ SECTOR = 32  # bytes that a GPU reads or writes at least
 MOST = (1 << 31) - (1 << 16)  # elements that indices of 32 bits reach
 HEAD = 8  # words before a body, the last of them the checksum; see `wire`
 _TILE = 4096
-_SHORT = 8 * _TILE  # words of a body that one program goes through
+_PARTS = 3  # that a body may be in
 _WARPS = 8
 
 
@@ -101,6 +103,14 @@ class Launcher:
             room = self._rooms[key, dtype] = self.empty(size, dtype)
         return room[:size]
 
+    def clean(self, key: Any, size: int) -> Tensor:
+        """Zeros, int32; kernels leave zeros there as well."""
+        room = self._rooms.get(("clean", key))
+        if room is None or room.shape[0] < size:
+            room = torch.zeros(size, dtype=torch.int32, device=self.ops.device)
+            self._rooms["clean", key] = room
+        return room[:size]
+
     def empty(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Fresh memory; PyTorch has some at hand."""
         return torch.empty(size, dtype=dtype, device=self.ops.device)
@@ -170,6 +180,16 @@ def from_words(words, TILE: tl.constexpr):
 
 
 @triton.jit
+def is_last(arrived):
+    """Whether all other programs of this launch have come here before; leaves 0 there."""
+    tl.debug_barrier()  # what the threads of this program do before is done
+    last = tl.atomic_add(arrived, 1) == tl.num_programs(0) * tl.num_programs(1) - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
 def before_and_all(counts, pieces, piece, PIECES: tl.constexpr):
     """How many there are in the pieces before one, and in all."""
     number = tl.arange(0, PIECES)
@@ -198,177 +218,243 @@ def first_from(words, count, mask_of_index, index, WIDE: tl.constexpr, ROUNDS: t
 
 
 @triton.jit
-def survey(x, partial, n, tiles, HOW: tl.constexpr, TILE: tl.constexpr):
-    """By piece the sum of x or of its squares, or the largest magnitude as bits; see `sound`."""
+def measured(total, most, value, HOW: tl.constexpr):
+    """The sum of what is looked at, or of its squares, and the largest magnitude as bits."""
+    if HOW == "squares":
+        return total + value * value, most
+    elif HOW == "sum":
+        return total + value, most
+    else:
+        return total, tl.maximum(most, magnitude_of(value))
+
+
+@triton.jit
+def clear_unless(holds, x, n, TILE: tl.constexpr):
+    """Sets x to 0 where it does not hold. By one program: such a step is lost anyway."""
+    if not holds:
+        for first in range(0, n, TILE):
+            at = first + tl.arange(0, TILE)
+            tl.store(x + at, tl.zeros((TILE,), tl.float32), mask=at < n)
+
+
+@triton.jit
+def is_finite(partial, pieces, HOW: tl.constexpr, PIECES: tl.constexpr):
+    """What the pieces of a survey say together."""
+    number = tl.arange(0, PIECES)
+    found = tl.load(partial + number, mask=number < pieces, other=0.0, cache_modifier=".cg")
+    if HOW == "elements":
+        return tl.max(magnitude_of(found)) < 0x7F800000
+    else:
+        return magnitude_of(tl.sum(found) * 4096.0) < 0x7F800000
+
+
+@triton.jit
+def survey(
+    x0, moment0, partial, arrived, x, moment, finite, n, pieces, tiles,
+    HOW: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """What `sound` asks of x, and of the sum of a moment; each becomes 0 if it is not finite.
+
+    By piece the sum of x, or of its squares, or the largest magnitude; behind these those of the
+    moment. x0 is x, and moment0 is moment.
+    """
     piece = tl.program_id(0)
     total = tl.zeros((TILE,), tl.float32)
+    beside = tl.zeros((TILE,), tl.float32)
     most = tl.zeros((TILE,), tl.int32)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at = tile * TILE + tl.arange(0, TILE)
-        value = tl.load(x + at, mask=at < n, other=0.0)
-        if HOW == "squares":
-            total += value * value
-        elif HOW == "sum":
-            total += value
-        else:
-            most = tl.maximum(most, magnitude_of(value))
+        value = tl.load(x0 + at, mask=at < n, other=0.0)
+        total, most = measured(total, most, value, HOW)
+        if moment is not None:
+            beside += tl.load(moment0 + at, mask=at < n, other=0.0)
     if HOW == "elements":
         tl.store(partial + piece, float_of(tl.max(most)))
     else:
         tl.store(partial + piece, tl.sum(total))
-
-
-@triton.jit
-def clear_unless_finite(
-    x,
-    partial,
-    finite,
-    also,
-    n,
-    pieces,
-    tiles,
-    HOW: tl.constexpr,
-    TILE: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    """Says what the survey has found, and `also`; sets x to 0 where it is not finite."""
-    piece = tl.program_id(0)
-    number = tl.arange(0, PIECES)
-    found = tl.load(partial + number, mask=number < pieces, other=0.0)
-    if HOW == "elements":
-        holds = tl.max(magnitude_of(found)) < 0x7F800000
-    else:
-        holds = magnitude_of(tl.sum(found) * 4096.0) < 0x7F800000
-    if piece == 0:
-        said = holds
-        if also is not None:
-            said = said & (tl.load(also) != 0)
-        tl.store(finite, said)
-    if not holds:
-        for tile in range(piece * tiles, piece * tiles + tiles):
-            at = tile * TILE + tl.arange(0, TILE)
-            tl.store(x + at, tl.zeros((TILE,), tl.float32), mask=at < n)
+    if moment is not None:
+        tl.store(partial + PIECES + piece, tl.sum(beside))
+    if is_last(arrived):
+        sound = is_finite(partial, pieces, HOW, PIECES)
+        clear_unless(sound, x, n, TILE)
+        if moment is not None:
+            fine = is_finite(partial + PIECES, pieces, "sum", PIECES)
+            clear_unless(fine, moment, n, TILE)
+            sound = sound & fine
+        tl.store(finite, sound)
 
 
 # -- frames --------------------------------------------------------------------------------------
 
 
-@triton.jit
-def add_up(words, n, tile, TILE: tl.constexpr):
-    """A tile of words and its part of `Composites.weighted_sum`."""
-    at = tile * TILE + tl.arange(0, TILE)
-    word = tl.load(words + at, mask=at < n, other=0)
-    return word, tl.sum(word * (2 * at + 17))
-
-
-@triton.jit
-def lay(body, out, n, first, last, TILE: tl.constexpr):
-    """Tiles of a body, behind the head of a frame; their weighted sum."""
-    total = 0
-    for tile in range(first, last):
-        word, part = add_up(body, n, tile, TILE)
-        at = tile * TILE + tl.arange(0, TILE)
-        tl.store(out + 8 + at, word, mask=at < n)
-        total += part
-    return total
-
-
-@triton.jit
-def lay_pieces(body, out, partial, n, tiles, TILE: tl.constexpr):
-    """A long body, in pieces."""
-    piece = tl.program_id(0)
-    total = lay(body, out, n, piece * tiles, piece * tiles + tiles, TILE)
-    tl.store(partial + piece, total)
-
-
-@triton.jit(do_not_specialize=["n", "pieces", "w0", "w1", "w2", "w3", "w4", "w5"])
+@triton.jit(do_not_specialize=["end0", "end1", "end2", "w0", "w1", "w2", "w3", "w4", "w5"])
 def frame(
-    body, out, partial, sent, wanted, finite, n, pieces, w0, w1, w2, w3, w4, w5,
-    PIECES: tl.constexpr, TILE: tl.constexpr,
+    part0, part1, part2, out, sums, sent, wanted, finite, end0, end1, end2, tiles,
+    w0, w1, w2, w3, w4, w5, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The head of a frame: words of the host, or of the device where there are some; checksum.
+    """A body that is in up to three parts, behind a head: words, and the checksum of all.
 
-    A body that no launch before has laid there is laid there now.
+    Args:
+        sums: zeros, for those who count.
+        end0, end1, end2: words before the end of each part.
+        w0, w1, w2, w3, w4, w5: words of the host; `sent` and `wanted` are there instead of the
+            last two if the device has them.
     """
-    if partial is None:
-        total = lay(body, out, n, 0, (n + TILE - 1) // TILE, TILE)
-    else:
-        number = tl.arange(0, PIECES)
-        total = tl.sum(tl.load(partial + number, mask=number < pieces, other=0))
-    if sent is not None:
-        w4 = tl.load(sent).to(tl.int32)
-    if wanted is not None:
-        w5 = tl.load(wanted).to(tl.int32)
-    w6 = 0
-    if finite is not None:
-        w6 = 1 - tl.load(finite).to(tl.int32)
-    place = tl.arange(0, 8)
-    word = tl.where(place == 0, w0, 0)
-    word = tl.where(place == 1, w1, word)
-    word = tl.where(place == 2, w2, word)
-    word = tl.where(place == 3, w3, word)
-    word = tl.where(place == 4, w4, word)
-    word = tl.where(place == 5, w5, word)
-    word = tl.where(place == 6, w6, word)
-    total += tl.sum(word * (2 * place + 1))
-    tl.store(out + place, tl.where(place == 7, total, word))
-
-
-@triton.jit
-def add_pieces(frames, partial, n, stride, tiles, TILE: tl.constexpr, PIECES: tl.constexpr):
-    """By frame and piece the weighted sum of a long body."""
     piece = tl.program_id(0)
-    row = tl.program_id(1)
     total = 0
     for tile in range(piece * tiles, piece * tiles + tiles):
-        total += add_up(frames + row * stride.to(tl.int64) + 8, n, tile, TILE)[1]
-    tl.store(partial + row * PIECES + piece, total)
+        at = tile * TILE + tl.arange(0, TILE)
+        word = tl.load(part0 + at, mask=at < end0, other=0)
+        if part1 is not None:
+            word |= tl.load(part1 + at - end0, mask=(at >= end0) & (at < end1), other=0)
+        if part2 is not None:
+            word |= tl.load(part2 + at - end1, mask=(at >= end1) & (at < end2), other=0)
+        tl.store(out + 8 + at, word, mask=at < end2)
+        total += tl.sum(word * (2 * at + 17))
+    tl.atomic_add(sums, total)
+    if is_last(sums + 1):
+        total = tl.atomic_xchg(sums, 0)
+        if sent is not None:
+            w4 = tl.load(sent).to(tl.int32)
+        if wanted is not None:
+            w5 = tl.load(wanted).to(tl.int32)
+        w6 = 0
+        if finite is not None:
+            w6 = 1 - tl.load(finite).to(tl.int32)
+        place = tl.arange(0, 8)
+        word = tl.where(place == 0, w0, 0)
+        word = tl.where(place == 1, w1, word)
+        word = tl.where(place == 2, w2, word)
+        word = tl.where(place == 3, w3, word)
+        word = tl.where(place == 4, w4, word)
+        word = tl.where(place == 5, w5, word)
+        word = tl.where(place == 6, w6, word)
+        total += tl.sum(word * (2 * place + 1))
+        tl.store(out + place, tl.where(place == 7, total, word))
 
 
-@triton.jit(do_not_specialize=["n", "rows", "pieces", "e0", "e1", "e2", "e3", "e4", "e5"])
-def look(
-    frames, partial, words, needed, held, intact, n, stride, rows, pieces, e0, e1, e2, e3, e4, e5,
-    PIECES: tl.constexpr, TILE: tl.constexpr,
+@triton.jit
+def sums_fit(
+    sides, groups, stride, rows, weight,
+    VECTORS: tl.constexpr, POWERS: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What `admit` says of a frame, for the fields of a payload's header in `wire`."""
-    row = tl.program_id(0)
-    if row == 0:
-        most = tl.load(frames + 5).to(tl.int64) & 0xFFFFFFFF
-        for other in range(1, rows):
-            wanted = tl.load(frames + other * stride.to(tl.int64) + 5).to(tl.int64) & 0xFFFFFFFF
-            most = tl.maximum(most, wanted)
-        tl.store(needed, most)
+    """Whether no group's sum over rows, of the largest of its side values, exceeds the limit."""
+    wrong = tl.zeros((TILE,), tl.int32)
+    limit = tl.full((), LIMIT, tl.float64)
+    for first in range(0, groups, TILE):
+        at = first + tl.arange(0, TILE)
+        inside = at < groups
+        total = tl.zeros((TILE,), tl.float64)
+        for row in range(0, rows):
+            body = sides + row * stride.to(tl.int64)
+            if POWERS:
+                power = tl.load(body.to(tl.pointer_type(tl.int8)) + at, mask=inside, other=-127)
+                size = tl.abs(float_of((power.to(tl.int32) + 127) << 23))
+            else:
+                size = tl.abs(float_of(tl.load(body + at, mask=inside, other=0)))
+                if VECTORS == 2:
+                    beside = tl.abs(float_of(tl.load(body + groups + at, mask=inside, other=0)))
+                    size = tl.maximum(size, beside, propagate_nan=tl.PropagateNan.ALL)
+            total += size.to(tl.float64)
+        wrong |= 1 - (total * weight <= limit).to(tl.int32)
+    return tl.max(wrong) == 0
+
+
+@triton.jit
+def judge(
+    frames, sums, words, needed, held, intact, weights, stride, rows, groups,
+    e0, e1, e2, e3, e4, e5, ROWS: tl.constexpr, VECTORS: tl.constexpr, POWERS: tl.constexpr,
+    ASCENDING: tl.constexpr, WEIGHT: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What the last program of `look` says, of all rows."""
+    row = tl.arange(0, ROWS)
+    there = row < rows
+    nothing = tl.zeros((ROWS,), tl.int32)
     start = frames + row * stride.to(tl.int64)
-    if partial is None:
-        total = 0
-        for tile in range(0, (n + TILE - 1) // TILE):
-            total += add_up(start + 8, n, tile, TILE)[1]
-    else:
-        number = tl.arange(0, PIECES)
-        total = tl.sum(tl.load(partial + row * PIECES + number, mask=number < pieces, other=0))
-    place = tl.arange(0, 8)
-    word = tl.load(start + place)
-    total += tl.sum(tl.where(place < 7, word * (2 * place + 1), 0))
-    tl.store(words + row * 7 + place, word.to(tl.int64) & 0xFFFFFFFF, mask=place < 7)
-    w0 = tl.load(start)
-    w6 = tl.load(start + 6)
-    h0 = (tl.load(start + 7) == total).to(tl.int32)
-    h1 = ((w0 & 0xFFFF) == e0).to(tl.int32)
-    h2 = (((w0 >> 16) & 0xFF) == e1).to(tl.int32)
-    h3 = (((w0 >> 24) & 0xFF) == e2).to(tl.int32)
-    h4 = (tl.load(start + 1) == e3).to(tl.int32)
-    h5 = (tl.load(start + 2) == e4).to(tl.int32)
-    h6 = (tl.load(start + 3) == e5).to(tl.int32)
-    h7 = (w6 == 0).to(tl.int32)
-    tl.store(held + row, h0 != 0)
-    tl.store(held + rows + row, h1 != 0)
-    tl.store(held + 2 * rows + row, h2 != 0)
-    tl.store(held + 3 * rows + row, h3 != 0)
-    tl.store(held + 4 * rows + row, h4 != 0)
-    tl.store(held + 5 * rows + row, h5 != 0)
-    tl.store(held + 6 * rows + row, h6 != 0)
-    tl.store(held + 7 * rows + row, h7 != 0)
-    tl.store(intact + row, (h0 & h1 & h2 & h3 & h4 & h5 & h6 & h7) != 0)
+    place = tl.arange(0, 8)[None, :]
+    word = tl.load(start[:, None] + place, mask=there[:, None], other=0)
+    total = tl.atomic_xchg(sums + row, nothing, mask=there)
+    total += tl.sum(tl.where(place < 7, word * (2 * place + 1), 0), axis=1)
+    into = words + row[:, None] * 7 + place
+    tl.store(into, word.to(tl.int64) & 0xFFFFFFFF, mask=there[:, None] & (place < 7))
+    wanted = tl.load(start + 5, mask=there, other=0).to(tl.int64) & 0xFFFFFFFF
+    tl.store(needed, tl.max(wanted))
+    w0 = tl.load(start, mask=there, other=0)
+    h0 = tl.load(start + 7, mask=there, other=0) == total
+    h1 = (w0 & 0xFFFF) == e0
+    h2 = ((w0 >> 16) & 0xFF) == e1
+    h3 = ((w0 >> 24) & 0xFF) == e2
+    h4 = tl.load(start + 1, mask=there, other=0) == e3
+    h5 = tl.load(start + 2, mask=there, other=0) == e4
+    h6 = tl.load(start + 3, mask=there, other=0) == e5
+    h7 = tl.load(start + 6, mask=there, other=0) == 0
+    h8 = there
+    if VECTORS > 0:
+        weight = tl.full((), WEIGHT, tl.float64)
+        h8 = there & sums_fit(
+            frames + 8, groups, stride, rows, weight, VECTORS, POWERS, LIMIT, 1024
+        )
+    h9 = there
+    if ASCENDING:
+        h9 = tl.atomic_xchg(sums + ROWS + row, nothing, mask=there) == 0
+    tl.store(held + row, h0, mask=there)
+    tl.store(held + rows + row, h1, mask=there)
+    tl.store(held + 2 * rows + row, h2, mask=there)
+    tl.store(held + 3 * rows + row, h3, mask=there)
+    tl.store(held + 4 * rows + row, h4, mask=there)
+    tl.store(held + 5 * rows + row, h5, mask=there)
+    tl.store(held + 6 * rows + row, h6, mask=there)
+    tl.store(held + 7 * rows + row, h7, mask=there)
+    tl.store(held + 8 * rows + row, h8, mask=there)
+    tl.store(held + 9 * rows + row, h9, mask=there)
+    right = h0 & h1 & h2 & h3 & h4 & h5 & h6 & h7 & h8 & h9
+    tl.store(intact + row, right, mask=there)
+    tl.store(weights + row, tl.where(right, WEIGHT, 0.0), mask=there)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n", "rows", "groups", "first", "count", "mask_of_index", "size",
+        "e0", "e1", "e2", "e3", "e4", "e5",
+    ]
+)  # fmt: skip
+def look(
+    frames, sums, words, needed, held, intact, weights, n, stride, rows, tiles, groups,
+    first, count, mask_of_index, size, e0, e1, e2, e3, e4, e5,
+    ROWS: tl.constexpr, VECTORS: tl.constexpr, POWERS: tl.constexpr, ASCENDING: tl.constexpr,
+    WEIGHT: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What `admit` says of frames, for the fields of a payload's header in `wire`.
+
+    Args:
+        sums: zeros: of each row its weighted sum, and how many words are out of place; and who
+            has arrived.
+        held: bool [10, rows]: what is right.
+        first, count, mask_of_index, size: of `Weighing.ascending`.
+    """
+    row = tl.program_id(1)
+    total = 0
+    wrong = 0
+    for tile in range(tl.program_id(0) * tiles, tl.program_id(0) * tiles + tiles):
+        at = tile * TILE + tl.arange(0, TILE)
+        body = frames + row * stride.to(tl.int64) + 8
+        word = tl.load(body + at, mask=at < n, other=0)
+        total += tl.sum(word * (2 * at + 17))
+        if ASCENDING:
+            inside = (at >= first) & (at < first + count)
+            before = tl.load(body + at - 1, mask=inside & (at > first), other=0) & mask_of_index
+            before = tl.where(at > first, before, -1)
+            index = word & mask_of_index
+            bad = (index >= size) | ((index <= before) & (index != size - 1))
+            wrong += tl.sum((inside & bad).to(tl.int32))
+    tl.atomic_add(sums + row, total)
+    if ASCENDING:
+        tl.atomic_add(sums + ROWS + row, wrong)
+    if is_last(sums + 2 * ROWS):
+        judge(
+            frames, sums, words, needed, held, intact, weights, stride, rows, groups,
+            e0, e1, e2, e3, e4, e5, ROWS, VECTORS, POWERS, ASCENDING, WEIGHT, LIMIT, TILE,
+        )  # fmt: skip
 
 
 # -- side values ---------------------------------------------------------------------------------
@@ -395,96 +481,71 @@ def check_sides(one, other, finite, healthy, n, TILE: tl.constexpr):
                 tl.store(other + at, tl.zeros((TILE,), tl.float32), mask=at < n)
 
 
-@triton.jit(do_not_specialize=["ranks"])
-def summable(
-    one, other, fits, n, ranks, stride,
-    WEIGHT: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Whether the largest sum over ranks of a group's side values stays below the limit."""
-    most = tl.zeros((TILE,), tl.float64)
-    for first in range(0, n, TILE):
-        at = first + tl.arange(0, TILE)
-        total = tl.zeros((TILE,), tl.float64)
-        for rank in range(0, ranks):
-            size = tl.abs(tl.load(one + rank * stride + at, mask=at < n, other=0.0))
-            if other is not None:
-                beside = tl.abs(tl.load(other + rank * stride + at, mask=at < n, other=0.0))
-                size = tl.maximum(size, beside)
-            total += size.to(tl.float64)
-        most = tl.maximum(most, total)
-    tl.store(fits, tl.max(most) * WEIGHT <= LIMIT)
-
-
 class Common(Launcher):
     """Shadows of composites that all methods use; see `ops.composites` for what they do."""
 
     @staticmethod
     def split(said: Tensor) -> tuple[Tensor, Tensor]:
-        """The most elements that a rank wanted; what is right, bool [HEAD, rows], finite last."""
-        return said[:8].view(torch.int64)[0], said[8:].view(torch.bool).view(HEAD, -1)
+        """The most elements that a rank wanted; what is right, bool [10, rows]."""
+        return said[:8].view(torch.int64)[0], said[8:].view(torch.bool).view(10, -1)
 
-    def frame(self, values: Sequence[Any], finite: Any, body: Tensor) -> Tensor:
-        words = body.view(torch.int32)
-        size = words.shape[0]
-        out, partial = self.empty(HEAD + size, torch.int32), None
-        pieces, tiles = cut(max(size, 1), _TILE)
-        if size > _SHORT:
-            partial = self.room("partial", pieces)
-            self.launch(lay_pieces, pieces, words, out, partial, size, tiles, TILE=_TILE)
-        known = [0 if isinstance(x, torch.Tensor) else _signed(x) for x in values]
+    def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
+        if len(parts) > _PARTS:
+            parts = (torch.cat(tuple(parts)),)
+        words = [part.view(torch.int32) for part in parts]
+        ends, end = [], 0
+        for part in words:
+            end += part.shape[0]
+            ends.append(end)
+        more = _PARTS - len(words)
+        out = self.empty(HEAD + end, torch.int32)
+        known = [0 if isinstance(x, torch.Tensor) else signed(x) for x in values]
         there = [x if isinstance(x, torch.Tensor) else None for x in (*values[4:], finite)]
-        partly = {0: 0, 1: 4 * HEAD} if size > _SHORT else {}
-        how: dict[str, Any] = {"partly": partly, "PIECES": PIECES, "TILE": _TILE}
-        self.launch(frame, 1, words, out, partial, *there, size, pieces, *known, **how)
+        pieces, tiles = cut(max(end, 1), _TILE)
+        self.launch(
+            frame, pieces, *words, *[None] * more, out, self.clean("frame", 2), *there,
+            *ends, *[end] * more, tiles, *known, TILE=_TILE,
+        )  # fmt: skip
         return out.view(torch.uint8)
 
-    def look(self, frames: Tensor, expected: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """The words; what `split` takes apart; and whether all is right, bool [rows]."""
-        rows, words, partial = frames.shape[0], frames.view(torch.int32), None
+    def look(
+        self, frames: Tensor, expected: Sequence[int], weighing: Weighing
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The words; what `split` takes apart; whether all is right, bool [rows]; and weights."""
+        rows, words = frames.shape[0], frames.view(torch.int32)
         size, stride = words.shape[1] - HEAD, words.stride(0)
         pieces, tiles = cut(max(size, 1), _TILE)
-        if size > _SHORT:
-            partial = self.room("partial", rows * PIECES)
-            given = words, partial, size, stride, tiles
-            how: dict[str, Any] = {"partly": {1: 4 * rows * pieces}}
-            self.launch(add_pieces, (pieces, rows), *given, TILE=_TILE, PIECES=PIECES, **how)
-        read, said = (
-            self.empty((rows, HEAD - 1), torch.int64),
-            self.empty(8 + HEAD * rows, torch.uint8),
-        )
-        intact, numbers = self.empty((rows,), torch.bool), map(_signed, expected)
-        how = {"partly": {0: 4 * HEAD * rows, 1: 4 * rows * pieces} if size > _SHORT else {}}
+        padded = triton.next_power_of_2(rows)
+        read = self.empty((rows, HEAD - 1), torch.int64)
+        said = self.empty(8 + 10 * rows, torch.uint8)
+        intact, weights = self.empty((rows,), torch.bool), self.empty((rows,), torch.float32)
         self.launch(
-            look, rows, words, partial, read, *self.split(said), intact, size, stride, rows, pieces,
-            *numbers,
-            PIECES=PIECES, TILE=_TILE, **how,
+            look, (pieces, rows), words, self.clean("look", 2 * padded + 1), read,
+            *self.split(said), intact, weights, size, stride, rows, tiles, weighing.groups,
+            *(weighing.ascending or (0, 0, 0, 0)), *map(signed, expected),
+            ROWS=padded, VECTORS=weighing.vectors, POWERS=weighing.powers,
+            ASCENDING=weighing.ascending is not None, WEIGHT=weighing.weight,
+            LIMIT=weighing.limit, TILE=_TILE,
         )  # fmt: skip
-        return read, said, intact
+        return read, said, intact, weights
 
     def checked_sides(self, sides: Sequence[Tensor], finite: Tensor) -> tuple[list[Tensor], Tensor]:
         healthy, other = self.empty((), torch.bool), sides[1] if len(sides) > 1 else None
         self.launch(check_sides, 1, sides[0], other, finite, healthy, sides[0].shape[0], TILE=_TILE)
         return list(sides), healthy
 
-    def summable(self, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
-        one, other = sides[0], sides[1] if len(sides) > 1 else None
-        fits, (ranks, size) = self.empty((1,), torch.bool), one.shape
-        given = one, other, fits, size, ranks, one.stride(0)
-        self.launch(summable, 1, *given, WEIGHT=weight, LIMIT=limit, TILE=_TILE)
-        return fits
-
-    def sound(self, x: Tensor, how: str, also: Tensor | None) -> tuple[Tensor, Tensor]:
-        pieces, tiles = cut(x.shape[0], _TILE)
-        partial, finite = self.room("partial", pieces, torch.float32), self.empty((), torch.bool)
-        size = x.shape[0]
-        self.launch(survey, pieces, x, partial, size, tiles, HOW=how, TILE=_TILE)
+    def sound(self, x: Tensor, how: str, moment: Tensor | None = None) -> Tensor:
+        """Whether x and the moment are finite; each becomes 0 where it is not."""
+        finite, size = self.empty((), torch.bool), x.shape[0]
+        pieces, tiles = cut(size, _TILE)
+        rooms = self.room("partial", 2 * PIECES, torch.float32), self.clean("survey", 1)
         self.launch(
-            clear_unless_finite, pieces, x, partial, finite, also, size, pieces, tiles,
-            partly={0: 0}, HOW=how, TILE=_TILE, PIECES=PIECES,
+            survey, pieces, x, moment, *rooms, x, moment, finite, size, pieces, tiles,
+            partly={4: 0, 5: 0}, HOW=how, TILE=_TILE, PIECES=PIECES,
         )  # fmt: skip
-        return finite, x
+        return finite
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The same 32 bits."""
     return (word + (1 << 31)) % (1 << 32) - (1 << 31)

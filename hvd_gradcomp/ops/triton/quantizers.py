@@ -26,6 +26,7 @@ from hvd_gradcomp.ops.triton.common import (
     float_of,
     from_words,
     magnitude_of,
+    signed,
     to_words,
 )
 
@@ -53,16 +54,31 @@ def group_maxima(x, tasks, out, ONE: tl.constexpr, TASK: tl.constexpr):
 
 @triton.jit
 def leaves(x, at, inside, HOW: tl.constexpr):
-    """What is summed; elsewhere -0, which adds nothing to any number."""
+    """What is summed, elsewhere -0, which adds nothing to any number; and what is noted of it.
+
+    That is of squares the largest magnitude, as bits; else how many are negative.
+    """
     nothing = float_of((at * 0) | -0x80000000)
     value = tl.load(x + at, mask=inside, other=0.0)
     if HOW == "squares":
+        noted = tl.max(magnitude_of(value))
         value = value * value
-    elif HOW == "above":
+    else:
+        noted = tl.sum((value < 0.0).to(tl.int32))
+    if HOW == "above":
         value = tl.where(value < 0.0, 0.0, value)
-    elif HOW == "below":
+    if HOW == "below":
         value = tl.where(value < 0.0, value, 0.0)
-    return tl.where(inside, value, nothing)
+    return tl.where(inside, value, nothing), noted
+
+
+@triton.jit
+def both(one, other, HOW: tl.constexpr):
+    """What is noted of two parts."""
+    if HOW == "squares":
+        return tl.maximum(one, other)
+    else:
+        return one + other
 
 
 @triton.jit
@@ -85,15 +101,14 @@ def places_of(n, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
 def folded(x, first, n, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
     """`LEVELS` folds of x [n]: WIDE elements of what is left, from `first` on.
 
-    And how many of what was summed is negative.
+    And what is noted of what was summed.
     """
     LEAVES: tl.constexpr = 1 << LEVELS
     place, there = places_of(n, LEAVES, LEVELS)
     row = first + tl.arange(0, WIDE)
     left = tl.maximum(n >> LEVELS, 1)
     inside = (row < left)[:, None] & there[None, :]
-    total = leaves(x, row[:, None] + place[None, :], inside, HOW)
-    negative = tl.sum((total < 0.0).to(tl.int32))
+    total, noted = leaves(x, row[:, None] + place[None, :], inside, HOW)
     for level in tl.static_range(LEVELS):
         low, high = tl.split(tl.reshape(total, (WIDE, LEAVES >> (level + 1), 2)))
         total = low + high
@@ -102,28 +117,51 @@ def folded(x, first, n, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.conste
         odd = (before & 1) * ((before > 1).to(tl.int32) * (first == 0).to(tl.int32))
         spare, known = places_of(n, 1 << level, level)
         known = (known.to(tl.int32) * odd) != 0
-        last = leaves(x, (before - 1 + spare)[None, :], known[None, :], HOW)
-        negative += tl.sum((last < 0.0).to(tl.int32))
+        last, more = leaves(x, (before - 1 + spare)[None, :], known[None, :], HOW)
+        noted = both(noted, more, HOW)
         for deep in tl.static_range(level):
             one, other = tl.split(tl.reshape(last, (1, 1 << (level - deep - 1), 2)))
             last = one + other
         own = (row == 0)[:, None] & (tl.arange(0, LEAVES >> (level + 1)) == 0)[None, :]
         total = tl.where(own & (odd != 0), total + last, total)
-    return row, tl.reshape(total, (WIDE,)), row < left, negative
+    return row, tl.reshape(total, (WIDE,)), row < left, noted
 
 
 @triton.jit
-def fold(x, tasks, out, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
-    """A pass over a group's part; a task is where it lies, its length, where to write, and what."""
+def fold(tasks, x, out, most, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
+    """A pass over a group's part; a task is where it lies, its length, where to write, and what.
+
+    And its group, whose largest magnitude is asked for where there is a place for it: zeros before.
+    """
     task = tasks + 5 * tl.program_id(0)
     source = x + tl.load(task)
     first, n = tl.load(task + 3), tl.load(task + 1)
-    row, total, inside = folded(source, first, n, HOW, LEVELS, WIDE)[:3]
+    row, total, inside, noted = folded(source, first, n, HOW, LEVELS, WIDE)
     tl.store(out + tl.load(task + 2) + row, total, mask=inside)
+    if most is not None:
+        tl.atomic_max(most + tl.load(task + 4), noted)
 
 
 @triton.jit
-def fold_sides(x, tasks, above, below, counts, LEVELS: tl.constexpr, WIDE: tl.constexpr):
+def norms(squares, most, lengths, out, groups, CLIP: tl.constexpr, TILE: tl.constexpr):
+    """Roots of sums of squares; or the largest, at most so many root mean squares, and zeros."""
+    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = group < groups
+    square = tl.load(squares + group, mask=inside, other=0.0).to(tl.float64)
+    if most is None:
+        size = tl.sqrt(square).to(tl.float32)
+    else:
+        length = tl.load(lengths + group, mask=inside, other=1).to(tl.float64)
+        bound = tl.sqrt(square / length) * tl.full((), CLIP, tl.float64)
+        largest = float_of(tl.load(most + group, mask=inside, other=0))
+        size = tl.minimum(largest, bound.to(tl.float32))
+        tl.debug_barrier()  # all have read what is cleared
+        tl.store(most + group, tl.zeros((TILE,), tl.int32), mask=inside)
+    tl.store(out + group, size, mask=inside)
+
+
+@triton.jit
+def fold_sides(tasks, x, above, below, counts, LEVELS: tl.constexpr, WIDE: tl.constexpr):
     """The same of what is not negative, and of what is; and how many are."""
     task = tasks + 5 * tl.program_id(0)
     source, n = x + tl.load(task), tl.load(task + 1)
@@ -136,18 +174,25 @@ def fold_sides(x, tasks, above, below, counts, LEVELS: tl.constexpr, WIDE: tl.co
 
 
 @triton.jit
-def means(above, below, counts, lengths, above_out, below_out, groups, TILE: tl.constexpr):
-    """Sums over how many they are of; 0 of nothing."""
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = group < groups
-    count = tl.load(counts + group, mask=inside, other=0)
-    rest = tl.load(lengths + group, mask=inside, other=1) - count
-    up = tl.load(above + group, mask=inside, other=0.0)
-    down = tl.load(below + group, mask=inside, other=0.0)
-    up = tl.div_rn(up, tl.maximum(rest, 1).to(tl.float32))
-    down = tl.div_rn(down, tl.maximum(count, 1).to(tl.float32))
-    tl.store(above_out + group, up, mask=inside)
-    tl.store(below_out + group, down, mask=inside)
+def fold_means(
+    tasks, above0, below0, counts, lengths, above, below,
+    LAST: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A pass over both; the last divides by how many they are of, and leaves zeros there."""
+    task = tasks + 5 * tl.program_id(0)
+    source, n = tl.load(task), tl.load(task + 1)
+    out, first, group = tl.load(task + 2), tl.load(task + 3), tl.load(task + 4)
+    row, up, inside = folded(above0 + source, first, n, "plain", LEVELS, WIDE)[:3]
+    row, down, inside = folded(below0 + source, first, n, "plain", LEVELS, WIDE)[:3]
+    if LAST:
+        count = tl.load(counts + group)
+        rest = tl.load(lengths + group) - count
+        up = tl.div_rn(up, tl.maximum(row * 0 + rest, 1).to(tl.float32))
+        down = tl.div_rn(down, tl.maximum(row * 0 + count, 1).to(tl.float32))
+        tl.debug_barrier()  # all have read what is cleared
+        tl.store(counts + group, 0)
+    tl.store(above + out + row, up, mask=inside)
+    tl.store(below + out + row, down, mask=inside)
 
 
 # -- codes ---------------------------------------------------------------------------------------
@@ -293,13 +338,34 @@ class Quantizers(Launcher):
         return out.view(torch.float32)
 
     def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+        return self._squares(bands, x, None)
+
+    def group_norms(self, bands: Bands, x: Tensor) -> Tensor:
+        return self._norms(bands, self._squares(bands, x, None), None)
+
+    def clipped_maxima(self, bands: Bands, x: Tensor, clip: float) -> Tensor:
+        most = self.clean("most", bands.groups)
+        return self._norms(bands, self._squares(bands, x, most), most, clip)
+
+    def _squares(self, bands: Bands, x: Tensor, most: Tensor | None) -> Tensor:
         passes = folds_of(bands)
         for number, (rows, size) in enumerate(passes):
-            into = self._sums(number, len(passes), size)
-            how = "plain" if number else "squares"
-            self._fold(fold, bands, number, rows, x, into, HOW=how)
+            last, how = number == len(passes) - 1, "plain" if number else "squares"
+            into = self._sums(number, size, last)
+            self._fold(fold, bands, number, rows, x, into, None if number else most, HOW=how)
             x = into
         return x if passes else self.empty(0, torch.float32)
+
+    def _norms(
+        self, bands: Bands, squares: Tensor, most: Tensor | None, clip: float = 0.0
+    ) -> Tensor:
+        groups = bands.groups
+        lengths = None if most is None else self._lengths(bands)
+        out = self.empty(groups, torch.float32)
+        if groups:
+            given = squares, most, lengths, out, groups
+            self.launch(norms, -(-groups // 1024), *given, CLIP=clip, TILE=1024)
+        return out
 
     def encode_levels(
         self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: tuple[int, int]
@@ -309,7 +375,7 @@ class Quantizers(Launcher):
         tables, how = self._bands(bands, x.shape[0])
         self.launch(
             encode_levels, pieces, x, scale, *tables, packed.view(torch.int32), x.shape[0], tiles,
-            *map(_signed, key), _TINY, BITS=bits, **how,
+            *map(signed, key), _TINY, BITS=bits, **how,
         )  # fmt: skip
         return packed
 
@@ -339,23 +405,18 @@ class Quantizers(Launcher):
         packed = self.empty(x.shape[0] // 8, torch.uint8)
         words = packed.view(torch.int32)
         self.launch(pack_signs, pieces, x, words, x.shape[0], tiles, TILE=TILE)
-        counts = torch.zeros(bands.groups, dtype=torch.int32, device=self.ops.device)
-        if not bands.groups:
-            return counts.view(torch.float32), counts.view(torch.float32), packed
-        passes = folds_of(bands)
-        sides = [x, x]
+        sides = out = [self.empty(bands.groups, torch.float32) for _ in (0, 1)]
+        counts = self.clean("negative", bands.groups)
+        passes = folds_of(bands, 2)
         for number, (rows, size) in enumerate(passes):
-            into = [self._sums((number, i), len(passes), size) for i in (0, 1)]
-            if number == 0:
-                self._fold(fold_sides, bands, 0, rows, x, *into, counts)
+            last = number == len(passes) - 1
+            into = out if last else [self._sums((number, i), size, False) for i in (0, 1)]
+            if number:
+                given = (*sides, counts, self._lengths(bands), *into)
+                self._fold(fold_means, bands, number, rows, *given, LAST=last)
             else:
-                for side, out in zip(sides, into):
-                    self._fold(fold, bands, number, rows, side, out, HOW="plain")
+                self._fold(fold_sides, bands, number, rows, x, *into, counts)
             sides = into
-        lengths = self.table((bands, "lengths"), lambda: lengths_of(bands))
-        out = [self.empty(bands.groups, torch.float32) for _ in (0, 1)]
-        programs = -(-bands.groups // 1024)
-        self.launch(means, programs, *sides, counts, lengths, *out, bands.groups, TILE=1024)
         return out[0], out[1], packed
 
     def add_signs(
@@ -379,17 +440,19 @@ class Quantizers(Launcher):
         return room
 
     def _fold(
-        self, kernel: Any, bands: Bands, number: int, rows: Any, x: Tensor, *out: Tensor, **how: Any
+        self, kernel: Any, bands: Bands, number: int, rows: Any, *given: Any, **how: Any
     ) -> None:
         table = self.table((bands, "folds", number), lambda: joined(rows))
-        self.launch(kernel, len(rows), x, table, *out, LEVELS=LEVELS, WIDE=WIDE, **how)
+        self.launch(kernel, len(rows), table, *given, LEVELS=LEVELS, WIDE=WIDE, **how)
 
-    def _sums(self, number: Any, passes: int, size: int) -> Tensor:
+    def _sums(self, number: Any, size: int, last: bool) -> Tensor:
         """Memory for what a pass leaves; fresh for the last one."""
-        last = (number if isinstance(number, int) else number[0]) == passes - 1
         if last:
             return self.empty(size, torch.float32)
         return self.room(("sums", number), size, torch.float32)
+
+    def _lengths(self, bands: Bands) -> Tensor:
+        return self.table((bands, "lengths"), lambda: bands.lengths)
 
     def _bands(self, bands: Bands, size: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         rows, of_word, steps = map_of(bands, size)
@@ -420,21 +483,15 @@ def tasks_of(bands: Bands) -> list[tuple[int, int, int]]:
 
 
 @lru_cache(maxsize=256)
-def lengths_of(bands: Bands) -> list[int]:
-    """Elements of each group."""
-    return [band.length for band in bands.bands for _ in range(band.rows)]
-
-
-@lru_cache(maxsize=256)
-def folds_of(bands: Bands) -> list[tuple[list[tuple[int, ...]], int]]:
-    """The tasks of each pass, and how many numbers it leaves."""
+def folds_of(bands: Bands, least: int = 1) -> list[tuple[list[tuple[int, ...]], int]]:
+    """The tasks of each pass, and how many numbers it leaves; at least so many passes."""
     groups = [
         (band.start + row * band.length, band.length)
         for band in bands.bands
         for row in range(band.rows)
     ]
     passes: list[tuple[list[tuple[int, ...]], int]] = []
-    while groups and (not passes or any(length > 1 for _, length in groups)):
+    while groups and (len(passes) < least or any(length > 1 for _, length in groups)):
         rows: list[tuple[int, ...]] = []
         left: list[tuple[int, int]] = []
         end = 0
@@ -477,10 +534,6 @@ def _words(packed: Tensor) -> Tensor:
     """Rows of words."""
     aligned = packed.stride(1) == 1 and packed.stride(0) % 4 == packed.storage_offset() % 4 == 0
     return (packed if aligned else packed.contiguous()).view(torch.int32)
-
-
-def _signed(word: int) -> int:
-    return (word + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 assert _FACTOR == 0x45D9F3B  # as `mix` has it

@@ -7,9 +7,9 @@
     settle   takes what was sent out of the memory
     add      adds up words, tile by tile, and in each rank by rank; or places
 
-Two things differ from C. An index beyond the bucket, or one that does not ascend, is no error at
-once: nothing of its rank is added, and `Ops.require` raises as it does for other damage. And what
-is sent, and how many, stays on the device.
+Two things differ from C. An index beyond the bucket, or one that does not ascend, is found by
+`Common.look` before; what is added needs no index to be right. And what is sent, and how many,
+stays on the device.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from hvd_gradcomp.ops.triton.common import (
     first_from,
     float_of,
     from_words,
+    is_last,
     magnitude_of,
     to_words,
 )
@@ -45,10 +46,6 @@ TILE = 2048
 ADDED = 8192  # elements of a sum that a program is to write
 NEAR = 256  # words that it looks at together
 WIDE = 128  # that it looks at in search of the first
-BEYOND = (
-    "rank {ranks} sent an index that points outside of its bucket, or does not ascend: "
-    "a payload is damaged"
-)
 
 
 @triton.jit
@@ -152,7 +149,7 @@ def code_words(
 
 @triton.jit(do_not_specialize=["turn", "capacity"])
 def write_words(
-    r, v, v0, mask, counts, tops, layer_of_block, words, side, per_layer, numbers,
+    r, v, v0, mask, counts, tops, arrived, layer_of_block, words, side, per_layer, numbers,
     n, pieces, tiles, layers, capacity, turn, zeta,
     POWERS: tl.constexpr, CORRECTS: tl.constexpr, SIDE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
@@ -161,6 +158,7 @@ def write_words(
 
     Args:
         v: of what is wanted and not sent, decays here where the rule corrects it; v0 is v.
+        tops: zeros after.
         side: the exponents, padded to `SIDE` bytes.
         per_layer: what is sent of each is added.
         numbers: how many are sent, and wanted; int64 [2].
@@ -201,6 +199,17 @@ def write_words(
         tl.store(numbers + 1, wanted.to(tl.int64))
         if POWERS:
             write_exponents(tops, side, layers, SIDE)
+    if POWERS:
+        clear_by_last(tops, arrived, layers, TILE)
+
+
+@triton.jit
+def clear_by_last(tops, arrived, layers, TILE: tl.constexpr):
+    """Zeros for the next step, once nobody looks any more."""
+    if is_last(arrived):
+        for first in range(0, layers, TILE):
+            layer = first + tl.arange(0, TILE)
+            tl.store(tops + layer, tl.zeros((TILE,), tl.int32), mask=layer < layers)
 
 
 @triton.jit
@@ -214,7 +223,7 @@ def write_exponents(tops, side, layers, SIDE: tl.constexpr):
 
 @triton.jit
 def write_places(
-    r, mask, tops, layer_of_block, places, side, per_layer, numbers, n, tiles, layers,
+    r, mask, tops, arrived, layer_of_block, places, side, per_layer, numbers, n, tiles, layers,
     POWERS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A body of places: `code + 1` of every wanted element in a byte, or in two bits; else 0."""
@@ -240,8 +249,10 @@ def write_places(
         here = tl.sum(tl.reshape(goes.to(tl.int32), (TILE // BLOCK, BLOCK)), axis=1)
         tl.atomic_add(per_layer + layer, here.to(tl.int64), mask=here > 0)
         tl.atomic_add(numbers, tl.sum(here).to(tl.int64))
-    if POWERS and piece == 0:
-        write_exponents(tops, side, layers, SIDE)
+    if POWERS:
+        if piece == 0:
+            write_exponents(tops, side, layers, SIDE)
+        clear_by_last(tops, arrived, layers, TILE)
 
 
 @triton.jit
@@ -343,24 +354,9 @@ def settle_places(
             tl.store(v + at, tl.where(code != 0, less, seen), mask=inside)
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def check_words(bodies, held, n, stride, side, capacity, MASK: tl.constexpr, TILE: tl.constexpr):
-    """Whether each rank's indices ascend, up to sinks, and lie within the bucket."""
-    rank = tl.program_id(0)
-    words = bodies + rank * stride.to(tl.int64) + side
-    wrong = tl.zeros((TILE,), tl.int32)
-    for first in range(0, capacity, TILE):
-        slot = first + tl.arange(0, TILE)
-        index = tl.load(words + slot, mask=slot < capacity, other=n - 1) & MASK
-        before = tl.load(words + slot - 1, mask=(slot > 0) & (slot < capacity), other=-1)
-        before = tl.where((slot > 0) & (slot < capacity), before & MASK, -1)
-        wrong |= ((index >= n) | ((index <= before) & (index != n - 1))).to(tl.int32)
-    tl.store(held + rank, tl.max(wrong) == 0)
-
-
 @triton.jit(do_not_specialize=["capacity", "ranks"])
 def add_words(
-    bodies, layer_of_block, weights, held, room, n, stride, side, capacity, ranks, tau,
+    bodies, layer_of_block, weights, room, n, stride, side, capacity, ranks, tau,
     MASK: tl.constexpr, POWERS: tl.constexpr, BITS: tl.constexpr,
     TILE: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
@@ -370,7 +366,7 @@ def add_words(
 
     Args:
         bodies: of all ranks, `stride` words apart; words begin after `side` words.
-        held: ranks whose words are in order; of others nothing is added.
+        weights: 0 where words are not in order.
     """
     start = tl.program_id(0) * TILE
     end = tl.minimum(start + TILE, n - 1)  # before the sink
@@ -379,8 +375,8 @@ def add_words(
     for rank in range(0, ranks):
         tl.debug_barrier()  # what others of this program have written is read
         body = bodies + rank * stride.to(tl.int64)
-        count = tl.where(tl.load(held + rank) != 0, capacity, 0)
         weight = tl.load(weights + rank)
+        count = tl.where(weight != 0.0, capacity, 0)
         first = first_from(body + side, count, MASK, start, WIDE, ROUNDS)
         last = first_from(body + side, count, MASK, end, WIDE, ROUNDS)
         for slot in range(first, last, NEAR):
@@ -437,9 +433,7 @@ class WordPasses(Launcher):
         r, v = self.ops.room(r0), None if v0 is None else self.ops.room(v0)
         table = self._layer_of_block(layout)
         per_layer, numbers = self.empty(layers, torch.int64), self.empty(2, torch.int64)
-        tops = self.room("tops", layers)
-        if rule.powers:
-            tops.zero_()
+        tops, arrived = self.clean("tops", layers), self.clean("arrived", 1)
         mask, counts = self.room("mask", size // 32), self.room("counts", pieces)
         side = rule.side_bytes(layout)
         body = self.empty(rule.body_bytes(layout, rung), torch.uint8)
@@ -455,8 +449,8 @@ class WordPasses(Launcher):
         apart = 4 * size if rung.dense else rung.capacity * SECTOR
         if rung.dense:
             self.launch(
-                write_places, pieces, r, mask, tops, table, rest.view(torch.int8), exponents,
-                per_layer, numbers, size, tiles, layers,
+                write_places, pieces, r, mask, tops, arrived, table, rest.view(torch.int8),
+                exponents, per_layer, numbers, size, tiles, layers,
                 partly={0: apart}, POWERS=rule.powers, SIDE=side, BLOCK=block, TILE=TILE,
             )  # fmt: skip
             sent = wanted = numbers[0]
@@ -470,10 +464,11 @@ class WordPasses(Launcher):
                 mask = kept
             held = (v, v) if rule.corrects else (None, None)
             self.launch(
-                write_words, pieces, r, *held, mask, counts, tops, table, rest.view(torch.int32),
-                exponents, per_layer, numbers, size, pieces, tiles, layers, rung.capacity, turn,
-                float(rule.zeta), partly={0: apart, 1: apart, 2: apart}, POWERS=rule.powers,
-                CORRECTS=rule.corrects, SIDE=side, BLOCK=block, TILE=TILE, PIECES=PIECES,
+                write_words, pieces, r, *held, mask, counts, tops, arrived, table,
+                rest.view(torch.int32), exponents, per_layer, numbers, size, pieces, tiles, layers,
+                rung.capacity, turn, float(rule.zeta), partly=dict.fromkeys((0, 1, 2), apart),
+                POWERS=rule.powers, CORRECTS=rule.corrects, SIDE=side, BLOCK=block, TILE=TILE,
+                PIECES=PIECES,
             )  # fmt: skip
             sent, wanted = numbers[0], numbers[1]
 
@@ -521,17 +516,13 @@ class WordPasses(Launcher):
                 POWERS=rule.powers, BLOCK=layout.block, TILE=TILE,
             )  # fmt: skip
             return room
-        held = self.empty((ranks,), torch.bool)
-        words, mask = bodies.view(torch.int32), _mask(rule)
-        where = size, words.stride(0), side // 4, rung.capacity
-        self.launch(check_words, ranks, words, held, *where, MASK=mask, TILE=4096)
-        self.ops.require({BEYOND: held})
-        rounds = 1
+        words, rounds = bodies.view(torch.int32), 1
         while WIDE**rounds < rung.capacity:
             rounds += 1
         self.launch(
-            add_words, -(-size // ADDED), words, table, weights, held, room, *where, ranks,
-            float(rule.tau), MASK=mask, POWERS=rule.powers, BITS=layout.block_bits,
+            add_words, -(-size // ADDED), words, table, weights, room, size, words.stride(0),
+            side // 4, rung.capacity, ranks, float(rule.tau),
+            MASK=_mask(rule), POWERS=rule.powers, BITS=layout.block_bits,
             TILE=ADDED, NEAR=NEAR, WIDE=WIDE, ROUNDS=rounds,
         )  # fmt: skip
         return room

@@ -1,0 +1,206 @@
+"""What only a GPU can show, in one file: tests, host reads, launches, memory, two ranks on NCCL.
+
+    make gpu SETUP=0 PYTHON=python3                         # as below, where there is a GPU
+    python -m benchmarks.gpu --folder results               # writes gpu-cuda.json and gpu-cuda.md
+    python -m benchmarks.gpu --device cpu --only Strom      # as far as a CPU can do it
+
+Parts, each by itself: `kernels` beside the verbs, to the bit, and captured in CUDA graphs; `reads`:
+verbs, codecs and laws on the device, where a wait for it is an error (sync-debug mode); `steps`:
+`benchmarks.codecs`, with launches a step and extra memory; `exchange`: two processes over NCCL with
+`DistributedDataParallel` and no Horovod, a GPU each (gloo on a CPU), whose replicas have to be
+equal to the bit; `horovod`: the same tests that a CPU runs with ranks, where Horovod is installed.
+
+On a CPU Triton's interpreter runs the kernels. What cannot run says why, and does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+TESTS = {
+    "kernels": ("tests/triton",),
+    "reads": (
+        "tests/single/test_device.py",
+        "tests/single/test_golden.py",
+        "tests/single/test_laws.py",
+    ),
+    "horovod": ("tests/parallel/test_torch.py", "-k", "gloo and (200_steps or backward)"),
+}
+NEEDS = {"kernels": "triton", "horovod": "horovod"}
+PARTS = ("kernels", "reads", "steps", "exchange", "horovod")
+RANKS, STEPS = 2, 20
+PATIENCE = datetime.timedelta(minutes=3)
+
+Result = dict[str, Any]
+
+
+def tested(part: str, options: argparse.Namespace) -> Result:
+    """What pytest says of a part."""
+    needed = NEEDS.get(part)
+    if needed and importlib.util.find_spec(needed) is None:
+        return {"not run": f"{needed} is not installed"}
+    command = [sys.executable, "-m", "pytest", "-q", "--device", options.device, *TESTS[part]]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        code = subprocess.run([*command, f"--junitxml={report}"]).returncode
+        suite = ElementTree.parse(report).find("testsuite") if report.exists() else None
+    said = {} if suite is None else suite.attrib
+    numbers = {key: int(said.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+    return {"command": " ".join(command[1:]), **numbers, "seconds": said.get("time"), "code": code}
+
+
+def steps(options: argparse.Namespace) -> Result:
+    """The rows of `benchmarks.codecs`."""
+    from benchmarks import codecs
+
+    only = ["--only", *options.only] if options.only else []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rows.json")
+        given = ["--device", options.device, "--steps", str(options.steps), "--json", str(file)]
+        code = codecs.main([*given, *only])
+        return {"rows": json.loads(file.read_text()), "code": code}
+
+
+def exchange(options: argparse.Namespace) -> Result:
+    """What rank 0 has written of steps of two processes."""
+    if options.device == "cuda" and torch.cuda.device_count() < RANKS:
+        return {"not run": f"{RANKS} GPUs are needed, {torch.cuda.device_count()} is here"}
+    from benchmarks import points
+
+    asked = points.chosen(points.every(), options.only)
+    names = [point.name for point in asked if point.middle]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(ranked, (folder, options.device, names), RANKS)
+        return {"rows": json.loads(Path(folder, "rows.json").read_text()), "code": 0}
+
+
+def ranked(rank: int, folder: str, device: str, names: list[str]) -> None:
+    """One of the processes."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, store, rank=rank, world_size=RANKS, timeout=PATIENCE)
+    rows = [{"point": name, "backend": backend, **trained(name, device)} for name in names]
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def trained(name: str, device: str) -> Result:
+    """Steps of a small model with one method; raises where replicas differ."""
+    from benchmarks import points
+    from hvd_gradcomp.torch import ddp
+
+    torch.manual_seed(1)
+    layers = torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
+    (point,) = (point for point in points.every() if point.name == name)
+    state = ddp.compress(model, point.make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        given = torch.randn(32, 512, generator=generator, device=device)
+        model(given).square().mean().backward()
+        optimizer.step()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    every = [torch.empty_like(flat) for _ in range(RANKS)]
+    dist.all_gather(every, flat)
+    if not (torch.equal(every[0], every[1]) and bool(flat.isfinite().all())):
+        raise AssertionError(f"{name}: replicas differ, or are not finite")
+    seconds = time.perf_counter() - start
+    stats = state.stats()
+    return {"ms": 1e3 * seconds / STEPS, "bytes_sent": stats.bytes_sent, "equal": True}
+
+
+def machine(device: str) -> Result:
+    """Where it was run."""
+    found: Result = {"torch": torch.__version__, "device": device}
+    if device == "cuda":
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found |= {"cuda": torch.version.cuda, "nccl": list(torch.cuda.nccl.version())}
+    if importlib.util.find_spec("triton"):
+        from importlib.metadata import version
+
+        found["triton"] = version("triton")
+    return found
+
+
+def table(result: Result) -> str:
+    """As Markdown."""
+    lines = ["| part | what came of it |", "|---|---|"]
+    for part, found in result["parts"].items():
+        if "not run" in found:
+            said = f"not run: {found['not run']}"
+        elif "tests" in found:
+            failed = found["failures"] + found["errors"]
+            passed = found["tests"] - failed - found["skipped"]
+            said = f"{passed} passed, {failed} failed, {found['skipped']} skipped"
+        else:
+            said = "failed" if found["code"] else f"{len(found['rows'])} methods"
+        lines.append(f"| {part} | {said} |")
+    rows = result["parts"].get("steps", {}).get("rows", [])
+    if rows:
+        calls = "launches" if result["machine"]["device"] == "cuda" else "operators"
+        lines += ["", f"| point | copies | {calls} a bucket | extra memory, buckets |"]
+        lines.append("|---|--:|--:|--:|")
+    for row in rows:
+        numbers = row["copies"], row["calls"] / row["buckets"], row["extra_buckets"]
+        lines.append(f"| {row['point']} | " + " | ".join(f"{x:.2f}" for x in numbers) + " |")
+    rows = result["parts"].get("exchange", {}).get("rows", [])
+    if rows:
+        lines += ["", f"| point | bytes sent in {STEPS} steps | ms a step | replicas |"]
+        lines.append("|---|--:|--:|---|")
+    for row in rows:
+        lines.append(f"| {row['point']} | {row['bytes_sent']} | {row['ms']:.1f} | equal |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="+", default=[], metavar="POINT", help="of steps, exchange")
+    parser.add_argument("--steps", type=int, default=9, help="that are measured")
+    parser.add_argument("--folder", type=Path, default=Path("results"))
+    options = parser.parse_args(arguments)
+    if options.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    path = options.folder / f"gpu-{options.device}.json"
+    result: Result = {"machine": machine(options.device), "parts": {}}
+    for part in options.parts:
+        own = {"steps": steps, "exchange": exchange}.get(part)
+        try:
+            found = own(options) if own else tested(part, options)
+        except Exception as error:  # the other parts can still be had
+            found = {"rows": [], "code": 1, "error": str(error)[-2000:]}
+        result["parts"][part] = found
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(result))
+    print(table(result))
+    print(f"results: {path} and {path.with_suffix('.md').name}")
+    return int(any(found.get("code") for found in result["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

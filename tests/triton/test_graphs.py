@@ -1,0 +1,154 @@
+"""A step of a bucket and the host: what a CUDA graph can hold, and how much is left beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.traffic import LAUNCHES, METHODS, Step, WithoutData, buckets, counted
+from hvd_gradcomp import (
+    HybridCompressor,
+    OneBitCompressor,
+    QSGDCompressor,
+    StromCompressor,
+    TernGradCompressor,
+    VarianceCompressor,
+)
+from hvd_gradcomp.codecs.quantized import Into, QuantizedCompressor
+from hvd_gradcomp.codecs.words import WordCompressor
+from hvd_gradcomp.core import exchanges, wire
+from hvd_gradcomp.core.aggregator import Context, leaves
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.rules import Rung
+from tests.triton.gradients import on
+
+SHAPES = (("a", "b", "c"), ((40, 45), (3,), (1500,)))
+FAMILIES = (WordCompressor, QuantizedCompressor)
+HAVE_KERNELS = [name for name, (one, *_) in METHODS.items() if isinstance(one, FAMILIES)]
+CODECS = [
+    VarianceCompressor(alpha=0.5),
+    VarianceCompressor(alpha=1.5, zeta=0.9, feedback_rounding=True),
+    HybridCompressor(tau=0.5),
+    StromCompressor(tau=0.7),
+    QSGDCompressor(),
+    QSGDCompressor(norm="l2"),
+    TernGradCompressor(),
+    OneBitCompressor(),
+]
+
+
+class Codec:
+    """A step of one of two ranks but what `admit` does: it alone tells the host something.
+
+    The other rank sends the same. Both are at step 0 always: a graph has it in it.
+    """
+
+    def __init__(self, compressor, ops, dense=False):
+        self.compressor, self.ops = compressor, ops
+        self.layout = Layout(*SHAPES, block=compressor.block)
+        self.context = Context(self.layout, 0, 2, 0, 1.0, 0.5)
+        self.rung = Rung(0, 200, dense)
+        self.gradient = ops.zeros((self.layout.size,))
+        self.state = compressor.init(ops, self.layout)
+        self.weights = ops.full((2,), 0.5, "float32")
+
+    def __call__(self):
+        """What travels, and the sum."""
+        one = self.quantized if isinstance(self.compressor, QuantizedCompressor) else self.words
+        return one()
+
+    def words(self):
+        ops, codec, layout, rung = self.ops, self.compressor, self.layout, self.rung
+        finite, gradient = exchanges.checked_to_keep(ops, self.gradient)
+        encoded, state = codec.encode(ops, layout, rung, 0, gradient, self.state)
+        self.state = state._replace(sent=self.state.sent)  # would be a tensor of the graph
+        header = exchanges.header_of(codec, self.context, finite)
+        header = header._replace(sent=encoded.sent, wanted=encoded.wanted)
+        buffer = wire.seal(ops, header, encoded.body)
+        bodies = wire.bodies_of(self.gathered(buffer))
+        encoded.settle()
+        total = codec.decode_sum(ops, layout, rung, bodies, self.weights, gradient)
+        return buffer, total
+
+    def quantized(self):
+        ops, codec, layout = self.ops, self.compressor, self.layout
+        bands, parts = codec.bands(layout), codec.parts(layout)
+        finite, gradient = exchanges.checked(ops, self.gradient)
+        x = codec.collect(ops, gradient, self.state)
+        mine = codec.encode(ops, bands, x, ops.key(0, 7))
+        body = wire.packed(ops, parts, mine)
+        buffer = wire.seal(ops, exchanges.header_of(codec, self.context, finite), *body)
+        bodies = wire.bodies_of(self.gathered(buffer))
+        self.state = codec.keep(ops, bands, x, mine, self.state)
+        payload = wire.unpack_body(ops, parts, bodies)
+        total = codec.add_decoded(ops, bands, payload, Into(None, gradient, self.weights))
+        return buffer, total
+
+    def gathered(self, buffer):
+        return torch.stack([buffer, buffer])
+
+    def drawn(self, generator):
+        """A gradient; padding is zero."""
+        flat = torch.zeros(self.layout.size)
+        for offset, size in zip(self.layout.offsets, self.layout.sizes):
+            flat[offset : offset + size] = torch.randn(size, generator=generator)
+        return flat
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("compressor", CODECS, ids=repr)
+def test_what_is_captured_asks_the_host_nothing(compressor, dense):
+    """By tensors that have no data: reading one is an error."""
+    codec = Codec(compressor, WithoutData(kernels=True), dense)
+    codec()  # makes tables
+    with counted(codec.ops) as seen:
+        codec()
+    others = {name for name, _ in seen.listed} - {launch.kernel.__name__ for launch in seen.kernels}
+    assert others <= {"stack", "add"}, "a kernel, the exchange's stand-in, or r + g of 1-bit SGD"
+
+
+@pytest.mark.parametrize("name", HAVE_KERNELS)
+def test_a_step_is_twelve_launches_and_one_copy_to_the_host(name):
+    """Of ResNet-50's buckets; and in the steady state kernels take no memory that they keep."""
+    compressor = METHODS[name][0]
+    for layout in buckets(compressor):
+        step = Step(compressor, layout, kernels=True)
+        passes = [step.ops.kernels, step.ops.word_passes, step.ops.quantizers]
+        kept = [set(each._rooms) for each in passes]
+        step.take()
+        launched = [launch for part in step.listed for launch, _ in part]
+        assert len(launched) <= LAUNCHES, launched
+        assert launched.count("to the host") == 1
+        assert launched.count("from the host") == 0
+        assert kept == [set(each._rooms) for each in passes]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("compressor", CODECS, ids=repr)
+def test_a_captured_step_is_the_step(compressor, dense, device):
+    """To the bit, for three steps: what travels, the sum and the state."""
+    if device != "cuda":
+        pytest.skip("needs --device cuda")
+    ours, theirs = (Codec(compressor, on(device, True), dense) for _ in (0, 1))
+    memory = [x for name, x in leaves(ours.state) if x.is_cuda and x.is_floating_point()]
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):  # compiles kernels, makes tables and rooms
+            ours()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ours()
+    for x in memory:
+        x.zero_()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        given = ours.drawn(generator)
+        ours.gradient.copy_(given)
+        theirs.gradient.copy_(given)
+        graph.replay()
+        for one, other in zip(captured, theirs()):
+            assert torch.equal(one, other)
+        now = [x for _, x in leaves(theirs.state) if x.is_cuda and x.is_floating_point()]
+        assert all(map(torch.equal, memory, now))
