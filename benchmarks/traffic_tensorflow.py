@@ -53,6 +53,7 @@ MEASURED = Path(__file__).parents[1] / "docs" / "measured"
 PASSING = 1.3  # elements that reach the hint, by those that are sent; see `codecs.exact`
 FOLDED = 100 << 10  # bytes: what is computed of constants is kept up to here
 HALVES = ("encode", "decode")
+LINKS = (1, 10, 25, 100)  # Gb/s
 
 
 class Told(TensorFlowOps):
@@ -373,6 +374,11 @@ def way(steps: Sequence[Step], parts: Sequence[dict[str, Count]], speed: Speed) 
     return Way("", {RANKS: [[round_]] * RANKS})
 
 
+def dense_seconds(size: float, bandwidth: float) -> float:
+    """An exchange of so many bytes without compression."""
+    return Dense("", [(0.0, size)]).seconds(Link.of(bandwidth, RANKS), RANKS)
+
+
 def summary(
     steps: Sequence[Step], parts: Sequence[dict[str, Count]], speed: Speed
 ) -> dict[str, Any]:
@@ -380,11 +386,10 @@ def summary(
     one = 8 * sum(step.layout.elements for step in steps)
     encode, decode = (sum(p[half].moved for p in parts) / one for half in HALVES)
     launches = [sum(p[half].launches for half in HALVES) for p in parts]
-    mine, dense = way(steps, parts, speed), Dense("", [(0.0, one / 2)])
+    mine = way(steps, parts, speed)
 
     def saved(bandwidth: float) -> float:
-        link = Link.of(bandwidth, RANKS)
-        return dense.seconds(link, RANKS) - mine.seconds(link, RANKS)
+        return dense_seconds(one / 2, bandwidth) - mine.seconds(Link.of(bandwidth, RANKS), RANKS)
 
     work = sum(sum(bucket.work) for bucket in mine.costs[RANKS][0][0])
     return {
@@ -418,7 +423,7 @@ def rows(only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
 def table(found: Sequence[dict[str, Any]]) -> str:
     """As Markdown, in 80 columns."""
     lines = [
-        "| method | verbs: copies | launches | ms | Gb/s | XLA: copies | launches | ms | Gb/s |",
+        "| method | verbs: copies | launches | ms | Gb/s | XLA | launches | ms | Gb/s |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in found:
@@ -442,10 +447,13 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows(options.only):
         print(row["method"], file=sys.stderr)
         found.append(row)
+    speed = measured_speed()
+    dense = {gbits: round(1e3 * dense_seconds(speed.size, 1e9 * gbits), 1) for gbits in LINKS}
     print(table(found))
+    print("dense:", ", ".join(f"{ms} ms at {gbits} Gb/s" for gbits, ms in dense.items()))
+    print(f"a copy takes {1e3 * speed.copy:.3f} ms, a launch {1e6 * speed.launch:.1f} us")
     if options.folder:
-        speed = measured_speed()
-        content = {"speed": speed._asdict(), "rows": found}
+        content = {"speed": speed._asdict(), "dense_ms_by_gbits": dense, "rows": found}
         for name, text in (("json", json.dumps(content, indent=1) + "\n"), ("txt", table(found))):
             (options.folder / f"traffic-tensorflow.{name}").write_text(text)
     return 0
