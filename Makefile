@@ -78,9 +78,12 @@ triton: $(kernels) ## the kernels for GPUs, without one: interpreted against the
 		$(triton) -m pytest -q tests/triton/test_compiled.py; \
 	else echo "triton: skipped: $(PYTHON) has no Triton"; fi
 
-traffic: $(kernels) ## bytes and launches of a step on a GPU, counted without one, into docs/measured
+# What XLA makes of a step is looked at, not run: it need not be fast.
+traffic: $(kernels) $(frameworks) ## bytes and launches of a step on a GPU, counted without one, into docs/measured
 	@$(triton) -m pytest -q tests/triton/test_compiled.py --compiled docs/measured/kernels.json
 	@$(triton) -m benchmarks.traffic --folder docs/measured
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(run) -m benchmarks.traffic_tensorflow \
+		--folder docs/measured
 
 # torch 2.0 has to be loaded before TensorFlow, or it aborts: hence -p.
 test-older: $(VENV_OLDER)/.stamp ## what one process can test, on PyTorch 2.0 and TensorFlow 2.13

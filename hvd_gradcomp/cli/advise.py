@@ -93,6 +93,7 @@ def command(
     and the link by collectives of several sizes, all on CPUs. From the last three a model predicts
     what an exchange takes on other links and numbers of hosts: the cost model of Tsuzuku et al.
     2018, section 5, with work, latency and overlap. Where an exchange was measured, that counts.
+    It knows nothing of GPUs, where compressing costs something else: see "On a GPU" on the site.
 
     "model" is the predicted exchange, "took" the measured one, "step" all but the optimizer's
     update, in ms; "faster" is how many times faster than without compression. From-to is where a
