@@ -34,9 +34,7 @@ static int64_t list_from(float bound, const float *r, int64_t at, int64_t end, u
   /* Not below a float is beyond the one before it. */
   const rule how = {.large = 1, .tau = bound > 0.0f ? float_of(bits_of(bound) - 1) : 0.0f};
   uint32_t most = 0;
-  int64_t count = list(&how, r + at, r + at, end - at, (uint32_t)at, index, &most);
-  for (int64_t i = 0; i < count; i++) bits[i] = bits_of(r[index[i]]);
-  return count;
+  return list(&how, r + at, r + at, end - at, (uint32_t)at, index, bits, &most);
 }
 
 static void move(const elements *found, int64_t to, int64_t from, int64_t count) {

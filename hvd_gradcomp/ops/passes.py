@@ -105,9 +105,9 @@ class WordPasses(Passes):
                 how, where, r, _at(flags), _at(top), *out, threads
             )
         else:
-            found = _at(self._room(4 * layout.size))
+            found = _at(self._room(8 * layout.size))
             wanted = _check(self.native.words_find(*given, found, None, _at(top), threads))
-            wanted = _check(self.native.words_code(how, where, r, found, wanted, _at(top), threads))
+            wanted = _check(self.native.words_code(how, where, found, wanted, _at(top), threads))
             sent = self.native.words_write(
                 how, where, found, wanted, _at(top), rung.capacity, turn, v, *out
             )
