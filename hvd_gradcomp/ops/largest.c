@@ -11,6 +11,7 @@
 #define SAMPLE_BINS 512  /* of a group */
 #define SAMPLE_RUN 16    /* neighbours that are looked at together */
 #define DIGIT 11         /* bits that one histogram of candidates tells apart */
+#define VECTOR 16        /* of them, looked at together */
 #define BLOCK 32         /* indices that are packed together */
 
 static int64_t groups_of(const scope *of) { return of->whole ? 1 : of->where.layers; }
@@ -177,8 +178,58 @@ static void survey(histogram *bins, const uint32_t *bits, int64_t n) {
   fill(bins, bits, n);
 }
 
-/* The magnitude of the rank-th largest, counted from 1, as bits. */
-static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64_t rank) {
+/* Keeps those of a magnitude from `least` to `most`; returns how many.
+ *
+ * index: goes along, where it is not NULL. to: what is read, or VECTOR longer than what is kept.
+ */
+static int64_t keep_plainly(const uint32_t *index, const uint32_t *bits, int64_t n, uint32_t least,
+                            uint32_t most, uint32_t *to_index, uint32_t *to, int64_t from,
+                            int64_t kept) {
+  for (int64_t i = from; i < n; i++) {
+    if (index) to_index[kept] = index[i];
+    to[kept] = bits[i];
+    kept += SIZE(i) - least <= most - least;
+  }
+  return kept;
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx512f,popcnt"))) static int64_t keep_avx512(
+    const uint32_t *index, const uint32_t *bits, int64_t n, uint32_t least, uint32_t most,
+    uint32_t *to_index, uint32_t *to) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), first = _mm512_set1_epi32((int)least);
+  const __m512i range = _mm512_set1_epi32((int)(most - least));
+  int64_t kept = 0, i = 0;
+  for (; i + VECTOR <= n; i += VECTOR) {
+    const __m512i x = _mm512_loadu_si512(bits + i);
+    const __m512i beyond = _mm512_sub_epi32(_mm512_and_si512(x, magnitude), first);
+    const __mmask16 passes = _mm512_cmple_epu32_mask(beyond, range);
+    if (index) {
+      const __m512i at = _mm512_loadu_si512(index + i);
+      _mm512_storeu_si512(to_index + kept, _mm512_maskz_compress_epi32(passes, at));
+    }
+    _mm512_storeu_si512(to + kept, _mm512_maskz_compress_epi32(passes, x));
+    kept += __builtin_popcount(passes);
+  }
+  return keep_plainly(index, bits, n, least, most, to_index, to, i, kept);
+}
+#endif
+
+static int64_t keep(const uint32_t *index, const uint32_t *bits, int64_t n, uint32_t least,
+                    uint32_t most, uint32_t *to_index, uint32_t *to) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f"))
+    return keep_avx512(index, bits, n, least, most, to_index, to);
+#endif
+  return keep_plainly(index, bits, n, least, most, to_index, to, 0, 0);
+}
+
+/* The magnitude of the rank-th largest, counted from 1, as bits.
+ *
+ * spare [room]: for those in the bin that it lies in, if there is room for them.
+ */
+static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64_t rank,
+                    uint32_t *spare, int64_t room) {
   const histogram *bins = all;
   histogram part;
   for (int digit = DIGIT;;) {
@@ -186,6 +237,10 @@ static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64
     while (bins->counts[bin] < rank) rank -= bins->counts[bin--];
     uint32_t least = bins->least + ((uint32_t)bin << bins->shift);
     if (!bins->shift) return least;
+    if (bins->counts[bin] + VECTOR <= room) {
+      n = keep(NULL, bits, n, least, least + (1u << bins->shift) - 1, NULL, spare);
+      bits = spare;
+    }
     digit = bins->shift < DIGIT ? bins->shift : DIGIT;
     part.least = least, part.shift = bins->shift - digit;
     bins = &part;
@@ -201,15 +256,16 @@ static int64_t first_in_turn(const scope *of, int64_t group, int64_t turn, int64
   return of->offsets[layer] + number;
 }
 
-/* Keeps `room` of those that are as large as the last, beginning at an index and then from the
- * first on; and all others. Returns how many. */
-static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t last, int64_t room,
+/* Keeps k: all but those that are as large as the last, of which it takes the first from an index
+ * on, and then those from the beginning. Returns how many. */
+static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t last, int64_t k,
                           int64_t from) {
   int64_t ties = 0, early = 0, tie = 0, kept = 0;
   for (int64_t i = 0; i < n; i++) {
     ties += SIZE(i) == last;
     early += (SIZE(i) == last) & (index[i] < from);
   }
+  int64_t room = k - (n - ties);
   for (int64_t i = 0; i < n; i++) {
     int equal = SIZE(i) == last;
     tie += equal;
@@ -227,22 +283,18 @@ static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t l
 static void choose(const scope *of, int64_t group, int64_t turn, int64_t k, const elements *found,
                    float *hint) {
   uint32_t *index = found->index + start_of(of, group), *bits = found->bits + start_of(of, group);
-  int64_t n = found->count[group], kept = 0, greater = 0;
+  int64_t n = found->count[group], room = start_of(of, group + 1) - start_of(of, group) - n;
   *hint = 0.0f;
   if (n == 0 || n < k) return;
   int64_t wished = k + k / 4 + (int64_t)(sqrt((double)k) * 4.0) + 8;
   histogram all;
   survey(&all, bits, n);
-  uint32_t last = nth(&all, bits, n, k > 1 ? k : 1);
-  *hint = float_of(nth(&all, bits, n, wished < n ? wished : n)) * (n < wished ? 0.97f : 1.0f);
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t size = SIZE(i);
-    index[kept] = index[i], bits[kept] = bits[i];
-    kept += size >= last;
-    greater += size > last;
-  }
+  uint32_t last = nth(&all, bits, n, k > 1 ? k : 1, bits + n, room);
+  uint32_t next = nth(&all, bits, n, wished < n ? wished : n, bits + n, room);
+  *hint = float_of(next) * (n < wished ? 0.97f : 1.0f);
+  int64_t kept = keep(index, bits, n, last, 0x7fffffff, index, bits);
   if (kept > k)
-    kept = take_turns(index, bits, kept, last, k - greater, first_in_turn(of, group, turn, k));
+    kept = take_turns(index, bits, kept, last, k, first_in_turn(of, group, turn, k));
   found->count[group] = kept;
 }
 
