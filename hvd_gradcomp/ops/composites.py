@@ -324,6 +324,10 @@ class Composites:
             x, length = folded, half
         return self.reshape(x, (-1,))
 
+    def peaks(self: Any, x: Tensor) -> Tensor:
+        """The largest |x| of each row; float32 [rows, n] to [rows]."""
+        return self.max(self.abs(x), -1)
+
     # -- layers ------------------------------------------------------------------------------
 
     def layer_histograms(self: Any, layout: Layout, x: Tensor, bins: int) -> Tensor:

@@ -406,9 +406,10 @@ class TorchOps(Ops):
         return narrow.contiguous().view(torch.uint8)
 
     def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        x = _rows(x) if x.dim() == 2 else x.contiguous()
         if dtype == "uint32":
-            return x.contiguous().view(torch.int32).to(torch.int64) & _WORD
-        wide = x.contiguous().view(_DTYPES[dtype])
+            return x.view(torch.int32).to(torch.int64) & _WORD
+        wide = x.view(_DTYPES[dtype])
         return wide.to(torch.int64) if dtype in ("int8", "uint8") else wide
 
     def length(self, x: Tensor) -> int:
@@ -623,6 +624,15 @@ class TorchOps(Ops):
         out = counts.data_ptr(), torch.get_num_threads()
         self.native.layer_histograms(*tables, len(layout.names), x.data_ptr(), bins, *out)
         return counts
+
+    def peaks(self, x: Tensor) -> Tensor:
+        if self.native is None:
+            return super().peaks(x)
+        (rows, length), out, x = x.shape, self._empty(x.shape[0]), _rows(x)
+        numbers = [number for row in range(rows) for number in (row * x.stride(0), 1, length)]
+        bands = (ctypes.c_int64 * len(numbers))(*numbers)
+        self.native.group_maxima(bands, rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads())
+        return out
 
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
         if self.quantizers is not None:
@@ -915,7 +925,8 @@ class _Above(_Condition):
 
 def _rows(x: Tensor) -> Tensor:
     """With rows that C can walk: neighbours adjacent, rows a multiple of 4 bytes apart."""
-    aligned = x.stride(1) == 1 and x.stride(0) * x.element_size() % 4 == 0
+    apart = x.stride(0) * x.element_size(), x.storage_offset() * x.element_size()
+    aligned = x.stride(1) == 1 and not any(number % 4 for number in apart)
     return x if aligned else x.contiguous()
 
 
