@@ -178,7 +178,11 @@ class Composites:
     def framed(self: Any, words: Tensor, body: Tensor) -> Tensor:
         """The same of int64 words."""
         checksum = self.reshape(self.checksum(words, body), (1,))
-        return self.concat((self.to_bytes(self.concat((words, checksum)), "uint32"), body))
+        return self.headed(self.to_bytes(self.concat((words, checksum)), "uint32"), body)
+
+    def headed(self: Any, head: Tensor, body: Tensor) -> Tensor:
+        """One after the other."""
+        return self.concat((head, body))
 
     def examine(
         self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]

@@ -43,6 +43,7 @@ _DTYPES = {
 _WORD = 0xFFFFFFFF
 _EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight
 _TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
+_HEAD = 64  # bytes before a body, at most
 _CACHED = 1 << 18  # elements that are written past the caches if there are more
 
 
@@ -84,6 +85,7 @@ class TorchOps(Ops):
         self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
+        self._headless: Tensor | None = None  # see `body`
         self._kept: set[int] = set()  # places that verbs must not write to
         self._rooms: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # to write to instead
 
@@ -528,6 +530,19 @@ class TorchOps(Ops):
             return Admitted(words, None, needed)
         self._pending += facts
         return Admitted(words, intact, needed)
+
+    def body(self, size: int) -> Tensor:
+        """Memory for bytes, before which there is room for their head, if it comes next."""
+        self._headless = self._empty(_HEAD + size, dtype=torch.uint8)
+        return self._headless[_HEAD:]
+
+    def headed(self, head: Tensor, body: Tensor) -> Tensor:
+        room, self._headless = self._headless, None
+        if room is None or room[_HEAD:].data_ptr() != body.data_ptr() or len(head) > _HEAD:
+            return super().headed(head, body)
+        whole = room[_HEAD - len(head) : _HEAD + len(body)]
+        whole[: len(head)] = head
+        return whole
 
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         return torch.mul(intact, weight, out=self._empty(intact.shape))
