@@ -216,8 +216,8 @@ class LargestCompressor(SparseCompressor):
         return parts, index, values, hint
 
     def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
-        values = wire.unpack_body(ops, Room.on(self, layout, rung).parts(ops), bodies)["values"]
-        return [ops.reshape(ops.max(ops.abs(values), -1), (-1, 1))]
+        parts = Room.on(self, layout, rung).parts(ops)
+        return [ops.reshape(ops.peaks(wire.unpack_part(ops, parts, bodies, "values")), (-1, 1))]
 
     def decode_sum(
         self,

@@ -131,12 +131,14 @@ def packed(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -
 
 def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, Tensor]:
     """The parts of every rank's body: body is [world, bytes], each part [world, count]."""
-    payload = {}
-    for name, start in starts(parts).items():
-        part = parts[name]
-        piece = body[:, start : start + part.count * ITEMSIZE[part.dtype]]
-        payload[name] = piece if part.dtype == "bytes" else ops.from_bytes(piece, part.dtype)
-    return payload
+    return {name: unpack_part(ops, parts, body, name) for name in parts}
+
+
+def unpack_part(ops: Ops, parts: Mapping[str, Part], body: Tensor, name: str) -> Tensor:
+    """One of them."""
+    part, start = parts[name], starts(parts)[name]
+    piece = body[:, start : start + part.count * ITEMSIZE[part.dtype]]
+    return piece if part.dtype == "bytes" else ops.from_bytes(piece, part.dtype)
 
 
 def seal(ops: Ops, header: Header, *body: Tensor) -> Tensor:

@@ -211,7 +211,11 @@ class Composites:
     def framed(self: Any, words: Tensor, body: Tensor) -> Tensor:
         """The same of int64 words."""
         checksum = self.reshape(self.checksum(words, body), (1,))
-        return self.concat((self.to_bytes(self.concat((words, checksum)), "uint32"), body))
+        return self.headed(self.to_bytes(self.concat((words, checksum)), "uint32"), body)
+
+    def headed(self: Any, head: Tensor, body: Tensor) -> Tensor:
+        """One after the other."""
+        return self.concat((head, body))
 
     def examine(
         self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
@@ -378,6 +382,10 @@ class Composites:
                 folded = first if half == 1 else self.concat((first, folded[:, 1:]))
             x, length = folded, half
         return self.reshape(x, (-1,))
+
+    def peaks(self: Any, x: Tensor) -> Tensor:
+        """The largest |x| of each row; float32 [rows, n] to [rows]."""
+        return self.max(self.abs(x), -1)
 
     # -- layers ------------------------------------------------------------------------------
 

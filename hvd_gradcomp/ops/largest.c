@@ -11,7 +11,9 @@
 #define SAMPLE_BINS 512  /* of a group */
 #define SAMPLE_RUN 16    /* neighbours that are looked at together */
 #define DIGIT 11         /* bits that one histogram of candidates tells apart */
+#define VECTOR 16        /* of them, looked at together */
 #define BLOCK 32         /* indices that are packed together */
+#define NARROW 26        /* bits of a difference of which BLOCK together stay below 2**31 */
 
 static int64_t groups_of(const scope *of) { return of->whole ? 1 : of->where.layers; }
 
@@ -34,9 +36,7 @@ static int64_t list_from(float bound, const float *r, int64_t at, int64_t end, u
   /* Not below a float is beyond the one before it. */
   const rule how = {.large = 1, .tau = bound > 0.0f ? float_of(bits_of(bound) - 1) : 0.0f};
   uint32_t most = 0;
-  int64_t count = list(&how, r + at, r + at, end - at, (uint32_t)at, index, &most);
-  for (int64_t i = 0; i < count; i++) bits[i] = bits_of(r[index[i]]);
-  return count;
+  return list(&how, r + at, r + at, end - at, (uint32_t)at, index, bits, &most);
 }
 
 static void move(const elements *found, int64_t to, int64_t from, int64_t count) {
@@ -179,8 +179,58 @@ static void survey(histogram *bins, const uint32_t *bits, int64_t n) {
   fill(bins, bits, n);
 }
 
-/* The magnitude of the rank-th largest, counted from 1, as bits. */
-static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64_t rank) {
+/* Keeps those of a magnitude from `least` to `most`; returns how many.
+ *
+ * index: goes along, where it is not NULL. to: what is read, or VECTOR longer than what is kept.
+ */
+static int64_t keep_plainly(const uint32_t *index, const uint32_t *bits, int64_t n, uint32_t least,
+                            uint32_t most, uint32_t *to_index, uint32_t *to, int64_t from,
+                            int64_t kept) {
+  for (int64_t i = from; i < n; i++) {
+    if (index) to_index[kept] = index[i];
+    to[kept] = bits[i];
+    kept += SIZE(i) - least <= most - least;
+  }
+  return kept;
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx512f,popcnt"))) static int64_t keep_avx512(
+    const uint32_t *index, const uint32_t *bits, int64_t n, uint32_t least, uint32_t most,
+    uint32_t *to_index, uint32_t *to) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), first = _mm512_set1_epi32((int)least);
+  const __m512i range = _mm512_set1_epi32((int)(most - least));
+  int64_t kept = 0, i = 0;
+  for (; i + VECTOR <= n; i += VECTOR) {
+    const __m512i x = _mm512_loadu_si512(bits + i);
+    const __m512i beyond = _mm512_sub_epi32(_mm512_and_si512(x, magnitude), first);
+    const __mmask16 passes = _mm512_cmple_epu32_mask(beyond, range);
+    if (index) {
+      const __m512i at = _mm512_loadu_si512(index + i);
+      _mm512_storeu_si512(to_index + kept, _mm512_maskz_compress_epi32(passes, at));
+    }
+    _mm512_storeu_si512(to + kept, _mm512_maskz_compress_epi32(passes, x));
+    kept += __builtin_popcount(passes);
+  }
+  return keep_plainly(index, bits, n, least, most, to_index, to, i, kept);
+}
+#endif
+
+static int64_t keep(const uint32_t *index, const uint32_t *bits, int64_t n, uint32_t least,
+                    uint32_t most, uint32_t *to_index, uint32_t *to) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f"))
+    return keep_avx512(index, bits, n, least, most, to_index, to);
+#endif
+  return keep_plainly(index, bits, n, least, most, to_index, to, 0, 0);
+}
+
+/* The magnitude of the rank-th largest, counted from 1, as bits.
+ *
+ * spare [room]: for those in the bin that it lies in, if there is room for them.
+ */
+static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64_t rank,
+                    uint32_t *spare, int64_t room) {
   const histogram *bins = all;
   histogram part;
   for (int digit = DIGIT;;) {
@@ -188,6 +238,10 @@ static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64
     while (bins->counts[bin] < rank) rank -= bins->counts[bin--];
     uint32_t least = bins->least + ((uint32_t)bin << bins->shift);
     if (!bins->shift) return least;
+    if (bins->counts[bin] + VECTOR <= room) {
+      n = keep(NULL, bits, n, least, least + (1u << bins->shift) - 1, NULL, spare);
+      bits = spare;
+    }
     digit = bins->shift < DIGIT ? bins->shift : DIGIT;
     part.least = least, part.shift = bins->shift - digit;
     bins = &part;
@@ -203,15 +257,16 @@ static int64_t first_in_turn(const scope *of, int64_t group, int64_t turn, int64
   return of->offsets[layer] + number;
 }
 
-/* Keeps `room` of those that are as large as the last, beginning at an index and then from the
- * first on; and all others. Returns how many. */
-static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t last, int64_t room,
+/* Keeps k: all but those that are as large as the last, of which it takes the first from an index
+ * on, and then those from the beginning. Returns how many. */
+static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t last, int64_t k,
                           int64_t from) {
   int64_t ties = 0, early = 0, tie = 0, kept = 0;
   for (int64_t i = 0; i < n; i++) {
     ties += SIZE(i) == last;
     early += (SIZE(i) == last) & (index[i] < from);
   }
+  int64_t room = k - (n - ties);
   for (int64_t i = 0; i < n; i++) {
     int equal = SIZE(i) == last;
     tie += equal;
@@ -229,22 +284,18 @@ static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t l
 static void choose(const scope *of, int64_t group, int64_t turn, int64_t k, const elements *found,
                    float *hint) {
   uint32_t *index = found->index + start_of(of, group), *bits = found->bits + start_of(of, group);
-  int64_t n = found->count[group], kept = 0, greater = 0;
+  int64_t n = found->count[group], room = start_of(of, group + 1) - start_of(of, group) - n;
   *hint = 0.0f;
   if (n == 0 || n < k) return;
   int64_t wished = k + k / 4 + (int64_t)(sqrt((double)k) * 4.0) + 8;
   histogram all;
   survey(&all, bits, n);
-  uint32_t last = nth(&all, bits, n, k > 1 ? k : 1);
-  *hint = float_of(nth(&all, bits, n, wished < n ? wished : n)) * (n < wished ? 0.97f : 1.0f);
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t size = SIZE(i);
-    index[kept] = index[i], bits[kept] = bits[i];
-    kept += size >= last;
-    greater += size > last;
-  }
+  uint32_t last = nth(&all, bits, n, k > 1 ? k : 1, bits + n, room);
+  uint32_t next = nth(&all, bits, n, wished < n ? wished : n, bits + n, room);
+  *hint = float_of(next) * (n < wished ? 0.97f : 1.0f);
+  int64_t kept = keep(index, bits, n, last, 0x7fffffff, index, bits);
   if (kept > k)
-    kept = take_turns(index, bits, kept, last, k - greater, first_in_turn(of, group, turn, k));
+    kept = take_turns(index, bits, kept, last, k, first_in_turn(of, group, turn, k));
   found->count[group] = kept;
 }
 
@@ -277,6 +328,78 @@ static void rotate(const uint32_t *items, int64_t count, int64_t capacity, int64
   for (int64_t i = turned + head; i < capacity; i++) out[i] = filling;
 }
 
+static void to_planes_plainly(const uint32_t *steps, int width, uint32_t *words) {
+  for (int plane = 0; plane < width; plane++) {
+    uint32_t word = 0;
+    for (int lane = 0; lane < BLOCK; lane++) word |= (steps[lane] >> plane & 1) << lane;
+    words[plane] = word;
+  }
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx512f"))) static void to_planes_avx512(const uint32_t *steps, int width,
+                                                                 uint32_t *words) {
+  const __m512i low = _mm512_loadu_si512(steps), high = _mm512_loadu_si512(steps + VECTOR);
+  for (int plane = 0; plane < width; plane++) {
+    const __m512i bit = _mm512_set1_epi32((int)(1u << plane));
+    words[plane] = (uint32_t)_mm512_test_epi32_mask(low, bit) |
+                   (uint32_t)_mm512_test_epi32_mask(high, bit) << VECTOR;
+  }
+}
+
+/* Each with the sum of those before it. */
+__attribute__((target("avx512f"))) static inline __m512i sums_avx512(__m512i x) {
+  const __m512i zero = _mm512_setzero_si512();
+  x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, VECTOR - 1));
+  x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, VECTOR - 2));
+  x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, VECTOR - 4));
+  return _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, VECTOR - 8));
+}
+
+/* The indices of a block behind `at`. Returns the last. */
+__attribute__((target("avx512f"))) static uint32_t from_planes_avx512(const uint32_t *words,
+                                                                       int width, uint32_t at,
+                                                                       uint32_t *index) {
+  const __m512i last = _mm512_set1_epi32(VECTOR - 1);
+  __m512i low = _mm512_setzero_si512(), high = low;
+  for (int plane = 0; plane < width; plane++) {
+    const __m512i bit = _mm512_set1_epi32((int)(1u << plane));
+    low = _mm512_mask_or_epi32(low, (__mmask16)words[plane], low, bit);
+    high = _mm512_mask_or_epi32(high, (__mmask16)(words[plane] >> VECTOR), high, bit);
+  }
+  low = sums_avx512(low), high = sums_avx512(high);
+  high = _mm512_add_epi32(high, _mm512_permutexvar_epi32(last, low));
+  _mm512_storeu_si512(index, _mm512_add_epi32(low, _mm512_set1_epi32((int)at)));
+  _mm512_storeu_si512(index + VECTOR, _mm512_add_epi32(high, _mm512_set1_epi32((int)at)));
+  return at + (uint32_t)_mm_extract_epi32(_mm512_extracti32x4_epi32(high, 3), 3);
+}
+#endif
+
+static void to_planes(const uint32_t *steps, int width, uint32_t *words) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f")) {
+    to_planes_avx512(steps, width, words);
+    return;
+  }
+#endif
+  to_planes_plainly(steps, width, words);
+}
+
+/* The indices of a block behind `at`, which becomes the last; 0 if they do not all lie between it
+ * and `size`, or may not. */
+static int from_planes(const uint32_t *words, int width, int64_t size, int64_t *at,
+                       uint32_t *index) {
+#ifdef __x86_64__
+  if (width <= NARROW && *at < INT32_MAX && __builtin_cpu_supports("avx512f")) {
+    uint32_t next = from_planes_avx512(words, width, (uint32_t)*at, index);
+    if (next < size) *at = next;
+    return next < size;
+  }
+#endif
+  (void)words, (void)width, (void)size, (void)at, (void)index;
+  return 0;
+}
+
 /* Packs indices in blocks, each to the bits that its largest difference needs, while there is room.
  *
  * index [blocks * BLOCK]. Returns how many blocks have room.
@@ -284,24 +407,19 @@ static void rotate(const uint32_t *items, int64_t count, int64_t capacity, int64
 FAST static int64_t pack(const form *as, uint32_t size, const uint32_t *index, uint8_t *widths,
                          uint32_t *words) {
   int64_t end = 0, fit = 0;
-  uint32_t before = 0;
   for (int64_t block = 0; block < as->blocks; block++) {
     const uint32_t *here = index + block * BLOCK;
-    uint32_t steps[BLOCK], any = 0;
+    uint32_t last[BLOCK], steps[BLOCK], any = 0;
+    last[0] = block ? here[-1] : 0;
+    memcpy(last + 1, here, sizeof last - sizeof *last);
     for (int lane = 0; lane < BLOCK; lane++) {
-      uint32_t last = lane ? here[lane - 1] : before;
-      steps[lane] = here[lane] - last + (here[lane] < last ? size : 0);
+      steps[lane] = here[lane] - last[lane] + (here[lane] < last[lane] ? size : 0);
       any |= steps[lane];
     }
-    before = here[BLOCK - 1];
     int width = any ? 32 - __builtin_clz(any) : 0;
     widths[block] = (uint8_t)width;
     if (end + width <= as->room) {
-      for (int plane = 0; plane < width; plane++) {
-        uint32_t word = 0;
-        for (int lane = 0; lane < BLOCK; lane++) word |= (steps[lane] >> plane & 1) << lane;
-        words[end + plane] = word;
-      }
+      to_planes(steps, width, words + end);
       fit = block + 1;
     }
     end += width;
@@ -309,40 +427,66 @@ FAST static int64_t pack(const form *as, uint32_t size, const uint32_t *index, u
   return fit;
 }
 
-/* The inverse; also of what nobody packed: indices lie within the bucket, whatever is given. */
+/* The inverse; also of what nobody packed: indices lie within the bucket, whatever is given.
+ *
+ * wraps: how often they begin again at the front; cut: from which on they do so first.
+ */
 FAST static int64_t unpack(const form *as, int64_t size, const uint8_t *widths,
-                           const uint32_t *words, uint32_t *index) {
+                           const uint32_t *words, uint32_t *index, int64_t *wraps, int64_t *cut) {
   int most = 64 - __builtin_clzll((unsigned long long)size);
   int64_t end = 0, at = 0, block = 0;
+  *wraps = 0;
   for (; block < as->blocks; block++) {
-    uint32_t steps[BLOCK] = {0};
+    uint32_t steps[BLOCK] = {0}, *here = index + block * BLOCK;
     int width = widths[block] < most ? widths[block] : most;
     if (end + widths[block] > as->room) break;
+    if (from_planes(words + end, width, size, &at, here)) {
+      end += widths[block];
+      continue;
+    }
     for (int plane = 0; plane < width; plane++)
       for (int lane = 0; lane < BLOCK; lane++)
         steps[lane] |= (words[end + plane] >> lane & 1) << plane;
     end += widths[block];
     for (int lane = 0; lane < BLOCK; lane++) {
       at += steps[lane];
+      if (at >= size && !(*wraps)++) *cut = block * BLOCK + lane;
       while (at >= size) at -= size;
-      index[block * BLOCK + lane] = (uint32_t)at;
+      here[lane] = (uint32_t)at;
     }
   }
   return block;
 }
 
-/* What a body says about indices: how many there are, and where they are now.
+/* What a rank sends: ascending up to `cut`, and ascending from there. */
+typedef struct {
+  const uint32_t *index;
+  const float *values;
+  int64_t count, cut;
+} share;
+
+/* What a body says. scratch [blocks * BLOCK].
  *
- * scratch [blocks * BLOCK].
+ * Returns BEYOND if an index lies beyond the bucket, 1 if it does not ascend as what `largest_write`
+ * writes does, or 0.
  */
-static const uint32_t *indices_of(const form *as, const place *where, const uint8_t *body,
-                                  uint32_t *scratch, int64_t *count) {
-  *count = as->capacity;
-  if (!as->blocks) return (const uint32_t *)(body + as->index);
-  int64_t fit = unpack(as, where->size, body + as->index, (const uint32_t *)(body + as->deltas),
-                       scratch);
-  if (fit * BLOCK < *count) *count = fit * BLOCK;
-  return scratch;
+static int share_of(const form *as, const place *where, const uint8_t *body, uint32_t *scratch,
+                    share *of) {
+  int64_t wraps, count = as->capacity, cut = count ? 1 : 0;
+  const uint32_t *index = as->blocks ? scratch : (const uint32_t *)(body + as->index);
+  of->index = index, of->values = (const float *)(body + as->values);
+  if (as->blocks) {
+    int64_t fit = unpack(as, where->size, body + as->index, (const uint32_t *)(body + as->deltas),
+                         scratch, &wraps, &cut);
+    of->count = fit * BLOCK < count ? fit * BLOCK : count;
+    of->cut = wraps && cut < of->count ? cut : of->count;
+    return wraps > 1;
+  }
+  while (cut < count && index[cut] >= index[cut - 1]) cut++;
+  of->count = count, of->cut = cut;
+  int before = order_of(index, cut, ~0u, (uint32_t)where->size);
+  int after = order_of(index + cut, count - cut, ~0u, (uint32_t)where->size);
+  return before < 0 || after < 0 ? BEYOND : after;
 }
 
 /* Adds to `sent` those of `index` that a body of so many places has, from `first` on. */
@@ -363,7 +507,9 @@ void largest_write(const place *where, const form *as, const elements *chosen, i
                    int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent) {
   uint32_t sink = (uint32_t)(where->size - 1);
   int64_t capacity = as->capacity, first = 0, places = capacity;
-  memset(body, 0, (size_t)bytes);
+  int64_t filled = as->values < bytes ? as->values + (int64_t)sizeof(uint32_t) * capacity : bytes;
+  memset(body, 0, (size_t)as->values);
+  memset(body + filled, 0, (size_t)(bytes - filled));
   memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
   if (count > capacity) count = capacity;
   while (count && chosen->index[count - 1] >= sink) count--;
@@ -387,32 +533,19 @@ void largest_write(const place *where, const form *as, const elements *chosen, i
 /* Takes out of r and u what a body of this rank says. */
 void largest_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
                     uint32_t *scratch, float *r, float *u, int threads) {
-  int64_t count;
-  const uint32_t *index = indices_of(as, where, body, scratch, &count);
+  share of;
+  share_of(as, where, body, scratch, &of);
   int stops = u && how->masking;
   IN_PIECES
-  for (int64_t i = 0; i < count; i++) {
-    r[index[i]] = 0.0f;
-    if (stops) u[index[i]] = 0.0f;
+  for (int64_t i = 0; i < of.count; i++) {
+    r[of.index[i]] = 0.0f;
+    if (stops) u[of.index[i]] = 0.0f;
   }
   r[where->size - 1] = 0.0f;
   if (u) u[where->size - 1] = 0.0f;
 }
 
 /* -- adding up ------------------------------------------------------------------------------- */
-
-/* What a rank sends: ascending up to `cut`, and ascending from there. */
-typedef struct {
-  const uint32_t *index;
-  const float *values;
-  int64_t count, cut;
-} share;
-
-static int64_t cut_of(const uint32_t *index, int64_t count) {
-  int64_t cut = count ? 1 : 0;
-  while (cut < count && index[cut] >= index[cut - 1]) cut++;
-  return cut;
-}
 
 static void add_between(const share *of, int64_t from, int64_t to, float weight, int64_t at,
                         int64_t end, float *room) {
@@ -435,15 +568,10 @@ int largest_add(const place *where, const form *as, const uint8_t *bodies, int64
   if (!shares) return NO_MEMORY;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : wild, beyond)
   for (int64_t rank = 0; rank < ranks; rank++) {
-    const uint8_t *body = bodies + rank * stride;
-    share *of = shares + rank;
-    of->index = indices_of(as, where, body, scratch + rank * as->blocks * BLOCK, &of->count);
-    of->values = (const float *)(body + as->values);
-    of->cut = cut_of(of->index, of->count);
-    int before = order_of(of->index, of->cut, ~0u, (uint32_t)where->size);
-    int after = order_of(of->index + of->cut, of->count - of->cut, ~0u, (uint32_t)where->size);
-    beyond |= (before < 0) | (after < 0);
-    wild |= after > 0;
+    int order = share_of(as, where, bodies + rank * stride, scratch + rank * as->blocks * BLOCK,
+                         shares + rank);
+    beyond |= order < 0;
+    wild |= order > 0;
   }
   if (wild) threads = 1; /* nobody here writes such: one walk over all, for each rank */
   int64_t grain = wild ? where->size : TILE;
@@ -467,17 +595,6 @@ int largest_add(const place *where, const form *as, const uint8_t *bodies, int64
 
 /* -- values where another rank has chosen ----------------------------------------------------- */
 
-/* What a body chooses. Returns BEYOND, 1 if it does not ascend as what `largest_write` writes does,
- * or 0. */
-static int choice_of(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
-                     share *of) {
-  of->index = indices_of(as, where, body, scratch, &of->count);
-  of->cut = cut_of(of->index, of->count);
-  int before = order_of(of->index, of->cut, ~0u, (uint32_t)where->size);
-  int after = order_of(of->index + of->cut, of->count - of->cut, ~0u, (uint32_t)where->size);
-  return before < 0 || after < 0 ? BEYOND : after;
-}
-
 /* values [capacity] = r + g at the indices of a body, 0 where it has none.
  *
  * scratch [blocks * BLOCK]. Returns BEYOND if an index lies beyond the bucket, or 0.
@@ -485,7 +602,7 @@ static int choice_of(const place *where, const form *as, const uint8_t *body, ui
 int largest_values(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
                    const float *r, const float *g, float *values, int threads) {
   share of = {0};
-  if (choice_of(where, as, body, scratch, &of) < 0) return BEYOND;
+  if (share_of(as, where, body, scratch, &of) < 0) return BEYOND;
   IN_PIECES
   for (int64_t i = 0; i < as->capacity; i++)
     values[i] = i < of.count ? r[of.index[i]] + g[of.index[i]] : 0.0f;
@@ -518,7 +635,7 @@ int largest_replace(const place *where, const form *as, const uint8_t *body, con
                     float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
                     float *mean, const float *g, int64_t *sent, int threads) {
   share of = {0};
-  int wild = choice_of(where, as, body, scratch, &of);
+  int wild = share_of(as, where, body, scratch, &of);
   if (wild < 0) return BEYOND;
   float *kept = keeps ? (float *)(scratch + as->blocks * BLOCK) : NULL;
   for (int64_t i = 0; kept && i < of.count; i++) kept[i] = r0[of.index[i]] * keeps;

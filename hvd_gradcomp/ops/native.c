@@ -523,23 +523,39 @@ int group_squares(const band *bands, int64_t count, const float *x, float *out, 
   return 0;
 }
 
-/* Sums of what is not negative and of what is, and how many are. */
-FAST static int64_t split(const float *x, int64_t n, float *above, float *below) {
-  int64_t half = n / 2;
-  int32_t negative = 0;
+#define NOT_BELOW(x) ((x) < 0.0f ? 0.0f : (x))
+#define BELOW(x) ((x) < 0.0f ? (x) : 0.0f)
+#define IS_BELOW(x) ((x) < 0.0f)
+#define OF_TWO(side, i, apart) (side(x[i]) + side(x[(i) + (apart)]))
+#define OF_FOUR(side, i) (OF_TWO(side, i, 4 * part) + OF_TWO(side, (i) + 2 * part, 4 * part))
+#define OF_EIGHT(side, i) (OF_FOUR(side, i) + OF_FOUR(side, (i) + part))
+
+/* What is not negative and what is, folded in halves: three times where it can be, else once.
+ *
+ * Returns how long that is. negative: how many were.
+ */
+FAST static int64_t split(const float *restrict x, int64_t n, float *restrict above,
+                          float *restrict below, int64_t *negative) {
+  int64_t part = n % 8 ? 0 : n / 8, half = n % 8 ? n / 2 : 0;
+  int32_t count = 0;
+  for (int64_t i = 0; i < part; i++) {
+    above[i] = OF_EIGHT(NOT_BELOW, i);
+    below[i] = OF_EIGHT(BELOW, i);
+    count += OF_EIGHT(IS_BELOW, i);
+  }
   for (int64_t i = 0; i < half; i++) {
-    float a = x[i], b = x[half + i];
-    above[i] = (a < 0.0f ? 0.0f : a) + (b < 0.0f ? 0.0f : b);
-    below[i] = (a < 0.0f ? a : 0.0f) + (b < 0.0f ? b : 0.0f);
-    negative += (a < 0.0f) + (b < 0.0f);
+    above[i] = OF_TWO(NOT_BELOW, i, half);
+    below[i] = OF_TWO(BELOW, i, half);
+    count += OF_TWO(IS_BELOW, i, half);
   }
   if (n % 2) {
-    float last = x[n - 1], up = last < 0.0f ? 0.0f : last, down = last < 0.0f ? last : 0.0f;
-    above[0] = n == 1 ? up : above[0] + up;
-    below[0] = n == 1 ? down : below[0] + down;
-    negative += last < 0.0f;
+    float last = x[n - 1];
+    above[0] = n == 1 ? NOT_BELOW(last) : above[0] + NOT_BELOW(last);
+    below[0] = n == 1 ? BELOW(last) : below[0] + BELOW(last);
+    count += IS_BELOW(last);
   }
-  return negative;
+  *negative = count;
+  return part ? part : half ? half : 1;
 }
 
 /* -- layers ---------------------------------------------------------------------------------- */
@@ -747,7 +763,7 @@ int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, fl
       float *ups = room + 2 * half * t, *downs = ups + half;
       int64_t size;
       const float *group = group_of(bands, x, g, &size);
-      int64_t folded = size > 1 ? size / 2 : 1, negative = split(group, size, ups, downs);
+      int64_t negative, folded = split(group, size, ups, downs, &negative);
       fold(ups, folded);
       fold(downs, folded);
       above[g] = ups[0] / (float)(size - negative > 1 ? size - negative : 1);

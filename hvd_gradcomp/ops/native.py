@@ -41,7 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "add_levels": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _N, _I, _P, _I)),
     "encode_signs": (_I, (_P, _N, _P, _N, _P, _P, _P, _I)),
     "words_find": (_N, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
-    "words_code": (_N, (_P, _P, _P, _P, _N, _P, _I)),
+    "words_code": (_N, (_P, _P, _P, _N, _P, _I)),
     "words_write": (_N, (_P, _P, _P, _N, _P, _N, _N, _P, _P, _P)),
     "words_places": (_N, (_P, _P, _P, _P, _P, _P, _P, _I)),
     "words_settle": (None, (_P, _P, _P, _N, _P, _P, _I)),

@@ -946,7 +946,7 @@ class WriteWords : public Words {
     OP_REQUIRES_OK(c, c->allocate_output(2, TensorShape({}), &wanted));
     OP_REQUIRES_OK(c, c->allocate_output(3, TensorShape({where_.layers}), &per_layer));
     OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_INT32, TensorShape({where_.layers}), &tops));
-    int64_t needed = in_place ? 0 : dense ? where_.size : 4 * where_.size;
+    int64_t needed = in_place ? 0 : dense ? where_.size : 8 * where_.size;
     OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_UINT8, TensorShape({needed}), &room));
 
     uint8_t *out = body->flat<uint8_t>().data();
@@ -962,7 +962,7 @@ class WriteWords : public Words {
     if (count >= 0 && dense) {
       count = travel = words_places(&how_, &where_, r, flags, top, out, layers, 1);
     } else if (count >= 0) {
-      count = words_code(&how_, &where_, r, found, count, top, 1);
+      count = words_code(&how_, &where_, found, count, top, 1);
       if (count >= 0)
         travel = words_write(&how_, &where_, found, count, top, capacity, turn, v, out, layers);
     }

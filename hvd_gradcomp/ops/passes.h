@@ -53,8 +53,8 @@ typedef struct {
 int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *r0,
                    const float *v0, const float *g, const float *q, uint32_t *found, uint8_t *flags,
                    int32_t *top, int threads);
-int64_t words_code(const rule *how, const place *where, const float *r, uint32_t *found,
-                   int64_t count, const int32_t *top, int threads);
+int64_t words_code(const rule *how, const place *where, uint32_t *found, int64_t count,
+                   const int32_t *top, int threads);
 int64_t words_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
                     const int32_t *top, int64_t capacity, int64_t turn, float *v, uint8_t *body,
                     int64_t *sent);

@@ -38,6 +38,8 @@ class Verbs(Protocol):
 
     def own(self, x: Tensor) -> Tensor: ...
 
+    def body(self, size: int) -> Tensor: ...
+
     def table(self, layout: Layout, field: str) -> Tensor: ...
 
 
@@ -95,7 +97,7 @@ class WordPasses(Passes):
         r, v = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
         top = torch.empty(len(layout.names), dtype=torch.int32, device="cpu")
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
-        body = torch.empty(rule.body_bytes(layout, rung), dtype=torch.uint8, device="cpu")
+        body = self.ops.body(rule.body_bytes(layout, rung))
         given = how, where, r, v, r, v, _at(gradient), _at(moment)
         out = _at(body), _at(per_layer)
         if rung.dense:
@@ -105,9 +107,9 @@ class WordPasses(Passes):
                 how, where, r, _at(flags), _at(top), *out, threads
             )
         else:
-            found = _at(self._room(4 * layout.size))
+            found = _at(self._room(8 * layout.size))
             wanted = _check(self.native.words_find(*given, found, None, _at(top), threads))
-            wanted = _check(self.native.words_code(how, where, r, found, wanted, _at(top), threads))
+            wanted = _check(self.native.words_code(how, where, found, wanted, _at(top), threads))
             sent = self.native.words_write(
                 how, where, found, wanted, _at(top), rung.capacity, turn, v, *out
             )
@@ -235,7 +237,7 @@ class LargestPasses(Passes):
         native, layout, threads = self.native, scope.layout, torch.get_num_threads()
         where, place = ctypes.byref(self._scope(scope)), self._where(layout)
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
-        body = torch.empty(form.size, dtype=torch.uint8, device="cpu")
+        body = self.ops.body(form.size)
         room, count = self._room(8 * layout.size + _unpacked(form)), quota.clone()
         fresh, start = hint.clone(), room.data_ptr()
         found = ctypes.byref(_Elements(start, start + 4 * layout.size, _at(count)))

@@ -47,6 +47,7 @@ _BEYOND = (
     "a payload is damaged"
 )
 _TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
+_HEAD = 64  # bytes before a body, at most
 _CACHED = 1 << 18  # elements that are written past the caches if there are more
 
 
@@ -89,6 +90,7 @@ class TorchOps(Ops):
         self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
+        self._headless: Tensor | None = None  # see `body`
         self._kept: set[int] = set()  # places that verbs must not write to
         self._rooms: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # to write to instead
 
@@ -416,12 +418,13 @@ class TorchOps(Ops):
         return narrow.contiguous().view(torch.uint8)
 
     def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
-        if dtype == "uint32":
-            return x.contiguous().view(torch.int32).to(torch.int64) & _WORD
         if dtype in ("int8", "uint8"):
             return x.view(_DTYPES[dtype]).to(torch.int64)
-        there = x if dtype == "float32" and _whole_words(x) else x.contiguous()
-        return there.view(_DTYPES[dtype])
+        words = dtype in ("uint32", "float32") and _whole_words(x)
+        x = x if words else x.contiguous()
+        if dtype == "uint32":
+            return x.view(torch.int32).to(torch.int64) & _WORD
+        return x.view(_DTYPES[dtype])
 
     def length(self, x: Tensor) -> int:
         return x.shape[-1]
@@ -551,6 +554,19 @@ class TorchOps(Ops):
         self._pending += facts
         return Admitted(words, intact, needed, weights)
 
+    def body(self, size: int) -> Tensor:
+        """Memory for bytes, before which there is room for their head, if it comes next."""
+        self._headless = self._empty(_HEAD + size, dtype=torch.uint8)
+        return self._headless[_HEAD:]
+
+    def headed(self, head: Tensor, body: Tensor) -> Tensor:
+        room, self._headless = self._headless, None
+        if room is None or room[_HEAD:].data_ptr() != body.data_ptr() or len(head) > _HEAD:
+            return super().headed(head, body)
+        whole = room[_HEAD - len(head) : _HEAD + len(body)]
+        whole[: len(head)] = head
+        return whole
+
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         return torch.mul(intact, weight, out=self._empty(intact.shape))
 
@@ -640,6 +656,15 @@ class TorchOps(Ops):
         out = counts.data_ptr(), torch.get_num_threads()
         self.native.layer_histograms(*tables, len(layout.names), x.data_ptr(), bins, *out)
         return counts
+
+    def peaks(self, x: Tensor) -> Tensor:
+        if self.native is None:
+            return super().peaks(x)
+        (rows, length), out, x = x.shape, self._empty(x.shape[0]), _rows(x)
+        numbers = [number for row in range(rows) for number in (row * x.stride(0), 1, length)]
+        bands = (ctypes.c_int64 * len(numbers))(*numbers)
+        self.native.group_maxima(bands, rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads())
+        return out
 
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
         if self.quantizers is not None:
@@ -947,7 +972,8 @@ def _whole_words(x: Tensor) -> bool:
 
 def _rows(x: Tensor) -> Tensor:
     """With rows that C can walk: neighbours adjacent, rows a multiple of 4 bytes apart."""
-    aligned = x.stride(1) == 1 and x.stride(0) * x.element_size() % 4 == 0
+    apart = x.stride(0) * x.element_size(), x.storage_offset() * x.element_size()
+    aligned = x.stride(1) == 1 and not any(number % 4 for number in apart)
     return x if aligned else x.contiguous()
 
 

@@ -95,13 +95,14 @@ FAST static void add(float *x, const float *from, const float *y, int64_t n) {
 #define WANTED(i) ((!how->ambiguity || UNAMBIGUOUS(i)) && (!how->large || LARGE(i)))
 #define MAGNITUDE(x) (bits_of(x) & 0x7fffffffu)
 
-/* The indices of what is wanted, and the largest magnitude among it, as bits. */
+/* The indices of what is wanted and what r holds there, as bits; and the largest magnitude of it. */
 static int64_t list_plainly(const rule *how, const float *r, const float *v, int64_t first,
-                            int64_t n, uint32_t base, uint32_t *out, uint32_t *most) {
+                            int64_t n, uint32_t base, uint32_t *index, uint32_t *bits,
+                            uint32_t *most) {
   int64_t count = 0;
   for (int64_t i = first; i < n; i++)
     if (WANTED(i)) {
-      out[count++] = base + (uint32_t)i;
+      index[count] = base + (uint32_t)i, bits[count++] = bits_of(r[i]);
       if (MAGNITUDE(r[i]) > *most) *most = MAGNITUDE(r[i]);
     }
   return count;
@@ -112,8 +113,8 @@ static int64_t list_plainly(const rule *how, const float *r, const float *v, int
 
 __attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, const float *r,
                                                               const float *v, int64_t n,
-                                                              uint32_t base, uint32_t *out,
-                                                              uint32_t *most) {
+                                                              uint32_t base, uint32_t *index,
+                                                              uint32_t *bits, uint32_t *most) {
   const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
   const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   int64_t count = 0, run = 0;
@@ -133,16 +134,16 @@ __attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, co
     }
     for (; flags; flags &= flags - 1) {
       int64_t i = run + __builtin_ctzll(flags);
-      out[count++] = base + (uint32_t)i;
+      index[count] = base + (uint32_t)i, bits[count++] = bits_of(r[i]);
       if (MAGNITUDE(r[i]) > *most) *most = MAGNITUDE(r[i]);
     }
   }
-  return count + list_plainly(how, r, v, run, n, base, out + count, most);
+  return count + list_plainly(how, r, v, run, n, base, index + count, bits + count, most);
 }
 
 __attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
-    const rule *how, const float *r, const float *v, int64_t n, uint32_t base, uint32_t *out,
-    uint32_t *most) {
+    const rule *how, const float *r, const float *v, int64_t n, uint32_t base, uint32_t *index,
+    uint32_t *bits, uint32_t *most) {
   const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);
   const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i largest = _mm512_setzero_si512();
@@ -164,25 +165,28 @@ __attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
       /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
       int64_t i = run + 16 * part;
       const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)(base + (uint32_t)i)), ahead);
-      const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(r + i)));
-      _mm512_storeu_si512(out + count, _mm512_maskz_compress_epi32(passes[part], here));
-      largest = _mm512_mask_max_epu32(largest, passes[part], largest, bits);
+      const __m512 x = _mm512_loadu_ps(r + i);
+      const __m512i size = _mm512_castps_si512(_mm512_abs_ps(x));
+      _mm512_storeu_si512(index + count, _mm512_maskz_compress_epi32(passes[part], here));
+      _mm512_storeu_ps(bits + count, _mm512_maskz_compress_ps(passes[part], x));
+      largest = _mm512_mask_max_epu32(largest, passes[part], largest, size);
       count += __builtin_popcount(passes[part]);
     }
   }
   uint32_t here = _mm512_reduce_max_epu32(largest);
   if (here > *most) *most = here;
-  return count + list_plainly(how, r, v, run, n, base, out + count, most);
+  return count + list_plainly(how, r, v, run, n, base, index + count, bits + count, most);
 }
 
 static int64_t list(const rule *how, const float *r, const float *v, int64_t n, uint32_t base,
-                    uint32_t *out, uint32_t *most) {
-  if (__builtin_cpu_supports("avx512f")) return list_avx512(how, r, v, n, base, out, most);
-  if (__builtin_cpu_supports("avx2")) return list_avx2(how, r, v, n, base, out, most);
-  return list_plainly(how, r, v, 0, n, base, out, most);
+                    uint32_t *index, uint32_t *bits, uint32_t *most) {
+  if (__builtin_cpu_supports("avx512f")) return list_avx512(how, r, v, n, base, index, bits, most);
+  if (__builtin_cpu_supports("avx2")) return list_avx2(how, r, v, n, base, index, bits, most);
+  return list_plainly(how, r, v, 0, n, base, index, bits, most);
 }
 #else
-#define list(how, r, v, n, base, out, most) list_plainly(how, r, v, 0, n, base, out, most)
+#define list(how, r, v, n, base, index, bits, most) \
+  list_plainly(how, r, v, 0, n, base, index, bits, most)
 #endif
 
 #endif

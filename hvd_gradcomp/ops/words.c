@@ -63,8 +63,8 @@ static int64_t join(uint32_t *items, const int64_t *starts, const int64_t *count
  *
  * r0 may be r, and v0 v. Where the rule corrects v, that of wanted elements has not decayed yet.
  *
- * found [size]: their indices, ascending, in the beginning; or NULL, and then
- * flags [size]: 1 for each of them, and 0.
+ * found [2, size]: their indices, ascending, in the beginning, and what r holds there, as bits; or
+ * NULL, and then flags [size]: 1 for each of them, and 0.
  * top [layers]: the largest exponent of a wanted element, as it stands in a float.
  * Returns how many are found; -1 without memory.
  */
@@ -95,7 +95,8 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
       else if (v)
         add_square(v + at, v0 + at, g + at, size);
       if (found) {
-        fresh = list(how, r + at, how->ambiguity ? v + at : r, size, (uint32_t)at, out, &here);
+        fresh = list(how, r + at, how->ambiguity ? v + at : r, size, (uint32_t)at, out, out + n,
+                     &here);
         count += fresh;
       } else if (how->ambiguity && how->large)
         flag_both(r + at, v + at, how->alpha, how->tau, size, flags + at);
@@ -125,6 +126,7 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
     top[layer] = (int32_t)(most >> 23 < 254 ? most >> 23 : 254);
   }
   int64_t total = found ? join(found, starts, counts, threads) : 0;
+  if (found) join(found + n, starts, counts, threads);
   free(starts);
   free(tops);
   return total;
@@ -134,27 +136,27 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
 
 #define SIGN 0x80000000u
 
-/* Words for `n` indices of one layer, and how many: those that a code can express. */
-static int64_t code_words(const float *r, const uint32_t *index, int64_t n, int32_t ceiling,
+/* Words for `n` elements of one layer, and how many: those that a code can express. */
+static int64_t code_words(const uint32_t *index, const uint32_t *bits, int64_t n, int32_t ceiling,
                           uint32_t *words) {
   int64_t kept = 0;
   for (int64_t i = 0; i < n; i++) {
-    __builtin_prefetch(r + index[i + AHEAD < n ? i + AHEAD : i]);
-    uint32_t at = index[i], bits = bits_of(r[at]);
-    int32_t nearest = (int32_t)(((bits & 0x7fffffffu) + 0x400000u) >> 23);
+    int32_t nearest = (int32_t)(((bits[i] & 0x7fffffffu) + 0x400000u) >> 23);
     int32_t rounded = nearest < ceiling ? nearest : ceiling, below = ceiling - rounded;
-    words[kept] = (bits & SIGN) | (uint32_t)(below & 7) << 28 | at;
+    words[kept] = (bits[i] & SIGN) | (uint32_t)(below & 7) << 28 | index[i];
     kept += (below <= 7) & (rounded > 0);
   }
   return kept;
 }
 
-/* found [count]: indices become words, code above index, without what no code can express.
+/* found [2, size], of `words_find`: indices become words, code above index, without what no code can
+ * express.
  *
  * Returns how many are left; -1 without memory.
  */
-int64_t words_code(const rule *how, const place *where, const float *r, uint32_t *found,
-                   int64_t count, const int32_t *top, int threads) {
+int64_t words_code(const rule *how, const place *where, uint32_t *found, int64_t count,
+                   const int32_t *top, int threads) {
+  const uint32_t *bits = found + where->size;
   int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
   if (!starts) return -1;
   IN_PIECES
@@ -164,9 +166,9 @@ int64_t words_code(const rule *how, const place *where, const float *r, uint32_t
     for (int64_t i = start, n, layer; i < stop; i += n) {
       n = near(where, ~0u, found + i, stop - i, &layer);
       if (how->powers)
-        kept += code_words(r, found + i, n, top[layer], found + kept);
+        kept += code_words(found + i, bits + i, n, top[layer], found + kept);
       else
-        for (int64_t j = i; j < i + n; j++) found[kept++] = (bits_of(r[found[j]]) & SIGN) | found[j];
+        for (int64_t j = i; j < i + n; j++) found[kept++] = (bits[j] & SIGN) | found[j];
     }
     starts[t] = start, counts[t] = kept - start;
   }

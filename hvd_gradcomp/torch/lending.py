@@ -143,10 +143,10 @@ def allreduce(
     process_set: Any,
     prescale: float = 1.0,
     postscale: float = 1.0,
-    in_place: bool = False,
+    result: torch.Tensor | None = None,
 ) -> Loan:
-    """As `horovod.torch.allreduce_async` with `op=Sum`."""
-    result = tensor if in_place else torch.empty_like(tensor)
+    """As `horovod.torch.allreduce_async` with `op=Sum`; the result goes where it is told to."""
+    result = torch.empty_like(tensor) if result is None else result
 
     def enqueue(tensor: torch.Tensor, result: torch.Tensor, name: str, process_set: Any) -> Any:
         how = horovod.Sum, prescale, postscale
@@ -209,8 +209,15 @@ class Lending:
         own, ranks = tensor.contiguous(), group.size()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if goes_as_sum(tensor.numel(), dtype, ranks, horovod.gloo_enabled()):
-            own, rank = own.view(torch.int32), group.rank()
-            return _Reply(allreduce(own, name, group), lambda sum_: _both(sum_, own, rank))
+            both, rank = own.new_empty((2, *own.shape)), group.rank()
+            both[rank] = own
+            mine, other = both[rank].view(torch.int32), both[1 - rank].view(torch.int32)
+
+            def bytes_of_both(total: torch.Tensor) -> torch.Tensor:
+                torch.sub(total, mine, out=other)
+                return both
+
+            return _Reply(allreduce(mine, name, group, result=other), bytes_of_both)
 
         def rows(reply: torch.Tensor) -> torch.Tensor:
             if reply.numel() != ranks * own.numel():
@@ -225,7 +232,9 @@ class Lending:
 
     def allreduce(self, request: Allreduce, name: str, group: Any) -> _Reply:
         tensor, prescale, postscale, donated = request
-        loan = allreduce(tensor.contiguous(), name, group, prescale, postscale, donated)
+        tensor = tensor.contiguous()
+        how = prescale, postscale, tensor if donated else None
+        loan = allreduce(tensor, name, group, *how)
         return _Reply(loan, lambda reply: reply.view(tensor.shape))
 
     def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
@@ -243,11 +252,3 @@ class Lending:
 
     def wait(self, pending: _Reply) -> torch.Tensor:
         return pending.wait()
-
-
-def _both(total: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
-    """The bytes of two ranks, from the sum of their words."""
-    both = total.new_empty((2, *total.shape))
-    both[rank] = own
-    torch.sub(total, own, out=both[1 - rank])
-    return both.view(torch.uint8)
