@@ -269,8 +269,8 @@ def of_hlo(module: hlo_pb2.HloModuleProto) -> dict[str, Count]:
                     for place, i in enumerate(one.operand_ids):
                         shape, own = known[i].shape, _elements(one.shape)
                         moved += _bytes_of(shape, _asked(one, place, own, shape))
-                moved, launches = times * moved, times
-                found[half] = Count(found[half].moved + moved, found[half].launches + launches)
+                count = found[half]
+                found[half] = Count(count.moved + times * moved, count.launches + times)
 
     walk(module.entry_computation_id, HALVES[0], 1)
     return found

@@ -9,6 +9,7 @@ from benchmarks.traffic import Count
 from benchmarks.traffic_tensorflow import HALVES, Step, of_graph, of_hlo, optimized
 from hvd_gradcomp import StromCompressor
 from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, tf.__version__.split(".")[:2])) < (2, 16),
@@ -85,3 +86,14 @@ def test_a_method_takes_fewer_copies_by_verbs_of_run_time_shapes_than_under_xla(
     assert step.payload == 32 + 4 * 224  # the rung above one element in 500
     assert 0 < verbs["encode"].moved < xla["encode"].moved
     assert all(count.launches for way in (verbs, xla) for count in way.values())
+
+
+def test_texts_of_checks_keep_a_step_from_xla():
+    """As the page on GPUs says; where this compiles, `Told` need not leave them out."""
+    ops = TensorFlowOps(static=True)
+
+    def checked(x):
+        return ops.require({"rank {ranks} is late": x > 0, "rank {ranks} is early": x < 9})
+
+    with pytest.raises(ValueError, match="No registered 'GatherV2' OpKernel for XLA_CPU_JIT"):
+        compiled(checked, FEW)
