@@ -31,7 +31,7 @@ case ${1:-} in
         export DEBIAN_FRONTEND=noninteractive
         apt-get update -qq
         apt-get install --yes --no-install-recommends -qq \
-            python3 openmpi-bin openssh-server openssh-client tini >/dev/null
+            python3 libgomp1 openmpi-bin openssh-server openssh-client tini >/dev/null
         rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
         useradd --create-home --shell /bin/bash horovod
         # Volumes take over owner and rights of the folder they are mounted on.
