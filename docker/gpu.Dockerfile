@@ -1,26 +1,21 @@
-# hvd_gradcomp for NVIDIA GPUs: Horovod with NCCL, gloo and MPI, PyTorch and its examples.
+# hvd_gradcomp for NVIDIA GPUs: Horovod with NCCL, gloo and MPI, PyTorch, TensorFlow, Keras 3, and
+# the examples. CUDA with its compiler, and NCCL, are packages from PyPI; the driver is the host's.
 #
 #   docker build -f docker/gpu.Dockerfile -t hvd-gradcomp:gpu .
 #   docker run --gpus all --rm hvd-gradcomp:gpu hvd-gradcomp doctor
 #
-# BUILD_IMAGE, BASE_IMAGE    CUDA with and without compiler; of the version that PyTorch's wheel has
-# HOROVOD_GPU_OPERATIONS     NCCL, or empty for a build without CUDA
-# HVD_GRADCOMP_CACHE         where the build finds and leaves Horovod's wheel
-#
-# No TensorFlow: Horovod 0.28.1's GPU operations call a function that it no longer has
-# (stream_executor::gpu::AsGpuStreamValue).
-ARG BUILD_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
-ARG BASE_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
+# BASE_IMAGE             a Debian 12 or Ubuntu 24.04
+# HVD_GRADCOMP_CACHE     where the build finds and leaves Horovod's wheel
+ARG BASE_IMAGE=debian:bookworm-slim
 
-FROM ${BUILD_IMAGE} AS build
+FROM ${BASE_IMAGE} AS build
 ARG PIP_EXTRA_INDEX_URL
 ARG HVD_GRADCOMP_CACHE=/var/cache/hvd_gradcomp
-ARG HOROVOD_GPU_OPERATIONS=NCCL
-ENV HOROVOD_WITHOUT_TENSORFLOW=1
+ENV HOROVOD_GPU_OPERATIONS=NCCL
 WORKDIR /build
 COPY docker/install-system.sh docker/
 RUN docker/install-system.sh
-COPY docker/frameworks.txt docker/constraints.txt docker/image.sh docker/
+COPY docker/frameworks.txt docker/gpu.txt docker/constraints.txt docker/image.sh docker/
 RUN docker/image.sh frameworks
 COPY hvd_gradcomp/cli/build-horovod.sh hvd_gradcomp/cli/
 RUN --mount=type=cache,target=/var/cache/hvd_gradcomp docker/image.sh horovod
@@ -33,7 +28,8 @@ COPY docker/image.sh docker/cluster.sh /opt/hvd_gradcomp/
 RUN /opt/hvd_gradcomp/image.sh system
 COPY --from=build /opt/venv /opt/venv
 COPY examples /home/horovod/examples
-ENV PATH=/opt/venv/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin
+ENV PATH=/opt/venv/bin:/usr/local/nvidia/bin:/usr/local/bin:/usr/bin:/bin TF_CPP_MIN_LOG_LEVEL=3 \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER horovod
 WORKDIR /home/horovod
 EXPOSE 2222

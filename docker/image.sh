@@ -12,10 +12,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PIP_ROOT_USER_ACTION
 case ${1:-} in
     frameworks)
         python3 -m venv /opt/venv
-        without='^#'
-        [ ! "${HOROVOD_WITHOUT_TENSORFLOW:-}" ] || without='^(#|tensorflow|keras)'
-        grep --extended-regexp --invert-match "$without" docker/frameworks.txt >/tmp/frameworks.txt
-        $python -m pip install -qq --requirement /tmp/frameworks.txt
+        requirements=docker/frameworks.txt
+        if [ "${HOROVOD_GPU_OPERATIONS:-}" ]; then
+            # PyPI's wheels have CUDA. To == another index's 2.13.0+cpu would be a 2.13.0.
+            requirements=/tmp/frameworks.txt
+            sed -e 's/^torch==/torch===/' -e 's/^tensorflow-cpu/tensorflow/' \
+                docker/frameworks.txt docker/gpu.txt >$requirements
+        fi
+        $python -m pip install -qq --requirement $requirements
         ;;
     horovod)
         hvd_gradcomp/cli/build-horovod.sh $python
@@ -27,7 +31,7 @@ case ${1:-} in
         export DEBIAN_FRONTEND=noninteractive
         apt-get update -qq
         apt-get install --yes --no-install-recommends -qq \
-            python3 openmpi-bin openssh-server openssh-client tini >/dev/null
+            python3 libgomp1 openmpi-bin openssh-server openssh-client tini >/dev/null
         rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
         useradd --create-home --shell /bin/bash horovod
         # Volumes take over owner and rights of the folder they are mounted on.

@@ -4,7 +4,7 @@
 #   docker/images.sh build             hvd-gradcomp:cpu from a clean base
 #   docker/images.sh demo [EPOCHS]     compose.yaml: the demo on two workers, over ssh; 20 epochs a run
 #   docker/images.sh test [ARG...]     tests/parallel in the image, on gloo; ARG to pytest
-#   docker/images.sh gpu               gpu.Dockerfile's steps on the CPU base, without CUDA
+#   docker/images.sh gpu               hvd-gradcomp:gpu from the same base, and what Horovod has in it
 #   docker/images.sh clean             removes images, and all that podman keeps
 #
 # PIP_EXTRA_INDEX_URL    for Docker: an index with PyTorch's CPU wheels. Podman takes along all of
@@ -91,12 +91,12 @@ case $what in
             sh -k "not mpi" "$@"
         ;;
     gpu)
-        build gpu.Dockerfile hvd-gradcomp:gpu-steps --build-arg BUILD_IMAGE="$base" \
-            --build-arg BASE_IMAGE="$base" --build-arg HOROVOD_GPU_OPERATIONS=
+        build gpu.Dockerfile hvd-gradcomp:gpu
+        $engine run --rm hvd-gradcomp:gpu horovodrun --check-build
         ;;
     clean)
         if [ "$engine" = docker ]; then
-            docker image rm --force hvd-gradcomp:cpu hvd-gradcomp:gpu-steps
+            docker image rm --force hvd-gradcomp:cpu hvd-gradcomp:gpu
         else
             podman system reset --force
             rm -rf "$containers"

@@ -24,12 +24,15 @@ def command(python: str) -> None:
 
     \b
       HVD_GRADCOMP_CACHE            where wheels are kept: ~/.cache/hvd_gradcomp
-      HOROVOD_GPU_OPERATIONS=NCCL   for GPUs, which needs nvcc and NCCL's headers
-      HOROVOD_WITHOUT_TENSORFLOW=1  for PyTorch alone, as a build for GPUs has to be
+      HOROVOD_GPU_OPERATIONS=NCCL   for GPUs, with the nvcc and the NCCL of NVIDIA's packages from
+                                    PyPI, or the system's; needs no GPU
+      HOROVOD_CUDA_HOME             with the nvcc in here
+      HOROVOD_WITHOUT_TENSORFLOW=1  for PyTorch alone
 
     \b
       hvd-gradcomp build-horovod
-      HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_WITHOUT_TENSORFLOW=1 hvd-gradcomp build-horovod
+      pip install 'cuda-toolkit[cccl,nvcc]'    # of the version that PyTorch has brought along
+      HOROVOD_GPU_OPERATIONS=NCCL hvd-gradcomp build-horovod
     """
     bash = shutil.which("bash")
     if bash is None:

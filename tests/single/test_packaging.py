@@ -185,3 +185,35 @@ def test_installed_it_builds_horovod(installed: Path, tmp_path: Path, monkeypatc
         (tools / name).chmod(stat.S_IRWXU)
     other = said(installed / "hvd-gradcomp", "build-horovod", "nowhere", folder=tmp_path, code=2)
     assert "no such Python: nowhere" in other
+
+
+def test_a_build_with_cuda_names_the_packages_that_lack(
+    installed: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """NVIDIA's packages are found where Python finds them, and taken before the system's."""
+    nvcc = tmp_path / "site" / "nvidia" / "cu13" / "bin" / "nvcc"
+    headers = nvcc.parents[1] / "include" / "crt" / "host_config.h"
+    for file in (nvcc, headers):
+        file.parent.mkdir(parents=True)
+        file.touch(mode=stat.S_IRWXU)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("cmake", "make", "g++", "mpicxx", "mpirun"):
+        (tools / name).symlink_to("/bin/true")
+    for name in ("bash", "env", "dirname", "sort", "tail"):
+        (tools / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    build = ("build-horovod", "python3")
+    (tools / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (tools / "python3").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path))  # a system may have its own elsewhere
+    none = said(installed / "hvd-gradcomp", *build, folder=tmp_path, code=2)
+    assert "Here is no nvidia-cuda-nvcc;" in none
+    assert "python3 -m pip install torch 'cuda-toolkit[cccl,nvcc]'" in none
+    monkeypatch.delenv("HOROVOD_CUDA_HOME")
+    (tools / "python3").write_text(
+        f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} -S "$@"\n'
+    )
+    some = said(installed / "hvd-gradcomp", *build, folder=tmp_path, code=2)
+    assert "Here is no nvidia-nvvm nvidia-cuda-cccl nvidia-cuda-runtime;" in some
