@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 from hvd_gradcomp.codecs.exact import largest, of_blocks
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor
-from hvd_gradcomp.core import wire
+from hvd_gradcomp.core import exchanges, wire
 from hvd_gradcomp.core.ladder import Ladder, LadderState
 from hvd_gradcomp.foundation.cost import most_gathered
 from hvd_gradcomp.foundation.layout import Layout
@@ -79,10 +79,13 @@ class LargestCompressor(SparseCompressor):
 
     def quota(
         self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
-    ) -> tuple[Tensor, Any]:
-        """How many elements of each layer (or of the model) are sent in this step; int64 [k]."""
-        del step, gradient
-        return ops.words(self.most(layout)), state
+    ) -> tuple[Tensor | None, Any]:
+        """How many elements of each layer (or of the model) are sent in this step; int64 [k].
+
+        None for the most of all, 0 for the most of one.
+        """
+        del ops, layout, step, gradient
+        return None, state
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -151,14 +154,13 @@ class LargestCompressor(SparseCompressor):
         moment: Tensor | None = None,
     ) -> tuple[Encoded, Any]:
         del moment
-        wanted, state = self.quota(ops, layout, step, gradient, state)
         scope, room = Scope(layout, self.of_model), Room.on(self, layout, rung)
-        several = len(self.capacities(layout)) > 1
-        quota = _within(ops, wanted, room.capacity) if several else wanted
+        quota, total, state = self._quota(ops, room, step, gradient, state)
         form = None if self.rule is None else room.form(ops)
         if form is not None:
-            numbers = step, quota, ops.sum(wanted)
+            numbers = step, quota, total
             return _encoded_in_passes(ops, self, scope, form, *numbers, gradient, state)
+        quota = ops.words(self.most(layout)) if quota is None else quota
         found, memory = self.collected(ops, scope, gradient, state)
         chosen = self.select(ops, scope, step, memory[0], quota, found, rung)
         parts, index, values, hint = chosen
@@ -168,9 +170,20 @@ class LargestCompressor(SparseCompressor):
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
         held = self.held(ops, memory, index, values)
         memory = self.without_sink(ops, self.settle(ops, memory, index))
-        encoded = Encoded(body, ops.sum(real), ops.sum(wanted), held)
+        encoded = Encoded(body, ops.sum(real), total, held)
         sent = state.sent + per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=hint)
+
+    def _quota(
+        self, ops: Ops, room: Room, step: Any, gradient: Tensor, state: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """What has room of the quota, None for the most; and how many elements are wanted."""
+        layout, most = room.layout, self.most(room.layout)
+        wanted, state = self.quota(ops, layout, step, gradient, state)
+        if wanted is None and len(self.capacities(layout)) == 1:
+            return None, self.capacity(layout), state
+        wanted = ops.words(most) if wanted is None else wanted
+        return *ops.shares(wanted, most, room.capacity), state
 
     def collected(
         self, ops: Ops, scope: Scope, gradient: Tensor, state: Any
@@ -216,7 +229,10 @@ class LargestCompressor(SparseCompressor):
         return parts, index, values, hint
 
     def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
-        values = wire.unpack_body(ops, Room.on(self, layout, rung).parts(ops), bodies)["values"]
+        sent = Room.on(self, layout, rung)
+        if sent.form(ops) is not None and ops.largest_passes.looks:
+            return []  # what adds up looks at them
+        values = wire.unpack_body(ops, sent.parts(ops), bodies)["values"]
         return [ops.reshape(ops.max(ops.abs(values), -1), (-1, 1))]
 
     def decode_sum(
@@ -231,7 +247,10 @@ class LargestCompressor(SparseCompressor):
         sent = Room.on(self, layout, rung)
         form = sent.form(ops)
         if form is not None:
-            return ops.largest_passes.add(layout, form, bodies, weights, room)
+            given, passes = (layout, form, bodies, weights, room), ops.largest_passes
+            if passes.looks:
+                return passes.add(*given, exchanges.LARGEST, wire.ANY_NOT_FINITE)
+            return passes.add(*given)
         payload = wire.unpack_body(ops, sent.parts(ops), bodies)
         values = payload.pop("values") * weights[:, None]  # [world, capacity]
         total = ops.clear(room)
@@ -321,31 +340,23 @@ def _encoded_in_passes(
     scope: Scope,
     form: Form | Tensor,
     step: int,
-    quota: Tensor,
-    wanted: Tensor,
+    quota: Tensor | None,
+    wanted: Any,
     gradient: Tensor,
     state: Any,
 ) -> tuple[Encoded, Any]:
-    layout = scope.layout
     written = ops.largest_passes.write(
         compressor.rule,
         scope,
         form,
         step,
         quota,
-        ops.words(scope.slack(compressor.most(layout))),
+        compressor.most(scope.layout),
         state.hint,
         state.memory,
         gradient,
+        state.sent,
     )
     encoded = Encoded(written.body, written.sent, wanted, settle=written.settle)
-    memory, sent = type(state.memory)(*written.memory), state.sent + written.per_layer
-    return encoded, state._replace(memory=memory, sent=sent, hint=written.hint)
-
-
-def _within(ops: Ops, quota: Tensor, capacity: Any) -> Tensor:
-    """What of a quota has room: one of each group, and of the rest all groups the same share."""
-    one = ops.minimum(quota, 1)
-    total, least = ops.sum(quota), ops.sum(one)
-    share = (quota - one) * (capacity - least) // ops.maximum(total - least, 1)
-    return ops.where(total > capacity, one + share, quota)
+    memory = type(state.memory)(*written.memory)
+    return encoded, state._replace(memory=memory, sent=written.per_layer, hint=written.hint)

@@ -75,10 +75,11 @@ def taken_in(
             Form(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0)),
             context.step,
             ops.words(most) * flag,
-            ops.words(scope.slack(most)),
+            most,
             hint,
             state.memory,
             gradient,
+            state.sent,
         )
         index = ops.from_bytes(written.body[: 4 * capacity], "uint32")
         values = ops.from_bytes(written.body[4 * capacity :], "float32")
