@@ -155,11 +155,11 @@ class LargestCompressor(SparseCompressor):
     ) -> tuple[Encoded, Any]:
         del moment
         scope, room = Scope(layout, self.of_model), Room.on(self, layout, rung)
-        quota, total, state = self._quota(ops, room, step, gradient, state)
+        wanted, state = self.quota(ops, layout, step, gradient, state)
         form = None if self.rule is None else room.form(ops)
         if form is not None:
-            numbers = step, quota, total
-            return _encoded_in_passes(ops, self, scope, form, *numbers, gradient, state)
+            return _encoded_in_passes(ops, scope, room, form, step, wanted, gradient, state)
+        quota, total = _shared(ops, room, wanted)
         quota = ops.words(self.most(layout)) if quota is None else quota
         found, memory = self.collected(ops, scope, gradient, state)
         chosen = self.select(ops, scope, step, memory[0], quota, found, rung)
@@ -173,17 +173,6 @@ class LargestCompressor(SparseCompressor):
         encoded = Encoded(body, ops.sum(real), total, held)
         sent = state.sent + per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=hint)
-
-    def _quota(
-        self, ops: Ops, room: Room, step: Any, gradient: Tensor, state: Any
-    ) -> tuple[Tensor | None, Any, Any]:
-        """What has room of the quota, None for the most; and how many elements are wanted."""
-        layout, most = room.layout, self.most(room.layout)
-        wanted, state = self.quota(ops, layout, step, gradient, state)
-        if wanted is None and len(self.capacities(layout)) == 1:
-            return None, self.capacity(layout), state
-        wanted = ops.words(most) if wanted is None else wanted
-        return *ops.shares(wanted, most, room.capacity), state
 
     def collected(
         self, ops: Ops, scope: Scope, gradient: Tensor, state: Any
@@ -334,29 +323,37 @@ def form_of(compressor: LargestCompressor, layout: Layout, capacity: int) -> For
     return Form(int(wire.body_bytes(parts)), capacity, wire.starts(parts)["values"], places)
 
 
+def _shared(ops: Ops, room: Room, wanted: Tensor | None) -> tuple[Tensor | None, Any]:
+    """What has room of a quota, None for the most; and how many elements are wanted."""
+    compressor, layout, capacity = room
+    if wanted is None and len(compressor.capacities(layout)) == 1:
+        return None, compressor.capacity(layout)
+    most = compressor.most(layout)
+    shares: tuple[Tensor, Tensor] = ops.shares(
+        ops.words(most) if wanted is None else wanted, most, capacity
+    )
+    return shares
+
+
 def _encoded_in_passes(
     ops: Ops,
-    compressor: LargestCompressor,
     scope: Scope,
+    room: Room,
     form: Form | Tensor,
     step: int,
-    quota: Tensor | None,
-    wanted: Any,
+    wanted: Tensor | None,
     gradient: Tensor,
     state: Any,
 ) -> tuple[Encoded, Any]:
-    written = ops.largest_passes.write(
-        compressor.rule,
-        scope,
-        form,
-        step,
-        quota,
-        compressor.most(scope.layout),
-        state.hint,
-        state.memory,
-        gradient,
-        state.sent,
-    )
-    encoded = Encoded(written.body, written.sent, wanted, settle=written.settle)
+    compressor, passes = room.compressor, ops.largest_passes
+    most = compressor.most(room.layout)
+    given = most, state.hint, state.memory, gradient, state.sent
+    if wanted is not None and passes.shares:
+        written = passes.write(compressor.rule, scope, form, step, wanted, *given, shares=True)
+        total = written.wanted
+    else:
+        quota, total = _shared(ops, room, wanted)
+        written = passes.write(compressor.rule, scope, form, step, quota, *given)
+    encoded = Encoded(written.body, written.sent, total, settle=written.settle)
     memory = type(state.memory)(*written.memory)
     return encoded, state._replace(memory=memory, sent=written.per_layer, hint=written.hint)

@@ -159,11 +159,12 @@ class LargestPasses(Passes):
 
     Attributes:
         leads: whether there are `choose`, `values` and `replace`.
-        looks: whether `add` looks itself if the sum is finite, and settles are nobody's business.
+        looks: whether `add` looks itself if the sum is finite.
+        shares: whether `write` may be given what `Composites.shares` takes as the quota.
     """
 
     leads = True
-    looks = False
+    looks = shares = False
 
     def __init__(self, ops: Verbs) -> None:
         super().__init__(ops)

@@ -81,7 +81,7 @@ class TensorFlowLargestPasses:
     """
 
     leads = True
-    looks = False
+    looks = shares = False
 
     def __init__(self, native: Any) -> None:
         self.native = native

@@ -547,11 +547,6 @@ class TorchOps(Ops):
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         return torch.mul(intact, weight, out=self._empty(intact.shape))
 
-    def shares(self, wanted: Tensor, most: Sequence[int], capacity: Any) -> tuple[Tensor, Tensor]:
-        if self.kernels is None:
-            return super().shares(wanted, most, capacity)
-        return self.largest_passes.shares(wanted, most, capacity)
-
     def checked_sides(self, sides: Sequence[Tensor], finite: Any) -> tuple[Sequence[Tensor], Any]:
         if self.kernels is None or not sides[0].numel():
             return super().checked_sides(sides, finite)

@@ -52,25 +52,31 @@ ROWS, COLUMNS = 64, 32  # tasks, and candidates of each, that a program moves to
 SLOTS = 1024  # of a body that a program writes
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def shares_of(wanted, most, quota, total, groups, capacity, TILE: tl.constexpr):
-    """`Composites.shares`."""
+@triton.jit
+def all_wanted(quota, most, groups, NEAR: tl.constexpr):
+    """How many elements groups want, and how many of them do; zeros if `most` is None."""
     every = tl.zeros((), tl.int64)
-    least = tl.zeros((), tl.int64)
-    for first in range(0, groups, TILE):
-        group = first + tl.arange(0, TILE)
-        want = tl.load(wanted + group, mask=group < groups, other=0)
-        want = tl.where(want > 0, want, tl.load(most + group, mask=group < groups, other=0))
-        every += tl.sum(want)
-        least += tl.sum(tl.minimum(want, 1))
-    tl.store(total, every)
-    for first in range(0, groups, TILE):
-        group = first + tl.arange(0, TILE)
-        want = tl.load(wanted + group, mask=group < groups, other=0)
-        want = tl.where(want > 0, want, tl.load(most + group, mask=group < groups, other=0))
+    some = tl.zeros((), tl.int64)
+    if most is not None:
+        for first in range(0, groups, NEAR):
+            group = first + tl.arange(0, NEAR)
+            want = tl.load(quota + group, mask=group < groups, other=0)
+            want = tl.where(want > 0, want, tl.load(most + group, mask=group < groups, other=0))
+            every += tl.sum(want)
+            some += tl.sum(tl.minimum(want, 1))
+    return every, some
+
+
+@triton.jit
+def quota_of(quota, most, group, known, every, some, capacity):
+    """How many elements a group sends: its quota, or `Composites.shares` of it if `most` is one."""
+    want = tl.load(quota + group, mask=known, other=0)
+    if most is not None:
+        want = tl.where(want > 0, want, tl.load(most + group, mask=known, other=0))
         one = tl.minimum(want, 1)
-        share = one + (want - one) * (capacity - least) // tl.maximum(every - least, 1)
-        tl.store(quota + group, tl.where(every > capacity, share, want), mask=group < groups)
+        share = one + (want - one) * (capacity - some) // tl.maximum(every - some, 1)
+        want = tl.where(every > capacity, share, want)
+    return want.to(tl.int32)
 
 
 # -- finding -------------------------------------------------------------------------------------
@@ -87,16 +93,14 @@ def collect(
         tasks: of each where it starts and ends, in blocks, and its group.
         histogram: by group and bin; zeros before, and `passing` too.
         passing: how many of each group are not zero.
-        before: what was sent of each layer, or None; `per_layer` is that, for those who add.
+        before: what was sent of each layer; `per_layer` is that, for those who add.
         sent: 0, for those who count.
     """
     program = tl.program_id(0)
     if program == 0:
         for first in range(0, layers, TILE):
             layer = first + tl.arange(0, TILE)
-            known = tl.zeros((TILE,), tl.int64)
-            if before is not None:
-                known = tl.load(before + layer, mask=layer < layers, other=0)
+            known = tl.load(before + layer, mask=layer < layers, other=0)
             tl.store(per_layer + layer, known, mask=layer < layers)
         tl.store(sent, tl.zeros((), tl.int64))
     start = tl.load(tasks + 3 * program) * BLOCK
@@ -136,21 +140,28 @@ def digit_of(counts, group, rank, BINS: tl.constexpr):
     return nth(tl.load(counts + group * BINS + tl.arange(0, BINS)), rank, BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def narrow(
-    r, tasks, quota, histogram, finer, found, counts,
+    r, tasks, quota, most, wanted, histogram, finer, found, counts, groups, capacity,
     BLOCK: tl.constexpr, UPPER: tl.constexpr, LOWER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Indices in the bin of the group's k-th and beyond, from where a task starts; how many.
 
     Where fewer than k are not zero all these are. Of those in the bin, a histogram `finer`, zeros
     before, of the next bits.
+
+    Args:
+        most: that a quota may be, if quotas have yet to share the room, else None.
+        wanted: what they want of it, in all.
     """
     program = tl.program_id(0)
     start = tl.load(tasks + 3 * program) * BLOCK
     end = tl.load(tasks + 3 * program + 1) * BLOCK
     group = tl.load(tasks + 3 * program + 2)
-    k = tl.load(quota + group).to(tl.int32)
+    every, some = all_wanted(quota, most, groups, 256)
+    if most is not None:
+        tl.store(wanted, every, mask=program == 0)
+    k = quota_of(quota, most, group, group >= 0, every, some, capacity)
     bin = digit_of(histogram, group, k, UPPER)[0]
     least = tl.maximum(bin << 20, 1)
     lower = tl.zeros((LOWER,), tl.int32)
@@ -208,7 +219,7 @@ def is_early(index, known, first, origin, starts, layer_of_block, WHOLE: tl.cons
 
 @triton.jit(do_not_specialize=["turn", "capacity"])
 def choose(
-    r, tasks, groups, quota, histogram, passing, finer, found, counts, listed, starts,
+    r, tasks, groups, quota, most, histogram, passing, finer, found, counts, listed, starts,
     layer_of_block, chosen, number, count_of_groups, turn, capacity,
     WHOLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, UPPER: tl.constexpr,
     LOWER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
@@ -223,13 +234,15 @@ def choose(
         number: how many are chosen of all groups.
     """
     group = tl.program_id(0)
+    every, some = all_wanted(quota, most, count_of_groups, 256)
     before = 0
-    for first in range(0, group + 1, TILE):
-        other = first + tl.arange(0, TILE)
-        most = tl.load(quota + other, mask=other <= group, other=0).to(tl.int32)
-        there = tl.minimum(most, tl.load(passing + other, mask=other <= group, other=0))
-        before += tl.sum(tl.where(other < group, there, 0))
-    k = tl.load(quota + group).to(tl.int32)
+    for first in range(0, group, 256):
+        other = first + tl.arange(0, 256)
+        known = other < group
+        share = quota_of(quota, most, other, known, every, some, capacity)
+        there = tl.load(passing + other, mask=known, other=0)
+        before += tl.sum(tl.where(known, tl.minimum(share, there), 0))
+    k = quota_of(quota, most, group, group >= 0, every, some, capacity)
     there = tl.load(passing + group)
     if group == count_of_groups - 1:
         tl.store(number, before + tl.minimum(k, there))
@@ -511,7 +524,7 @@ class LargestPasses(Launcher):
     """Those of the methods with a number of elements; see `ops.passes.LargestPasses`."""
 
     leads = False  # a leader's choice goes by verbs
-    looks = True
+    looks = shares = True
 
     def write(
         self,
@@ -524,13 +537,16 @@ class LargestPasses(Launcher):
         hint: Tensor,
         memory: Sequence[Tensor],
         gradient: Tensor,
-        before: Tensor | None = None,
+        before: Tensor,
+        shares: bool = False,
     ) -> Written:
+        """See `ops.passes.LargestPasses.write`; the quota may be what `Composites.shares` takes."""
         layout, places, capacity = scope.layout, form.places, form.capacity
         size, layers, groups = layout.size, len(layout.names), scope.count
         tasks = self._tasks(scope)
-        if quota is None:
-            quota = self.table(("most", most), lambda: most)
+        table = self.table(("most", most), lambda: most)
+        wanted, limits = (self.empty((), torch.int64), table) if shares else (None, None)
+        quota = table if quota is None else quota
         r0, u0 = memory[0], memory[1] if how.momentum else None
         r, u = self.ops.room(r0), None if u0 is None else self.ops.room(u0)
         cleared = groups * (UPPER + LOWER + 1)
@@ -550,16 +566,17 @@ class LargestPasses(Launcher):
         )  # fmt: skip
         near = 4 * 3 * capacity  # bytes; of candidates there are about three times as many
         self.launch(
-            narrow, programs, r, tasks, quota, histogram, finer, found, counts,
-            partly={5: near}, BLOCK=layout.block, UPPER=UPPER, LOWER=LOWER, TILE=TILE,
+            narrow, programs, r, tasks, quota, limits, wanted, histogram, finer, found, counts,
+            groups, capacity,
+            partly={7: near}, BLOCK=layout.block, UPPER=UPPER, LOWER=LOWER, TILE=TILE,
         )  # fmt: skip
         lies, starts = self.table((layout, "layer_of_block"), lambda: layout.layer_of_block), None
         if scope.whole:
             starts = self.table((layout, "starts"), scope.starts)
         self.launch(
-            choose, groups, r, tasks, self._groups(scope), quota, histogram, passing, finer, found,
-            counts, listed, starts, lies, chosen, number, groups, turn, capacity,
-            partly={0: 3 * capacity * SECTOR, 7: near, 9: 4 * near, 11: near},
+            choose, groups, r, tasks, self._groups(scope), quota, limits, histogram, passing,
+            finer, found, counts, listed, starts, lies, chosen, number, groups, turn, capacity,
+            partly={0: 3 * capacity * SECTOR, 8: near, 10: 4 * near, 12: near},
             WHOLE=scope.whole, BITS=layout.block_bits, BLOCK=layout.block, UPPER=UPPER,
             LOWER=LOWER, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE,
         )  # fmt: skip
@@ -576,7 +593,7 @@ class LargestPasses(Launcher):
             PACKED=packed, BITS=layout.block_bits, SLOTS=SLOTS,
         )  # fmt: skip
         out = [r] if u is None else [r, u]
-        return Written(body, sent, sent, per_layer, out, hint=hint)
+        return Written(body, sent, wanted, per_layer, out, hint=hint)
 
     def add(
         self,
@@ -613,13 +630,6 @@ class LargestPasses(Launcher):
         wrong = (BEYOND,), said[None, :ranks], PayloadError
         self.ops.demand([wrong, ((beyond,), said[None, ranks:], NonFiniteGradientError)])
         return room
-
-    def shares(self, wanted: Tensor, most: Sequence[int], capacity: int) -> tuple[Tensor, Tensor]:
-        """`Composites.shares`."""
-        groups, table = wanted.shape[0], self.table(("most", most), lambda: most)
-        quota, total = self.empty(groups, torch.int64), self.empty((), torch.int64)
-        self.launch(shares_of, 1, wanted, table, quota, total, groups, capacity, TILE=1024)
-        return quota, total
 
     def _tasks(self, scope: Scope) -> Tensor:
         """Of each task where it starts and ends, in blocks, and its group."""
