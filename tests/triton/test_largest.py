@@ -11,6 +11,7 @@ from hvd_gradcomp import (
     DGCCompressor,
     EGCCompressor,
     GradientDroppingCompressor,
+    LGCCompressor,
     SparseGDCompressor,
 )
 from hvd_gradcomp.core.wire import HEADER_BYTES
@@ -55,6 +56,17 @@ def test_kernels_do_what_the_verbs_do(
     for step, (kind, scale) in enumerate(zip(kinds, scales)):
         generator = torch.Generator().manual_seed(1000 * seed + step)
         assert_step_alike(ours, theirs, drawn(generator, ours, scale, share, kind))
+
+
+@pytest.mark.parametrize("pattern", ["ring_allreduce", "parameter_server"])
+def test_lgc_finds_the_same(pattern, device):
+    """It takes their choice, and learns by verbs."""
+    lgc = LGCCompressor(pattern, alpha=0.05, full_steps=1, train_steps=1, momentum=0.9)
+    ours, theirs = worlds(lgc, layout_of(700, 300), 2, device)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        given_ = drawn(generator, ours, 1.0, 1.0)
+        assert all(map(torch.equal, ours.step(given_), theirs.step(given_)))
 
 
 @pytest.mark.parametrize("compressor", [ONE_EACH[2], ONE_EACH[3]], ids=repr)

@@ -128,7 +128,8 @@ def opened(
     lgc: LGCSettings, ops: Ops, context: Context, buffers: Tensor
 ) -> tuple[wire.Header, Tensor]:
     """What travelled: the headers and the bodies."""
-    return wire.open_sealed(ops, exchanges.header_of(lgc, context), buffers)
+    expected, weighing = exchanges.header_of(lgc, context), exchanges.weighing(context, {})
+    return wire.open_sealed(ops, expected, buffers, weighing)
 
 
 def counted(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:
