@@ -52,9 +52,9 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older triton traffic asan compat demo bench papers gpu \
-	gpu-there bench-loopback \
-	bench-steps hosts hosts-possible soak chaos images test-image image-gpu clean-images docs tutorial clean
+.PHONY: help setup check test test-older triton traffic asan compat demo bench papers gpu bench-loopback \
+	bench-steps hosts hosts-possible soak chaos images test-image image-gpu \
+	clean-images docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24

@@ -105,8 +105,8 @@ class EGCCompressor(MomentumCorrected):
             lambda: self._quota_by_entropy(ops, layout, gradient),
             lambda: state.quota,
         )
-        # Of a rank that joins between two looks at the entropy nothing is known: it sends the most.
-        quota = ops.where(quota > 0, quota, ops.words(self.most(layout)))
+        # Of a rank that joins between two looks at the entropy nothing is known, its quota is 0: it
+        # sends the most.
         return quota, state._replace(quota=quota)
 
     def _quota_by_entropy(self, ops: Ops, layout: Layout, gradient: Tensor) -> Tensor:

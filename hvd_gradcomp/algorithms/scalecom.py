@@ -110,7 +110,8 @@ class ScaleComCompressor(ResidualTopK):
 
     def choice_form(self, ops: Ops, layout: Layout) -> Form | None:
         """Where all lies in the body of the broadcast; None where there are no passes for it."""
-        if ops.largest_passes is None or self.rule is None:
+        passes = ops.largest_passes
+        if passes is None or not passes.leads or self.rule is None:
             return None
         form = form_of(self, layout, self.capacity(layout))
         size = self.choice_bytes(layout) - wire.HEADER_BYTES
@@ -119,16 +120,14 @@ class ScaleComCompressor(ResidualTopK):
     def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
         """The leader's payload: where its error-compensated gradient is largest."""
         layout, most = context.layout, self.most(context.layout)
-        quota, scope, r = ops.words(most), Scope(layout, whole=False), state.memory.r
+        scope, r = Scope(layout, whole=False), state.memory.r
         form = self.choice_form(ops, layout)
         if form is not None:
-            slack = ops.words(scope.slack(most))
-            written = ops.largest_passes.choose(
-                scope, form, context.step, quota, slack, r, gradient
-            )
+            written = ops.largest_passes.choose(scope, form, context.step, most, r, gradient)
             body, count = written.body, written.sent
         else:
-            parts, index, _, _ = self.select(ops, scope, context.step, r + gradient, quota, None)
+            quota, whole = ops.words(most), r + gradient
+            parts, index, _, _ = self.select(ops, scope, context.step, whole, quota, None)
             body = wire.pack_body(ops, self.choice_parts(layout), parts)
             count = ops.sum(ops.cast(index < layout.sink, "int64"))
         return wire.seal(ops, self._header(context)._replace(sent=count, wanted=count), body)

@@ -249,6 +249,7 @@ def _filled(
 ) -> Tensor:
     """Noise, and what is given; biases and, if asked for, the last layer begin with zeros."""
     key = ops.key(0, seed)
+    key = ops.words(key) if isinstance(key, tuple) else key  # numbers, where there are kernels
     pieces, start = [], 0
     for number, layer in enumerate(layers):
         weights = prod((layer.taps, layer.inputs, layer.outputs))

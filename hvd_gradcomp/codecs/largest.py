@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 from hvd_gradcomp.codecs.exact import largest, of_blocks
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor
-from hvd_gradcomp.core import wire
+from hvd_gradcomp.core import exchanges, wire
 from hvd_gradcomp.core.ladder import Ladder, LadderState
 from hvd_gradcomp.foundation.cost import most_gathered
 from hvd_gradcomp.foundation.layout import Layout
@@ -79,10 +79,13 @@ class LargestCompressor(SparseCompressor):
 
     def quota(
         self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
-    ) -> tuple[Tensor, Any]:
-        """How many elements of each layer (or of the model) are sent in this step; int64 [k]."""
-        del step, gradient
-        return ops.words(self.most(layout)), state
+    ) -> tuple[Tensor | None, Any]:
+        """How many elements of each layer (or of the model) are sent in this step; int64 [k].
+
+        None for the most of all, 0 for the most of one.
+        """
+        del ops, layout, step, gradient
+        return None, state
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -151,14 +154,13 @@ class LargestCompressor(SparseCompressor):
         moment: Tensor | None = None,
     ) -> tuple[Encoded, Any]:
         del moment
-        wanted, state = self.quota(ops, layout, step, gradient, state)
         scope, room = Scope(layout, self.of_model), Room.on(self, layout, rung)
-        several = len(self.capacities(layout)) > 1
-        quota = _within(ops, wanted, room.capacity) if several else wanted
+        wanted, state = self.quota(ops, layout, step, gradient, state)
         form = None if self.rule is None else room.form(ops)
         if form is not None:
-            numbers = step, quota, ops.sum(wanted)
-            return _encoded_in_passes(ops, self, scope, form, *numbers, gradient, state)
+            return _encoded_in_passes(ops, scope, room, form, step, wanted, gradient, state)
+        quota, total = _shared(ops, room, wanted)
+        quota = ops.words(self.most(layout)) if quota is None else quota
         found, memory = self.collected(ops, scope, gradient, state)
         chosen = self.select(ops, scope, step, memory[0], quota, found, rung)
         parts, index, values, hint = chosen
@@ -168,7 +170,7 @@ class LargestCompressor(SparseCompressor):
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
         held = self.held(ops, memory, index, values)
         memory = self.without_sink(ops, self.settle(ops, memory, index))
-        encoded = Encoded(body, ops.sum(real), ops.sum(wanted), held)
+        encoded = Encoded(body, ops.sum(real), total, held)
         sent = state.sent + per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=hint)
 
@@ -216,8 +218,11 @@ class LargestCompressor(SparseCompressor):
         return parts, index, values, hint
 
     def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
-        parts = Room.on(self, layout, rung).parts(ops)
-        return [ops.reshape(ops.peaks(wire.unpack_part(ops, parts, bodies, "values")), (-1, 1))]
+        sent = Room.on(self, layout, rung)
+        if sent.form(ops) is not None and ops.largest_passes.looks:
+            return []  # what adds up looks at them
+        values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
+        return [ops.reshape(ops.peaks(values), (-1, 1))]
 
     def decode_sum(
         self,
@@ -231,7 +236,10 @@ class LargestCompressor(SparseCompressor):
         sent = Room.on(self, layout, rung)
         form = sent.form(ops)
         if form is not None:
-            return ops.largest_passes.add(layout, form, bodies, weights, room)
+            given, passes = (layout, form, bodies, weights, room), ops.largest_passes
+            if passes.looks:
+                return passes.add(*given, exchanges.LARGEST, wire.ANY_NOT_FINITE)
+            return passes.add(*given)
         payload = wire.unpack_body(ops, sent.parts(ops), bodies)
         values = payload.pop("values") * weights[:, None]  # [world, capacity]
         total = ops.clear(room)
@@ -315,37 +323,37 @@ def form_of(compressor: LargestCompressor, layout: Layout, capacity: int) -> For
     return Form(int(wire.body_bytes(parts)), capacity, wire.starts(parts)["values"], places)
 
 
+def _shared(ops: Ops, room: Room, wanted: Tensor | None) -> tuple[Tensor | None, Any]:
+    """What has room of a quota, None for the most; and how many elements are wanted."""
+    compressor, layout, capacity = room
+    if wanted is None and len(compressor.capacities(layout)) == 1:
+        return None, compressor.capacity(layout)
+    most = compressor.most(layout)
+    shares: tuple[Tensor, Tensor] = ops.shares(
+        ops.words(most) if wanted is None else wanted, most, capacity
+    )
+    return shares
+
+
 def _encoded_in_passes(
     ops: Ops,
-    compressor: LargestCompressor,
     scope: Scope,
+    room: Room,
     form: Form | Tensor,
     step: int,
-    quota: Tensor,
-    wanted: Tensor,
+    wanted: Tensor | None,
     gradient: Tensor,
     state: Any,
 ) -> tuple[Encoded, Any]:
-    layout = scope.layout
-    written = ops.largest_passes.write(
-        compressor.rule,
-        scope,
-        form,
-        step,
-        quota,
-        ops.words(scope.slack(compressor.most(layout))),
-        state.hint,
-        state.memory,
-        gradient,
-    )
-    encoded = Encoded(written.body, written.sent, wanted, settle=written.settle)
-    memory, sent = type(state.memory)(*written.memory), state.sent + written.per_layer
-    return encoded, state._replace(memory=memory, sent=sent, hint=written.hint)
-
-
-def _within(ops: Ops, quota: Tensor, capacity: Any) -> Tensor:
-    """What of a quota has room: one of each group, and of the rest all groups the same share."""
-    one = ops.minimum(quota, 1)
-    total, least = ops.sum(quota), ops.sum(one)
-    share = (quota - one) * (capacity - least) // ops.maximum(total - least, 1)
-    return ops.where(total > capacity, one + share, quota)
+    compressor, passes = room.compressor, ops.largest_passes
+    most = compressor.most(room.layout)
+    given = most, state.hint, state.memory, gradient, state.sent
+    if wanted is not None and passes.shares:
+        written = passes.write(compressor.rule, scope, form, step, wanted, *given, shares=True)
+        total = written.wanted
+    else:
+        quota, total = _shared(ops, room, wanted)
+        written = passes.write(compressor.rule, scope, form, step, quota, *given)
+    encoded = Encoded(written.body, written.sent, total, settle=written.settle)
+    memory = type(state.memory)(*written.memory)
+    return encoded, state._replace(memory=memory, sent=written.per_layer, hint=written.hint)

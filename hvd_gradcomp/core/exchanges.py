@@ -15,7 +15,7 @@ from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
 from hvd_gradcomp.ops.composites import Weighing
 
-_LARGEST = (2.0 - 2.0**-20) * 2.0**127  # of float32, and a bit less: sums are rounded on their way
+LARGEST = (2.0 - 2.0**-20) * 2.0**127  # of float32, and a bit less: sums are rounded on their way
 
 
 class Leading(Protocol):
@@ -70,7 +70,7 @@ def weighing(context: Context, sides: Mapping[str, wire.Part], ascending: Any = 
         groups=groups,
         vectors=len(sides) if groups else 0,
         powers=any(part.dtype == "int8" for part in sides.values()),
-        limit=_LARGEST,
+        limit=LARGEST,
         refused=(wire.ANY_NOT_FINITE, NonFiniteGradientError),
         ascending=ascending,
     )
@@ -91,7 +91,7 @@ def summable(
         NonFiniteGradientError: on all ranks, as in `usable`; also where single groups are so large
             that it cannot be ruled out.
     """
-    fits = ops.summable(sides, context.prescale * context.postscale, _LARGEST)
+    fits = ops.summable(sides, context.prescale * context.postscale, LARGEST)
     intact = ops.require({wire.ANY_NOT_FINITE: fits}, NonFiniteGradientError)
     if intact is None:
         return header

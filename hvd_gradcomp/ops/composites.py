@@ -17,6 +17,10 @@ from hvd_gradcomp.ops.tensors import Tensor
 GROUP = 32  # codes that are packed together
 _TINY = 2.0**-100  # a group whose scale is below counts as zero: its inverse would overflow
 _FACTOR = 0x45D9F3B
+BEYOND = (
+    "rank {ranks} sent an index that points outside of its bucket, or does not ascend: "
+    "a payload is damaged"
+)
 
 
 class Field(NamedTuple):
@@ -146,6 +150,24 @@ class Composites:
             pieces += [x[end:start], self.reshape(layer, (size,))]
             end = start + size
         return self.concat([*pieces, x[end:]])
+
+    def shares(
+        self: Any, wanted: Tensor, most: Sequence[int], capacity: Any
+    ) -> tuple[Tensor, Tensor]:
+        """How many of the elements that groups want have room, int64 [groups]; and all wanted.
+
+        One of each group has, and of the rest all groups have the same share.
+
+        Args:
+            wanted: int64 [groups]; 0 for the most.
+            most: of each group.
+            capacity: of the room.
+        """
+        wanted = self.where(wanted > 0, wanted, self.words(most))
+        one = self.minimum(wanted, 1)
+        total, least = self.sum(wanted), self.sum(one)
+        share = (wanted - one) * (capacity - least) // self.maximum(total - least, 1)
+        return self.where(total > capacity, one + share, wanted), total
 
     def leaky_relu(self: Any, x: Tensor, slope: float) -> Tensor:
         """x where it is positive, `slope * x` elsewhere."""

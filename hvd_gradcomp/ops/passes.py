@@ -157,7 +157,16 @@ class WordPasses(Passes):
 
 
 class LargestPasses(Passes):
-    """Those of the methods with a number of elements."""
+    """Those of the methods with a number of elements.
+
+    Attributes:
+        leads: whether there are `choose`, `values` and `replace`.
+        looks: whether `add` looks itself if the sum is finite.
+        shares: whether `write` may be given what `Composites.shares` takes as the quota.
+    """
+
+    leads = True
+    looks = shares = False
 
     def __init__(self, ops: Verbs) -> None:
         super().__init__(ops)
@@ -169,11 +178,12 @@ class LargestPasses(Passes):
         scope: Scope,
         form: Form,
         turn: int,
-        quota: Tensor,
-        slack: Tensor,
+        quota: Tensor | None,
+        most: Sequence[int],
         hint: Tensor,
         memory: Sequence[Tensor],
         gradient: Tensor,
+        before: Tensor,
     ) -> Written:
         """One rank's step.
 
@@ -182,12 +192,14 @@ class LargestPasses(Passes):
             scope: what competes.
             form: of the body.
             turn: the step.
-            quota: elements to send of each group; int64 [groups].
-            slack: by how much a sample may be wrong about that; int64 [groups].
+            quota: elements to send of each group, int64 [groups]; None for the most.
+            most: that a quota may be.
             hint: where to look first; float32 [groups].
             memory: r and, with momentum, u; float32 [size]. Donating.
             gradient: float32 [size].
+            before: int64 [layers], how many were sent of each before.
         """
+        quota, slack = self._numbers(scope, quota, most)
         layout, memory = scope.layout, [self.ops.own(x) for x in memory]
         room = memory[0], memory[1] if how.momentum else None
         written = self._write(how, scope, form, turn, quota, slack, hint, room, room, gradient)
@@ -198,19 +210,20 @@ class LargestPasses(Passes):
             given = self._where(layout), _form(form), _at(written.body), _at(self._room(indices))
             self.native.largest_settle(taking, *given, r, u, torch.get_num_threads())
 
-        return written._replace(memory=memory, settle=settle)
+        sent = before + written.per_layer
+        return written._replace(memory=memory, per_layer=sent, settle=settle)
 
     def choose(
         self,
         scope: Scope,
         form: Form,
         turn: int,
-        quota: Tensor,
-        slack: Tensor,
+        most: Sequence[int],
         r: Tensor,
         gradient: Tensor,
     ) -> Written:
         """What `write` would send of r and the gradient, which stay as they are."""
+        quota, slack = self._numbers(scope, None, most)
         hint = torch.empty(quota.shape[0], dtype=torch.float32, device="cpu")
         where, numbers = ctypes.byref(self._scope(scope)), (_at(quota), _at(slack))
         given = where, _at(r), _at(gradient), *numbers, _at(hint)
@@ -317,6 +330,14 @@ class LargestPasses(Passes):
         threads = torch.get_num_threads()
         _check(self.native.largest_add(self._where(layout), _form(form), *given, threads))
         return room
+
+    def _numbers(
+        self, scope: Scope, quota: Tensor | None, most: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The quota, and by how much a sample may be wrong about it; int64 [groups]."""
+        numbers = most if quota is None else quota, scope.slack(most)
+        quota, slack = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in numbers)
+        return quota, slack
 
     def _where(self, layout: Layout) -> Any:
         return ctypes.byref(self._place(layout))

@@ -66,7 +66,7 @@ class Written(NamedTuple):
         body: uint8 [bytes].
         sent: how many elements travel.
         wanted: how many would, had all fit.
-        per_layer: int64 [layers], of those that travel; of words with those of steps before.
+        per_layer: int64 [layers], of those that travel, and of those of steps before.
         memory: with the gradient taken in.
         settle: takes what travels out of the memory, in place, where that is still to be done.
         hint: where to look first in the next step; float32 [groups], of the largest alone.

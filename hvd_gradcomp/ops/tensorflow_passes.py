@@ -74,11 +74,14 @@ class TensorFlowWordPasses:
 
 
 class TensorFlowLargestPasses:
-    """Those of the methods with a number of elements.
+    """Those of the methods with a number of elements; see `passes.LargestPasses`.
 
     Args:
         native: the operations.
     """
+
+    leads = True
+    looks = shares = False
 
     def __init__(self, native: Any) -> None:
         self.native = native
@@ -89,19 +92,20 @@ class TensorFlowLargestPasses:
         scope: Scope,
         form: Form | Tensor,
         turn: Any,
-        quota: Tensor,
-        slack: Tensor,
+        quota: Tensor | None,
+        most: Sequence[int],
         hint: Tensor,
         memory: Sequence[Tensor],
         gradient: Tensor,
+        before: Tensor | int,
     ) -> Written:
         """One rank's step; as `passes.LargestPasses.write`, but that nothing is left to settle."""
         layout = scope.layout
         written = self.native.gradcomp_write_largest(
             list(memory),
             gradient,
-            quota,
-            slack,
+            tf.constant(most, tf.int64) if quota is None else quota,
+            tf.constant(scope.slack(most), tf.int64),
             hint,
             tf.cast(turn, tf.int64),
             _flat(form),
@@ -113,21 +117,20 @@ class TensorFlowLargestPasses:
         body, sent, per_layer, hint = written.body, written.sent, written.per_layer, written.next
         if isinstance(form, Form):
             body = tf.ensure_shape(body, (form.size,))
-        return Written(body, sent, sent, per_layer, written.settled, hint=hint)
+        return Written(body, sent, sent, before + per_layer, written.settled, hint=hint)
 
     def choose(
         self,
         scope: Scope,
         form: Form,
         turn: Any,
-        quota: Tensor,
-        slack: Tensor,
+        most: Sequence[int],
         r: Tensor,
         gradient: Tensor,
     ) -> Written:
         """What `write` would send of r and the gradient; as `passes.LargestPasses.choose`."""
-        hint = tf.fill(quota.shape, float("inf"))
-        return self.write(Collecting(), scope, form, turn, quota, slack, hint, (r,), gradient)
+        hint = tf.fill((scope.count,), float("inf"))
+        return self.write(Collecting(), scope, form, turn, None, most, hint, (r,), gradient, 0)
 
     def values(
         self, layout: Layout, form: Form, body: Tensor, r: Tensor, gradient: Tensor

@@ -26,7 +26,7 @@ from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import LOGGER, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.blocks import Axes, Blocks, Lifted
-from hvd_gradcomp.ops.composites import _FACTOR, GROUP, Admitted, Field, Weighing
+from hvd_gradcomp.ops.composites import _FACTOR, BEYOND, GROUP, Admitted, Field, Weighing
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.passes import LargestPasses, WordPasses
 
@@ -42,10 +42,6 @@ _DTYPES = {
 }
 _WORD = 0xFFFFFFFF
 _EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight
-_BEYOND = (
-    "rank {ranks} sent an index that points outside of its bucket, or does not ascend: "
-    "a payload is damaged"
-)
 _TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
 _HEAD = 64  # bytes before a body, at most
 _CACHED = 1 << 18  # elements that are written past the caches if there are more
@@ -73,16 +69,17 @@ class TorchOps(Ops):
         self.dynamic_shapes = self.on_host and not static
         self.native = library() if self.dynamic_shapes else None
         self.word_passes: Any = WordPasses(self) if self.native is not None else None
-        self.largest_passes = LargestPasses(self) if self.native is not None else None
+        self.largest_passes: Any = LargestPasses(self) if self.native is not None else None
         self.kernels: Any = None
         self.quantizers: Any = None  # the kernels of codes for every element
         if _triton_loads(self.device) if kernels is None else kernels:
             from hvd_gradcomp.ops.triton.common import Common
+            from hvd_gradcomp.ops.triton.largest import LargestPasses as LargestKernels
             from hvd_gradcomp.ops.triton.quantizers import Quantizers
             from hvd_gradcomp.ops.triton.words import WordPasses as WordKernels
 
             self.kernels, self.word_passes = Common(self), WordKernels(self)
-            self.quantizers = Quantizers(self)
+            self.largest_passes, self.quantizers = LargestKernels(self), Quantizers(self)
         self._bands: dict[Bands, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._constants: dict[tuple[float, ...], Tensor] = {}
@@ -545,14 +542,10 @@ class TorchOps(Ops):
         errors = [*[(message, PayloadError) for message in messages], poisoned, weighing.refused]
         facts = [
             ((message,), fact[None], error)
-            for (message, error), fact in zip((*errors, (_BEYOND, PayloadError)), held)
+            for (message, error), fact in zip((*errors, (BEYOND, PayloadError)), held)
         ]
-        if self.on_host:
-            for fact in facts:
-                _raise_false(*fact)
-            return Admitted(words, None, needed, weights)
-        self._pending += facts
-        return Admitted(words, intact, needed, weights)
+        self.demand(facts)
+        return Admitted(words, None if self.on_host else intact, needed, weights)
 
     def body(self, size: int) -> Tensor:
         """Memory for bytes, before which there is room for their head, if it comes next."""
@@ -859,6 +852,14 @@ class TorchOps(Ops):
             return None
         self._pending.append((tuple(facts), self.stage(held), error))
         return held.all(0) if len(known) > 1 else known[0]
+
+    def demand(self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]) -> None:
+        """As `require`, of facts that are staged: messages, bool [messages, world], the error."""
+        if not self.on_host:
+            self._pending += facts
+            return
+        for fact in facts:
+            _raise_false(*fact)
 
     def found_finite(self) -> bool:
         self.raise_found()

@@ -457,19 +457,18 @@ def test_passes_refuse_what_does_not_fit():
     form = form_of(SPARSE_GD, layout, SPARSE_GD.capacity(layout))
     one, hint, body = tf.cast(one, tf.int64), weights, codes(4, 1, form.size)
     wrong = [
-        (form, 0, one, one, hint, (r,), r[:-1]),
-        (form, 0, one, one, hint, (r[:-1],), r),
-        (form, 0, -one, one, hint, (r,), r),
-        (form, 0, one, -one, hint, (r,), r),
-        (form, 0, one, one, noise(3, 2), (r,), r),
-        (form, -1, one, one, hint, (r,), r),
-        (form._replace(capacity=1 << 20), 0, one, one, hint, (r,), r),
-        (form._replace(values=form.size - 4), 0, one, one, hint, (r,), r),
-        (form._replace(size=-4), 0, one, one, hint, (r,), r),
+        (form, 0, one, (1,), hint, (r,), r[:-1]),
+        (form, 0, one, (1,), hint, (r[:-1],), r),
+        (form, 0, -one, (1,), hint, (r,), r),
+        (form, 0, one, (1,), noise(3, 2), (r,), r),
+        (form, -1, one, (1,), hint, (r,), r),
+        (form._replace(capacity=1 << 20), 0, one, (1,), hint, (r,), r),
+        (form._replace(values=form.size - 4), 0, one, (1,), hint, (r,), r),
+        (form._replace(size=-4), 0, one, (1,), hint, (r,), r),
     ]
     for given_ in wrong:
         with pytest.raises(tf.errors.InvalidArgumentError):
-            passes.write(SPARSE_GD.rule, Scope(layout, False), *given_)
+            passes.write(SPARSE_GD.rule, Scope(layout, False), *given_, one)
     for given_ in ((body[:, :-4], weights, r), (body, noise(1, 2), r), (body, weights, r[:-1])):
         with pytest.raises(tf.errors.InvalidArgumentError):
             passes.add(layout, form, *given_)

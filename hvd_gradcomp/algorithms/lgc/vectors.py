@@ -75,10 +75,11 @@ def taken_in(
             Form(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0)),
             context.step,
             ops.words(most) * flag,
-            ops.words(scope.slack(most)),
+            most,
             hint,
             state.memory,
             gradient,
+            state.sent,
         )
         index = ops.from_bytes(written.body[: 4 * capacity], "uint32")
         values = ops.from_bytes(written.body[4 * capacity :], "float32")
@@ -127,7 +128,8 @@ def opened(
     lgc: LGCSettings, ops: Ops, context: Context, buffers: Tensor
 ) -> tuple[wire.Header, Tensor]:
     """What travelled: the headers and the bodies."""
-    return wire.open_sealed(ops, exchanges.header_of(lgc, context), buffers)
+    expected, weighing = exchanges.header_of(lgc, context), exchanges.weighing(context, {})
+    return wire.open_sealed(ops, expected, buffers, weighing)
 
 
 def counted(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:
