@@ -22,8 +22,8 @@ from typing import Any
 from hvd_gradcomp.core.wire import Part, starts
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.rules import Places
+from hvd_gradcomp.ops.verbs.bytewise import GROUP
 
 _SPARE_BITS = 3.5  # with blocks of 32 random places need 2.5, clustered ones more
 _SPARE_DEFLATED = 2.25  # random places need 1.44 at least

@@ -28,7 +28,7 @@ from hvd_gradcomp.foundation.collectives import Allgather, Alltoall
 from hvd_gradcomp.foundation.cost import volume
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.composites import GROUP
+from hvd_gradcomp.ops.verbs.bytewise import GROUP
 
 EXCHANGES = ("auto", "allgather", "two_shot")
 Payload = dict[str, Tensor]

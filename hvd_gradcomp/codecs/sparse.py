@@ -20,8 +20,8 @@ from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.foundation.collectives import Allgather, Switch
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
-from hvd_gradcomp.ops.composites import Weighing
 from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.ops.verbs.framing import Weighing
 
 Memory = Any
 

@@ -27,9 +27,9 @@ from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.foundation.cost import most_gathered
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.composites import Weighing
 from hvd_gradcomp.ops.rules import Rule, Rung
 from hvd_gradcomp.ops.scope import layer_of
+from hvd_gradcomp.ops.verbs.framing import Weighing
 
 
 class WordCompressor(SparseCompressor):

@@ -13,7 +13,7 @@ from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.foundation.collectives import Allreduce, Broadcast, Switch
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
-from hvd_gradcomp.ops.composites import Weighing
+from hvd_gradcomp.ops.verbs.framing import Weighing
 
 LARGEST = (2.0 - 2.0**-20) * 2.0**127  # of float32, and a bit less: sums are rounded on their way
 

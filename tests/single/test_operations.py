@@ -20,10 +20,10 @@ from hvd_gradcomp.core.ladder import PATIENCE, Ladder, LadderState
 from hvd_gradcomp.foundation.bands import Band, Bands
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import PayloadError, building
-from hvd_gradcomp.ops.composites import Field
 from hvd_gradcomp.ops.rules import Rung
 from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps, library
+from hvd_gradcomp.ops.verbs.framing import Field
 from hvd_gradcomp.testing import World
 from tests.methods import (
     DROPPING,

@@ -21,7 +21,7 @@ from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.foundation.layers import Layer, traits_of
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.composites import GROUP
+from hvd_gradcomp.ops.verbs.bytewise import GROUP
 
 PATTERNS = ("ring_allreduce", "parameter_server")
 OPTIMIZERS = ("sgd", "adam")

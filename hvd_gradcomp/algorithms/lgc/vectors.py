@@ -14,9 +14,9 @@ from hvd_gradcomp.core.aggregator import Context, Program
 from hvd_gradcomp.foundation.collectives import Allreduce
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.rules import Form, Places
 from hvd_gradcomp.ops.scope import Scope, layer_of
+from hvd_gradcomp.ops.verbs.bytewise import GROUP
 
 _MAGNITUDE = (1 << 31) - 1
 

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.composites import Weighing
+from hvd_gradcomp.ops.verbs.framing import Weighing
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.ops.torch import TorchOps
+    from hvd_gradcomp.ops.torch.base import Base
 
 PIECES = 512
 SECTOR = 32  # bytes that a GPU reads or writes at least
@@ -64,7 +64,7 @@ class Launcher:
 
     seen: Callable[[Launch], None] | None = None
 
-    def __init__(self, ops: TorchOps) -> None:
+    def __init__(self, ops: Base) -> None:
         self.ops = ops
         self._rooms: dict[Any, Tensor] = {}
 
@@ -482,7 +482,7 @@ def check_sides(one, other, finite, healthy, n, TILE: tl.constexpr):
 
 
 class Common(Launcher):
-    """Shadows of composites that all methods use; see `ops.composites` for what they do."""
+    """Shadows of composites that all methods use; see `ops.verbs` for what they do."""
 
     @staticmethod
     def split(said: Tensor) -> tuple[Tensor, Tensor]:

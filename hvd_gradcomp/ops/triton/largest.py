@@ -1,4 +1,4 @@
-"""The passes of `codecs.largest`, as `ops.passes.LargestPasses` and largest.c have them.
+"""The passes of `codecs.largest`, as `ops.torch.passes.LargestPasses` and largest.c have them.
 
     collect  takes the gradient in; of each group a histogram of the upper bits of magnitudes
     narrow   which bin has the k-th; what lies there or beyond, and a histogram of the bits below
@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, Tensor
-from hvd_gradcomp.ops.composites import BEYOND, GROUP
 from hvd_gradcomp.ops.rules import Written
 from hvd_gradcomp.ops.triton.common import (
     SECTOR,
@@ -40,6 +39,8 @@ from hvd_gradcomp.ops.triton.common import (
     to_words,
 )
 from hvd_gradcomp.ops.triton.words import ADDED, NEAR, WIDE
+from hvd_gradcomp.ops.verbs.bytewise import GROUP
+from hvd_gradcomp.ops.verbs.framing import BEYOND
 
 if TYPE_CHECKING:
     from hvd_gradcomp.foundation.layout import Layout
@@ -69,7 +70,7 @@ def all_wanted(quota, most, groups, NEAR: tl.constexpr):
 
 @triton.jit
 def quota_of(quota, most, group, known, every, some, capacity):
-    """How many elements a group sends: its quota, or `Composites.shares` of it if `most` is one."""
+    """How many elements a group sends: its quota, or `Placing.shares` of it if `most` is one."""
     want = tl.load(quota + group, mask=known, other=0)
     if most is not None:
         want = tl.where(want > 0, want, tl.load(most + group, mask=known, other=0))
@@ -521,7 +522,7 @@ def add_chosen(
 
 
 class LargestPasses(Launcher):
-    """Those of the methods with a number of elements; see `ops.passes.LargestPasses`."""
+    """Those of the methods with a number of elements; see `ops.torch.passes.LargestPasses`."""
 
     leads = False  # a leader's choice goes by verbs
     looks = shares = True
@@ -540,7 +541,7 @@ class LargestPasses(Launcher):
         before: Tensor,
         shares: bool = False,
     ) -> Written:
-        """See `ops.passes.LargestPasses.write`; the quota may be what `Composites.shares` takes."""
+        """See `ops.torch.passes.LargestPasses.write`; the quota may be what `Placing.shares` takes."""
         layout, places, capacity = scope.layout, form.places, form.capacity
         size, layers, groups = layout.size, len(layout.names), scope.count
         tasks = self._tasks(scope)
@@ -605,7 +606,7 @@ class LargestPasses(Launcher):
         limit: float,
         beyond: str,
     ) -> Tensor:
-        """See `ops.passes.LargestPasses.add`; says `beyond` where the sum might be past a limit."""
+        """See `ops.torch.passes.LargestPasses.add`; says `beyond` where the sum might be past a limit."""
         places, capacity, ranks = form.places, form.capacity, bodies.shape[0]
         room, words = self.ops.room(room), bodies.view(torch.int32)
         index, shares = self.room("index", ranks * capacity), self.room("shares", 2 * ranks)

@@ -1,9 +1,9 @@
 """Shadows of the composites that give every element a code: QSGD, TernGrad, 1-bit SGD.
 
-`ops.composites` says what each does, and native.c does the same on a CPU. A group may be 32
+`ops.verbs.coding` says what each does, and native.c does the same on a CPU. A group may be 32
 elements or a layer of millions, so what is found of groups is found by *tasks*, stretches of one
 group that a program has at once; which these are depends on the bands alone. Sums are folded in
-halves, as `Composites.sum_of_rows` has it: a task folds `LEVELS` times what it reads, and passes go
+halves, as `Ordering.sum_of_rows` has it: a task folds `LEVELS` times what it reads, and passes go
 on until each group is one number.
 """
 
@@ -19,7 +19,6 @@ import triton.language as tl
 
 from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.composites import _FACTOR, _TINY, GROUP
 from hvd_gradcomp.ops.triton.common import (
     Launcher,
     cut,
@@ -29,6 +28,8 @@ from hvd_gradcomp.ops.triton.common import (
     signed,
     to_words,
 )
+from hvd_gradcomp.ops.verbs.bytewise import GROUP
+from hvd_gradcomp.ops.verbs.coding import FACTOR, TINY
 
 TILE = 2048
 TASK = 4096  # elements of a group that a program looks at
@@ -217,7 +218,7 @@ def group_at(
 
 @triton.jit
 def mix(x):
-    """`Composites.mix`."""
+    """`Coding.mix`."""
     x = (x ^ (x >> 16)) * 0x45D9F3B
     x = (x ^ (x >> 16)) * 0x45D9F3B
     return x ^ (x >> 16)
@@ -225,7 +226,7 @@ def mix(x):
 
 @triton.jit
 def uniform(number, first, second):
-    """`Composites.uniform`: of numbers the multiple of 2**-24 of a key."""
+    """`Coding.uniform`: of numbers the multiple of 2**-24 of a key."""
     hashed = mix(number.to(tl.uint32) + first.to(tl.uint32))
     hashed = mix(hashed ^ second.to(tl.uint32))
     return (hashed >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
@@ -236,7 +237,7 @@ def encode_levels(
     x, scale, bands, band_of_word, packed, n, tiles, first, second, tiny,
     BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`Composites.encode_levels`, with the key's halves as numbers."""
+    """`Coding.encode_levels`, with the key's halves as numbers."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
@@ -273,7 +274,7 @@ def add_levels(
     scale_stride, tiny, step,
     BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`Composites.add_levels`; step is `1 / levels`."""
+    """`Coding.add_levels`; step is `1 / levels`."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
@@ -306,7 +307,7 @@ def add_signs(
     base, packed, above, below, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
     side_stride, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`Composites.add_signs`."""
+    """`Coding.add_signs`."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at, group, inside = group_at(bands, band_of_word, tile, n, COUNT, STEPS, TILE)
@@ -375,7 +376,7 @@ class Quantizers(Launcher):
         tables, how = self._bands(bands, x.shape[0])
         self.launch(
             encode_levels, pieces, x, scale, *tables, packed.view(torch.int32), x.shape[0], tiles,
-            *map(signed, key), _TINY, BITS=bits, **how,
+            *map(signed, key), TINY, BITS=bits, **how,
         )  # fmt: skip
         return packed
 
@@ -395,7 +396,7 @@ class Quantizers(Launcher):
         words = _words(packed)
         self.launch(
             add_levels, pieces, base, words, scale, weights, *tables, room, room.shape[0], tiles,
-            packed.shape[0], words.stride(0), scale.stride(0), _TINY, 1.0 / ((1 << bits - 1) - 1),
+            packed.shape[0], words.stride(0), scale.stride(0), TINY, 1.0 / ((1 << bits - 1) - 1),
             BITS=bits, **how,
         )  # fmt: skip
         return room
@@ -536,4 +537,4 @@ def _words(packed: Tensor) -> Tensor:
     return (packed if aligned else packed.contiguous()).view(torch.int32)
 
 
-assert _FACTOR == 0x45D9F3B  # as `mix` has it
+assert FACTOR == 0x45D9F3B  # as `mix` has it

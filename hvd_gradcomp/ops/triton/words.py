@@ -1,4 +1,4 @@
-"""The passes of `codecs.words`, as `ops.passes.WordPasses` and words.c have them.
+"""The passes of `codecs.words`, as `ops.torch.passes.WordPasses` and words.c have them.
 
     find     takes the gradient in; a bit for each element that is wanted, the largest by layer
     code     drops from them what no code of powers can express, and counts
@@ -414,7 +414,7 @@ def add_places(
 
 
 class WordPasses(Launcher):
-    """Those of the methods with a rule for each element; see `ops.passes.WordPasses`."""
+    """Those of the methods with a rule for each element; see `ops.torch.passes.WordPasses`."""
 
     def write(
         self,

@@ -22,9 +22,9 @@ import torch
 
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.composites import GROUP
 from hvd_gradcomp.ops.rules import Collecting, Form, Rule, Rung, Written
 from hvd_gradcomp.ops.scope import Scope
+from hvd_gradcomp.ops.verbs.bytewise import GROUP
 
 _BEYOND = -2  # in passes.h
 
@@ -162,7 +162,7 @@ class LargestPasses(Passes):
     Attributes:
         leads: whether there are `choose`, `values` and `replace`.
         looks: whether `add` looks itself if the sum is finite.
-        shares: whether `write` may be given what `Composites.shares` takes as the quota.
+        shares: whether `write` may be given what `Placing.shares` takes as the quota.
     """
 
     leads = True

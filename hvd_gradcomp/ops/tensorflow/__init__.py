@@ -1,0 +1,54 @@
+"""The verbs in TensorFlow, eager and in a graph.
+
+In a graph, sizes that depend on the step (the capacity of a payload, how many elements are sent)
+are int64 scalars: one trace serves all rungs. `static=True` keeps to shapes that are known while
+tracing, which XLA needs.
+
+XLA contracts `a + b * c` into a fused multiply-add, which rounds once where everybody else rounds
+twice: with `static=True` the products of `square` and `times` are kept apart from what follows.
+
+Composites run in C, as operations (see `native_tensorflow.cc`), where the library is built for this
+TensorFlow. They have kernels for a CPU alone: with a GPU in sight, where TensorFlow would bring
+tensors to the host for them, and with `static=True`, it is verbs.
+"""
+
+from __future__ import annotations
+
+from hvd_gradcomp.ops.tensorflow.base import ASSERTION as ASSERTION
+from hvd_gradcomp.ops.tensorflow.base import assertion as assertion
+from hvd_gradcomp.ops.tensorflow.base import library as library
+from hvd_gradcomp.ops.tensorflow.buckets import Buckets
+from hvd_gradcomp.ops.tensorflow.bytewise import Bytewise
+from hvd_gradcomp.ops.tensorflow.coding import Coding
+from hvd_gradcomp.ops.tensorflow.control import Control
+from hvd_gradcomp.ops.tensorflow.elementwise import Elementwise
+from hvd_gradcomp.ops.tensorflow.framing import Framing
+from hvd_gradcomp.ops.tensorflow.making import Making
+from hvd_gradcomp.ops.tensorflow.matrices import Matrices
+from hvd_gradcomp.ops.tensorflow.ordering import Ordering
+from hvd_gradcomp.ops.tensorflow.placing import Placing
+from hvd_gradcomp.ops.tensorflow.searching import Searching
+
+
+class TensorFlowOps(
+    Making,
+    Elementwise,
+    Placing,
+    Ordering,
+    Matrices,
+    Bytewise,
+    Searching,
+    Framing,
+    Coding,
+    Control,
+    Buckets,
+):
+    """TensorFlow, wherever its tensors live.
+
+    Args:
+        static: only shapes that are known while tracing, for XLA.
+
+    Attributes:
+        verdicts: where a step may be left out, whether all gradients were finite: a bool scalar
+            for each check of the function that is being traced. None makes it an error.
+    """

@@ -1,0 +1,90 @@
+"""What all verbs in TensorFlow share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building
+from hvd_gradcomp.ops.tensorflow.passes import TensorFlowLargestPasses, TensorFlowWordPasses
+
+WORD = 1 << 32
+ASSERTION = "hvd_gradcomp"  # begins what a failed check says in a graph
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The operations in C, or None."""
+    if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
+        return None
+    path = building.HERE / building.operations(tf.__version__)
+    if path.exists():
+        try:
+            return tf.load_op_library(str(path))
+        except (tf.errors.OpError, RuntimeError) as error:
+            LOGGER.warning(
+                "%s does not load, compression is slower without: %s. `hvd-gradcomp build "
+                "--anew` builds it for what is installed now",
+                path,
+                error,
+            )
+            return None
+    found = building.others(tf.__version__)
+    LOGGER.info(
+        "hvd_gradcomp's operations are not built for TensorFlow %s%s: compression is slower. "
+        "`hvd-gradcomp build` builds them",
+        tf.__version__,
+        f", only for {', '.join(found)}" if found else "",
+    )
+    return None
+
+
+class Base(Ops):
+    """What all verbs share: the operations in C, and what is known while tracing."""
+
+    def __init__(self, static: bool = False) -> None:
+        self.dynamic_shapes = not static
+        on_host = self.dynamic_shapes and not tf.config.get_visible_devices("GPU")
+        self.native = library() if on_host else None
+        if self.native is not None:
+            self.word_passes = TensorFlowWordPasses(self.native)
+            self.largest_passes = TensorFlowLargestPasses(self.native)
+        self.verdicts: list[Tensor] | None = None
+
+    def _rounded(self, product: Tensor) -> Tensor:
+        """The product itself. A choice between it and NaN is one that no compiler looks through."""
+        if self.dynamic_shapes:
+            return product
+        return tf.where(product == product, product, float("nan"))
+
+
+def assertion(condition: Tensor, *said: Any) -> Any:
+    """The operation that fails where a condition does not hold, saying so; of a graph."""
+    return tf.raw_ops.Assert(condition=condition, data=list(said), summarize=64)
+
+
+def shape_of(shape: Sequence[Any]) -> Any:
+    """Python integers as they are; a vector where one is a tensor."""
+    if all(isinstance(extent, int) for extent in shape):
+        return tuple(shape)
+    return tf.stack([tf.cast(extent, tf.int64) for extent in shape])
+
+
+def integer(value: Any) -> Tensor:
+    """As int64; of a graph one node for what is known."""
+    return tf.constant(value, tf.int64) if isinstance(value, int) else tf.cast(value, tf.int64)
+
+
+def low_word(x: Tensor) -> Tensor:
+    """The low 32 bits of int64 in [0, 2**32) as int32, by arithmetic that cannot overflow."""
+    return tf.cast(tf.where(x > 0x7FFFFFFF, x - WORD, x), tf.int32)
+
+
+def numbers(bands: Bands) -> list[int]:
+    """The bands as C sees them."""
+    return [number for band in bands.bands for number in band]

@@ -1,0 +1,61 @@
+"""Numbers as bytes, and codes as bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.tensorflow.base import (
+    WORD,
+    Base,
+    low_word,
+    shape_of,
+)
+
+
+class Bytewise(Base):
+    """Numbers as bytes, and codes as bits."""
+
+    def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        if dtype == "uint8":
+            return tf.cast(x, tf.uint8)
+        narrow = low_word(x) if dtype == "uint32" else tf.cast(x, tf.as_dtype(dtype))
+        data = tf.bitcast(narrow, tf.uint8)
+        return data if dtype == "int8" else tf.reshape(data, shape_of((*head_of(x), -1)))
+
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        if dtype == "uint8":
+            return tf.cast(x, tf.int64)
+        if dtype == "int8":
+            return tf.cast(tf.bitcast(x, tf.int8), tf.int64)
+        wide = tf.int32 if dtype == "uint32" else tf.as_dtype(dtype)
+        items = tf.bitcast(tf.reshape(x, shape_of((*head_of(x), -1, wide.size))), wide)
+        return tf.cast(items, tf.int64) % WORD if dtype == "uint32" else items
+
+    def length(self, x: Tensor) -> Any:
+        known = x.shape[-1]
+        return tf.shape(x, tf.int64)[-1] if known is None else known
+
+    def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
+        if self.native is None:
+            return super().bit_planes(groups, bits)
+        return self.native.gradcomp_bit_planes(groups, bits=bits)
+
+    def from_bit_planes(self, planes: Tensor) -> Tensor:
+        if self.native is None:
+            return super().from_bit_planes(planes)
+        return self.native.gradcomp_from_bit_planes(planes)
+
+    def weighted_sum(self, data: Tensor) -> Tensor:
+        if self.native is None:
+            return super().weighted_sum(data)
+        return self.native.gradcomp_weighted_sum(data)
+
+
+def head_of(x: Tensor) -> tuple[Any, ...]:
+    """All axes but the last."""
+    if x.shape[:-1].is_fully_defined():
+        return tuple(x.shape[:-1])
+    return tuple(tf.unstack(tf.shape(x, tf.int64)[:-1]))

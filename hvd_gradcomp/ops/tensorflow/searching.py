@@ -1,0 +1,40 @@
+"""Walks over a bucket in pieces that stay in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.tensorflow.base import (
+    Base,
+)
+
+
+class Searching(Base):
+    """Walks over a bucket in pieces that stay in a cache."""
+
+    def search(
+        self,
+        body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+        bound: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        flags, settled = body(*donated, *given)
+        if bound is not None:
+            return self.find(flags, bound), settled
+        return (self.nonzero(flags) if self.dynamic_shapes else flags), settled
+
+    def sweep(
+        self,
+        body: Callable[..., tuple[Tensor, ...]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        return body(*donated, *given)
+
+    def find(self, x: Tensor, bound: Tensor) -> Tensor:
+        magnitude = tf.reshape(tf.abs(x), (bound.shape[0], -1))
+        return self.nonzero(tf.reshape((magnitude >= bound[:, None]) & (magnitude > 0), (-1,)))

@@ -1,0 +1,181 @@
+"""What all verbs in PyTorch share."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.native import library
+from hvd_gradcomp.ops.torch.passes import LargestPasses, WordPasses
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+WORD = 0xFFFFFFFF
+TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
+HEAD = 64  # bytes before a body, at most
+
+
+class Base(Ops):
+    """What all verbs share: the device, memory to write to, what a GPU has still to say."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        static: bool = False,
+        kernels: bool | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.on_host = self.device.type == "cpu"
+        self.dynamic_shapes = self.on_host and not static
+        self.native = library() if self.dynamic_shapes else None
+        self.word_passes: Any = WordPasses(self) if self.native is not None else None
+        self.largest_passes: Any = LargestPasses(self) if self.native is not None else None
+        self.kernels: Any = None
+        self.quantizers: Any = None  # the kernels of codes for every element
+        if _triton_loads(self.device) if kernels is None else kernels:
+            from hvd_gradcomp.ops.triton.common import Common
+            from hvd_gradcomp.ops.triton.largest import LargestPasses as LargestKernels
+            from hvd_gradcomp.ops.triton.quantizers import Quantizers
+            from hvd_gradcomp.ops.triton.words import WordPasses as WordKernels
+
+            self.kernels, self.word_passes = Common(self), WordKernels(self)
+            self.largest_passes, self.quantizers = LargestKernels(self), Quantizers(self)
+        self._bands: dict[Bands, Any] = {}
+        self._tables: dict[tuple[Layout, str], Tensor] = {}
+        self._constants: dict[tuple[float, ...], Tensor] = {}
+        self._pool: dict[torch.dtype, list[Tensor]] = {}
+        self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
+        self._copied: Any = None  # CUDA: the event after the newest copy to the host
+        self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
+        self._headless: Tensor | None = None  # see `body`
+        self._kept: set[int] = set()  # places that verbs must not write to
+        self._rooms: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # to write to instead
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Donating verbs leave these as they are, and write elsewhere, until `let_go`."""
+        self._kept.update(_place(x) for x in tensors if x.numel() > 1)
+
+    def let_go(self, kept: Iterable[Tensor], now: Iterable[Tensor]) -> None:
+        """Ends `keep`; what is not among those that are used now is room for later steps."""
+        used = {_place(x) for x in now}
+        for x in kept:
+            if _place(x) in self._kept and _place(x) not in used:
+                self._rooms.setdefault((x.dtype, x.numel()), []).append(x)
+            self._kept.discard(_place(x))
+
+    def room(self, x: Tensor) -> Tensor:
+        """Where a donating verb may write: x, or as much memory, of any content, if it is kept."""
+        if not self._kept or _place(x) not in self._kept:
+            return x
+        rooms = self._rooms.get((x.dtype, x.numel()))
+        return rooms.pop().view(x.shape) if rooms else torch.empty_like(x)
+
+    def own(self, x: Tensor) -> Tensor:
+        """The same with the content of x, for verbs that write to a part."""
+        room = self.room(x)
+        return room if room is x else room.copy_(x)
+
+    def raise_found(self) -> None:
+        """Raises now what a GPU has found wrong in this step; waits for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._raise_pending()
+
+    def demand(self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]) -> None:
+        """As `require`, of facts that are staged: messages, bool [messages, world], the error."""
+        if not self.on_host:
+            self._pending += facts
+            return
+        for fact in facts:
+            raise_false(*fact)
+
+    def body(self, size: int) -> Tensor:
+        """Memory for bytes, before which there is room for their head, if it comes next."""
+        self._headless = self._empty(HEAD + size, dtype=torch.uint8)
+        return self._headless[HEAD:]
+
+    def _given(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host; from pinned memory, since a copy from other would wait."""
+        given = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=not self.on_host)
+        return given.to(self.device, non_blocking=True)
+
+    def _empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        """For C to write to, whatever PyTorch's defaults of device and dtype are."""
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def _scratch(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Memory for a temporary of one tile, lent until the next tile.
+
+        Fresh memory of this size goes back to the system when it is freed, and taking it again
+        costs more (page faults) than the arithmetic. None outside of tiles.
+        """
+        if self._lent is None:
+            return None
+        dtype = dtype or x.dtype
+        used = self._lent.get(dtype, 0)
+        self._lent[dtype] = used + 1
+        pool = self._pool.setdefault(dtype, [])
+        if used == len(pool):
+            pool.append(self._empty(TILE, dtype=dtype))
+        size = x.shape[0]
+        return pool[used] if size == TILE else pool[used][:size]
+
+    def _raise_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for messages, held, error in pending:
+            raise_false(messages, held, error)
+
+
+def _triton_loads(device: torch.device) -> bool:
+    """Whether kernels can be had for a device; loading Triton after TensorFlow ends the process."""
+    if device.type != "cuda" or "triton" in sys.modules:
+        return device.type == "cuda"
+    return "tensorflow" not in sys.modules and importlib.util.find_spec("triton") is not None
+
+
+def _place(x: Tensor) -> int:
+    """Where the memory of a tensor begins, or of what it is a view of."""
+    return x.untyped_storage().data_ptr()
+
+
+def check(failed: int) -> None:
+    """Raises where C found no memory."""
+    if failed:
+        raise MemoryError("no memory to compress a layer with")
+
+
+def low_word(x: Tensor) -> Tensor:
+    """The low 32 bits of int64 in [0, 2**32) as int32: a narrowing cast is modulo 2**32."""
+    return x.to(torch.int32)
+
+
+def raise_false(messages: Sequence[str], held: Tensor, error: type[Exception]) -> None:
+    """Raises the first message that does not hold for all ranks; held is [messages, world]."""
+    if bool(held.all()):
+        return
+    for message, fact in zip(messages, held):
+        if not bool(fact.all()):
+            ranks = (~fact).nonzero().view(-1).tolist()
+            raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
+
+
+def walkable(x: Tensor) -> Tensor:
+    """With rows that C can walk: neighbours adjacent, rows a multiple of 4 bytes apart."""
+    apart = x.stride(0) * x.element_size(), x.storage_offset() * x.element_size()
+    aligned = x.stride(1) == 1 and not any(number % 4 for number in apart)
+    return x if aligned else x.contiguous()

@@ -1,0 +1,73 @@
+"""Frames around payloads, and what is looked at in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.ops import PayloadError, Tensor
+from hvd_gradcomp.ops.torch.base import (
+    HEAD,
+    Base,
+)
+from hvd_gradcomp.ops.verbs.framing import BEYOND, Admitted, Field, Weighing
+
+
+class Framing(Base):
+    """Frames around payloads, and what is looked at in them."""
+
+    def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
+        if self.kernels is None:
+            return super().frame(values, finite, parts)
+        return self.kernels.frame(values, finite, parts)
+
+    def headed(self, head: Tensor, body: Tensor) -> Tensor:
+        room, self._headless = self._headless, None
+        if room is None or room[HEAD:].data_ptr() != body.data_ptr() or len(head) > HEAD:
+            return super().headed(head, body)
+        whole = room[HEAD - len(head) : HEAD + len(body)]
+        whole[: len(head)] = head
+        return whole
+
+    def admit(
+        self,
+        frames: Tensor,
+        count: int,
+        fields: Sequence[Field],
+        expected: Sequence[Any],
+        messages: Sequence[str],
+        poisoned: tuple[str, type[Exception]],
+        weighing: Weighing,
+    ) -> Admitted:
+        if self.kernels is None:
+            given = frames, count, fields, expected, messages, poisoned
+            return super().admit(*given, weighing)
+        words, said, intact, weights = self.kernels.look(frames, expected, weighing)
+        needed, held = self.kernels.split(self.stage(said))
+        errors = [*[(message, PayloadError) for message in messages], poisoned, weighing.refused]
+        facts = [
+            ((message,), fact[None], error)
+            for (message, error), fact in zip((*errors, (BEYOND, PayloadError)), held)
+        ]
+        self.demand(facts)
+        return Admitted(words, None if self.on_host else intact, needed, weights)
+
+    def weigh(self, weight: float, intact: Tensor) -> Tensor:
+        return torch.mul(intact, weight, out=self._empty(intact.shape))
+
+    def checked_sides(self, sides: Sequence[Tensor], finite: Any) -> tuple[Sequence[Tensor], Any]:
+        if self.kernels is None or not sides[0].numel():
+            return super().checked_sides(sides, finite)
+        return self.kernels.checked_sides(sides, finite)
+
+    def sound(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
+        if self.kernels is None:
+            return super().sound(x, how)
+        return self.kernels.sound(x, how), x
+
+    def sound_with(self, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
+        if self.kernels is None:
+            return super().sound_with(gradient, moment)
+        return self.kernels.sound(gradient, "squares", moment), gradient, moment

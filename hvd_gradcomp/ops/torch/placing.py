@@ -1,0 +1,115 @@
+"""Verbs of shape and place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.ops import PayloadError, Tensor
+from hvd_gradcomp.ops.torch.base import (
+    Base,
+)
+from hvd_gradcomp.ops.torch.blocks import Axes, Lifted
+
+_CACHED = 1 << 18  # elements that are written past the caches if there are more
+
+
+class Placing(Base):
+    """Verbs of shape and place."""
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        if Axes.of(x):
+            across, x = x, self._empty(x.shape)
+            self._copy(x, across)
+        return x.reshape(tuple(shape))
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(xs), dim=-1)
+
+    def stack(self, xs: Sequence[Tensor]) -> Tensor:
+        return torch.stack(tuple(xs))
+
+    def gather(self, x: Tensor, index: Tensor) -> Tensor:
+        if self.native is not None and x.dtype == torch.float32 and x.is_contiguous():
+            index, out = index.contiguous(), self._empty(index.shape)
+            pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.numel())
+            _in_range(self.native.gather(*pointers, out.data_ptr()))
+            return out
+        # On a CPU several times faster than x[index].
+        return x.index_select(0, index.reshape(-1)).view(index.shape)
+
+    def gather_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        return torch.gather(x, 1, index)
+
+    def put(self, x: Tensor, index: Tensor, values: Any) -> Tensor:
+        x = self.own(x)
+        if isinstance(values, torch.Tensor):
+            return x.index_put_((index,), values)
+        if self.native is not None and x.dtype == torch.float32:
+            pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.shape[0])
+            _in_range(self.native.fill_at(*pointers, values))
+            return x
+        return x.index_fill_(0, index, values)
+
+    def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.room(x).copy_(y)
+
+    def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        room, start = self.own(room), 0
+        for piece in pieces:
+            place = room[start : start + piece.numel()]
+            if isinstance(piece, Lifted):
+                piece.into(place)
+            elif piece.dim() > 1:
+                self._copy(place.view(piece.shape), piece)
+            elif place.shape[0] and place.data_ptr() != piece.data_ptr():
+                place.copy_(piece[: place.shape[0]])
+            start += piece.numel()
+        return room
+
+    def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
+        x, room = self.own(x), max(x.shape[0] - start, 0)
+        x[start : start + y.shape[0]].add_(y[:room])
+        return x
+
+    def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        x = self.own(x)
+        if self.native is not None and x.dtype == torch.float32:
+            index, values = index.contiguous(), values.contiguous()
+            pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.shape[0])
+            _in_range(self.native.add_at(*pointers, values.data_ptr()))
+            return x
+        return x.index_add_(0, index, values)
+
+    def clear_last(self, x: Tensor) -> Tensor:
+        x = self.own(x)
+        x[-1:].zero_()
+        return x
+
+    def _copy(self, into: Tensor, x: Tensor) -> None:
+        """`into` is contiguous; what lies across is read in blocks, or rows, not in strides."""
+        axes = Axes.of(x)
+        if axes is None:
+            into.copy_(x)
+            return
+        first, middle, last = axes
+        if self.native is not None:
+            there = (x.data_ptr(), *axes, middle * last, into.data_ptr(), middle * first)
+            self.native.reverse(*there, x.numel() > _CACHED, torch.get_num_threads())
+        else:
+            there = x.as_strided(axes, (middle * last, last, 1))
+            if last < first:
+                rows = there.view(first, -1).t().contiguous().view(middle, last, first)
+                into.view(last, middle, first).copy_(rows.transpose(0, 1))
+            else:
+                into.view(last, -1).copy_(there.transpose(0, 1).reshape(-1, last).t())
+
+
+def _in_range(failed: int) -> None:
+    if failed:
+        raise PayloadError("an index points outside of its bucket: a payload is damaged")
+
+
+_CACHED = 1 << 18  # elements that are written past the caches if there are more

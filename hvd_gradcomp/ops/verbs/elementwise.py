@@ -1,0 +1,93 @@
+"""Verbs for each element by itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from hvd_gradcomp.ops.tensors import Tensor
+
+
+class Elementwise(ABC):
+    """Verbs for each element by itself."""
+
+    @abstractmethod
+    def abs(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def square(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def times(self, x: Tensor, factor: float) -> Tensor: ...
+
+    @abstractmethod
+    def log2(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def sqrt(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def maximum(self, x: Tensor, y: Any) -> Tensor: ...
+
+    @abstractmethod
+    def minimum(self, x: Tensor, y: Any) -> Tensor: ...
+
+    @abstractmethod
+    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor: ...
+
+    @abstractmethod
+    def greater(self, x: Tensor, y: Any) -> Tensor:
+        """`x > y` as bool. Donating: where a framework compares faster in place, it does."""
+
+    @abstractmethod
+    def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
+        """`x + y`. Donating."""
+
+    @abstractmethod
+    def clear(self, x: Tensor) -> Tensor:
+        """x with every element 0. Donating."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: Any) -> Tensor:
+        """`x * factor`. Donating."""
+
+    @abstractmethod
+    def cast(self, x: Tensor, dtype: Any) -> Tensor:
+        """To a dtype by name, or by the framework's own."""
+
+    @abstractmethod
+    def split_bits(self, x: Tensor, low: int) -> tuple[Tensor, Tensor]:
+        """`(x // 2**low, x % 2**low)` of int64 that is not negative."""
+
+    @abstractmethod
+    def shift_right(self, x: Tensor, amount: Tensor) -> Tensor:
+        """`x // 2**amount` of int64 that is not negative; amount is int64."""
+
+    @abstractmethod
+    def xor(self, x: Tensor, y: Any) -> Tensor:
+        """Bitwise, of int64."""
+
+    @abstractmethod
+    def float_bits(self, x: Tensor) -> Tensor:
+        """The IEEE-754 bits of float32 as int64 in [0, 2**32)."""
+
+    @abstractmethod
+    def bits_float(self, bits: Tensor) -> Tensor:
+        """The inverse of `float_bits`."""
+
+    # -- made of others --------------------------------------------------------------------
+
+    def advance(
+        self: Any, r: Tensor, u: Tensor, gradient: Tensor, momentum: float, nesterov: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Momentum: `u = momentum*u + g`, `r += u` (with Nesterov `r += momentum*u + g`); (r, u).
+
+        Elementwise, donating for r and u.
+        """
+        u = self.accumulate(self.scale(u, momentum), gradient)
+        ahead = self.accumulate(self.times(u, momentum), gradient) if nesterov else u
+        return self.accumulate(r, ahead), u
+
+    def leaky_relu(self: Any, x: Tensor, slope: float) -> Tensor:
+        """x where it is positive, `slope * x` elsewhere."""
+        return self.where(x > 0, x, x * slope)

@@ -1,0 +1,59 @@
+"""Walks over a bucket in pieces that stay in a cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from hvd_gradcomp.ops.tensors import Tensor
+
+
+class Searching(ABC):
+    """Walks over a bucket in pieces that stay in a cache."""
+
+    @abstractmethod
+    def search(
+        self,
+        body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+        bound: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`body(*donated, *given) -> (flags, donated)`, elementwise, in pieces that stay in cache.
+
+        With a bound, the body returns values instead of flags, and `find` says which count.
+
+        Donating, for all of `donated`. Within `body` use the verbs instead of `*`, so that a
+        backend can reuse memory.
+
+        Returns:
+            With `dynamic_shapes` the ascending indices of the true flags, else the flags; and
+            the new `donated`.
+        """
+
+    @abstractmethod
+    def sweep(
+        self,
+        body: Callable[..., tuple[Tensor, ...]],
+        donated: tuple[Tensor, ...],
+        given: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """`body(*donated, *given) -> donated`, like `search` without flags."""
+
+    @abstractmethod
+    def find(self, x: Tensor, bound: Tensor) -> Tensor:
+        """Indices, ascending, where `|x| >= bound` of the element's block and x is not 0.
+
+        bound is [blocks], for blocks of one length. Needs `dynamic_shapes`.
+        """
+
+    # -- made of others --------------------------------------------------------------------
+
+    def accumulate_square(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        """`x + y*y`. Donating."""
+        return self.accumulate(x, self.square(y))
+
+    def square_exceeds(self: Any, x: Tensor, y: Tensor, factor: float) -> Any:
+        """`x*x > factor*y`, for the body of a `search`."""
+        return self.greater(self.square(x), self.times(y, factor))
