@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.foundation.collectives import Allgather
-from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, blocks, building, passes
+from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building
+from hvd_gradcomp.ops.torch import blocks, passes
 from hvd_gradcomp.testing import World
 from tests.methods import WORDS
 from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs

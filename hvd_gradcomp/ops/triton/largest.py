@@ -541,7 +541,7 @@ class LargestPasses(Launcher):
         before: Tensor,
         shares: bool = False,
     ) -> Written:
-        """See `ops.torch.passes.LargestPasses.write`; the quota may be what `Placing.shares` takes."""
+        """See `ops.torch.passes`; the quota may be what `Placing.shares` takes."""
         layout, places, capacity = scope.layout, form.places, form.capacity
         size, layers, groups = layout.size, len(layout.names), scope.count
         tasks = self._tasks(scope)
@@ -606,7 +606,7 @@ class LargestPasses(Launcher):
         limit: float,
         beyond: str,
     ) -> Tensor:
-        """See `ops.torch.passes.LargestPasses.add`; says `beyond` where the sum might be past a limit."""
+        """See `ops.torch.passes`; says `beyond` where the sum might be past a limit."""
         places, capacity, ranks = form.places, form.capacity, bodies.shape[0]
         room, words = self.ops.room(room), bodies.view(torch.int32)
         index, shares = self.room("index", ranks * capacity), self.room("shares", 2 * ranks)
