@@ -7,13 +7,17 @@ import torch
 
 from benchmarks.traffic import LAUNCHES, METHODS, Step, WithoutData, buckets, counted
 from hvd_gradcomp import (
+    DGCCompressor,
+    GradientDroppingCompressor,
     HybridCompressor,
     OneBitCompressor,
     QSGDCompressor,
+    SparseGDCompressor,
     StromCompressor,
     TernGradCompressor,
     VarianceCompressor,
 )
+from hvd_gradcomp.codecs.largest import LargestCompressor
 from hvd_gradcomp.codecs.quantized import Into, QuantizedCompressor
 from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.core import exchanges, wire
@@ -23,7 +27,7 @@ from hvd_gradcomp.ops.rules import Rung
 from tests.triton.gradients import on
 
 SHAPES = (("a", "b", "c"), ((40, 45), (3,), (1500,)))
-FAMILIES = (WordCompressor, QuantizedCompressor)
+FAMILIES = (WordCompressor, LargestCompressor, QuantizedCompressor)
 HAVE_KERNELS = [name for name, (one, *_) in METHODS.items() if isinstance(one, FAMILIES)]
 CODECS = [
     VarianceCompressor(alpha=0.5),
@@ -34,11 +38,14 @@ CODECS = [
     QSGDCompressor(norm="l2"),
     TernGradCompressor(),
     OneBitCompressor(),
+    SparseGDCompressor(density=0.01),
+    DGCCompressor(density=0.01, momentum=0.9),
+    GradientDroppingCompressor(ratio=0.99, index_coding="int32"),
 ]
 
 
 class Codec:
-    """A step of one of two ranks but what `admit` does: it alone tells the host something.
+    """A step of one of two ranks but what tells the host something: `admit`, and adding the largest.
 
     The other rank sends the same. Both are at step 0 always: a graph has it in it.
     """
@@ -53,7 +60,7 @@ class Codec:
         self.weights = ops.full((2,), 0.5, "float32")
 
     def __call__(self):
-        """What travels, and the sum."""
+        """What travels, and the sum where there is one."""
         one = self.quantized if isinstance(self.compressor, QuantizedCompressor) else self.words
         return one()
 
@@ -67,6 +74,8 @@ class Codec:
         buffer = wire.seal(ops, header, encoded.body)
         bodies = wire.bodies_of(self.gathered(buffer))
         encoded.settle()
+        if isinstance(codec, LargestCompressor):
+            return (buffer,)
         total = codec.decode_sum(ops, layout, rung, bodies, self.weights, gradient)
         return buffer, total
 
@@ -108,17 +117,19 @@ def test_what_is_captured_asks_the_host_nothing(compressor, dense):
 
 
 @pytest.mark.parametrize("name", HAVE_KERNELS)
-def test_a_step_is_twelve_launches_and_one_copy_to_the_host(name):
+def test_a_step_is_twelve_launches_and_waits_for_nothing(name):
     """Of ResNet-50's buckets; and in the steady state kernels take no memory that they keep."""
     compressor = METHODS[name][0]
     for layout in buckets(compressor):
         step = Step(compressor, layout, kernels=True)
-        passes = [step.ops.kernels, step.ops.word_passes, step.ops.quantizers]
+        own = step.ops.word_passes, step.ops.largest_passes, step.ops.quantizers
+        passes = [step.ops.kernels, *own]
         kept = [set(each._rooms) for each in passes]
         step.take()
         launched = [launch for part in step.listed for launch, _ in part]
         assert len(launched) <= LAUNCHES, launched
-        assert launched.count("to the host") == 1
+        largest = isinstance(compressor, LargestCompressor)  # adding looks at what comes of it
+        assert launched.count("to the host") == 1 + largest
         assert launched.count("from the host") == 0
         assert kept == [set(each._rooms) for each in passes]
 
@@ -131,6 +142,7 @@ def test_a_captured_step_is_the_step(compressor, dense, device):
         pytest.skip("needs --device cuda")
     ours, theirs = (Codec(compressor, on(device, True), dense) for _ in (0, 1))
     memory = [x for name, x in leaves(ours.state) if x.is_cuda and x.is_floating_point()]
+    fresh = [x.clone() for x in memory]
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -140,8 +152,8 @@ def test_a_captured_step_is_the_step(compressor, dense, device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = ours()
-    for x in memory:
-        x.zero_()
+    for x, before in zip(memory, fresh):
+        x.copy_(before)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         given = ours.drawn(generator)
