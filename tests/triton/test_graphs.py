@@ -45,7 +45,7 @@ CODECS = [
 
 
 class Codec:
-    """A step of one of two ranks but what tells the host something: `admit`, and adding the largest.
+    """A step of one of two ranks but what tells the host something: `admit`, and adding top-k.
 
     The other rank sends the same. Both are at step 0 always: a graph has it in it.
     """
