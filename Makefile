@@ -5,6 +5,7 @@
 #   VENV=.venv       where it is made
 #   PYTHON_OLDER=... that of `make test-older`, 3.9 to 3.11; PYTHON if not given
 #   VENV_OLDER=.venv-older    where its environment is made
+#   VENV_TRITON=.venv-triton  where that of `make triton` is made
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
 #   DEVICE=cuda      for `make bench` where there is a GPU, with SETUP=0
 #   ARGS=...         passed on to pytest, the demo or the benchmark

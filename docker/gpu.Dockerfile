@@ -1,5 +1,6 @@
 # hvd_gradcomp for NVIDIA GPUs: Horovod with NCCL, gloo and MPI, PyTorch, TensorFlow, Keras 3, and
 # the examples. CUDA with its compiler, and NCCL, are packages from PyPI; the driver is the host's.
+# It has been built, and run without a GPU only: docs/gpu.md.
 #
 #   docker build -f docker/gpu.Dockerfile -t hvd-gradcomp:gpu .
 #   docker run --gpus all --rm hvd-gradcomp:gpu hvd-gradcomp doctor

@@ -408,7 +408,7 @@ def architecture(path):
         ("algorithms", "algorithms/: one paper, one file", "programs that yield collectives"),
         ("codecs", "codecs/: words, largest, quantized, linear", "what to send, and what stays"),
         ("core", "core/: Compressor, exchanges, ladder, wire", "how payloads meet, checked bytes"),
-        ("verbs and passes", "ops/: PyTorch, TensorFlow, C", "what may be done to a tensor"),
+        ("verbs and passes", "ops/: PyTorch, TensorFlow, C, Triton", "what is done to a tensor"),
         ("foundation", "foundation/: layout, collectives, cost", "values that know no tensor"),
     ]
     figure, axes = pyplot.subplots(figsize=(7, 5.6), layout="constrained")
