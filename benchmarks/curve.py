@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -216,6 +217,10 @@ def copies_take(result: Result) -> str:
     """What a copy of the gradient took, on which all depends."""
     alone = [row["codec"]["copy_ms"] for row in result["rows"].values() if "codec" in row]
     lines = [f"{min(alone):.1f} to {max(alone):.1f} ms in one process"] if alone else []
+    gains = [row["codec"]["copy_speedup"] for row in result["rows"].values() if "codec" in row]
+    if gains and all(gains):
+        gain = statistics.median(gains)
+        lines.append(f"{gain:.2f} times as fast in {result['threads']} threads")
     if result.get("copy_ms_of_ranks"):
         lines.append(f"{result['copy_ms_of_ranks']:.1f} ms in two at a time")
     return f"a copy of the gradient (102 MB): {', '.join(lines) or 'not measured'}"

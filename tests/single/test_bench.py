@@ -67,7 +67,14 @@ def result():
     times = {"dense": 200.0, "PyTorch": 150.0, "tape": 330.0, "Keras": 200.0}
     exchange = {name: {"ms": ms, "first_s": 9.0} for name, ms in times.items()}
     exchange["PyTorch"]["element_ratio"] = 10.0
-    codec = {"copies": 11.0, "worst": 12.0, "speedup": 1.7, "copy_ms": 5.0, "element_ratio": 10.1}
+    codec = {
+        "copies": 11.0,
+        "worst": 12.0,
+        "speedup": 1.7,
+        "copy_ms": 5.0,
+        "copy_speedup": 1.5,
+        "element_ratio": 10.1,
+    }
     return {
         "threads": 2,
         "failed": False,
@@ -101,6 +108,6 @@ def test_what_is_shown(tmp_path):
     ]
     assert {*qsgd} == {""}
     assert curve.table(result()).row_count == 2
-    assert "5.0 ms" in curve.copies_take(result())
+    assert "5.0 ms in one process, 1.50 times" in curve.copies_take(result())
     curve.draw(result(), tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 10_000
