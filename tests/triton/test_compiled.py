@@ -125,6 +125,15 @@ def binaries(tmp_path_factory):
         return list(pool.map(build, jobs))
 
 
+@pytest.mark.parametrize("name", ["QSGD", "TernGrad", "1-bit"])
+def test_the_smallest_bucket_compiles(name):
+    """Rows of one word: Triton takes a stride of 1 for a constant."""
+    compressor = METHODS[name][0]
+    layout = Layout(("bias",), ((1,),), block=compressor.block)
+    for launch in launches_of(compressor, layout, dense=False):
+        assert compiled(*variant(launch), ARCHITECTURES[0])
+
+
 def test_nothing_spills(binaries):
     spilled = [(b["kernel"], b["architecture"]) for b in binaries if b["usage"][1]]
     assert not spilled
