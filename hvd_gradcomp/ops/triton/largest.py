@@ -384,6 +384,7 @@ def pack(
     goes = goes & (slot < capacity)
     held = tl.load(r0 + index, mask=goes, other=0.0)
     tl.store(values + slot, held, mask=slot < capacity)
+    tl.debug_barrier()  # all have read what is cleared, which other threads may do
     tl.store(r + index, tl.zeros((SLOTS,), tl.float32), mask=goes)
     if u is not None:
         tl.store(u + index, tl.zeros((SLOTS,), tl.float32), mask=goes)
