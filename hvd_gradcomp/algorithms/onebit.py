@@ -54,7 +54,7 @@ class OneBitCompressor(QuantizedCompressor):
 
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         columns = shape[0] if len(shape) > 1 else 1
-        return ((columns, prod(shape) // columns),)
+        return ((columns, prod(shape) // max(columns, 1)),)
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Residual, **extra: Tensor

@@ -166,8 +166,10 @@ def _last_of_layers(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence
         pieces = [magnitude]
     else:
         pieces = [magnitude[o : o + n] for o, n in zip(layout.offsets, layout.sizes)]
-    last = [
+    last = [  # of an empty layer nothing
         ops.gather(ops.float_bits(ops.largest(piece, m)), k[group : group + 1] - 1)
+        if m
+        else ops.full((1,), 0)
         for group, (piece, m) in enumerate(zip(pieces, most))
     ]
     return ops.concat(last)
@@ -196,7 +198,7 @@ def _without_surplus(
         return selection.of_layer(scope.of_layers(ops, groups))
 
     room = k - per_group(greater)
-    first = turn * k % ops.words(scope.sizes)
+    first = turn * k % ops.words([max(size, 1) for size in scope.sizes])
     number = selection.index_of_items() - selection.of_layer(ops.words(scope.starts()))
     early = ops.cast(number < of_item(first), "int64") * tie
     ties, earlies = per_group(tie), per_group(early)

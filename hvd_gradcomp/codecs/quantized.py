@@ -262,8 +262,9 @@ def _bands_of(codec: QuantizedCompressor, layout: Layout) -> Bands:
     bands: list[Band] = []
     for offset, shape in zip(layout.offsets, layout.outputs_first):
         for count, length in codec.rows(shape):
-            bands.append(Band(offset, count, length))
-            offset += count * length
+            if count and length:  # of an empty layer nothing is sent
+                bands.append(Band(offset, count, length))
+                offset += count * length
     return Bands(tuple(bands))
 
 

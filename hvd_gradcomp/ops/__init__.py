@@ -3,7 +3,7 @@
 Rules of the house:
 
 * A tensor is opaque to `algorithms/`, `codecs/` and `exchanges`. It takes Python's arithmetic,
-  comparison and `&`, `|`, `~` operators, slicing, and the verbs below; nothing else.
+  comparison and `&`, `|`, `~` operators, slicing, and the verbs of `verbs/`; nothing else.
 * Integers are int64 (or uint8 for bytes), reals are float32. TensorFlow keeps int32 on the host
   even on a GPU, so int32 appears only where bytes are made and read.
 * `+` after `*` is never fused by a verb: a fused multiply-add rounds once, and then one framework
@@ -44,9 +44,9 @@ class Ops(
     Attributes:
         dynamic_shapes: shapes may depend on values (a CPU, eager or in a TensorFlow graph).
             False on a GPU, where it would be a host read, and under XLA.
-        word_passes: `passes.WordPasses`, or the like of another framework; None where there are
-            none.
-        largest_passes: the same of `passes.LargestPasses`.
+        word_passes: `torch.passes.WordPasses`, or the like of another framework or of a GPU; None
+            where there are none.
+        largest_passes: the same of `torch.passes.LargestPasses`.
         climb: what `Ladder.climb` does, at once; None where there is no better way than its verbs.
     """
 

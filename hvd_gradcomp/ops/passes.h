@@ -1,4 +1,4 @@
-/* The passes, as words.c and largest.c write them; called by passes.py and native_tensorflow.cc. */
+/* The passes, as words.c and largest.c write them; called by torch/passes.py and native_tensorflow.cc. */
 #ifndef HVD_GRADCOMP_PASSES_H
 #define HVD_GRADCOMP_PASSES_H
 
@@ -30,7 +30,7 @@ typedef struct {
   int32_t nesterov, masking;
 } collecting;
 
-/* What competes with what; see `Scope` in codecs/largest.py. */
+/* What competes with what; see `Scope` in scope.py. */
 typedef struct {
   place where;
   const int64_t *offsets, *sizes, *strides; /* of layers */

@@ -24,6 +24,7 @@ from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import LARGEST
+from tests.passes import verbs
 
 FAST = settings(max_examples=25, deadline=None)
 
@@ -334,3 +335,15 @@ def test_a_leader_chooses_for_all():
         r[:, where] = 0
         for rank in range(3):
             np.testing.assert_array_equal(world.states[rank].memory.r[:1000], r[rank])
+
+
+@pytest.mark.parametrize("compressor", LARGEST, ids=repr)
+@pytest.mark.parametrize("sizes", [(300, 0), (0, 300)])
+@pytest.mark.parametrize("static", [False, True])
+def test_an_empty_layer_sends_nothing_by_verbs_too(compressor, sizes, static):
+    """Magnitudes are equal, so that a turn is taken."""
+    ops = TorchOps("cpu", static=True) if static else verbs()
+    layout = Layout(("a", "b"), tuple((n,) for n in sizes))
+    world = World(compressor, ops, layout, 2)
+    total = world.step([world.flat([torch.ones(n) for n in sizes])] * 2)[0]
+    assert 0 < total.count_nonzero() < 300

@@ -268,3 +268,15 @@ def test_bytes_of_an_element():
         (OneBitCompressor(), 0.135),
     ):
         assert compressor.moved_bytes(layout, 2, "allgather") / layout.elements <= most
+
+
+@pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
+@pytest.mark.parametrize("shapes", [((0,), (300,)), ((300,), (0, 3)), ((3, 0), (30, 10), (0,))])
+def test_an_empty_layer_has_no_groups(compressor, shapes):
+    layout, worlds = layout_of(shapes), []
+    for ops in (TorchOps(), TorchOps(static=True)):
+        worlds.append(World(compressor, ops, layout, 2))
+        worlds[-1].step(*noise(layout, 1, 2))
+    assert bool(torch.isfinite(worlds[0].step(*noise(layout, 2, 2))[0]).all())
+    worlds[1].step(*noise(layout, 2, 2))
+    assert_alike(*worlds)

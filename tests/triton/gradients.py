@@ -50,6 +50,6 @@ def assert_step_alike(ours: World, theirs: World, given, **extra) -> None:
 
 def assert_left_clean(ops: TorchOps) -> None:
     """What the next step begins with is zeros."""
-    for passes in (ops.kernels, ops.word_passes, ops.quantizers):
+    for passes in (ops.kernels, ops.word_passes, ops.largest_passes, ops.quantizers):
         for key, room in passes._rooms.items():
             assert key[0] != "clean" or not bool(room.any()), key

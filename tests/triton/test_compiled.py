@@ -117,12 +117,22 @@ def binaries(tmp_path_factory):
             "method": method,
             "architecture": architecture,
             "ptx": binary.asm["ptx"],
+            "ttir": binary.asm["ttir"],
             "cubin": len(binary.asm["cubin"]),
             "usage": usage(binary, folder),
         }
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(build, jobs))
+
+
+@pytest.mark.parametrize("name", ["QSGD", "TernGrad", "1-bit"])
+def test_the_smallest_bucket_compiles(name):
+    """Rows of one word: Triton takes a stride of 1 for a constant."""
+    compressor = METHODS[name][0]
+    layout = Layout(("bias",), ((1,),), block=compressor.block)
+    for launch in launches_of(compressor, layout, dense=False):
+        assert compiled(*variant(launch), ARCHITECTURES[0])
 
 
 def test_nothing_spills(binaries):
@@ -135,6 +145,17 @@ def test_nothing_spills(binaries):
 def test_rounding_is_that_of_the_verbs(binaries, inexact):
     """No multiplication is fused with an addition; denormals stay; quotients are exact."""
     assert not {b["kernel"] for b in binaries if re.search(inexact, b["ptx"])}
+
+
+def test_what_is_sent_is_read_before_it_is_cleared(binaries):
+    """A thread clears other elements than it reads, and waits for those who do read them."""
+    texts = [b["ttir"] for b in binaries if b["kernel"] == "pack"]
+    assert texts
+    for text in texts:
+        read = max(m.end() for m in re.finditer(r"tt\.load .*x!tt\.ptr<f32>", text))
+        cleared = [m.start() for m in re.finditer(r"tt\.store .*x!tt\.ptr<f32>", text[read:])][1:]
+        assert cleared
+        assert "barrier" in text[read : read + cleared[0]]
 
 
 def test_walks_move_vectors(binaries):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hvd_gradcomp.foundation.bands import Band, Bands
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.ops.triton import quantizers
 from tests.methods import QUANTIZED
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
 
@@ -103,3 +104,24 @@ def test_steps_are_alike(compressor, device):
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         assert_step_alike(ours, theirs, drawn(generator, ours, 1.0, 1.0))
+
+
+def test_rows_of_ranks_may_lie_far_apart(tmp_path, device):
+    """In payloads of gigabytes a rank's row begins beyond what 32 bits can say."""
+    if device != "cpu":
+        pytest.skip("a file with holes is memory of the host")
+    far, groups = 1 << 30, 1
+    rows = np.memmap(tmp_path / "rows", np.float32, "w+", shape=4 * far + groups)
+    middle = rows[2 * far :]  # what is counted wrong is not outside of the file
+    middle[0], middle[far], middle[2 * far] = 1.0, 2.0, 5.0
+    passes, bands = on(device, True).quantizers, Bands((Band(0, 1, 32),))
+    side, codes = torch.from_numpy(np.asarray(middle[:groups])), torch.zeros(8, dtype=torch.int32)
+    tables, how = passes._bands(bands, 32)
+    weights, room = torch.ones(3), torch.empty(32)
+
+    given = weights, *tables, room, 32, 1, 3, 0, far  # all have the same codes
+    passes.launch(quantizers.add_signs, 1, None, codes, side, side, *given, **how)
+    assert bool((room == 8.0).all())
+    given = *given, 2.0**-100, 1.0
+    passes.launch(quantizers.add_levels, 1, None, codes, side, *given, BITS=2, **how)
+    assert bool((room == -8.0).all())

@@ -9,9 +9,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    Base,
-)
+from hvd_gradcomp.ops.tensorflow.base import Base
 
 
 class Buckets(Base):

@@ -7,12 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    WORD,
-    Base,
-    low_word,
-    shape_of,
-)
+from hvd_gradcomp.ops.tensorflow.base import WORD, Base, low_word, shape_of
 
 
 class Bytewise(Base):

@@ -6,11 +6,7 @@ from typing import Any
 
 from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    Base,
-    integer,
-    numbers,
-)
+from hvd_gradcomp.ops.tensorflow.base import Base, integer, numbers
 
 
 class Coding(Base):

@@ -8,11 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, PayloadError, Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    ASSERTION,
-    Base,
-    assertion,
-)
+from hvd_gradcomp.ops.tensorflow.base import ASSERTION, Base, assertion
 
 
 class Control(Base):

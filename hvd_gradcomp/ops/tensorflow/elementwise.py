@@ -7,11 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    WORD,
-    Base,
-    low_word,
-)
+from hvd_gradcomp.ops.tensorflow.base import WORD, Base, low_word
 
 
 class Elementwise(Base):

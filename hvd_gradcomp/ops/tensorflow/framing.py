@@ -8,9 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    Base,
-)
+from hvd_gradcomp.ops.tensorflow.base import Base
 from hvd_gradcomp.ops.verbs.framing import Field
 
 

@@ -9,11 +9,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    Base,
-    integer,
-    shape_of,
-)
+from hvd_gradcomp.ops.tensorflow.base import Base, integer, shape_of
 
 
 class Making(Base):

@@ -8,9 +8,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    Base,
-)
+from hvd_gradcomp.ops.tensorflow.base import Base
 
 
 class Ordering(Base):
@@ -54,7 +52,7 @@ class Ordering(Base):
         return tf.math.unsorted_segment_sum(x, segment, count)
 
     def layer_histograms(self, layout: Layout, x: Tensor, bins: int) -> Tensor:
-        if self.native is None:
+        if self.native is None or not all(layout.sizes):
             return super().layer_histograms(layout, x, bins)
         bands = [n for start, size in zip(layout.offsets, layout.sizes) for n in (start, 1, size)]
         return self.native.gradcomp_layer_histograms(x, bands=bands, bins=bins)

@@ -1,4 +1,4 @@
-"""The passes of `passes` as operations of TensorFlow; see native_tensorflow.cc.
+"""The passes of `ops.torch.passes` as operations of TensorFlow; see native_tensorflow.cc.
 
 They write to nothing that they are given: a variable is assigned once the exchange has succeeded.
 So what was sent is settled at once.
@@ -74,7 +74,7 @@ class TensorFlowWordPasses:
 
 
 class TensorFlowLargestPasses:
-    """Those of the methods with a number of elements; see `passes.LargestPasses`.
+    """Those of the methods with a number of elements; see `ops.torch.passes.LargestPasses`.
 
     Args:
         native: the operations.

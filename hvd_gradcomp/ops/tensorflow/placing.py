@@ -9,10 +9,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    Base,
-    shape_of,
-)
+from hvd_gradcomp.ops.tensorflow.base import Base, shape_of
 
 
 class Placing(Base):

@@ -7,9 +7,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import (
-    Base,
-)
+from hvd_gradcomp.ops.tensorflow.base import Base
 
 
 class Searching(Base):

@@ -66,6 +66,8 @@ class Base(Ops):
         self._kept: set[int] = set()  # places that verbs must not write to
         self._rooms: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # to write to instead
 
+    # -- a step that may have to be undone -----------------------------------------------------
+
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Donating verbs leave these as they are, and write elsewhere, until `let_go`."""
         self._kept.update(_place(x) for x in tensors if x.numel() > 1)
@@ -90,6 +92,8 @@ class Base(Ops):
         room = self.room(x)
         return room if room is x else room.copy_(x)
 
+    # -- what a GPU has still to say -----------------------------------------------------------
+
     def raise_found(self) -> None:
         """Raises now what a GPU has found wrong in this step; waits for it."""
         if self._copied is not None:
@@ -103,6 +107,13 @@ class Base(Ops):
             return
         for fact in facts:
             raise_false(*fact)
+
+    def _raise_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for messages, held, error in pending:
+            raise_false(messages, held, error)
+
+    # -- memory --------------------------------------------------------------------------------
 
     def body(self, size: int) -> Tensor:
         """Memory for bytes, before which there is room for their head, if it comes next."""
@@ -134,11 +145,6 @@ class Base(Ops):
             pool.append(self._empty(TILE, dtype=dtype))
         size = x.shape[0]
         return pool[used] if size == TILE else pool[used][:size]
-
-    def _raise_pending(self) -> None:
-        pending, self._pending = self._pending, []
-        for messages, held, error in pending:
-            raise_false(messages, held, error)
 
 
 def _triton_loads(device: torch.device) -> bool:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import (
-    DTYPES,
-    WORD,
-    Base,
-    low_word,
-)
+from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
 from hvd_gradcomp.ops.verbs.bytewise import GROUP
 
 

@@ -9,11 +9,7 @@ import torch
 
 from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import (
-    Base,
-    check,
-    walkable,
-)
+from hvd_gradcomp.ops.torch.base import Base, check, walkable
 from hvd_gradcomp.ops.verbs.coding import FACTOR
 
 

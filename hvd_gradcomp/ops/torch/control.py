@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import LOGGER, PayloadError, Tensor
-from hvd_gradcomp.ops.torch.base import (
-    Base,
-    raise_false,
-)
+from hvd_gradcomp.ops.torch.base import Base, raise_false
 
 
 class Control(Base):

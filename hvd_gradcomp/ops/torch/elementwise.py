@@ -7,12 +7,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import (
-    DTYPES,
-    WORD,
-    Base,
-    low_word,
-)
+from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
 from hvd_gradcomp.ops.torch.conditions import Greater
 
 

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.torch.base import (
-    HEAD,
-    Base,
-)
+from hvd_gradcomp.ops.torch.base import HEAD, Base
 from hvd_gradcomp.ops.verbs.framing import BEYOND, Admitted, Field, Weighing
 
 

@@ -9,10 +9,7 @@ import torch
 
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import (
-    DTYPES,
-    Base,
-)
+from hvd_gradcomp.ops.torch.base import DTYPES, Base
 
 
 class Making(Base):

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import (
-    Base,
-)
+from hvd_gradcomp.ops.torch.base import Base
 from hvd_gradcomp.ops.torch.blocks import Axes, Blocks, Lifted
 
 

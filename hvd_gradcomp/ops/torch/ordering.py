@@ -9,11 +9,7 @@ import torch
 
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import (
-    Base,
-    check,
-    walkable,
-)
+from hvd_gradcomp.ops.torch.base import Base, check, walkable
 
 _EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight
 

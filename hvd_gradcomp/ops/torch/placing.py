@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.torch.base import (
-    Base,
-)
+from hvd_gradcomp.ops.torch.base import Base
 from hvd_gradcomp.ops.torch.blocks import Axes, Lifted
 
 _CACHED = 1 << 18  # elements that are written past the caches if there are more
@@ -110,6 +108,3 @@ class Placing(Base):
 def _in_range(failed: int) -> None:
     if failed:
         raise PayloadError("an index points outside of its bucket: a payload is damaged")
-
-
-_CACHED = 1 << 18  # elements that are written past the caches if there are more

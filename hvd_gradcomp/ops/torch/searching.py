@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import (
-    TILE,
-    Base,
-)
+from hvd_gradcomp.ops.torch.base import TILE, Base
 from hvd_gradcomp.ops.torch.conditions import Above, Condition, Found
 
 

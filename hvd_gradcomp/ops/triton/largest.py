@@ -384,6 +384,7 @@ def pack(
     goes = goes & (slot < capacity)
     held = tl.load(r0 + index, mask=goes, other=0.0)
     tl.store(values + slot, held, mask=slot < capacity)
+    tl.debug_barrier()  # all have read what is cleared, which other threads may do
     tl.store(r + index, tl.zeros((SLOTS,), tl.float32), mask=goes)
     if u is not None:
         tl.store(u + index, tl.zeros((SLOTS,), tl.float32), mask=goes)
@@ -438,7 +439,7 @@ def unpack(
                 known = fits & (plane < width)
                 word = tl.load(deltas + ends - width + plane, mask=known, other=0)
                 step |= ((word[:, None] >> tl.arange(0, 32)[None, :]) & 1) << plane
-            end += tl.sum(width)
+            end = tl.minimum(end + tl.sum(width), room + 1)  # what is damaged says any widths
             has = tl.broadcast_to(fits.to(tl.int32)[:, None], (SLOTS // 32, 32))
             inside = inside & (tl.reshape(has, (SLOTS,)) != 0)
             step = tl.reshape(step, (SLOTS,))
@@ -551,7 +552,7 @@ class LargestPasses(Launcher):
         r0, u0 = memory[0], memory[1] if how.momentum else None
         r, u = self.ops.room(r0), None if u0 is None else self.ops.room(u0)
         cleared = groups * (UPPER + LOWER + 1)
-        room = self._zeros(cleared)
+        room = self.clean("found", cleared)
         histogram, finer = room[: groups * UPPER], room[groups * UPPER : -groups]
         passing = room[cleared - groups :]
         programs = tasks.shape[0] // 3
@@ -639,13 +640,6 @@ class LargestPasses(Launcher):
     def _groups(self, scope: Scope) -> Tensor:
         """Of each group its first task, the one behind its last, where it begins, its elements."""
         return self.table((scope.layout, scope.whole, "groups"), lambda: [*chain(*_cut(scope)[1])])
-
-    def _zeros(self, size: int) -> Tensor:
-        """Zeros; who writes there leaves zeros."""
-        room = self._rooms.get("zeros")
-        if room is None or room.shape[0] < size:
-            room = self._rooms["zeros"] = self.empty(size, torch.int32).zero_()
-        return room[:size]
 
 
 def _cut(scope: Scope) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

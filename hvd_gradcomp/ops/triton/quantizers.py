@@ -268,7 +268,7 @@ def codes_of(packed, tile, n, BITS: tl.constexpr, TILE: tl.constexpr):
     return code
 
 
-@triton.jit(do_not_specialize=["ranks"])
+@triton.jit(do_not_specialize=["ranks", "packed_stride", "scale_stride"])
 def add_levels(
     base, packed, scale, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
     scale_stride, tiny, step,
@@ -284,7 +284,8 @@ def add_levels(
             total = tl.load(base + at, mask=at < n, other=0.0)
         for rank in range(0, ranks):
             code = codes_of(packed + rank * packed_stride.to(tl.int64), tile, n, BITS, TILE)
-            size = tl.load(scale + rank * scale_stride + group, mask=inside, other=0.0)
+            theirs = scale + rank * scale_stride.to(tl.int64)
+            size = tl.load(theirs + group, mask=inside, other=0.0)
             unit = tl.where(size >= tiny, size * step, 0.0)
             value = tl.where(inside, (code - TOP).to(tl.float32) * unit, 0.0)
             total = total + value * tl.load(weights + rank)
@@ -302,7 +303,7 @@ def pack_signs(x, packed, n, tiles, TILE: tl.constexpr):
         tl.store(packed + word, to_words(value < 0.0, TILE), mask=word < n // 32)
 
 
-@triton.jit(do_not_specialize=["ranks"])
+@triton.jit(do_not_specialize=["ranks", "packed_stride", "side_stride"])
 def add_signs(
     base, packed, above, below, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
     side_stride, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
@@ -316,8 +317,9 @@ def add_signs(
             total = tl.load(base + at, mask=at < n, other=0.0)
         for rank in range(0, ranks):
             code = codes_of(packed + rank * packed_stride.to(tl.int64), tile, n, 1, TILE)
-            high = tl.load(above + rank * side_stride + group, mask=inside, other=0.0)
-            low = tl.load(below + rank * side_stride + group, mask=inside, other=0.0)
+            apart = rank * side_stride.to(tl.int64)
+            high = tl.load(above + apart + group, mask=inside, other=0.0)
+            low = tl.load(below + apart + group, mask=inside, other=0.0)
             value = tl.where(inside, tl.where(code > 0, low, high), 0.0)
             total = total + value * tl.load(weights + rank)
         tl.store(room + at, total, mask=at < n)

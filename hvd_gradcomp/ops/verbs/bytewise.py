@@ -57,9 +57,6 @@ class Bytewise(ABC):
             codes = codes + bit * (1 << place)
         return codes
 
-    def _packed(self: Any, codes: Tensor, bits: int) -> Tensor:
-        return self.to_bytes(self.pack(codes, bits), "uint32")
-
     def weighted_sum(self: Any, data: Tensor) -> Tensor:
         """Sum of 32-bit words, each times 2 * place + 17, modulo 2**32; uint8 [..., n] to [...]."""
         words = self.from_bytes(data, "uint32")

@@ -162,6 +162,9 @@ class Coding:
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
+    def _packed(self: Any, codes: Tensor, bits: int) -> Tensor:
+        return self.to_bytes(self.pack(codes, bits), "uint32")
+
     def _joined(self: Any, pieces: list[Tensor]) -> Tensor:
         """One vector; a shard that is all padding has no pieces."""
         return self.concat(pieces) if pieces else self.zeros((0,))

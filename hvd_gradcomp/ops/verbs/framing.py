@@ -194,6 +194,12 @@ class Framing:
             finite = self.finite(total * 4096.0)
         return finite, x if self.dynamic_shapes else self.where(finite, x, 0.0)
 
+    def sound_with(self: Any, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
+        """`sound` of a gradient's squares and of the sum of its moment: of both, and each."""
+        finite, gradient = self.sound(gradient, "squares")
+        fine, moment = self.sound(moment, "sum")
+        return finite & fine, gradient, moment
+
     def _sides(self: Any, bodies: Tensor, weighing: Weighing) -> list[Tensor]:
         """The magnitudes that bodies begin with; float32 [rows, groups] each."""
         groups = weighing.groups
@@ -203,9 +209,3 @@ class Framing:
             ]
         cuts = [4 * groups * vector for vector in range(weighing.vectors + 1)]
         return [self.from_bytes(bodies[:, a:b], "float32") for a, b in zip(cuts, cuts[1:])]
-
-    def sound_with(self: Any, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
-        """`sound` of a gradient's squares and of the sum of its moment: of both, and each."""
-        finite, gradient = self.sound(gradient, "squares")
-        fine, moment = self.sound(moment, "sum")
-        return finite & fine, gradient, moment

@@ -81,9 +81,10 @@ class Ordering(ABC):
         """
         table, block, layers = self.table(layout, "layer_of_block"), layout.block, len(layout.names)
         last = layout.size // block - 1
-        ends = [(o + size - 1) // block for o, size in zip(layout.offsets, layout.sizes)]
-        used = [o + size - block * end for o, size, end in zip(layout.offsets, layout.sizes, ends)]
-        if ends[-1] != last:  # the sink's own block
+        stops = [start + size for start, size in zip(layout.offsets, layout.sizes) if size]
+        ends = [(stop - 1) // block for stop in stops]
+        used = [stop - block * end for stop, end in zip(stops, ends)]
+        if last not in ends:  # the sink's own block
             ends, used = [*ends, last], [*used, 0]
         edge = self.reshape(self.words(ends), (-1, 1))
         elements = self.arange(block)
