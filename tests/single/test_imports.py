@@ -141,6 +141,16 @@ def test_the_package_imports_without_any_framework():
 
 
 @pytest.mark.parametrize("module", MODULES)
+def test_classes_are_small(module):
+    """At most 300 lines and 20 methods."""
+    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+        if isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            size = node.end_lineno - node.lineno + 1
+            assert size <= 300 and len(methods) <= 20, f"{node.name}: {size} lines"
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_papers_are_named_by_authors_and_year(module):
     """Not by numbers that a list in a drawer has."""
     assert not re.search(r"[( ]00\d[,;)]", (ROOT / module).read_text())
