@@ -13,6 +13,14 @@ compiles_whole = pytest.mark.skipif(
     TORCH < (2, 4), reason="torch.compile of this version does not take dataclasses"
 )
 
+without_data = pytest.mark.skipif(
+    TORCH < (2, 1), reason="tensors without data do not shift bits in this version"
+)
+
+normalizes_weights = pytest.mark.skipif(
+    TORCH < (2, 1), reason="this version has no parametrizations.weight_norm"
+)
+
 
 def skip_without_keras_3() -> None:
     """For the head of a module, before it imports the Keras frontend."""

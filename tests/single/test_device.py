@@ -14,6 +14,7 @@ from hvd_gradcomp.foundation.collectives import Allgather, Switch
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from tests.methods import EVERY, LARGEST, LEARNED, WORDS
+from tests.single.older import without_data
 
 SPARSE = WORDS + [c for c in LARGEST if not getattr(c, "phases", ())]
 
@@ -131,6 +132,7 @@ def run_without_data(compressor, ops, layout, state, step):
     return reply[1]
 
 
+@without_data
 @pytest.mark.parametrize("compressor", EVERY + LEARNED, ids=repr)
 def test_no_step_of_any_method_reads_the_device(compressor):
     """In each phase; `deflate` packs indices on the host, which its documentation says."""

@@ -34,7 +34,7 @@ from hvd_gradcomp.planning import worth
 from hvd_gradcomp.planning.assignment import assign, plan
 from hvd_gradcomp.testing import World
 from tests.oracles.gradiveq import GradiVeQ
-from tests.single.older import compiles_whole
+from tests.single.older import compiles_whole, normalizes_weights
 
 SHAPES = ((8, 4, 3, 3), (16, 8, 3), (5, 3, 1, 1))
 RANKS = 3
@@ -523,6 +523,7 @@ def test_a_layer_is_a_convolution_by_what_it_belongs_to():
     assert convolves(pickle.loads(pickle.dumps(known)))
 
 
+@normalizes_weights
 def test_pytorch_knows_what_its_modules_are():
     from hvd_gradcomp.torch.parameters import layers_of
 

@@ -231,7 +231,7 @@ def test_a_full_disk_ends_no_writer_in_a_hang(tmp_path):
     assert ran.returncode == 0 and said.count("trained") == 2, ran
     lost = [line for line in said if "is given up at step 1: [Errno 27]" in line]
     assert len(lost) == 4 and len(said) == 6, ran
-    assert not ran.stderr
+    assert not [line for line in ran.stderr.splitlines() if "nvfuser" not in line], "PyTorch 2.0's"
 
 
 class Slow(Writer):
