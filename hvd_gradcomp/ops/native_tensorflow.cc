@@ -1240,6 +1240,8 @@ class Flatten : public InPieces {
   int64_t size_ = 0;
 };
 
+constexpr int64_t CACHED = 1 << 18;  // elements that are written past the caches if there are more
+
 // Each piece [a, b, c] becomes [c, b, a]; the rest stays what it is.
 class Turn : public InPieces {
  public:
@@ -1266,7 +1268,8 @@ class Turn : public InPieces {
       int64_t start = offsets_[i], count = first * middle * last;
       if (!Fits(c, i, count, size)) return;
       std::memcpy(out + end, from + end, sizeof(float) * static_cast<size_t>(start - end));
-      reverse(from + start, first, middle, last, middle * last, out + start, middle * first, 0, 1);
+      reverse(from + start, first, middle, last, middle * last, out + start, middle * first,
+              count > CACHED, 1);
       end = start + count;
     }
     std::memcpy(out + end, from + end, sizeof(float) * static_cast<size_t>(size - end));
