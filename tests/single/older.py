@@ -13,6 +13,10 @@ compiles_whole = pytest.mark.skipif(
     TORCH < (2, 4), reason="torch.compile of this version does not take dataclasses"
 )
 
+tracks_moments = pytest.mark.skipif(
+    TORCH < (2, 4), reason="this version does not show what a model indexes: track_moments refuses"
+)
+
 
 def skip_without_keras_3() -> None:
     """For the head of a module, before it imports the Keras frontend."""
