@@ -28,6 +28,9 @@ exact. Samples of further passes are further samples: moments add. A forward wit
 nothing behind. What reaches a parameter outside of the model's forward (a penalty on the weight)
 belongs to no sample and is left out; a parameter that nothing else has reached is an error.
 
+PyTorch before 2.4 keeps indexing from a `TorchFunctionMode`: samples would be lost without a word,
+so `track_moments` refuses it.
+
 Exact up to rounding, but for batch normalisation, where the batch's statistics count as constants:
 the contribution as the layer sees it.
 
@@ -40,11 +43,9 @@ that runs forward costs some microseconds.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -271,8 +272,8 @@ def _transforms() -> bool:
 
 
 def _task() -> int:
-    """Which backward pass runs; PyTorch 2.0 does not say."""
-    return int(getattr(torch._C, "_current_graph_task_id", lambda: 0)())
+    """Which backward pass runs."""
+    return int(torch._C._current_graph_task_id())
 
 
 # -- in backward -------------------------------------------------------------------------------
@@ -710,7 +711,14 @@ def track_moments(model: nn.Module, *, chunk: int = 16, others: str = "error") -
             `others="error"`.
         ValueError: the model is tracked already; `chunk` is not positive; `others` is unknown; a
             module has parameters that are not initialised.
+        RuntimeError: PyTorch is older than 2.4.
     """
+    if torch.__version__ < (2, 4):
+        raise RuntimeError(
+            f"track_moments needs PyTorch 2.4, this is {torch.__version__}: it does not show what "
+            "a model indexes (x[:, 0]), so moments would be wrong. Update PyTorch, or take "
+            "moments='microbatch' or moments='step' instead of track_moments"
+        )
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     if others not in OTHERS:
@@ -760,15 +768,8 @@ def track_moments(model: nn.Module, *, chunk: int = 16, others: str = "error") -
     handles: list[Any] = []
     for _, module in modules:
         handles.append(module.register_forward_pre_hook(_enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(_leave, **_ALWAYS))
+        handles.append(module.register_forward_hook(_leave, always_call=True))
     return MomentTracker(handles, parameters, owners)
-
-
-_ALWAYS: dict[str, Any] = (
-    {"always_call": True}
-    if "always_call" in inspect.signature(nn.Module.register_forward_hook).parameters
-    else {}  # PyTorch 2.0
-)
 
 
 def _no_way(module: nn.Module) -> str:
@@ -871,11 +872,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> bool:
     observer: _Observer | None = getattr(_running, "observer", None)
     if observer is not None and observer.module is module:
-        if _ALWAYS:
-            observer.depth += 1  # it calls itself
-            return False
-        _end(observer)  # an error has ended its forward
-        observer = None
+        observer.depth += 1  # it calls itself
     if observer is not None or not torch.is_grad_enabled():
         return False
     for parameter in list(_frozen):
@@ -909,29 +906,21 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
     observer.depth -= 1
     if observer.depth:
         return
-    _end(observer)
+    _running.observer = None
+    observer.__exit__(None, None, None)
     compiling.resume(observer.paused)
     if observer.troubles:
         listed = ", ".join(f"{name}: {why}" for name, why in observer.troubles.items())
         raise RuntimeError(f"no per-sample moments for {listed}. {ADVICE}")
 
 
-def _end(observer: _Observer) -> None:
-    _running.observer = None
-    observer.__exit__(None, None, None)
-
-
 def _hook(parameter: nn.Parameter, record: _Record) -> None:
     """Sees to it that uses are squared once a pass has given the whole gradient."""
-    if hasattr(parameter, "register_post_accumulate_grad_hook"):  # from PyTorch 2.1 on
-        record.hook = parameter.register_post_accumulate_grad_hook(lambda p: _flush(p, p.grad))
-        return
-    there = weakref.ref(parameter)  # the hook belongs to the parameter and may not keep it
-    record.hook = parameter.register_hook(lambda gradient: _flush(there(), gradient))
+    record.hook = parameter.register_post_accumulate_grad_hook(_flush)
 
 
 @torch.no_grad()
-def _flush(parameter: Any, gradient: Tensor) -> None:
+def _flush(parameter: Any) -> None:
     record = _records.get(parameter)
     if record is None:
         return
@@ -939,7 +928,7 @@ def _flush(parameter: Any, gradient: Tensor) -> None:
     uses, record.uses = [use for use in record.uses if use.task == task], []
     if not uses:
         # Zero is what `0 * p.sum()` gives, which reaches a parameter that is not used.
-        record.bypassed |= bool(gradient.norm() != 0)
+        record.bypassed |= bool(parameter.grad.norm() != 0)
         return
     if record.others == "step" and record.why_not:
         return

@@ -21,6 +21,14 @@ normalizes_weights = pytest.mark.skipif(
     TORCH < (2, 1), reason="this version has no parametrizations.weight_norm"
 )
 
+tracks_moments = pytest.mark.skipif(
+    TORCH < (2, 4), reason="this version does not show what a model indexes: track_moments refuses"
+)
+
+leaves_tracked_eager = pytest.mark.skipif(
+    TORCH < (2, 8), reason="torch.compile of this version cannot be told why code stays as it is"
+)
+
 
 def skip_without_keras_3() -> None:
     """For the head of a module, before it imports the Keras frontend."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from torch import nn
 
 from hvd_gradcomp import (
     DGCCompressor,
@@ -22,6 +25,7 @@ from hvd_gradcomp.engine.handshake import MismatchError, agree, describe
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.saving.checkpoint import FORMAT, CheckpointError, check_exchange, formats
+from hvd_gradcomp.torch import moments
 from tests.methods import EVERY, GRADIVEQ, LEARNED
 
 LGC = LGCCompressor(alpha=0.01, momentum=0.9)
@@ -86,6 +90,13 @@ def test_what_is_left_out_is_as_by_default(compressor):
 def test_other_texts_stay():
     assert brief("no call (") == "no call ("
     assert brief("Unknown(a=1)") == "Unknown(a=1)"
+
+
+@pytest.mark.parametrize("version", ["2.0.0", "2.3.1+cu121"])
+def test_moments_are_refused_where_indexing_is_not_seen(version, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    with pytest.raises(RuntimeError, match=re.escape(f"needs PyTorch 2.4, this is {version}: ")):
+        moments.track_moments(nn.Linear(2, 2))
 
 
 def test_a_graph_for_sessions_is_refused():

@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvd_gradcomp.torch import formulas, moments, samples
-from tests.single.older import compiles_whole
+from tests.single.older import leaves_tracked_eager, tracks_moments
+
+pytestmark = tracks_moments
 
 
 class Tied(nn.Module):
@@ -684,9 +686,6 @@ def test_a_layer_that_thaws_is_tracked_from_then_on():
     assert not moments.is_tracked(model[0].weight)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C, "_current_graph_task_id"), reason="PyTorch 2.0 does not tell passes apart"
-)
 def test_uses_of_another_pass_are_not_this_ones():
     """`autograd.grad`, as a gradient penalty calls it, accumulates nothing."""
     model = prepared(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
@@ -809,7 +808,7 @@ def test_under_autocast():
             assert (found - expected[name]).norm() < 0.1 * expected[name].norm()
 
 
-@compiles_whole
+@leaves_tracked_eager
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("order", ["before", "after", "of the compiled", "in place"])
 def test_compiled(backend, order, caplog):
@@ -839,7 +838,7 @@ def test_compiled(backend, order, caplog):
     assert len([m for m in caplog.messages if m.startswith("torch.compile: ")]) == 1
 
 
-@compiles_whole
+@leaves_tracked_eager
 def test_compiled_whole_is_an_error_that_says_why():
     torch._dynamo.reset()
     model = nn.Linear(7, 4)
