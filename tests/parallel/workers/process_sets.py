@@ -99,7 +99,7 @@ def main(folder: str, framework: str, alone: str) -> None:
         framework: "torch" or "tensorflow".
         alone: "alone" to train the sets' models one after another on all ranks.
     """
-    from tests.parallel.workers.results import digest, write
+    from tests.parallel.workers.results import digest, finish
 
     if framework == "torch":
         import torch
@@ -125,9 +125,7 @@ def main(folder: str, framework: str, alone: str) -> None:
             print(framework, group, compressor, flush=True)  # the last one hangs, should one hang
             weights = trained(hvd, process_set, compressor, xs)
             result[f"{group} {compressor}"] = digest(weights)
-    hvd.allgather_object(None, name="end")  # a rank that ends takes the others with it
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from hvd_gradcomp.core.aggregator import with_leaves
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow.variables import plain_variable
 from tests.methods import ONE_OF_EACH
-from tests.parallel.workers.results import digest, errors_of, flipped, write
+from tests.parallel.workers.results import digest, errors_of, finish, flipped
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 GRADIVEQ = GradiVeQCompressor(
@@ -256,8 +256,7 @@ def main(folder: str, what: str, steps: str) -> None:
             "tapes": with_tapes(few[0], folder),
             "refused": refused(folder),
         }
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.planning.configuration import as_config
 from hvd_gradcomp.tensorflow.variables import is_rank_local
 from tests.methods import ONE_OF_EACH
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 LOSS = keras.losses.MeanSquaredError()
 STROM = StromCompressor(tau=0.01)
@@ -578,8 +578,7 @@ def main(folder: str) -> None:
     replicas.update(found)
     errors = refused(folder, early, consolidated)
     result = {"pairs": pairs, "replicas": replicas, "errors": errors, "resumed": resumes}
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

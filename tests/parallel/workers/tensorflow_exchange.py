@@ -14,7 +14,7 @@ import tensorflow as tf
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp.tensorflow import engine as engine_module
-from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.results import digest, finish, write
 
 STROM = hvd.StromCompressor(tau=0.05)
 
@@ -258,8 +258,7 @@ def main(folder: str) -> None:
         "saving": saving(folder),
     }
     own = broadcast()
-    write(folder, hvd.rank(), {"equal": result, "own": own})
-    hvd.shutdown()
+    finish(hvd, folder, {"equal": result, "own": own})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tensorflow as tf
 import hvd_gradcomp.tensorflow as hvd
 from hvd_gradcomp.tensorflow.engine import living
 from hvd_gradcomp.tensorflow.keras import DistributedOptimizer
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 
 def train(module, dtype="float32", graph=True, steps=10, **options):
@@ -358,8 +358,7 @@ def main(folder: str) -> None:
         }
     )
     errors["before init"] = before_init
-    write(folder, hvd.rank(), {"pairs": stock_pairs(), "replicas": replicas, "errors": errors})
-    hvd.shutdown()
+    finish(hvd, folder, {"pairs": stock_pairs(), "replicas": replicas, "errors": errors})
 
 
 if __name__ == "__main__":

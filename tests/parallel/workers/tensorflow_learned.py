@@ -13,7 +13,7 @@ from keras import layers
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from tests.methods import learned_by
-from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.results import digest, finish
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -105,8 +105,7 @@ def main(folder: str, kind: str, steps: str, fusion: str) -> None:
         again = methods[0]
         twice = train(again, kind, int(steps))["digests"][-1]
         result["again"] = [twice, result[repr(again)]["digests"][-1]]
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

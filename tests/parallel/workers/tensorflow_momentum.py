@@ -11,7 +11,7 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow as tape_hvd
 import hvd_gradcomp.tensorflow.keras as hvd
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 
 def network():
@@ -92,8 +92,7 @@ def main(folder: str) -> None:
             "poisoned graph": lambda: poisoned(graph=True),
         }
     )
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hvd_gradcomp.tensorflow import DistributedGradientTape
 from hvd_gradcomp.tensorflow.tape import engine_of_variables
 from hvd_gradcomp.tensorflow.variables import plain_variable
 from tests.methods import ONE_OF_EACH
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 SCALER = keras.optimizers.LossScaleOptimizer
@@ -186,8 +186,7 @@ def main(folder: str, settings: str) -> None:
         "fit": by_fit(),
         "errors": misused(),
     }
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import tensorflow as tf
 import hvd_gradcomp.tensorflow as tape
 import hvd_gradcomp.tensorflow.keras as hvd
 from tests.parallel.workers.passes import BATCH, PASSES, draws, loss_weights, share_of_truth
-from tests.parallel.workers.results import write
+from tests.parallel.workers.results import finish
 
 RECORDED: list = []
 
@@ -71,8 +71,7 @@ def main(folder: str) -> None:
         for known in (True, False):
             result[f"keras {passes} {known}"] = by_keras(passes, known)
             result[f"tape {passes} {known}"] = by_tape(passes, known)
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

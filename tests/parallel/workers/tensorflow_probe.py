@@ -11,7 +11,7 @@ import tensorflow as tf
 import hvd_gradcomp.tensorflow as hvd
 from hvd_gradcomp.tensorflow.keras.callbacks import ProbeCallback
 from hvd_gradcomp.tensorflow.probing import Probe
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 STEPS = 20
 OPTIONS = {"slice_sizes": (16, 32), "history": 8}
@@ -125,8 +125,7 @@ def main(folder: str) -> None:
             }
         ),
     }
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from tests.methods import OUTSIDE, WORDS, methods_by
-from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.results import digest, finish
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -89,8 +89,7 @@ def main(folder: str, kind: str, steps: str, settings: str = "") -> None:
             assert 0 < stats.elements_sent < stats.elements, stats
         weights = [v.numpy() for v in model.trainable_variables]
         result[repr(compressor)] = [digest(weights), logs]
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

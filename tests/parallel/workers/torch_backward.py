@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import hvd_gradcomp.torch as hvd
 from tests.methods import EVERY
 from tests.parallel.workers.places import arrays, choose, here
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 STEPS = 4
 LR = 0.1
@@ -627,8 +627,7 @@ def main(folder: str, device: str = "cpu") -> None:
     by_hand_after_a_dropped_step()
     if hvd.size() > 1:
         result["errors"] = refused()
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tests.methods import (
     OUTSIDE,
     VARIANCE,
 )
-from tests.parallel.workers.results import digest, errors_of, flipped, forged, write
+from tests.parallel.workers.results import digest, errors_of, finish, flipped, forged
 
 
 def build(compressor=None, outputs=10, **options):
@@ -259,8 +259,7 @@ def main(folder: str, what: str, steps: str) -> None:
             for place, c in enumerate(methods)
         }
         result = {"pairs": pairs, "faults": faults(folder)}
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

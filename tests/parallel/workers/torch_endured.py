@@ -12,7 +12,7 @@ from torch import nn
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.aggregator import leaves
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"
 FAULTY = 1
@@ -191,8 +191,7 @@ def main(folder: str) -> None:
         "some gradients": failing(2),
         "encoder": encoder_fails(),
     }
-    write(folder, hvd.rank(), {"errors": errors, "replicas": replicas})
-    hvd.shutdown()
+    finish(hvd, folder, {"errors": errors, "replicas": replicas})
 
 
 if __name__ == "__main__":

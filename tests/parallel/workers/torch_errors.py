@@ -12,7 +12,7 @@ from hvd_gradcomp.core.aggregator import leaves
 from hvd_gradcomp.engine import handshake
 from hvd_gradcomp.torch import deadlock
 from tests.methods import ONE_OF_EACH
-from tests.parallel.workers.results import errors_of, write
+from tests.parallel.workers.results import errors_of, finish
 
 
 def make(model=None, **options):
@@ -232,8 +232,7 @@ def main(folder: str) -> None:
         }
     )
     found["before init"] = before_init
-    write(folder, hvd.rank(), found)
-    hvd.shutdown()
+    finish(hvd, folder, found)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import hvd_gradcomp.torch as hvd
-from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.results import digest, finish
 
 COMPRESSOR = hvd.HybridCompressor(tau=0.01, alpha=0.5, moments="step")
 
@@ -351,8 +351,7 @@ def main(folder: str, ranks: str) -> None:
         model = case()
         if name != "process set" or subset.included():
             result[name] = digest(p.detach().double().numpy() for p in model.parameters())
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp import DGCCompressor
-from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.results import digest, finish
 
 
 def main() -> None:
@@ -35,8 +35,7 @@ def main() -> None:
         "begin": begin,
         "end": digest(p.detach().numpy() for p in model.parameters()),
     }
-    write(sys.argv[1], hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, sys.argv[1], result)
 
 
 if __name__ == "__main__":

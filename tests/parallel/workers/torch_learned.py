@@ -12,7 +12,7 @@ from torch import nn
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.protocols import carrying
 from tests.methods import learned_by
-from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.results import digest, finish
 
 
 def network() -> nn.Module:
@@ -153,8 +153,7 @@ def main(folder: str, steps: int, fusion: str) -> None:
         again = methods[-1]
         stopped = train(again, steps, stops=(30, 90, 140))
         result["again"] = [stopped["digests"][-1], result[repr(again)]["digests"][-1]]
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import hvd_gradcomp.torch as hvd
-from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.results import digest, finish
 
 COMPRESSOR = hvd.VarianceCompressor(alpha=0.5, zeta=0.9)
 WORDS = 12
@@ -183,8 +183,7 @@ def main(folder: str) -> None:
     for name, case in cases.items():
         print("case:", name, flush=True)  # the last one is what hangs, should one hang
         result[name] = digest(p.detach().numpy() for p in case().parameters())
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 
 def network():
@@ -162,8 +162,7 @@ def main(folder: str) -> None:
             "poisoned": poisoned,
         }
     )
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

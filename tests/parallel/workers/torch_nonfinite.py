@@ -12,7 +12,7 @@ import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.aggregator import leaves
 from hvd_gradcomp.core.protocols import carrying
 from tests.methods import EVERY, ONE_OF_EACH, learned_by
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 
 def build(seed=1):
@@ -164,12 +164,11 @@ def main(folder: str, steps: int, settings: str) -> None:
     methods = [*EVERY, *learned_by("torch", 2)] if settings == "all" else ONE_OF_EACH
     pairs = {repr(c): [train(c, steps, disturbed) for disturbed in (True, False)] for c in methods}
     policies = {policy: without_scaler(policy) for policy in ("raise", "skip", "propagate")}
-    write(
+    finish(
+        hvd,
         folder,
-        hvd.rank(),
         {"pairs": pairs, "policies": policies, "closure": in_closure(), "errors": misused()},
     )
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

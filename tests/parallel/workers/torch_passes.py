@@ -9,7 +9,7 @@ import torch
 
 import hvd_gradcomp.torch as hvd
 from tests.parallel.workers.passes import BATCH, PASSES, draws, loss_weights, share_of_truth
-from tests.parallel.workers.results import write
+from tests.parallel.workers.results import finish
 
 
 class Recording(hvd.VarianceCompressor):
@@ -78,8 +78,7 @@ def fewer():
 def main(folder: str) -> None:
     hvd.init()
     result = {f"{p} {known}": share(p, known) for p in PASSES for known in (True, False)}
-    write(folder, hvd.rank(), {**result, "fewer": fewer()})
-    hvd.shutdown()
+    finish(hvd, folder, {**result, "fewer": fewer()})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.torch.probing import Probe
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 STEPS = 24
 
@@ -138,8 +138,7 @@ def main(folder: str) -> None:
             }
         ),
     }
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

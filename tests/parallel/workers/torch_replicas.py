@@ -11,7 +11,7 @@ import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.protocols import carrying
 from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE, OUTSIDE
 from tests.parallel.workers.places import arrays, choose, here
-from tests.parallel.workers.results import digest, write
+from tests.parallel.workers.results import digest, finish
 
 METHODS = {"all": EVERY, "one of each exchange": ONE_OF_EACH_EXCHANGE, "outside": OUTSIDE}
 
@@ -56,8 +56,7 @@ def main(folder: str, steps: int, settings: str, device: str = "cpu") -> None:
             digest(parameters),
             float(sum(abs(p).sum() for p in parameters)),
         ]
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tests.methods import (
     STROM,
     VARIANCE,
 )
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 STEPS = 8
 # Through each phase in a few steps; one is resumed in each of them.
@@ -453,8 +453,7 @@ def main(folder: str, ranks: str) -> None:
             print("case:", name, flush=True)
             result["cases"][name] = case()
         result["errors"] = mismatches()
-    write(folder, hvd.rank(), result)
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import nn
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.protocols import carrying
 from tests.methods import ONE_OF_EACH
-from tests.parallel.workers.results import digest, errors_of, write
+from tests.parallel.workers.results import digest, errors_of, finish
 
 STEPS = 12
 KEEP = (  # what is not sent stays in their residual
@@ -278,9 +278,7 @@ def main(folder: str) -> None:
     result["defaults"] = defaults()
     result["refused"] = refused_group()
     result["errors"] = errors()
-    write(folder, hvd.rank(), result)
-    hvd.barrier()  # the last case leaves an exchange open
-    hvd.shutdown()
+    finish(hvd, folder, result)
 
 
 if __name__ == "__main__":
