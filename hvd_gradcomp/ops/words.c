@@ -7,6 +7,15 @@
 
 /* -- taking in and finding ------------------------------------------------------------------ */
 
+/* A piece of one layer: what is taken in, and where what comes of it goes. */
+typedef struct {
+  float *r, *v;
+  const float *r0, *v0, *g, *q; /* q: NULL where it is g*g */
+  uint32_t base;                /* the first index */
+  uint32_t *index, *bits;       /* of what is wanted; NULL, and then there are */
+  uint8_t *flags;
+} piece;
+
 FAST static void add_square(float *x, const float *from, const float *y, int64_t n) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; i++) {
@@ -19,10 +28,13 @@ FAST static void scale(float *x, float factor, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] = x[i] * factor;
 }
 
-/* The same as flags, a byte each. */
-FAST static void flag_ambiguous(const float *r, const float *v, float alpha, int64_t n,
-                                uint8_t *flags) {
-  for (int64_t i = 0; i < n; i++) flags[i] = r[i] * r[i] > v[i] * alpha;
+FAST static void flag(const rule *how, const float *r, const float *v, int64_t n, uint8_t *flags) {
+  for (int64_t i = 0; i < n && how->ambiguity; i++)
+    flags[i] = r[i] * r[i] > v[i] * how->alpha;
+  for (int64_t i = 0; i < n && how->large; i++) {
+    uint8_t large = fabsf(r[i]) > how->tau;
+    flags[i] = how->ambiguity ? flags[i] & large : large;
+  }
 }
 
 FAST static uint32_t largest_flagged(const float *r, const uint8_t *flags, int64_t n) {
@@ -34,18 +46,156 @@ FAST static uint32_t largest_flagged(const float *r, const uint8_t *flags, int64
   return (uint32_t)most;
 }
 
-FAST static void flag_large(const float *r, float tau, int64_t n, uint8_t *flags) {
-  for (int64_t i = 0; i < n; i++) flags[i] = fabsf(r[i]) > tau;
-}
-
-FAST static void flag_both(const float *r, const float *v, float alpha, float tau, int64_t n,
-                           uint8_t *flags) {
-  for (int64_t i = 0; i < n; i++)
-    flags[i] = (uint8_t)((r[i] * r[i] > v[i] * alpha) & (fabsf(r[i]) > tau));
-}
-
 FAST static void scale_unless(float *x, float factor, const uint8_t *flags, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] = flags[i] ? x[i] : x[i] * factor;
+}
+
+/* Elements `first` to n of a piece, in one walk each; see `take_in`. */
+static int64_t take_in_plainly(const rule *how, const piece *of, int64_t first, int64_t n,
+                               uint32_t *index, uint32_t *bits, uint32_t *most) {
+  float *r = of->r + first, *v = how->ambiguity ? of->v + first : NULL, before[CHUNK];
+  int64_t size = n - first, fresh = 0;
+  if (size <= 0) return 0;
+  add(r, of->r0 + first, of->g + first, size);
+  if (v && of->q)
+    add(v, of->v0 + first, of->q + first, size);
+  else if (v)
+    add_square(v, of->v0 + first, of->g + first, size);
+  if (of->index)
+    fresh = list_plainly(how, r, v, 0, size, of->base + (uint32_t)first, index, bits, most);
+  else {
+    uint8_t *flags = of->flags + first;
+    flag(how, r, v, size, flags);
+    uint32_t here = largest_flagged(r, flags, size);
+    if (here > *most) *most = here;
+    if (v && how->corrects) {
+      scale_unless(v, how->zeta, flags, size);
+      return 0;
+    }
+  }
+  if (!v) return fresh;
+  for (int64_t i = 0; i < fresh && how->corrects; i++) before[i] = of->v[index[i] - of->base];
+  scale(v, how->zeta, size);
+  for (int64_t i = 0; i < fresh && how->corrects; i++) of->v[index[i] - of->base] = before[i];
+  return fresh;
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how, const piece *of,
+                                                                 int64_t n, uint32_t *most) {
+  const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
+  const __m256 zeta = _mm256_set1_ps(how->zeta);
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff), one = _mm256_set1_epi8(1);
+  const __m256i corrected = _mm256_set1_epi32(how->corrects ? -1 : 0);
+  const __m256i in_turn = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  __m256i largest = _mm256_setzero_si256();
+  int64_t count = 0, run = 0;
+  for (; run + 32 <= n; run += 32) {
+    __m256i passes[4];
+    for (int part = 0; part < 4; part++) {
+      const int64_t i = run + 8 * part;
+      const __m256 g = _mm256_loadu_ps(of->g + i);
+      const __m256 x = _mm256_add_ps(_mm256_loadu_ps(of->r0 + i), g);
+      const __m256i size = _mm256_and_si256(_mm256_castps_si256(x), magnitude);
+      __m256i pass = _mm256_set1_epi32(-1);
+      _mm256_storeu_ps(of->r + i, x);
+      if (how->large)
+        pass = _mm256_castps_si256(_mm256_cmp_ps(_mm256_castsi256_ps(size), tau, _CMP_GT_OQ));
+      if (how->ambiguity) {
+        const __m256 q = of->q ? _mm256_loadu_ps(of->q + i) : _mm256_mul_ps(g, g);
+        const __m256 y = _mm256_add_ps(_mm256_loadu_ps(of->v0 + i), q);
+        const __m256 bound = _mm256_mul_ps(y, alpha);
+        const __m256 clear = _mm256_cmp_ps(_mm256_mul_ps(x, x), bound, _CMP_GT_OQ);
+        pass = _mm256_and_si256(pass, _mm256_castps_si256(clear));
+        const __m256 stays = _mm256_castsi256_ps(_mm256_and_si256(pass, corrected));
+        _mm256_storeu_ps(of->v + i, _mm256_blendv_ps(_mm256_mul_ps(y, zeta), y, stays));
+      }
+      largest = _mm256_max_epi32(largest, _mm256_and_si256(size, pass));
+      passes[part] = pass;
+    }
+    const __m256i low = _mm256_packs_epi32(passes[0], passes[1]);
+    const __m256i high = _mm256_packs_epi32(passes[2], passes[3]);
+    const __m256i bytes =
+        _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), in_turn); /* 0 or -1 each */
+    if (!of->index) {
+      _mm256_storeu_si256((__m256i *)(of->flags + run), _mm256_and_si256(bytes, one));
+      continue;
+    }
+    for (uint32_t flags = (uint32_t)_mm256_movemask_epi8(bytes); flags; flags &= flags - 1) {
+      int64_t i = run + __builtin_ctz(flags);
+      of->index[count] = of->base + (uint32_t)i, of->bits[count++] = bits_of(of->r[i]);
+    }
+  }
+  int32_t sizes[8];
+  _mm256_storeu_si256((__m256i *)sizes, largest);
+  for (int lane = 0; lane < 8; lane++)
+    if ((uint32_t)sizes[lane] > *most) *most = (uint32_t)sizes[lane];
+  return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count, most);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_in_avx512(
+    const rule *how, const piece *of, int64_t n, uint32_t *most) {
+  const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);
+  const __m512 zeta = _mm512_set1_ps(how->zeta);
+  const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __mmask16 corrected = how->corrects ? 0xffff : 0;
+  __m512i largest = _mm512_setzero_si512();
+  int64_t count = 0, run = 0;
+  for (; run + RUN <= n; run += RUN) {
+    __m512 x[4];
+    __mmask16 passes[4];
+    for (int part = 0; part < 4; part++) {
+      const int64_t i = run + 16 * part;
+      const __m512 g = _mm512_loadu_ps(of->g + i);
+      __mmask16 pass = 0xffff;
+      x[part] = _mm512_add_ps(_mm512_loadu_ps(of->r0 + i), g);
+      _mm512_storeu_ps(of->r + i, x[part]);
+      if (how->large) pass = _mm512_cmp_ps_mask(_mm512_abs_ps(x[part]), tau, _CMP_GT_OQ);
+      if (how->ambiguity) {
+        const __m512 q = of->q ? _mm512_loadu_ps(of->q + i) : _mm512_mul_ps(g, g);
+        const __m512 y = _mm512_add_ps(_mm512_loadu_ps(of->v0 + i), q);
+        const __m512 bound = _mm512_mul_ps(y, alpha);
+        pass = _mm512_mask_cmp_ps_mask(pass, _mm512_mul_ps(x[part], x[part]), bound, _CMP_GT_OQ);
+        const __mmask16 decays = (__mmask16) ~(pass & corrected);
+        _mm512_storeu_ps(of->v + i, _mm512_mask_mul_ps(y, decays, y, zeta));
+      }
+      passes[part] = pass;
+    }
+    if (!of->index)
+      for (int part = 0; part < 4; part++)
+        _mm_storeu_si128((__m128i *)(of->flags + run + 16 * part),
+                         _mm_maskz_set1_epi8(passes[part], 1));
+    if (!(passes[0] | passes[1] | passes[2] | passes[3])) continue;
+    for (int part = 0; part < 4; part++) {
+      const __m512i size = _mm512_castps_si512(_mm512_abs_ps(x[part]));
+      largest = _mm512_mask_max_epu32(largest, passes[part], largest, size);
+      if (!of->index) continue;
+      /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
+      const uint32_t first = of->base + (uint32_t)(run + 16 * part);
+      const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)first), ahead);
+      _mm512_storeu_si512(of->index + count, _mm512_maskz_compress_epi32(passes[part], here));
+      _mm512_storeu_ps(of->bits + count, _mm512_maskz_compress_ps(passes[part], x[part]));
+      count += __builtin_popcount(passes[part]);
+    }
+  }
+  uint32_t here = _mm512_reduce_max_epu32(largest);
+  if (here > *most) *most = here;
+  return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count, most);
+}
+#endif
+
+/* r = r0 + g, v = v0 + q, v *= zeta; what is wanted, and the largest magnitude of it.
+ *
+ * One loop for all: what it computes is done while memory brings what comes next. Returns how many
+ * are listed.
+ */
+static int64_t take_in(const rule *how, const piece *of, int64_t n, uint32_t *most) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+    return take_in_avx512(how, of, n, most);
+  if (__builtin_cpu_supports("avx2")) return take_in_avx2(how, of, n, most);
+#endif
+  return take_in_plainly(how, of, 0, n, of->index, of->bits, most);
 }
 
 /* Moves the pieces that threads have written together. */
@@ -83,39 +233,20 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
   for (int t = 0; t < threads; t++) {
     int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
     int64_t count = 0;
-    float before[CHUNK];
     for (int64_t at = start, end; at < stop; at = end) {
       end = end_of(where, at, stop);
-      int64_t size = end - at, fresh = 0;
-      uint32_t *out = found + start + count;
-      uint32_t *most = tops + t * where->layers + layer_of(where, at), here = 0;
-      add(r + at, r0 + at, g + at, size);
-      if (v && q)
-        add(v + at, v0 + at, q + at, size);
-      else if (v)
-        add_square(v + at, v0 + at, g + at, size);
-      if (found) {
-        fresh = list(how, r + at, how->ambiguity ? v + at : r, size, (uint32_t)at, out, out + n,
-                     &here);
-        count += fresh;
-      } else if (how->ambiguity && how->large)
-        flag_both(r + at, v + at, how->alpha, how->tau, size, flags + at);
-      else if (how->ambiguity)
-        flag_ambiguous(r + at, v + at, how->alpha, size, flags + at);
-      else
-        flag_large(r + at, how->tau, size, flags + at);
-      if (!found && how->powers) here = largest_flagged(r + at, flags + at, size);
-      if (here > *most) *most = here;
-      if (!v) continue;
-      if (!how->corrects)
-        scale(v + at, how->zeta, size);
-      else if (!found)
-        scale_unless(v + at, how->zeta, flags + at, size);
-      else {
-        for (int64_t i = 0; i < fresh; i++) before[i] = v[out[i]];
-        scale(v + at, how->zeta, size);
-        for (int64_t i = 0; i < fresh; i++) v[out[i]] = before[i];
-      }
+      uint32_t *out = found ? found + start + count : NULL;
+      const piece here = {.r = r + at,
+                          .v = v ? v + at : NULL,
+                          .r0 = r0 + at,
+                          .v0 = v ? v0 + at : NULL,
+                          .g = g + at,
+                          .q = q ? q + at : NULL,
+                          .base = (uint32_t)at,
+                          .index = out,
+                          .bits = found ? out + n : NULL,
+                          .flags = found ? NULL : flags + at};
+      count += take_in(how, &here, end - at, tops + t * where->layers + layer_of(where, at));
     }
     starts[t] = start, counts[t] = count;
   }
