@@ -428,16 +428,56 @@ uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads) {
   return sum;
 }
 
-/* Whether there is neither a NaN nor an infinity. */
-FAST int all_finite(const float *x, int64_t n) {
-  int32_t most = 0; /* beyond the largest finite magnitude, as bits, lie those */
+/* -- what is not finite ---------------------------------------------------------------------- */
+
+/* The largest magnitude, as bits: beyond that of finite numbers lie infinities and NaNs. */
+FAST static int32_t largest_bits(const float *x, int64_t n) {
+  int32_t most = 0;
   for (int64_t i = 0; i < n; i++) {
     int32_t bits;
     memcpy(&bits, x + i, 4);
     bits &= 0x7fffffff;
     most = bits > most ? bits : most;
   }
-  return most < 0x7f800000;
+  return most;
+}
+
+/* Whether there is neither a NaN nor an infinity. */
+int all_finite(const float *x, int64_t n, int threads) {
+  int finite = 1;
+  if (n < MANY) threads = 1;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(& : finite)
+  for (int t = 0; t < threads; t++) {
+    int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
+    finite &= largest_bits(x + start, stop - start) < 0x7f800000;
+  }
+  return finite;
+}
+
+#define LANES 64
+
+FAST static float sum_of(const float *x, int64_t n, int squares) {
+  float lanes[LANES] = {0.0f}, total = 0.0f;
+  int64_t whole = n / LANES * LANES;
+  for (int64_t i = 0; i < whole && squares; i += LANES)
+    for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] += x[i + lane] * x[i + lane];
+  for (int64_t i = 0; i < whole && !squares; i += LANES)
+    for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] += x[i + lane];
+  for (int64_t lane = 0; lane < LANES; lane++) total += lanes[lane];
+  for (int64_t i = whole; i < n; i++) total += squares ? x[i] * x[i] : x[i];
+  return total;
+}
+
+/* Whether the sum of x, or of its squares, is finite times 4096. */
+int sum_finite(const float *x, int64_t n, int squares, int threads) {
+  float total = 0.0f;
+  if (n < MANY) threads = 1;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : total)
+  for (int t = 0; t < threads; t++) {
+    int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
+    total += sum_of(x + start, stop - start, squares);
+  }
+  return isfinite(total * 4096.0f) != 0;
 }
 
 /* -- sums and extremes of groups ------------------------------------------------------------- */

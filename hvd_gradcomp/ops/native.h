@@ -14,7 +14,7 @@ void add_momentum(float *r, float *u, const float *r0, const float *u0, const fl
                   float momentum, int nesterov);
 void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
 void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
-int all_finite(const float *x, int64_t n);
+int all_finite(const float *x, int64_t n, int threads);
 void layer_histograms(const int64_t *offsets, const int64_t *sizes, int64_t layers, const float *x,
                       int64_t bins, int64_t *counts, int threads);
 void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,

@@ -424,7 +424,7 @@ class Finite : public OpKernel {
   void Compute(OpKernelContext *c) override {
     Tensor *out = nullptr;
     OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({}), &out));
-    out->scalar<bool>()() = all_finite(Floats(c->input(0)), c->input(0).NumElements());
+    out->scalar<bool>()() = all_finite(Floats(c->input(0)), c->input(0).NumElements(), 1);
   }
 };
 

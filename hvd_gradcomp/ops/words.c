@@ -267,17 +267,48 @@ int64_t words_find(const rule *how, const place *where, float *r, float *v, cons
 
 #define SIGN 0x80000000u
 
-/* Words for `n` elements of one layer, and how many: those that a code can express. */
-static int64_t code_words(const uint32_t *index, const uint32_t *bits, int64_t n, int32_t ceiling,
-                          uint32_t *words) {
+static int64_t code_plainly(const uint32_t *index, const uint32_t *bits, int64_t first, int64_t n,
+                            int32_t ceiling, uint32_t *words) {
   int64_t kept = 0;
-  for (int64_t i = 0; i < n; i++) {
+  for (int64_t i = first; i < n; i++) {
     int32_t nearest = (int32_t)(((bits[i] & 0x7fffffffu) + 0x400000u) >> 23);
     int32_t rounded = nearest < ceiling ? nearest : ceiling, below = ceiling - rounded;
     words[kept] = (bits[i] & SIGN) | (uint32_t)(below & 7) << 28 | index[i];
     kept += (below <= 7) & (rounded > 0);
   }
   return kept;
+}
+
+#ifdef __x86_64__
+/* Never ahead of what is read, so words may lie where indices do. */
+__attribute__((target("avx512f,popcnt"))) static int64_t code_avx512(
+    const uint32_t *index, const uint32_t *bits, int64_t n, int32_t ceiling, uint32_t *words) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), half = _mm512_set1_epi32(0x400000);
+  const __m512i top = _mm512_set1_epi32(ceiling), most = _mm512_set1_epi32(7);
+  int64_t kept = 0, i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m512i held = _mm512_loadu_si512(bits + i), place = _mm512_loadu_si512(index + i);
+    const __m512i size = _mm512_add_epi32(_mm512_and_si512(held, magnitude), half);
+    const __m512i rounded = _mm512_min_epi32(_mm512_srli_epi32(size, 23), top);
+    const __m512i below = _mm512_sub_epi32(top, rounded);
+    const __m512i code = _mm512_or_si512(_mm512_slli_epi32(below, 28), place);
+    const __m512i word = _mm512_or_si512(_mm512_andnot_si512(magnitude, held), code);
+    __mmask16 keeps = _mm512_cmple_epi32_mask(below, most);
+    keeps = _mm512_mask_cmpgt_epi32_mask(keeps, rounded, _mm512_setzero_si512());
+    _mm512_storeu_si512(words + kept, _mm512_maskz_compress_epi32(keeps, word));
+    kept += __builtin_popcount(keeps);
+  }
+  return kept + code_plainly(index, bits, i, n, ceiling, words + kept);
+}
+#endif
+
+/* Words for `n` elements of one layer, and how many: those that a code can express. */
+static int64_t code_words(const uint32_t *index, const uint32_t *bits, int64_t n, int32_t ceiling,
+                          uint32_t *words) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f")) return code_avx512(index, bits, n, ceiling, words);
+#endif
+  return code_plainly(index, bits, 0, n, ceiling, words);
 }
 
 /* found [2, size], of `words_find`: indices become words, code above index, without what no code can

@@ -180,6 +180,11 @@ def raise_false(messages: Sequence[str], held: Tensor, error: type[Exception]) -
             raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
 
 
+def walked(x: Tensor) -> bool:
+    """Whether C can walk over it as it lies: float32, neighbours adjacent."""
+    return x.dtype == torch.float32 and x.is_contiguous()
+
+
 def walkable(x: Tensor) -> Tensor:
     """With rows that C can walk: neighbours adjacent, rows a multiple of 4 bytes apart."""
     apart = x.stride(0) * x.element_size(), x.storage_offset() * x.element_size()
