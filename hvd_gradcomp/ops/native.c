@@ -428,6 +428,35 @@ uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads) {
   return sum;
 }
 
+/* -- frames -------------------------------------------------------------------------------- */
+
+/* The weighted sum of a frame's words, and of its body. */
+uint32_t frame_sum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n,
+                   int threads) {
+  uint32_t sum = weighted_sum(body, n, threads);
+  for (int64_t i = 0; i < count; i++) sum += words[i] * (uint32_t)(2 * i + 1);
+  return sum;
+}
+
+/* What frames say, and what is right about it; see `Framing.examine`.
+ *
+ * frames: `stride` words apart, of `length` words: `count` words, their sum, and a body.
+ * words [rows, count]. held [fields + 1, rows]: of the sums, and of each field.
+ */
+void examine(const uint32_t *frames, int64_t rows, int64_t stride, int64_t length, int64_t count,
+             const field *fields, int64_t number, const int64_t *expected, int64_t *words,
+             uint8_t *held, int threads) {
+  for (int64_t row = 0; row < rows; row++, frames += stride, words += count) {
+    const uint32_t *body = frames + count + 1;
+    held[row] = frames[count] == frame_sum(frames, count, body, length - count - 1, threads);
+    for (int64_t i = 0; i < count; i++) words[i] = frames[i];
+    for (int64_t i = 0; i < number; i++) {
+      int64_t said = words[fields[i].word] >> fields[i].low & (((int64_t)1 << fields[i].bits) - 1);
+      held[(i + 1) * rows + row] = said == expected[i];
+    }
+  }
+}
+
 /* -- what is not finite ---------------------------------------------------------------------- */
 
 /* The largest magnitude, as bits: beyond that of finite numbers lie infinities and NaNs. */

@@ -34,6 +34,8 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "bit_planes": (None, (_P, _N, _I, _P)),
     "from_bit_planes": (None, (_P, _N, _I, _P)),
     "weighted_sum": (_U, (_P, _N, _I)),
+    "frame_sum": (_U, (_P, _N, _P, _N, _I)),
+    "examine": (None, (_P, _N, _N, _N, _N, _P, _N, _P, _P, _P, _I)),
     "all_finite": (_I, (_P, _N, _I)),
     "sum_finite": (_I, (_P, _N, _I, _I)),
     "layer_histograms": (None, (_P, _P, _N, _P, _N, _P, _I)),

@@ -428,13 +428,6 @@ class Finite : public OpKernel {
   }
 };
 
-// The weighted sum of a frame's words, and of its body.
-uint32_t Checksum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n) {
-  uint32_t sum = weighted_sum(body, n, 1);
-  for (int64_t i = 0; i < count; i++) sum += words[i] * static_cast<uint32_t>(2 * i + 1);
-  return sum;
-}
-
 class Frame : public OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -452,7 +445,7 @@ class Frame : public OpKernel {
     for (int64_t i = 0; i < count; i++) out[i] = static_cast<uint32_t>(from[i]);
     uint32_t *behind = out + count + 1;
     std::memcpy(behind, body.tensor_data().data(), bytes);
-    out[count] = Checksum(out, count, behind, bytes / 4);
+    out[count] = frame_sum(out, count, behind, bytes / 4, 1);
   }
 };
 
@@ -460,20 +453,23 @@ class Examine : public OpKernel {
  public:
   explicit Examine(OpKernelConstruction *c) : OpKernel(c) {
     OP_REQUIRES_OK(c, c->GetAttr("count", &count_));
-    OP_REQUIRES_OK(c, c->GetAttr("fields", &fields_));
-    OP_REQUIRES(c, fields_.size() % 3 == 0, InvalidArgument("a field is three numbers"));
-    for (size_t i = 0; i < fields_.size(); i += 3) {
-      int64_t word = fields_[i], low = fields_[i + 1], bits = fields_[i + 2];
+    std::vector<int64_t> numbers;
+    OP_REQUIRES_OK(c, c->GetAttr("fields", &numbers));
+    OP_REQUIRES(c, numbers.size() % 3 == 0, InvalidArgument("a field is three numbers"));
+    for (size_t i = 0; i < numbers.size(); i += 3) {
+      field next = {numbers[i], numbers[i + 1], numbers[i + 2]};
       OP_REQUIRES(c,
-                  0 <= word && word < count_ && 0 <= low && low < 32 && 0 < bits && bits <= 32,
-                  InvalidArgument("a field is a word, a lowest bit and bits, not ", word, ", ", low,
-                                  ", ", bits));
+                  0 <= next.word && next.word < count_ && 0 <= next.low && next.low < 32 &&
+                      0 < next.bits && next.bits <= 32,
+                  InvalidArgument("a field is a word, a lowest bit and bits, not ", next.word, ", ",
+                                  next.low, ", ", next.bits));
+      fields_.push_back(next);
     }
   }
 
   void Compute(OpKernelContext *c) override {
     const Tensor &frames = c->input(0), &expected = c->input(1);
-    int64_t fields = static_cast<int64_t>(fields_.size() / 3);
+    int64_t fields = static_cast<int64_t>(fields_.size());
     OP_REQUIRES(c, expected.dims() == 1 && expected.dim_size(0) == fields,
                 InvalidArgument("expected is ", expected.shape().DebugString(), " for ", fields,
                                 " fields"));
@@ -487,23 +483,14 @@ class Examine : public OpKernel {
     OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({fields + 1, rows}), &held));
     auto *from = static_cast<const uint32_t *>(Aligned(c, frames, &copy));
     if (!c->status().ok()) return;
-    bool *flags = held->flat<bool>().data();
-    auto *numbers = expected.flat<int64_t>().data();
-    for (int64_t row = 0; row < rows; row++, from += length, words += count_) {
-      const uint32_t *body = from + count_ + 1;
-      for (int64_t i = 0; i < count_; i++) words[i] = from[i];
-      flags[row] = from[count_] == Checksum(from, count_, body, length - count_ - 1);
-      for (int64_t i = 0; i < fields; i++) {
-        int64_t shifted = words[fields_[3 * i]] >> fields_[3 * i + 1];
-        int64_t number = shifted & ((int64_t{1} << fields_[3 * i + 2]) - 1);
-        flags[(i + 1) * rows + row] = number == numbers[i];
-      }
-    }
+    auto *flags = reinterpret_cast<uint8_t *>(held->flat<bool>().data());
+    examine(from, rows, length, length, count_, fields_.data(), fields,
+            expected.flat<int64_t>().data(), words, flags, 1);
   }
 
  private:
   int64_t count_ = 0;
-  std::vector<int64_t> fields_;
+  std::vector<field> fields_;
 };
 
 uint32_t Mixed(uint32_t x) {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.torch.base import HEAD, Base, walked
+from hvd_gradcomp.ops.torch.base import HEAD, Base, walkable, walked
 from hvd_gradcomp.ops.verbs.framing import BEYOND, Admitted, Field, Weighing
 
 
@@ -16,9 +18,32 @@ class Framing(Base):
     """Frames around payloads, and what is looked at in them."""
 
     def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
-        if self.kernels is None:
+        if self.kernels is not None:
+            return self.kernels.frame(values, finite, parts)
+        known = not any(isinstance(x, torch.Tensor) for x in (*values, finite))
+        if self.native is None or not known:
             return super().frame(values, finite, parts)
-        return self.kernels.frame(values, finite, parts)
+        body = self.concat(parts) if len(parts) > 1 else parts[0].contiguous()
+        head = (ctypes.c_uint32 * (len(values) + 2))(*values, not finite)
+        words = len(head) - 1, body.data_ptr(), body.shape[0] // 4, torch.get_num_threads()
+        head[-1] = self.native.frame_sum(head, *words)
+        return self.headed(torch.frombuffer(head, dtype=torch.uint8), body)
+
+    def examine(
+        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self.native is None:
+            return super().examine(frames, count, fields, expected)
+        frames = walkable(frames)
+        rows, length = frames.shape[0], frames.shape[1] // 4
+        words = self._empty(rows, count, dtype=torch.int64)
+        held = self._empty(len(fields) + 1, rows, dtype=torch.bool)
+        numbers = (ctypes.c_int64 * len(expected))(*map(int, expected))
+        given = frames.data_ptr(), rows, frames.stride(0) // 4, length, count
+        asked = _numbers(tuple(fields)), len(fields), numbers
+        into = words.data_ptr(), held.data_ptr(), torch.get_num_threads()
+        self.native.examine(*given, *asked, *into)
+        return words, list(held)
 
     def headed(self, head: Tensor, body: Tensor) -> Tensor:
         room, self._headless = self._headless, None
@@ -71,3 +96,9 @@ class Framing(Base):
         if self.kernels is None:
             return super().sound_with(gradient, moment)
         return self.kernels.sound(gradient, "squares", moment), gradient, moment
+
+
+@lru_cache(maxsize=4)
+def _numbers(fields: tuple[Field, ...]) -> Any:
+    """`field` in native.h."""
+    return (ctypes.c_int64 * (3 * len(fields)))(*(number for field in fields for number in field))
