@@ -73,15 +73,22 @@ def library() -> Any:
     if not path.exists():
         LOGGER.info("hvd_gradcomp was installed without a C compiler: compression is slower")
         return None
+    loaded = load(path)
+    if loaded is None:
+        LOGGER.warning(
+            "%s is older than its source and is left out: compression is slower. "
+            "`hvd-gradcomp build` builds it",
+            path.name,
+        )
+    return loaded
+
+
+def load(path: Path) -> Any:
+    """A library and what it takes; None where it lacks something."""
     loaded = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name, None)
         if function is None:
-            LOGGER.warning(
-                "%s is older than its source and is left out: compression is slower. "
-                "`hvd-gradcomp build` builds it",
-                path.name,
-            )
             return None
         function.restype, function.argtypes = result, list(arguments)
     return loaded
