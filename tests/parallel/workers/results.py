@@ -7,6 +7,7 @@ import json
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +25,8 @@ def finish(hvd: Any, folder: str, result: Any) -> None:
     Where the last cases are a rank's own, the others may have left long ago.
     """
     write(folder, hvd.rank(), result)
-    hvd.allgather_object(None, name="end")
+    has = hasattr(hvd, "allgather_object")  # Keras's module has not
+    (hvd if has else import_module("horovod.tensorflow")).allgather_object(None, name="end")
     hvd.shutdown()
 
 
