@@ -50,10 +50,13 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
 
     A drop-in for `horovod.tensorflow.DistributedGradientTape`, eager and inside `tf.function`.
     What the compressor has accumulated is kept for each list of sources, across tapes. Sources may
-    be Keras variables (`model.trainable_variables`), which stock Horovod refuses.
+    be Keras variables (`model.trainable_variables`), one variable or a nest of them, and
+    `gradient` takes `unconnected_gradients=`, as TensorFlow's own; stock Horovod refuses these.
+    Gradients of a flat sequence are a list, others are nested as their sources.
 
-    A source without a gradient stays without one, and has to be one on all ranks. On a rank that
-    is not in the process set gradients stay as they are.
+    A source without a gradient stays without one, and has to be one on all ranks. With
+    `tf.UnconnectedGradients.ZERO` it has zeros, which are exchanged. On a rank that is not in the
+    process set gradients stay as they are.
 
     Args:
         gradtape: the tape that recorded the forward pass.
@@ -110,17 +113,35 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
 
     paths: dict[int, str] = {}  # what Keras calls a variable
     moment_of: dict[int, Any] = {}
+    fills = False  # whether a source without a gradient gets zeros
 
-    def gradient(target: Any, sources: Sequence[Any], *options: Any, **named: Any) -> list[Any]:
-        plain = [plain_variable(source) for source in sources]
-        paths.update((id(p), s.path) for p, s in zip(plain, sources) if p is not s)
-        moment_of.update(zip(map(id, plain), moments or ()))
-        return type(tape).gradient(tape, target, plain, *options, **named)
+    def gradient(
+        target: Any,
+        sources: Any,
+        *options: Any,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        **named: Any,
+    ) -> Any:
+        nonlocal fills
+        nest, flat = _flattened(sources)
+        plain = [plain_variable(source) for source in flat]
+        paths.update((id(p), s.path) for p, s in zip(plain, flat) if p is not s)
+        moment_of.update(zip(map(id, plain), tf.nest.flatten(moments or ())))
+        fills = tf.UnconnectedGradients(unconnected_gradients) == tf.UnconnectedGradients.ZERO
+        reduced = filled(type(tape).gradient(tape, target, plain, *options, **named), plain)
+        return reduced if nest is None else tf.nest.pack_sequence_as(nest, reduced)
 
-    def parted(target: Any, sources: Sequence[Any], *options: Any, **named: Any) -> Any:
-        plain = {id(plain_variable(source)): source for source in sources}
+    def filled(gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+        return [
+            tf.zeros(s.shape, s.dtype) if g is None and fills else g
+            for g, s in zip(gradients, sources)
+        ]
+
+    def parted(target: Any, sources: Any, *options: Any, **named: Any) -> Any:
+        _, flat = _flattened(sources)
+        plain = {id(plain_variable(source)): source for source in flat}
         kinds = type(tape).get_local_and_global_gradients(
-            tape, target, [plain_variable(source) for source in sources], *options, **named
+            tape, target, [plain_variable(source) for source in flat], *options, **named
         )
         return tuple([(plain[id(s)], g) for s, g in pairs] for pairs in kinds)
 
@@ -146,8 +167,9 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             nonfinite=policy,
         )
         tape._gradcomp, tape._gradcomp_sources = engine, sources
+        gradients = filled(gradients, sources)
         if engine is None:
-            return list(gradients)
+            return gradients
         of_sources = None if moments is None else [moment_of.get(id(s)) for s in sources]
         return engine.reduce(gradients, of_sources, loss_scale)
 
@@ -230,6 +252,15 @@ def variables_of(layers: Sequence[Any]) -> list[Any]:
                 f"the local layer {layer.name} has no trainable weights: is it not built?"
             )
     return [variable for layer in layers for variable in layer.trainable_weights]
+
+
+def _flattened(sources: Any) -> tuple[Any, list[Any]]:
+    """What gradients have to be nested as, None for a list; and the sources one after another."""
+    if tf.nest.is_nested(sources) or hasattr(sources, "dtype"):
+        flat = tf.nest.flatten(sources)
+        plain = isinstance(sources, (list, tuple)) and not any(map(tf.nest.is_nested, sources))
+        return None if plain else sources, flat
+    return None, [*sources]  # a view of a dictionary, say
 
 
 def check_seam(tape: tf.GradientTape) -> None:

@@ -270,3 +270,14 @@ def test_a_deflated_list_is_written_by_verbs(compressor):
         generator = torch.Generator().manual_seed(step)
         given = gradients(generator, layout, world, "noise", 1.0)
         assert all(map(torch.equal, world.step(given), plain.step(given)))
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH[:5], ids=repr)
+def test_bodies_of_another_size_are_an_error(compressor):
+    """C would read beyond their end."""
+    layout, ops = layout_of(700, 5000), TorchOps()
+    size = compressor.body_bytes(layout)
+    given = torch.full((2,), 0.5), torch.zeros(layout.size)
+    with pytest.raises(PayloadError, match=f"where {size} are due"):
+        bodies = torch.zeros(2, size - 4, dtype=torch.uint8)
+        compressor.decode_sum(ops, layout, None, bodies, *given)

@@ -152,6 +152,20 @@ def test_no_index_is_trusted(compressor, data):
         assert ours is PayloadError
 
 
+@pytest.mark.parametrize("dense", [False, True], ids=["words", "places"])
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+def test_bodies_of_another_rung_are_an_error(compressor, dense):
+    """C would read beyond their end."""
+    layout, ops = layout_of(300, 200), TorchOps()
+    ladder = compressor.ladder(layout)
+    rung = ladder.climb(ops, ladder.init(ops))[0]._replace(capacity=20, dense=dense)
+    size = compressor.body_bytes(layout, rung)
+    given = torch.full((2,), 0.5), torch.zeros(layout.size)
+    for bodies in torch.zeros(2, size - 4, dtype=torch.uint8), torch.zeros(1, 0, dtype=torch.uint8):
+        with pytest.raises(PayloadError, match=f"where {size} are due"):
+            compressor.decode_sum(ops, layout, rung, bodies, *given)
+
+
 def test_a_rule_is_not_inherited_by_another_gate():
     class Other(StromCompressor):
         def gate(self, ops, memory, gradient, moment):

@@ -138,8 +138,9 @@ class WordPasses(Passes):
             room: float32 [size] that the sum may be written to; its values do not count.
 
         Raises:
-            PayloadError: an index points outside of the bucket.
+            PayloadError: an index points outside of the bucket; bodies are of another rung.
         """
+        _require(bodies, rule.body_bytes(layout, rung))
         how, where, room = self._rule(rule), self._where(rule, layout), self.ops.room(room)
         ranks = how, where, _at(bodies), bodies.stride(0), bodies.shape[0]
         into = _at(weights), _at(room), torch.get_num_threads()
@@ -271,6 +272,7 @@ class LargestPasses(Passes):
         Raises:
             PayloadError: an index points outside of the bucket.
         """
+        _require(body, form.size)
         values = torch.empty(form.capacity, dtype=torch.float32, device="cpu")
         given = self._where(layout), _form(form), _at(body), _at(self._room(_unpacked(form)))
         into = _at(r), _at(gradient), _at(values), torch.get_num_threads()
@@ -302,6 +304,7 @@ class LargestPasses(Passes):
         Raises:
             PayloadError: an index points outside of the bucket.
         """
+        _require(body, form.size)
         mean, after = self.ops.room(gradient), self.ops.room(r)
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
         scratch = self._room(_unpacked(form) + 4 * form.capacity)
@@ -322,8 +325,9 @@ class LargestPasses(Passes):
             room: float32 [size] that the sum may be written to; its values do not count.
 
         Raises:
-            PayloadError: an index points outside of the bucket.
+            PayloadError: an index points outside of the bucket; bodies are of another rung.
         """
+        _require(bodies, form.size)
         room, ranks = self.ops.room(room), bodies.shape[0]
         scratch = self._room(_unpacked(form) * ranks)
         given = _at(bodies), bodies.stride(0), ranks, _at(weights), _at(scratch), _at(room)
@@ -417,6 +421,12 @@ def _unpacked(form: Form) -> int:
 
 def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def _require(bodies: Tensor, size: int) -> None:
+    """C reads so many bytes of each, whatever there is."""
+    if bodies.shape[-1] != size:
+        raise PayloadError(f"a payload has {bodies.shape[-1]} bytes where {size} are due")
 
 
 def _check(count: int) -> int:

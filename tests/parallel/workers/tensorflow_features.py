@@ -69,7 +69,30 @@ def stock_pairs():
         train(hvd, compression=sparse, graph=False),
         train(hvd, compression=sparse),
     ]
+    pairs["nested sources"] = nested_sources()
     return pairs
+
+
+def nested_sources():
+    """One variable, nests, a view of a dictionary, and what is not connected, beside a list."""
+    a, b, apart = (tf.Variable(tf.ones(shape)) for shape in ((3, 2), (4,), (2,)))
+
+    def gradients(sources, **options):
+        with tf.GradientTape() as tape:
+            y = (1.0 + hvd.rank()) * (tf.reduce_sum(a * a) + tf.reduce_sum(b))
+        tape = hvd.DistributedGradientTape(tape, compression=hvd.NoneCompressor())
+        return tape.gradient(y, sources, **options)
+
+    listed = gradients([a, b])
+    zero = gradients([a, b, apart], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    assert not zero.pop().numpy().any()
+    ours = [gradients((a, b)), gradients({"a": a, "b": b}.values()), zero]
+    for sources in ([a, [b]], {"b": (b,), "a": a}):
+        ours.append(gradients(sources))
+        tf.nest.assert_same_structure(ours[-1], sources)
+    ours.append([gradients(a), gradients(b)])
+    found = [digest(x.numpy() for x in tf.nest.flatten(each)) for each in ours]
+    return found, [digest(x.numpy() for x in listed)] * len(found)
 
 
 def embedding(as_dense):
