@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
-from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops import LOGGER, Ops, Tensor
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.torch.passes import LargestPasses, WordPasses
 
@@ -28,6 +30,8 @@ DTYPES = {
 WORD = 0xFFFFFFFF
 TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
 HEAD = 64  # bytes before a body, at most
+CAPABILITY = (8, 0)  # the least that kernels are compiled for in tests
+TRITON = (3, 6)  # the least that compiles them; before it a quotient that is a denormal is 0
 
 
 class Base(Ops):
@@ -47,7 +51,7 @@ class Base(Ops):
         self.largest_passes: Any = LargestPasses(self) if self.native is not None else None
         self.kernels: Any = None
         self.quantizers: Any = None  # the kernels of codes for every element
-        if _triton_loads(self.device) if kernels is None else kernels:
+        if _has_kernels(self.device) if kernels is None else kernels:
             from hvd_gradcomp.ops.triton.common import Common
             from hvd_gradcomp.ops.triton.largest import LargestPasses as LargestKernels
             from hvd_gradcomp.ops.triton.quantizers import Quantizers
@@ -147,11 +151,38 @@ class Base(Ops):
         return pool[used] if size == TILE else pool[used][:size]
 
 
-def _triton_loads(device: torch.device) -> bool:
-    """Whether kernels can be had for a device; loading Triton after TensorFlow ends the process."""
-    if device.type != "cuda" or "triton" in sys.modules:
-        return device.type == "cuda"
-    return "tensorflow" not in sys.modules and importlib.util.find_spec("triton") is not None
+@cache
+def _triton_runs(device: torch.device) -> bool:
+    """Whether a kernel runs on a GPU, by running one; a warning says what kept it from that."""
+    try:
+        import triton
+
+        from hvd_gradcomp.ops.triton.common import Common
+
+        have = tuple(int(number) for number in triton.__version__.split(".")[:2])
+        if torch.version.cuda is None:
+            raise RuntimeError("kernels are for GPUs of NVIDIA's")
+        if torch.cuda.get_device_capability(device) < CAPABILITY:
+            raise RuntimeError("kernels need compute capability {}.{}".format(*CAPABILITY))
+        if have < TRITON:
+            raise RuntimeError("kernels need Triton {}.{}".format(*TRITON))
+        kernels = Common(SimpleNamespace(device=device))
+        kernels.sound(torch.zeros(1, device=device), "elements")
+    except Exception as error:  # no C compiler, say, or a driver that is too old
+        LOGGER.warning("%s goes without kernels, and is slower: %s", device, error)
+        return False
+    return True
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether a device takes kernels; loading Triton after TensorFlow ends the process."""
+    if device.type != "cuda":
+        return False
+    if "triton" not in sys.modules and (
+        "tensorflow" in sys.modules or importlib.util.find_spec("triton") is None
+    ):
+        return False
+    return _triton_runs(device)
 
 
 def _place(x: Tensor) -> int:
