@@ -64,6 +64,7 @@ class Base(Ops):
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
         self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
+        self._stream: Any = None  # CUDA: where verbs were asked for last
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
         self._headless: Tensor | None = None  # see `body`
@@ -95,6 +96,17 @@ class Base(Ops):
         """The same with the content of x, for verbs that write to a part."""
         room = self.room(x)
         return room if room is x else room.copy_(x)
+
+    def take_turn(self) -> None:
+        """What comes next waits, on a GPU, for what was asked for on another stream.
+
+        Memory that is used again, by verbs and kernels, belongs to no bucket.
+        """
+        if self.device.type == "cuda":
+            here = torch.cuda.current_stream(self.device)
+            if self._stream is not None and self._stream != here:
+                here.wait_stream(self._stream)
+            self._stream = here
 
     # -- what a GPU has still to say -----------------------------------------------------------
 
