@@ -162,7 +162,7 @@ class WithoutData(TorchOps):
     def __init__(self, kernels: bool) -> None:
         super().__init__("meta", kernels=kernels)
 
-    def _given(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+    def from_host(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
         given = torch.empty(len(values), dtype=dtype, device=self.device)
         if self.counter is not None:
             self.counter.add(_size(given), "from the host")

@@ -136,7 +136,7 @@ class Base(Ops):
         self._headless = self._empty(HEAD + size, dtype=torch.uint8)
         return self._headless[HEAD:]
 
-    def _given(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Numbers of the host; from pinned memory, since a copy from other would wait."""
         given = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=not self.on_host)
         return given.to(self.device, non_blocking=True)

@@ -129,8 +129,7 @@ class Launcher:
     def table(self, key: Any, values: Callable[[], Sequence[int]]) -> Tensor:
         """Integers that depend on layouts alone; int32."""
         if ("table", key) not in self._rooms:
-            numbers = torch.tensor(values(), dtype=torch.int32, device="cpu")
-            self._rooms["table", key] = numbers.to(self.ops.device)
+            self._rooms["table", key] = self.ops.from_host(values(), torch.int32)
         return self._rooms["table", key]
 
 
