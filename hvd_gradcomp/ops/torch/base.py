@@ -179,7 +179,7 @@ def _triton_runs(device: torch.device) -> bool:
         if have < TRITON:
             raise RuntimeError("kernels need Triton {}.{}".format(*TRITON))
         kernels = Common(SimpleNamespace(device=device))
-        kernels.sound(torch.zeros(1, device=device), "elements")
+        kernels.sound(torch.zeros(1, dtype=torch.float32, device=device), "elements")
     except Exception as error:  # no C compiler, say, or a driver that is too old
         LOGGER.warning("%s goes without kernels, and is slower: %s", device, error)
         return False
