@@ -33,16 +33,19 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
+from hvd_gradcomp.ops.torch import TorchOps
+
 TESTS = {
     "kernels": ("tests/triton",),
     "reads": (
         "tests/single/test_device.py",
         "tests/single/test_golden.py",
         "tests/single/test_laws.py",
+        *("-k", "not tensorflow"),  # beside it no kernel would be taken
     ),
     "horovod": ("tests/parallel/test_torch.py", "-k", "gloo and (200_steps or backward)"),
 }
-NEEDS = {"kernels": "triton", "horovod": "horovod"}
+NEEDS = {"kernels": "triton", "exchange": "tabulate", "horovod": "horovod"}
 PARTS = ("kernels", "reads", "steps", "exchange", "horovod")
 RANKS, STEPS = 2, 20
 PATIENCE = datetime.timedelta(minutes=3)
@@ -52,9 +55,6 @@ Result = dict[str, Any]
 
 def tested(part: str, options: argparse.Namespace) -> Result:
     """What pytest says of a part."""
-    needed = NEEDS.get(part)
-    if needed and importlib.util.find_spec(needed) is None:
-        return {"not run": f"{needed} is not installed"}
     command = [sys.executable, "-m", "pytest", "-q", "--device", options.device, *TESTS[part]]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -138,6 +138,7 @@ def machine(device: str) -> Result:
     if device == "cuda":
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         found |= {"cuda": torch.version.cuda, "nccl": list(torch.cuda.nccl.version())}
+        found["kernels"] = TorchOps(device).kernels is not None
     if importlib.util.find_spec("triton"):
         from importlib.metadata import version
 
@@ -158,6 +159,8 @@ def table(result: Result) -> str:
         else:
             said = "failed" if found["code"] else f"{len(found['rows'])} methods"
         lines.append(f"| {part} | {said} |")
+    if result["machine"].get("kernels") is False:  # steps and exchange are of verbs
+        lines += ["", "PyTorch took no kernels here."]
     rows = result["parts"].get("steps", {}).get("rows", [])
     if rows:
         calls = "launches" if result["machine"]["device"] == "cuda" else "operators"
@@ -190,8 +193,12 @@ def main(arguments: list[str] | None = None) -> int:
     result: Result = {"machine": machine(options.device), "parts": {}}
     for part in options.parts:
         own = {"steps": steps, "exchange": exchange}.get(part)
+        needed = NEEDS.get(part)
         try:
-            found = own(options) if own else tested(part, options)
+            if needed and importlib.util.find_spec(needed) is None:
+                found = {"not run": f"{needed} is not installed"}
+            else:
+                found = own(options) if own else tested(part, options)
         except Exception as error:  # the other parts can still be had
             found = {"rows": [], "code": 1, "error": str(error)[-2000:]}
         result["parts"][part] = found

@@ -162,7 +162,7 @@ class WithoutData(TorchOps):
     def __init__(self, kernels: bool) -> None:
         super().__init__("meta", kernels=kernels)
 
-    def _given(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+    def from_host(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
         given = torch.empty(len(values), dtype=dtype, device=self.device)
         if self.counter is not None:
             self.counter.add(_size(given), "from the host")
@@ -196,15 +196,18 @@ class Step:
         self.ops = WithoutData(kernels)
         self.take()  # makes tables
 
-    def take(self, dense: bool = False) -> tuple[Count, Count]:
-        """Encode, and decode; on the dense rung, if there is one and it is asked for."""
+    def take(self, dense: bool = False, number: int = 1) -> tuple[Count, Count]:
+        """Encode, and decode; on the dense rung, if there is one and it is asked for.
+
+        `number` is that of the step.
+        """
         ops, layout = self.ops, self.layout
         state = self._state(dense)
         gradient = ops.zeros((layout.size,))
         extra = {}
         if self.compressor.uses_moments and getattr(self.compressor, "moments", "") != "step":
             extra["moment"] = ops.zeros((layout.size,))
-        context = Context(layout, 0, RANKS, 1, 1.0, 1.0 / RANKS)
+        context = Context(layout, 0, RANKS, number, 1.0, 1.0 / RANKS)
         with counted(ops) as encoding:
             stack = Stack(self.compressor.aggregate(ops, context, gradient, state, **extra))
             request = stack.send(None)

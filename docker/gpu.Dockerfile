@@ -25,6 +25,7 @@ COPY hvd_gradcomp hvd_gradcomp
 RUN docker/image.sh package
 
 FROM ${BASE_IMAGE}
+ARG HOROVOD_GPU_OPERATIONS=NCCL
 COPY docker/image.sh docker/cluster.sh /opt/hvd_gradcomp/
 RUN /opt/hvd_gradcomp/image.sh system
 COPY --from=build /opt/venv /opt/venv

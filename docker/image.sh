@@ -29,9 +29,11 @@ case ${1:-} in
         ;;
     system)
         export DEBIAN_FRONTEND=noninteractive
+        compiler=() # what launches a kernel is made when it is first launched, by Triton
+        [ -z "${HOROVOD_GPU_OPERATIONS:-}" ] || compiler=(gcc libc6-dev python3-dev)
         apt-get update -qq
         apt-get install --yes --no-install-recommends -qq \
-            python3 libgomp1 openmpi-bin openssh-server openssh-client tini >/dev/null
+            python3 libgomp1 openmpi-bin openssh-server openssh-client tini "${compiler[@]}" >/dev/null
         rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
         useradd --create-home --shell /bin/bash horovod
         # Volumes take over owner and rights of the folder they are mounted on.

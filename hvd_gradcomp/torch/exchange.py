@@ -177,6 +177,7 @@ class Exchange(Seated):
     def _advance(self, bucket: Bucket, reply: Any) -> None:
         """Resumes a bucket's program until it asks for a collective, or has ended."""
         assert bucket.stack is not None
+        bucket.ops.take_turn()
         request = bucket.stack.send(reply)
         if request is None:
             bucket.result, bucket.state = bucket.stack.result

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+torch = pytest.importorskip("torch")
 gpu = pytest.importorskip("benchmarks.gpu")
 
 
@@ -19,9 +21,40 @@ def test_two_processes_exchange_and_are_written_down(tmp_path, capfd):
     assert "results: " in capfd.readouterr().out
 
 
-def test_what_cannot_run_says_why(tmp_path, monkeypatch):
-    monkeypatch.setitem(gpu.NEEDS, "kernels", "a_module_that_nobody_has")
-    given = ["--device", "cpu", "--parts", "kernels", "--folder", str(tmp_path)]
+@pytest.mark.parametrize("part", ["kernels", "exchange", "horovod"])
+def test_what_cannot_run_says_why(part, tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu.NEEDS, part, "a_module_that_nobody_has")
+    given = ["--device", "cpu", "--parts", part, "--folder", str(tmp_path)]
     assert gpu.main(given) == 0
-    said = "not run: a_module_that_nobody_has is not installed"
+    said = f"| {part} | not run: a_module_that_nobody_has is not installed |"
     assert said in (tmp_path / "gpu-cpu.md").read_text()
+
+
+def test_what_a_gpu_says_of_itself(monkeypatch):
+    """That it took no kernels, too: what is measured would be of verbs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU {i}")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    for kernels in (object(), None):
+        monkeypatch.setattr(gpu, "TorchOps", lambda device, k=kernels: SimpleNamespace(kernels=k))
+        found = gpu.machine("cuda")
+        assert found["gpus"] == ["GPU 0", "GPU 1"] and found["nccl"] == [2, 29, 7]
+        said = gpu.table({"machine": json.loads(json.dumps(found)), "parts": {}})
+        assert ("took no kernels" in said) == (kernels is None)
+
+
+def test_a_part_that_fails_is_written_down(tmp_path, monkeypatch):
+    """And the parts behind it are run."""
+
+    def fails(options):
+        raise RuntimeError("an illegal address")
+
+    passed = {"tests": 5, "failures": 1, "errors": 0, "skipped": 2, "code": 1}
+    monkeypatch.setattr(gpu, "steps", fails)
+    monkeypatch.setattr(gpu, "tested", lambda part, options: passed)
+    given = ["--device", "cpu", "--parts", "steps", "reads", "--folder", str(tmp_path)]
+    assert gpu.main(given) == 1
+    written = json.loads((tmp_path / "gpu-cpu.json").read_text())["parts"]
+    assert written["steps"]["error"] == "an illegal address" and written["reads"] == passed
+    text = (tmp_path / "gpu-cpu.md").read_text()
+    assert "| steps | failed |" in text and "| reads | 2 passed, 1 failed, 2 skipped |" in text

@@ -92,7 +92,7 @@ class WithoutData(TorchOps):
     def __init__(self):
         super().__init__("meta")
 
-    def _given(self, values, dtype):
+    def from_host(self, values, dtype):
         return torch.empty(len(values), dtype=dtype, device=self.device)
 
     def stage(self, x):
@@ -160,3 +160,20 @@ def test_calls_do_not_grow_with_layers(compressor):
             compressor.encode(ops, layout, room, 0, gradient, state)
         counts.append(len(seen.names))
     assert abs(counts[0] - counts[1]) <= 1 < counts[0] < 150  # one pads the exponents to words
+
+
+def test_buckets_on_several_streams_take_turns(monkeypatch):
+    """What they share, such as room for flags, would be written to by two streams at once."""
+    waits = []
+
+    class Stream:
+        def wait_stream(self, other):
+            waits.append((self, other))
+
+    one, other = Stream(), Stream()
+    ops = TorchOps("cuda:0", kernels=False)
+    for here in (one, one, other, other, one):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, here=here: here)
+        ops.take_turn()
+    assert waits == [(other, one), (one, other)]
+    TorchOps("cpu").take_turn()  # has no streams

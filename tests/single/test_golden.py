@@ -27,7 +27,7 @@ def test_torch(compressor, torch_ops):
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 @pytest.mark.parametrize("compressor", EVERY, ids=repr)
 def test_tensorflow(compressor, static):
-    tf = pytest.importorskip("tensorflow")  # images for GPUs have none
+    tf = pytest.importorskip("tensorflow")
     from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 
     sent = run(

@@ -105,3 +105,15 @@ def test_the_workflow_calls_targets_that_exist():
             called |= set(re.findall(r"^make ([a-z -]+)$", step.get("run", ""), re.MULTILINE))
     assert called == {"check", "test", "images", "test-image"}
     assert called <= TARGETS
+
+
+def test_the_gpu_image_has_what_triton_compiles_with():
+    """Without it no kernel can be launched, and PyTorch goes by verbs."""
+    path = ROOT / "docker/gpu.Dockerfile"
+    last = path.read_text().split("FROM ")[-1]
+    setting = last.index("ARG HOROVOD_GPU_OPERATIONS=NCCL\n")
+    assert setting < last.index("image.sh system")
+    script = (ROOT / "docker/image.sh").read_text()
+    system = script[script.index("    system)") :]
+    assert "compiler=(gcc libc6-dev python3-dev)" in system
+    assert '"${compiler[@]}"' in system

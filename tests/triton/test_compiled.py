@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.traffic import METHODS, RATIO, launches_of
+from benchmarks.traffic import METHODS, RATIO, Step, launches_of
 from hvd_gradcomp import DGCCompressor
 from hvd_gradcomp.foundation.layout import Layout
 
@@ -46,7 +46,8 @@ def variant(launch):
             signature[name], constants[name] = "constexpr", x
         elif isinstance(x, torch.Tensor):
             signature[name] = _TYPES[x.dtype]
-            divisible.append(place)
+            if x.storage_offset() * x.element_size() % 16 == 0:
+                divisible.append(place)
         elif isinstance(x, float):
             signature[name] = "fp32"
         else:
@@ -119,6 +120,7 @@ def binaries(tmp_path_factory):
             "ptx": binary.asm["ptx"],
             "ttir": binary.asm["ttir"],
             "cubin": len(binary.asm["cubin"]),
+            "shared": binary.metadata.shared,
             "usage": usage(binary, folder),
         }
 
@@ -133,6 +135,11 @@ def test_the_smallest_bucket_compiles(name):
     layout = Layout(("bias",), ((1,),), block=compressor.block)
     for launch in launches_of(compressor, layout, dense=False):
         assert compiled(*variant(launch), ARCHITECTURES[0])
+
+
+def test_any_gpu_has_room_for_a_program(binaries):
+    """48 KiB of shared memory, which a kernel gets without asking for more."""
+    assert max(b["shared"] for b in binaries) <= 48 << 10
 
 
 def test_nothing_spills(binaries):
@@ -156,6 +163,17 @@ def test_what_is_sent_is_read_before_it_is_cleared(binaries):
         cleared = [m.start() for m in re.finditer(r"tt\.store .*x!tt\.ptr<f32>", text[read:])][1:]
         assert cleared
         assert "barrier" in text[read : read + cleared[0]]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_later_step_compiles_nothing(name):
+    """Numbers that change from step to step are not what a kernel is compiled for."""
+    step = Step(METHODS[name][0], LAYOUT, kernels=True)
+    found = []
+    for number in (1, 2, 16, 17, 4_096, 999_999):
+        step.take(number=number)
+        found.append([variant(launch) for launch in step.kernels])
+    assert all(each == found[0] for each in found)
 
 
 def test_walks_move_vectors(binaries):

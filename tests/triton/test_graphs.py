@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.traffic import LAUNCHES, METHODS, Step, WithoutData, buckets, counted
 from hvd_gradcomp import (
@@ -114,6 +115,24 @@ def test_what_is_captured_asks_the_host_nothing(compressor, dense):
         codec()
     others = {name for name, _ in seen.listed} - {launch.kernel.__name__ for launch in seen.kernels}
     assert others <= {"stack", "add"}, "a kernel, the exchange's stand-in, or r + g of 1-bit SGD"
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses copies between host and device, which wait, but for those of pinned memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, out) if isinstance(x, torch.Tensor)]
+        assert "copy" not in str(func) or len({x.device for x in tensors}) == 1, func
+        return out
+
+
+@pytest.mark.parametrize("name", HAVE_KERNELS)
+def test_the_first_step_waits_for_nothing_either(name):
+    """Tables come from pinned memory, which `from_host` and `stage` stand for here."""
+    compressor = METHODS[name][0]
+    with NoCopies():
+        Step(compressor, Layout(*SHAPES, block=compressor.block), kernels=True)
 
 
 @pytest.mark.parametrize("name", HAVE_KERNELS)

@@ -99,7 +99,7 @@ def test_what_is_not_finite_is_said(compressor, device):
 @pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
 def test_steps_are_alike(compressor, device):
     """Whole exchanges, of shards too."""
-    layout = Layout(("a", "b", "c"), ((4, 45), (3,), (150,)), block=compressor.block)
+    layout = Layout(("a", "b", "c", "d"), ((4, 45), (0, 7), (), (150,)), block=compressor.block)
     ours, theirs = worlds(compressor, layout, 2, device)
     for step in range(2):
         generator = torch.Generator().manual_seed(step)

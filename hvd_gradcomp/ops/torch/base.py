@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
-from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops import LOGGER, Ops, Tensor
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.torch.passes import LargestPasses, WordPasses
 
@@ -28,6 +30,8 @@ DTYPES = {
 WORD = 0xFFFFFFFF
 TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
 HEAD = 64  # bytes before a body, at most
+CAPABILITY = (8, 0)  # the least that kernels are compiled for in tests
+TRITON = (3, 6)  # the least that compiles them; before it a quotient that is a denormal is 0
 
 
 class Base(Ops):
@@ -47,7 +51,7 @@ class Base(Ops):
         self.largest_passes: Any = LargestPasses(self) if self.native is not None else None
         self.kernels: Any = None
         self.quantizers: Any = None  # the kernels of codes for every element
-        if _triton_loads(self.device) if kernels is None else kernels:
+        if _has_kernels(self.device) if kernels is None else kernels:
             from hvd_gradcomp.ops.triton.common import Common
             from hvd_gradcomp.ops.triton.largest import LargestPasses as LargestKernels
             from hvd_gradcomp.ops.triton.quantizers import Quantizers
@@ -60,6 +64,7 @@ class Base(Ops):
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
         self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
+        self._stream: Any = None  # CUDA: where verbs were asked for last
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
         self._headless: Tensor | None = None  # see `body`
@@ -92,6 +97,17 @@ class Base(Ops):
         room = self.room(x)
         return room if room is x else room.copy_(x)
 
+    def take_turn(self) -> None:
+        """What comes next waits, on a GPU, for what was asked for on another stream.
+
+        Memory that is used again, by verbs and kernels, belongs to no bucket.
+        """
+        if self.device.type == "cuda":
+            here = torch.cuda.current_stream(self.device)
+            if self._stream is not None and self._stream != here:
+                here.wait_stream(self._stream)
+            self._stream = here
+
     # -- what a GPU has still to say -----------------------------------------------------------
 
     def raise_found(self) -> None:
@@ -120,7 +136,7 @@ class Base(Ops):
         self._headless = self._empty(HEAD + size, dtype=torch.uint8)
         return self._headless[HEAD:]
 
-    def _given(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Numbers of the host; from pinned memory, since a copy from other would wait."""
         given = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=not self.on_host)
         return given.to(self.device, non_blocking=True)
@@ -147,11 +163,38 @@ class Base(Ops):
         return pool[used] if size == TILE else pool[used][:size]
 
 
-def _triton_loads(device: torch.device) -> bool:
-    """Whether kernels can be had for a device; loading Triton after TensorFlow ends the process."""
-    if device.type != "cuda" or "triton" in sys.modules:
-        return device.type == "cuda"
-    return "tensorflow" not in sys.modules and importlib.util.find_spec("triton") is not None
+@cache
+def _triton_runs(device: torch.device) -> bool:
+    """Whether a kernel runs on a GPU, by running one; a warning says what kept it from that."""
+    try:
+        import triton
+
+        from hvd_gradcomp.ops.triton.common import Common
+
+        have = tuple(int(number) for number in triton.__version__.split(".")[:2])
+        if torch.version.cuda is None:
+            raise RuntimeError("kernels are for GPUs of NVIDIA's")
+        if torch.cuda.get_device_capability(device) < CAPABILITY:
+            raise RuntimeError("kernels need compute capability {}.{}".format(*CAPABILITY))
+        if have < TRITON:
+            raise RuntimeError("kernels need Triton {}.{}".format(*TRITON))
+        kernels = Common(SimpleNamespace(device=device))
+        kernels.sound(torch.zeros(1, dtype=torch.float32, device=device), "elements")
+    except Exception as error:  # no C compiler, say, or a driver that is too old
+        LOGGER.warning("%s goes without kernels, and is slower: %s", device, error)
+        return False
+    return True
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether a device takes kernels; loading Triton after TensorFlow ends the process."""
+    if device.type != "cuda":
+        return False
+    if "triton" not in sys.modules and (
+        "tensorflow" in sys.modules or importlib.util.find_spec("triton") is None
+    ):
+        return False
+    return _triton_runs(device)
 
 
 def _place(x: Tensor) -> int:

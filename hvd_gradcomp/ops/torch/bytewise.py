@@ -52,7 +52,7 @@ class Bytewise(Base):
             self.native.weighted_sum(r.data_ptr(), r.shape[0] // 4, torch.get_num_threads())
             for r in rows
         ]
-        return self._given(sums, torch.int64).view(data.shape[:-1])
+        return self.from_host(sums, torch.int64).view(data.shape[:-1])
 
 
 def _whole_words(x: Tensor) -> bool:

@@ -35,15 +35,15 @@ class Making(Base):
     def words(self, values: Sequence[Any]) -> Tensor:
         known = [v if isinstance(v, int) else 0 for v in values]
         if self.on_host:
-            return self._given([int(v) for v in values], torch.int64)
-        words = self._given(known, torch.int64)
+            return self.from_host([int(v) for v in values], torch.int64)
+        words = self.from_host(known, torch.int64)
         for place, value in enumerate(values):
             if not isinstance(value, int):
                 words[place] = value
         return words
 
     def reals(self, values: Sequence[float]) -> Tensor:
-        return self._given(values, torch.float32)
+        return self.from_host(values, torch.float32)
 
     def host(self, value: int) -> Tensor:
         return torch.tensor(value, dtype=torch.int64, device="cpu")

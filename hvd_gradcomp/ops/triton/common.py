@@ -13,6 +13,8 @@ rounded to nearest, denormals are kept. Indices have 32 bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,11 +54,19 @@ class Launch(NamedTuple):
     moved: int
 
 
+def made_current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current GPU, which need not be the one that has the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class Launcher:
     """Base of the families.
 
+    A pass asks for all its memory before it launches anything: what is cleared by a later launch
+    would stay as it is if there were none to be had between them.
+
     Args:
-        ops: the verbs.
+        ops: the verbs, or whatever has their device.
 
     Attributes:
         seen: called with each `Launch`, if anybody counts them.
@@ -64,8 +74,8 @@ class Launcher:
 
     seen: Callable[[Launch], None] | None = None
 
-    def __init__(self, ops: Base) -> None:
-        self.ops = ops
+    def __init__(self, ops: Base | SimpleNamespace) -> None:
+        self.ops: Any = ops
         self._rooms: dict[Any, Tensor] = {}
 
     def launch(
@@ -94,7 +104,8 @@ class Launcher:
             Launcher.seen(Launch(kernel, given, constants, warps, moved))
         if tensors[0][1].device.type != "meta":
             grid = programs if isinstance(programs, tuple) else (programs,)
-            kernel[grid](*given, **constants, num_warps=warps, enable_fp_fusion=False)
+            with made_current(tensors[0][1].device):
+                kernel[grid](*given, **constants, num_warps=warps, enable_fp_fusion=False)
 
     def room(self, key: Any, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Memory that is used again, of any content."""
@@ -118,8 +129,7 @@ class Launcher:
     def table(self, key: Any, values: Callable[[], Sequence[int]]) -> Tensor:
         """Integers that depend on layouts alone; int32."""
         if ("table", key) not in self._rooms:
-            numbers = torch.tensor(values(), dtype=torch.int32, device="cpu")
-            self._rooms["table", key] = numbers.to(self.ops.device)
+            self._rooms["table", key] = self.ops.from_host(values(), torch.int32)
         return self._rooms["table", key]
 
 

@@ -561,6 +561,10 @@ class LargestPasses(Launcher):
         number = self.room("number", 1)
         per_layer, sent = self.empty(layers, torch.int64), self.empty((), torch.int64)
         body = self.empty(form.size, torch.uint8)
+        lies, starts = self.table((layout, "layer_of_block"), lambda: layout.layer_of_block), None
+        if scope.whole:
+            starts = self.table((layout, "starts"), scope.starts)
+        bounds = self._groups(scope)
         self.launch(
             collect, programs, r0, u0, gradient, r, u, tasks, histogram, passing, before,
             per_layer, sent, size, layers, float(how.momentum),
@@ -572,11 +576,8 @@ class LargestPasses(Launcher):
             groups, capacity,
             partly={7: near}, BLOCK=layout.block, UPPER=UPPER, LOWER=LOWER, TILE=TILE,
         )  # fmt: skip
-        lies, starts = self.table((layout, "layer_of_block"), lambda: layout.layer_of_block), None
-        if scope.whole:
-            starts = self.table((layout, "starts"), scope.starts)
         self.launch(
-            choose, groups, r, tasks, self._groups(scope), quota, limits, histogram, passing,
+            choose, groups, r, tasks, bounds, quota, limits, histogram, passing,
             finer, found, counts, listed, starts, lies, chosen, number, groups, turn, capacity,
             partly={0: 3 * capacity * SECTOR, 8: near, 10: 4 * near, 12: near},
             WHOLE=scope.whole, BITS=layout.block_bits, BLOCK=layout.block, UPPER=UPPER,

@@ -10,7 +10,7 @@ on until each group is one number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -344,27 +344,25 @@ class Quantizers(Launcher):
         return self._squares(bands, x, None)
 
     def group_norms(self, bands: Bands, x: Tensor) -> Tensor:
-        return self._norms(bands, self._squares(bands, x, None), None)
+        return self._norms(bands, x, None)
 
     def clipped_maxima(self, bands: Bands, x: Tensor, clip: float) -> Tensor:
-        most = self.clean("most", bands.groups)
-        return self._norms(bands, self._squares(bands, x, most), most, clip)
+        return self._norms(bands, x, self.clean("most", bands.groups), clip)
 
     def _squares(self, bands: Bands, x: Tensor, most: Tensor | None) -> Tensor:
         passes = folds_of(bands)
-        for number, (rows, size) in enumerate(passes):
-            last, how = number == len(passes) - 1, "plain" if number else "squares"
-            into = self._sums(number, size, last)
-            self._fold(fold, bands, number, rows, x, into, None if number else most, HOW=how)
-            x = into
-        return x if passes else self.empty(0, torch.float32)
+        last, tables = len(passes) - 1, self._folds(bands, passes)
+        sums = [self._sums(number, size, number == last) for number, (_, size) in enumerate(passes)]
+        for number, (table, source, into) in enumerate(zip(tables, (x, *sums), sums)):
+            how, noted = ("plain", None) if number else ("squares", most)
+            self._fold(fold, table, source, into, noted, HOW=how)
+        return sums[-1] if sums else self.empty(0, torch.float32)
 
-    def _norms(
-        self, bands: Bands, squares: Tensor, most: Tensor | None, clip: float = 0.0
-    ) -> Tensor:
+    def _norms(self, bands: Bands, x: Tensor, most: Tensor | None, clip: float = 0.0) -> Tensor:
         groups = bands.groups
         lengths = None if most is None else self._lengths(bands)
         out = self.empty(groups, torch.float32)
+        squares = self._squares(bands, x, most)
         if groups:
             given = squares, most, lengths, out, groups
             self.launch(norms, -(-groups // 1024), *given, CLIP=clip, TILE=1024)
@@ -406,19 +404,23 @@ class Quantizers(Launcher):
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         pieces, tiles = cut(x.shape[0], TILE)
         packed = self.empty(x.shape[0] // 8, torch.uint8)
+        out = [self.empty(bands.groups, torch.float32) for _ in (0, 1)]
+        counts, lengths = self.clean("negative", bands.groups), self._lengths(bands)
+        passes = folds_of(bands, 2)
+        tables = self._folds(bands, passes)
+        rooms = [
+            [self._sums((number, side), size, False) for side in (0, 1)]
+            for number, (_, size) in enumerate(passes[:-1])
+        ]
         words = packed.view(torch.int32)
         self.launch(pack_signs, pieces, x, words, x.shape[0], tiles, TILE=TILE)
-        sides = out = [self.empty(bands.groups, torch.float32) for _ in (0, 1)]
-        counts = self.clean("negative", bands.groups)
-        passes = folds_of(bands, 2)
-        for number, (rows, size) in enumerate(passes):
-            last = number == len(passes) - 1
-            into = out if last else [self._sums((number, i), size, False) for i in (0, 1)]
+        sides: list[Tensor] = []
+        for number, (table, into) in enumerate(zip(tables, [*rooms, out])):
             if number:
-                given = (*sides, counts, self._lengths(bands), *into)
-                self._fold(fold_means, bands, number, rows, *given, LAST=last)
+                given, last = (*sides, counts, lengths, *into), number == len(passes) - 1
+                self._fold(fold_means, table, *given, LAST=last)
             else:
-                self._fold(fold_sides, bands, number, rows, x, *into, counts)
+                self._fold(fold_sides, table, x, *into, counts)
             sides = into
         return out[0], out[1], packed
 
@@ -442,11 +444,16 @@ class Quantizers(Launcher):
         )  # fmt: skip
         return room
 
-    def _fold(
-        self, kernel: Any, bands: Bands, number: int, rows: Any, *given: Any, **how: Any
-    ) -> None:
-        table = self.table((bands, "folds", number), lambda: joined(rows))
-        self.launch(kernel, len(rows), table, *given, LEVELS=LEVELS, WIDE=WIDE, **how)
+    def _folds(self, bands: Bands, passes: Sequence[tuple[Any, int]]) -> list[tuple[Tensor, int]]:
+        """The tasks of each pass, and how many they are."""
+        return [
+            (self.table((bands, "folds", number), partial(joined, rows)), len(rows))
+            for number, (rows, _) in enumerate(passes)
+        ]
+
+    def _fold(self, kernel: Any, table: tuple[Tensor, int], *given: Any, **how: Any) -> None:
+        tasks, count = table
+        self.launch(kernel, count, tasks, *given, LEVELS=LEVELS, WIDE=WIDE, **how)
 
     def _sums(self, number: Any, size: int, last: bool) -> Tensor:
         """Memory for what a pass leaves; fresh for the last one."""

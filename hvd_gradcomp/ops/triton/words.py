@@ -297,6 +297,8 @@ def settle_words(
             seen = tl.load(v0 + at, mask=inside, other=0.0) - tl.abs(held) * twice_tau
             seen = seen + tau_squared
             seen = tl.where(seen > 0.0, seen, 0.0) * zeta
+        if not SUBTRACTS:
+            tl.debug_barrier()  # all have read what is cleared, which other threads may do
     tl.store(r + at, left, mask=inside)
     if v is not None:
         tl.store(v + at, seen, mask=inside)
@@ -435,6 +437,7 @@ class WordPasses(Launcher):
         per_layer, numbers = self.empty(layers, torch.int64), self.empty(2, torch.int64)
         tops, arrived = self.clean("tops", layers), self.clean("arrived", 1)
         mask, counts = self.room("mask", size // 32), self.room("counts", pieces)
+        kept = self.room("kept", size // 32) if rule.powers and not rung.dense else mask
         side = rule.side_bytes(layout)
         body = self.empty(rule.body_bytes(layout, rung), torch.uint8)
         exponents, rest = body[:side].view(torch.int8), body[side:]
@@ -456,15 +459,13 @@ class WordPasses(Launcher):
             sent = wanted = numbers[0]
         else:
             if rule.powers:
-                kept = self.room("kept", size // 32)
                 self.launch(
                     code_words, pieces, r, mask, kept, counts, tops, table, size, tiles,
                     partly={0: apart}, BLOCK=block, TILE=TILE,
                 )  # fmt: skip
-                mask = kept
             held = (v, v) if rule.corrects else (None, None)
             self.launch(
-                write_words, pieces, r, *held, mask, counts, tops, arrived, table,
+                write_words, pieces, r, *held, kept, counts, tops, arrived, table,
                 rest.view(torch.int32), exponents, per_layer, numbers, size, pieces, tiles, layers,
                 rung.capacity, turn, float(rule.zeta), partly=dict.fromkeys((0, 1, 2), apart),
                 POWERS=rule.powers, CORRECTS=rule.corrects, SIDE=side, BLOCK=block, TILE=TILE,
