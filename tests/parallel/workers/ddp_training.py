@@ -123,6 +123,65 @@ def options_of_ddp():
     assert 0 < state.stats().elements_sent < state.stats().elements
 
 
+class Sometimes(torch.nn.Module):
+    """A layer that is used in some steps only; in the others not at all, or times zero."""
+
+    def __init__(self, times_zero):
+        super().__init__()
+        self.always, self.sometimes = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.times_zero = times_zero
+
+    def forward(self, x, used):
+        y = self.always(x)
+        if used or self.times_zero:
+            y = y + self.sometimes(x) * used
+        return y
+
+
+def unused_for_a_step():
+    """What is kept for a layer that no rank uses is sent, and arrives; as with a gradient of 0."""
+    for views in (False, True):
+        for to_none in (False, True):
+            trained = []
+            for times_zero in (True, False):
+                torch.manual_seed(1)
+                model = DistributedDataParallel(
+                    Sometimes(times_zero),
+                    find_unused_parameters=True,
+                    gradient_as_bucket_view=views,
+                )
+                ddp.compress(model, StromCompressor(tau=0.5))
+                optimizer = sgd(model)
+                for step in range(STEPS):
+                    optimizer.zero_grad(set_to_none=to_none)
+                    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+                    model(x + dist.get_rank(), step % 3 == 0).square().sum().backward()
+                    optimizer.step()
+                trained.append(vector(model))
+            assert torch.equal(*trained), (views, to_none)
+
+
+def passes_thrown_away():
+    """Their squares do not count among the moments of the passes that follow."""
+    trained = []
+    for thrown in (False, True):
+        model, _ = wrapped(
+            VarianceCompressor(alpha=0.5, moments="microbatch"), backward_passes_per_step=2
+        )
+        optimizer = sgd(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                if thrown:
+                    backward(model, 99)
+                    optimizer.zero_grad()
+                backward(model, 10 * step)
+            backward(model, 10 * step + 1)
+            optimizer.step()
+        trained.append(vector(model))
+    assert torch.equal(*trained)
+
+
 def some_ranks():
     ranks = [dist.get_world_size() - 2, dist.get_world_size() - 1]
     group = dist.new_group(ranks)
@@ -263,6 +322,13 @@ def scaled():
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(vector(model), trained[1]) and state.stats().skipped == 1
+    # The scaler of a step that has failed has nothing to do with the next one.
+    saved = state.state_dict()
+    state.load_state_dict({**saved, "steps": dist.get_rank()})
+    raises(OutOfStepError, "", scaler.scale(loss(model, 7, dist.get_rank())).backward)
+    state.load_state_dict(saved)
+    x = torch.full((2, 12), float("nan"))
+    raises(NonFiniteGradientError, "", model(x).sum().backward)
 
 
 def one_ends():
