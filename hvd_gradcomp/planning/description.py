@@ -33,7 +33,7 @@ def describe(
     """
     rows: list[tuple[str, ...]] = []
     dense = expected = 0.0
-    known = True
+    unknown = 0
     assigned = assign(compressor, layers, ranks, filters_last)
     whole = {one: _of(one, layers, assigned, filters_last) for one in dict.fromkeys(assigned)}
     summed = {one for one, layout in whole.items() if goes_dense(at_work(one), layout, ranks)}
@@ -42,12 +42,15 @@ def describe(
         share = layer_bytes(one, outputs_first(name, shape) if filters_last else shape)
         if share is not None and one in summed:
             share = size
-        dense, expected, known = dense + size, expected + (share or 0.0), known and share is not None
+        dense, expected = dense + size, expected + (share or 0.0)
+        unknown += share is None
         said = _unknown(one) if share is None else f"{share:,.0f}"
         rows.append((name, "x".join(map(str, shape)), brief(one), f"{size:,}", said))
     total = f"{len(layers)} layers, {buckets} buckets"
-    least = f"{expected:,.0f}" if known else f"at least {expected:,.0f}" if expected else "not known"
-    rows.append(("total", total, "", f"{dense:,.0f}", least))
+    sent = f"{expected:,.0f}"
+    if unknown:
+        sent = f"at least {sent}" if expected else "not known"
+    rows.append(("total", total, "", f"{dense:,.0f}", sent))
     head: tuple[str, ...] = ("layer", "shape", "compressor", "bytes dense", "bytes a step")
     align: tuple[str, ...] = ("left", "left", "left", "right", "right")
     if moments:

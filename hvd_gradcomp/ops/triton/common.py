@@ -12,8 +12,8 @@ rounded to nearest, denormals are kept. Indices have 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -21,9 +21,6 @@ import triton.language as tl
 
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.verbs.framing import Weighing
-
-if TYPE_CHECKING:
-    from hvd_gradcomp.ops.torch.base import Base
 
 PIECES = 512
 SECTOR = 32  # bytes that a GPU reads or writes at least
@@ -52,6 +49,18 @@ class Launch(NamedTuple):
     moved: int
 
 
+class Verbs(Protocol):
+    """What kernels take of `TorchOps`."""
+
+    device: torch.device
+
+    def room(self, x: Tensor) -> Tensor: ...
+
+    def stage(self, x: Tensor) -> Tensor: ...
+
+    def demand(self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]) -> None: ...
+
+
 class Launcher:
     """Base of the families.
 
@@ -64,7 +73,7 @@ class Launcher:
 
     seen: Callable[[Launch], None] | None = None
 
-    def __init__(self, ops: Base) -> None:
+    def __init__(self, ops: Verbs) -> None:
         self.ops = ops
         self._rooms: dict[Any, Tensor] = {}
 
