@@ -105,7 +105,7 @@ class _Exchange(Planned):
     def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Takes a gradient; starts the program of its bucket when it was the last one."""
         if parameter not in self.parameters:
-            raise ValueError(_settled_by_ddp(f"one of shape {tuple(parameter.shape)}"))
+            raise ValueError(_fixed_by_ddp(f"one of shape {tuple(parameter.shape)}"))
         self._lay(parameter, gradient)
 
     def finish(self) -> None:
@@ -117,7 +117,7 @@ class _Exchange(Planned):
         """
         absent = [b.layout.names[slot] for b in self.buckets for slot in sorted(b.absent)]
         if absent:
-            raise ValueError(_settled_by_ddp(", ".join(absent)))
+            raise ValueError(_fixed_by_ddp(", ".join(absent)))
         self.order_is_known()
         while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
             self._resume(running)
@@ -418,7 +418,7 @@ def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Paramet
     ]
 
 
-def _settled_by_ddp(which: str) -> str:
+def _fixed_by_ddp(which: str) -> str:
     return (
         "DistributedDataParallel and ddp.compress saw other parameters that require a gradient: "
         f"{which}. Freeze and thaw layers before DistributedDataParallel(model), and build both "
@@ -429,7 +429,7 @@ def _settled_by_ddp(which: str) -> str:
 def _with_momentum(
     compression: Any, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Compressor, bool]:
-    """The compressor with its momentum settled, and whether the optimizer gives its up."""
+    """The compressor with its momentum decided, and whether the optimizer gives its up."""
     if compression is None:
         return NoneCompressor(), False
     if isinstance(compression, type) and issubclass(compression, Compressor):

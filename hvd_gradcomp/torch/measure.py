@@ -260,9 +260,9 @@ class Row:
         return statistics.median(getattr(t, part) for t in self.times)
 
 
-def measure(way: Exchange, gradients: Gradients, rounds: int, settle: int = 0) -> Row:
+def measure(way: Exchange, gradients: Gradients, rounds: int, warm_up: int = 0) -> Row:
     """So many rounds of a way, after others that are not counted; all ranks call it."""
-    for _ in range(settle):
+    for _ in range(warm_up):
         way.run(gradients.draw())
     before, row = way.stats(), Row(bytes_sent=4.0 * gradients.elements)
     row.times = [way.run(gradients.draw()) for _ in range(rounds)]
@@ -423,7 +423,7 @@ def alone(
     gradients: Gradients,
     ranks: int,
     rounds: int,
-    settle: int = 0,
+    warm_up: int = 0,
     ready: Sequence[float] | None = None,
 ) -> Alone:
     """What exchanges cost this rank among so many: its own work, and what it asks for.
@@ -433,7 +433,7 @@ def alone(
     Args:
         compressor, gradients: what is exchanged.
         ranks: how many take part, whether they are there or not.
-        rounds, settle: that are measured, and before.
+        rounds, warm_up: that are measured, and before.
         ready: see `Backward`; all at once if None.
 
     Raises:
@@ -445,8 +445,8 @@ def alone(
     there = dict(zip((name for name, _ in engine._named), ready or [0.0] * len(parameters)))
     costs = []
     before = engine.stats()
-    for turn in range(settle + rounds):
-        before = engine.stats() if turn == settle else before
+    for turn in range(warm_up + rounds):
+        before = engine.stats() if turn == warm_up else before
         tensors = gradients.draw()
         horovod.barrier()
         engine.forget()
@@ -459,7 +459,7 @@ def alone(
         for p in parameters:
             engine.take(p)
         engine.clear()
-        if turn >= settle:
+        if turn >= warm_up:
             costs.append(
                 [engine.cost(bucket, laid[bucket.name], there) for bucket in engine.buckets]
             )
