@@ -19,7 +19,6 @@ PYTORCH = (
     "torch/",
     "ops/torch/",
     "planning/models.py",
-    "planning/learned.py",
 )
 KERNELS = ("ops/triton/",)
 TENSORFLOW = ("tensorflow/", "ops/tensorflow/")
