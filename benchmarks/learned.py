@@ -33,7 +33,6 @@ from hvd_gradcomp.core.aggregator import Context
 from hvd_gradcomp.core.protocols.resizing import start
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
-from hvd_gradcomp.planning.learned import state_of
 from hvd_gradcomp.planning.models import resnet50
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
@@ -45,7 +44,7 @@ def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
     buckets = []
     for one, layout in plan(compressor, layers, BUCKET_BYTES):
         if isinstance(one, GradiVeQCompressor):
-            state = state_of(one, ops, layout, one.init(ops, layout))
+            state = one.rehearsed(ops, layout, one.init(ops, layout), 10_000)
             buckets.append((layout, torch.randn(layout.size, device=ops.device), state))
     pairs = []
     for layout, gradient, state in buckets:

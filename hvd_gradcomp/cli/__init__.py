@@ -7,6 +7,7 @@ where nothing else does.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sysconfig
 import traceback
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import click
 
+import hvd_gradcomp
 from hvd_gradcomp import __version__
 
 COMMANDS = ("doctor", "build", "build-horovod", "bench", "advise", "compare")
@@ -50,7 +52,12 @@ class _Commands(click.Group):
 def _own(frames: TracebackType | None) -> TracebackType | None:
     """From the first frame that is neither installed nor ours; None if there is none."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    ours = (*installed, str(Path(__file__).parents[1]), "<frozen")
+    # Click may be where another environment, or the system, has it.
+    ours = (
+        *installed,
+        *(str(Path(inspect.getfile(m)).parent) for m in (click, hvd_gradcomp)),
+        "<frozen",
+    )
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     return frames

@@ -225,9 +225,9 @@ def _way(
     from hvd_gradcomp.torch.engine import gather_objects
     from hvd_gradcomp.torch.measure import alone
 
-    settle = warm_up_rounds(compressor)
+    warm_up = warm_up_rounds(compressor)
     costs = {
-        count: alone(compressor, gradients, count, rounds, settle, pass_.ready)
+        count: alone(compressor, gradients, count, rounds, warm_up, pass_.ready)
         for count in sorted({ranks, *ANCHORS})
     }
     mine = [cost.rounds for cost in costs.values()]

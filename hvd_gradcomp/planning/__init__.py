@@ -3,5 +3,5 @@
 assignment, configuration   partitions, in code and as text
 description                 what a compressor will do to a model, as a table
 worth, advice               whether compression pays, and which
-models, learned             models to measure with, and methods that learn, as if they had
+models                      models to measure with
 """

@@ -163,13 +163,13 @@ class Partition(Compressor):
                 is matched by none.
         """
         chosen = self._by_rule(layers)
-        settled: list[Compressor] = list(chosen)
+        whole: list[Compressor] = list(chosen)
         for one in dict.fromkeys(chosen):  # which may itself tell layers apart
             places = [place for place, other in enumerate(chosen) if other == one]
             mine = layering.of_layers(one, [layers[place] for place in places], ranks)
             for place, inner in zip(places, mine):
-                settled[place] = inner
-        return settled
+                whole[place] = inner
+        return whole
 
     def _by_rule(self, layers: Sequence[Layer]) -> list[Compressor]:
         traits = traits_of(layers)

@@ -8,6 +8,7 @@ from math import prod
 from tabulate import tabulate
 
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter
+from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.core.protocols.layering import layer_bytes
 from hvd_gradcomp.foundation.layers import Layer
@@ -32,6 +33,7 @@ def describe(
     """
     rows: list[tuple[str, ...]] = []
     dense = expected = 0.0
+    unknown = 0
     assigned = assign(compressor, layers, ranks, filters_last)
     whole = {one: _of(one, layers, assigned, filters_last) for one in dict.fromkeys(assigned)}
     summed = {one for one, layout in whole.items() if goes_dense(at_work(one), layout, ranks)}
@@ -41,16 +43,25 @@ def describe(
         if share is not None and one in summed:
             share = size
         dense, expected = dense + size, expected + (share or 0.0)
-        said = "4 an element sent" if share is None else f"{share:,.0f}"
+        unknown += share is None
+        said = _unknown(one) if share is None else f"{share:,.0f}"
         rows.append((name, "x".join(map(str, shape)), brief(one), f"{size:,}", said))
     total = f"{len(layers)} layers, {buckets} buckets"
-    rows.append(("total", total, "", f"{dense:,.0f}", f"{expected:,.0f}"))
+    sent = f"{expected:,.0f}"
+    if unknown:
+        sent = f"at least {sent}" if expected else "not known"
+    rows.append(("total", total, "", f"{dense:,.0f}", sent))
     head: tuple[str, ...] = ("layer", "shape", "compressor", "bytes dense", "bytes a step")
     align: tuple[str, ...] = ("left", "left", "left", "right", "right")
     if moments:
         rows = [(*row, said) for row, said in zip(rows, (*moments, ""))]
         head, align = (*head, "moments"), (*align, "left")
     return tabulate(rows, head, colalign=align)
+
+
+def _unknown(one: Compressor) -> str:
+    """Of a compressor that does not say what a layer takes."""
+    return "4 an element sent" if isinstance(at_work(one), WordCompressor) else "not known"
 
 
 def _of(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -104,7 +105,7 @@ class _Exchange(Planned):
     def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Takes a gradient; starts the program of its bucket when it was the last one."""
         if parameter not in self.parameters:
-            raise ValueError(_settled_by_ddp(f"one of shape {tuple(parameter.shape)}"))
+            raise ValueError(_fixed_by_ddp(f"one of shape {tuple(parameter.shape)}"))
         self._lay(parameter, gradient)
 
     def finish(self) -> None:
@@ -116,7 +117,7 @@ class _Exchange(Planned):
         """
         absent = [b.layout.names[slot] for b in self.buckets for slot in sorted(b.absent)]
         if absent:
-            raise ValueError(_settled_by_ddp(", ".join(absent)))
+            raise ValueError(_fixed_by_ddp(", ".join(absent)))
         self.order_is_known()
         while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
             self._resume(running)
@@ -135,6 +136,12 @@ class _Exchange(Planned):
         self.scaling.end_step()
         for bucket in self.buckets:
             bucket.result = None
+
+    def fail(self) -> None:
+        """The step has failed: what it was about to use belongs to no other."""
+        self.end()
+        self.sources.forget()
+        self.scaling.forget()
 
 
 class CompressionState:
@@ -233,6 +240,7 @@ class CompressionState:
         self._hooks = self._run.watch_order()
         if gives_up:
             _take_over(optimizer, self._run)
+        self._model = weakref.ref(model)
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
         self._error: Exception | None = None
 
@@ -303,15 +311,24 @@ class CompressionState:
         """
         waiting, self._waiting = self._waiting, []
         error, self._error = self._error, None
-        for future, buffer, pairs in waiting:
-            for p, gradient in pairs if error is None else ():
-                gradient.copy_(self._run.take(p))
+        given = [pair for _, _, pairs in waiting for pair in pairs]
+        for p, gradient in given if error is None else ():
+            gradient.copy_(self._run.take(p))
+        for future, buffer, _ in waiting:
             if error is not None:
                 buffer.fill_(float("nan"))
             future.set_result(buffer)
-        self._run.end()
         if error is not None:
-            _raise_after_backward(error)
+            self._run.fail()
+            _after_backward(lambda: _raise(error))
+            return
+        self._run.end()
+        model = self._model()
+        if self._run.undone or model is None:
+            return
+        if model.find_unused_parameters or model.static_graph:
+            before = [(p, gradient, p.grad, _version(p.grad)) for p, gradient in given]
+            _after_backward(lambda: _deliver(before))
 
     def _fail(self, error: Exception) -> None:
         """This step has failed: here alone, unless all ranks have found the same."""
@@ -401,7 +418,7 @@ def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Paramet
     ]
 
 
-def _settled_by_ddp(which: str) -> str:
+def _fixed_by_ddp(which: str) -> str:
     return (
         "DistributedDataParallel and ddp.compress saw other parameters that require a gradient: "
         f"{which}. Freeze and thaw layers before DistributedDataParallel(model), and build both "
@@ -412,7 +429,7 @@ def _settled_by_ddp(which: str) -> str:
 def _with_momentum(
     compression: Any, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Compressor, bool]:
-    """The compressor with its momentum settled, and whether the optimizer gives its up."""
+    """The compressor with its momentum decided, and whether the optimizer gives its up."""
     if compression is None:
         return NoneCompressor(), False
     if isinstance(compression, type) and issubclass(compression, Compressor):
@@ -447,11 +464,34 @@ def _take_over(optimizer: Any, run: _Exchange) -> None:
     optimizer.register_load_state_dict_post_hook(lambda _: taken.take())
 
 
-def _raise_after_backward(error: Exception) -> None:
-    """Raises an error from backward, behind the callback that DDP is about to queue."""
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+@torch.no_grad()
+def _deliver(before: Sequence[tuple[Any, torch.Tensor, torch.Tensor | None, int]]) -> None:
+    """Gives out what was sent for layers that no rank has used: `DistributedDataParallel` does not.
+
+    So what was kept for them arrives. Without anything kept, such a layer has no gradient, as ever.
+
+    Args:
+        before: parameter, what the exchange gave for it, its gradient before the end of backward,
+            and the version of that.
+    """
+    for p, reduced, gradient, version in before:
+        if p.grad is not gradient or _version(p.grad) != version or not reduced.any():
+            continue
+        if gradient is None:
+            p.grad = reduced.clone(memory_format=torch.preserve_format)
+        else:
+            gradient.copy_(reduced)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _after_backward(function: Callable[[], None]) -> None:
+    """Calls a function at the end of backward, behind the callback that DDP is about to queue."""
     engine: Any = torch.autograd.Variable._execution_engine
-
-    def fail() -> None:
-        raise error
-
-    engine.queue_callback(lambda: engine.queue_callback(fail))
+    engine.queue_callback(lambda: engine.queue_callback(function))

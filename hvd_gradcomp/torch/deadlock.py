@@ -127,7 +127,7 @@ class Watch:
     ) -> None:
         self._set, self._tell, self._members = process_set, tell, members
         self._pending: Any = None
-        self._settling = False
+        self._completing = False
         self._before: list[list[int]] | None = None
 
     @property
@@ -141,7 +141,7 @@ class Watch:
         Raises:
             DeadlockError: on all ranks.
         """
-        if self._settling:
+        if self._completing:
             return
         if self._pending is None:
             self._say(word(asked))
@@ -155,15 +155,15 @@ class Watch:
             self._hear(table)
             self._say(word(asked))
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Brings a word to its end that not all ranks have told; all ranks call it."""
         if self._pending is None:
             self._say(busy())
-        self._settling = True  # waits, but not in vain
+        self._completing = True  # waits, but not in vain
         try:
             self._pending.wait()
         finally:
-            self._settling = False
+            self._completing = False
             self.drop()
 
     def drop(self) -> None:

@@ -96,7 +96,7 @@ def _tell(optimizer: Any, last: bool) -> Any:
     word = Word(engine.steps, last, rounds.ended, codes, settings, engine.summed, watch.pending)
     heads = yield from engine.agreement.tell(word.head(known), "end")
     if any_told(heads):
-        watch.settle()
+        watch.complete()
     if not all_set_alike(heads):
         engine.compare_step()
     layers: Sequence[Sequence[int]] = [usual(len(codes), known)] * len(heads)

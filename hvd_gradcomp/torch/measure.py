@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
-from hvd_gradcomp.algorithms.lgc import LGCCompressor
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.core.protocols.carrying import Corrects
+from hvd_gradcomp.core.protocols.learning import Rehearses
 from hvd_gradcomp.engine.dispatch import Sent
 from hvd_gradcomp.foundation.collectives import (
     Allgather,
@@ -32,7 +31,6 @@ from hvd_gradcomp.foundation.collectives import (
 )
 from hvd_gradcomp.foundation.cost import KINDS, Link, volume
 from hvd_gradcomp.foundation.cost import Bucket as Cost
-from hvd_gradcomp.planning import learned
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.models import Model, ModelError, shapes
 from hvd_gradcomp.planning.worth import idle
@@ -42,6 +40,7 @@ from hvd_gradcomp.watching.stats import CompressionStats
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
 
+_LEARNED = 10_000  # the step by which methods that learn have learned
 _SHIFTS = 1 << 20
 
 Layers = Sequence[tuple[str, tuple[int, ...]]]
@@ -260,9 +259,9 @@ class Row:
         return statistics.median(getattr(t, part) for t in self.times)
 
 
-def measure(way: Exchange, gradients: Gradients, rounds: int, settle: int = 0) -> Row:
+def measure(way: Exchange, gradients: Gradients, rounds: int, warm_up: int = 0) -> Row:
     """So many rounds of a way, after others that are not counted; all ranks call it."""
-    for _ in range(settle):
+    for _ in range(warm_up):
         way.run(gradients.draw())
     before, row = way.stats(), Row(bytes_sent=4.0 * gradients.elements)
     row.times = [way.run(gradients.draw()) for _ in range(rounds)]
@@ -298,12 +297,12 @@ def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_
         raise UnmeasurableError(str(error)) from error
     if idle(compressor, [(bucket.compressor, bucket.layout) for bucket in engine.buckets]):
         raise UnmeasurableError(f"{brief(compressor)}: it would compress none of these layers")
-    if isinstance(compressor, (GradiVeQCompressor, LGCCompressor)):
-        engine.steps = learned.STEP  # what counts is the compressed phase
+    if isinstance(compressor, Rehearses):
+        engine.steps = _LEARNED  # what counts is the compressed phase
         for bucket in engine.buckets:
-            if isinstance(bucket.compressor, type(compressor)):
-                bucket.state = learned.state_of(
-                    bucket.compressor, bucket.ops, bucket.layout, bucket.state
+            if isinstance(bucket.compressor, Rehearses):
+                bucket.state = bucket.compressor.rehearsed(
+                    bucket.ops, bucket.layout, bucket.state, _LEARNED
                 )
     return engine
 
@@ -423,7 +422,7 @@ def alone(
     gradients: Gradients,
     ranks: int,
     rounds: int,
-    settle: int = 0,
+    warm_up: int = 0,
     ready: Sequence[float] | None = None,
 ) -> Alone:
     """What exchanges cost this rank among so many: its own work, and what it asks for.
@@ -433,7 +432,7 @@ def alone(
     Args:
         compressor, gradients: what is exchanged.
         ranks: how many take part, whether they are there or not.
-        rounds, settle: that are measured, and before.
+        rounds, warm_up: that are measured, and before.
         ready: see `Backward`; all at once if None.
 
     Raises:
@@ -445,8 +444,8 @@ def alone(
     there = dict(zip((name for name, _ in engine._named), ready or [0.0] * len(parameters)))
     costs = []
     before = engine.stats()
-    for turn in range(settle + rounds):
-        before = engine.stats() if turn == settle else before
+    for turn in range(warm_up + rounds):
+        before = engine.stats() if turn == warm_up else before
         tensors = gradients.draw()
         horovod.barrier()
         engine.forget()
@@ -459,7 +458,7 @@ def alone(
         for p in parameters:
             engine.take(p)
         engine.clear()
-        if turn >= settle:
+        if turn >= warm_up:
             costs.append(
                 [engine.cost(bucket, laid[bucket.name], there) for bucket in engine.buckets]
             )

@@ -110,7 +110,7 @@ class Takeover:
 
 
 def hand_over(optimizer: torch.optim.Optimizer, compressor: Compressor) -> tuple[Compressor, bool]:
-    """The compressor with its momentum settled, and whether the optimizer gives its own up."""
+    """The compressor with its momentum decided, and whether the optimizer gives its own up."""
     if (correction(compressor) or (0.0,))[0] == 0:
         return compressor, False
     return take_over(compressor, type(optimizer).__name__, momentum_of(optimizer))

@@ -235,8 +235,9 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
 
     Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload; or of
     its elements, where payloads are summed among so many ranks. For compressors whose rule decides
-    how much is sent, 4 bytes for each element that will be. With per-sample moments the table says
-    how each layer's are found, as far as it has been used.
+    how much is sent, 4 bytes for each element that will be; what a method does not say is not
+    known. With per-sample moments the table says how each layer's are found, as far as it has been
+    used.
 
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.

@@ -108,10 +108,12 @@ class Sources:
         square = bucket.moment_views[slot]
         dense = contribution.to_dense() if contribution.is_sparse else contribution
         dense = dense.detach().to(square.dtype)
-        if self._counted.get(parameter, 0) == 0:
+        # Without a gradient nothing was accumulated: earlier passes were thrown away.
+        counted = 0 if parameter.grad is None else self._counted.get(parameter, 0)
+        if counted == 0:
             square.zero_()
         square.addcmul_(dense, dense)
-        self._counted[parameter] = self._counted.get(parameter, 0) + 1
+        self._counted[parameter] = counted + 1
         self._made = max(self._made, self._counted[parameter])
 
     def give(self, bucket: Bucket, slot: int) -> None:

@@ -22,6 +22,8 @@ ALWAYS = ["every_method", "some_ranks"]
 ON_TWO = [
     "dense_is_what_ddp_does",
     "options_of_ddp",
+    "unused_for_a_step",
+    "passes_thrown_away",
     "momentum_is_taken_over",
     "state_goes_on",
     "what_differs",

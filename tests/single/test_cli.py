@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_bad_input_is_named(arguments, words, tmp_path, monkeypatch):
     assert words in " ".join(text.split())
     assert "Traceback" not in text
     assert not list(tmp_path.iterdir()), "nothing was run, and no folder made"
+
+
+def test_a_traceback_is_of_a_users_code_alone_wherever_click_is(tmp_path, monkeypatch):
+    """Such as in the packages of the system, which an environment sees."""
+    (tmp_path / "users_model.py").write_text("def factory():\n    raise LookupError('mine')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "elsewhere"))
+    done = CliRunner().invoke(main, ["bench", "-m", "users_model:factory", "-c", "dgc"])
+    lines = [line for line in done.output.splitlines() if line.startswith("  File ")]
+    assert len(lines) == 1 and "users_model.py" in lines[0], done.output
 
 
 WRITTEN = [

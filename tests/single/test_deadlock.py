@@ -105,6 +105,6 @@ def test_a_word_of_one_rank_is_brought_to_its_end():
     ranks = Ranks()
     ranks.watches[0].look([asked("a")])
     assert ranks.watches[0].pending and not ranks.watches[1].pending
-    ranks.watches[1].settle()
-    ranks.watches[0].settle()
+    ranks.watches[1].complete()
+    ranks.watches[0].complete()
     assert not any(watch.pending for watch in ranks.watches)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from hvd_gradcomp import Compressor, NoneCompressor, after
@@ -14,9 +16,11 @@ from hvd_gradcomp.core.protocols import carrying, layering, learning, resizing
 from hvd_gradcomp.core.protocols.reporting import Report, report
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.testing import World
+from tests.methods import GRADIVEQ, LGC, LGC_SERVER
 
 LAYERS = [("a", (30, 2), "float32"), ("b", (7,), "float32")]
 LAYOUT = Layout(("a", "b"), ((30, 2), (7,)))
@@ -101,3 +105,25 @@ def test_a_composite_asks_its_children():
     assert wrapped.replicated == {"velocity"} and wrapped.layer_bytes((3,)) == 1.0
     assert carrying.residual(wrapped, state) is state.inner.r
     assert wrapped.resized(TorchOps(), state, 1, 3) is state
+
+
+@pytest.mark.parametrize("ops", [TorchOps(), TensorFlowOps()], ids=["torch", "tensorflow"])
+@pytest.mark.parametrize("one", [GRADIVEQ, LGC, LGC_SERVER], ids=["gradiveq", "lgc", "lgc-server"])
+def test_what_learns_rehearses_its_compressed_phase(one, ops):
+    """In which alone it sends less than everything."""
+    layout = Layout(("a", "b", "c"), ((32, 16, 3, 3),) * 3, block=one.block)
+    world = World(one, ops, layout, 2)
+    flat = ops.uniform(ops.key(0, 1), layout.size)
+    sizes = []
+
+    def item(x):
+        return 1 if "8" in str(x.dtype) else 4
+
+    for step in (0, 10_000):
+        world.steps = step
+        if step:
+            world.states = [one.rehearsed(ops, layout, state, step) for state in world.states]
+        world.step([ops.times(flat, 1.0) for _ in range(2)])
+        requests = [asked for asked, *_ in world.traffic]  # rank 0's; a tensor has a shape
+        sizes.append(sum(prod(asked.tensor.shape) * item(asked.tensor) for asked in requests))
+    assert sizes[1] < sizes[0] / 2

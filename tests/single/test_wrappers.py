@@ -185,6 +185,23 @@ def test_the_dry_run_names_every_layer():
     assert "4 an element sent" in table
     weight = next(line for line in table.splitlines() if "encoder.0.weight" in line)
     assert weight.split()[-1] == str(64 * 16 // 2 + 4 * 2)
+    assert "at least" in table.splitlines()[-1]
+
+
+class SilentCompressor(NoneCompressor):
+    """Of another package, and does not say what a layer takes."""
+
+    def layer_bytes(self, shape):
+        return None
+
+
+def test_the_dry_run_claims_nothing_of_a_method_that_says_nothing():
+    table = describe(SilentCompressor(), LAYERS, 1)
+    assert "4 an element sent" not in table
+    assert [line.split("  ")[-1].strip() for line in table.splitlines()[2:]] == ["not known"] * (
+        1 + len(LAYERS)
+    )
+    assert describe(StromCompressor(0.01), LAYERS, 1).splitlines()[-1].endswith("not known")
 
 
 # -- momentum ------------------------------------------------------------------------------------

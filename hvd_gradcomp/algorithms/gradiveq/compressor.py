@@ -191,6 +191,15 @@ class GradiVeQCompressor(GradiVeQSettings):
     def retrained(self, ops: Ops, state: GradiVeQState, step: Any) -> GradiVeQState:
         return state if step < self.warmup_steps else state._replace(start=ops.host(step))
 
+    def rehearsed(self, ops: Ops, layout: Layout, state: GradiVeQState, step: int) -> GradiVeQState:
+        bases: list[Tensor] = []
+        for cut in self.slices(layout):
+            shape = cut.length, cut.room
+            for _ in range(cut.groups):
+                noise = ops.uniform(ops.key(step, len(bases)), cut.length * cut.room) - 0.5
+                bases.append(ops.reshape(ops.orthogonalize(ops.reshape(noise, shape)), (-1,)))
+        return state._replace(start=ops.host(step - self.sample_steps), basis=ops.concat(bases))
+
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         raise TypeError(
             "the compressor has no basis yet: inside stock Horovod nothing could be sampled. Pass "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from hvd_gradcomp.core.aggregator import Compressor, State
+from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops
 
 
@@ -26,6 +27,14 @@ class Owned(Protocol):
         Asked of the fields, dotted as in `leaves`, that are not `replicated`: an autoencoder that
         one rank trains cannot be added up, a residual has to be.
         """
+
+
+@runtime_checkable
+class Rehearses(Protocol):
+    """Can work as if it had learned, to be measured: what that costs hangs on no gradient."""
+
+    def rehearsed(self, ops: Ops, layout: Layout, state: State, step: int) -> State:
+        """A state that has learned all until this step; what it knows may be random."""
 
 
 def retrained(compressor: Compressor, ops: Ops, state: State, step: Any) -> State:

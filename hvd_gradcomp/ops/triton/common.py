@@ -12,10 +12,9 @@ rounded to nearest, denormals are kept. Indices have 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -23,9 +22,6 @@ import triton.language as tl
 
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.verbs.framing import Weighing
-
-if TYPE_CHECKING:
-    from hvd_gradcomp.ops.torch.base import Base
 
 PIECES = 512
 SECTOR = 32  # bytes that a GPU reads or writes at least
@@ -59,6 +55,20 @@ def made_current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+class Verbs(Protocol):
+    """What kernels take of `TorchOps`."""
+
+    device: torch.device
+
+    def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor: ...
+
+    def room(self, x: Tensor) -> Tensor: ...
+
+    def stage(self, x: Tensor) -> Tensor: ...
+
+    def demand(self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]) -> None: ...
+
+
 class Launcher:
     """Base of the families.
 
@@ -74,8 +84,8 @@ class Launcher:
 
     seen: Callable[[Launch], None] | None = None
 
-    def __init__(self, ops: Base | SimpleNamespace) -> None:
-        self.ops: Any = ops
+    def __init__(self, ops: Verbs) -> None:
+        self.ops = ops
         self._rooms: dict[Any, Tensor] = {}
 
     def launch(

@@ -504,7 +504,7 @@ class _Reducing:
     ) -> tuple[list[Any], list[Any] | None]:
         """Gradients, and the moments that were left here, in the places of all variables."""
         moments, self._moments = self._moments, None
-        if self._moment_source.settle(moments) != "sample":
+        if self._moment_source.decide(moments) != "sample":
             moments = None
         full: list[Any] = [None] * len(self._trainable_variables)  # type: ignore[attr-defined]
         full_moments = list(full)

@@ -74,7 +74,7 @@ class Passes:
 
 
 class MomentSource:
-    """Where second moments come from, settled at the first trace.
+    """Where second moments come from, decided at the first trace.
 
     Args:
         compressor: what asks for them, or does not.
@@ -84,14 +84,14 @@ class MomentSource:
 
     def __init__(self, compressor: Compressor, passes: int, process_set: Any) -> None:
         self._compressor, self._passes, self._process_set = compressor, passes, process_set
-        self._settled = ""
+        self._decided = ""
 
     @property
     def is_passes(self) -> bool:
         """Whether they are made of what passes add up."""
-        return self._settled not in ("", "step")
+        return self._decided not in ("", "step")
 
-    def settle(self, moments: list[Any] | None) -> str:
+    def decide(self, moments: list[Any] | None) -> str:
         """The source, such as "sample"; "" if they are not used.
 
         Args:
@@ -100,8 +100,8 @@ class MomentSource:
         Raises:
             ValueError: the compressor wants those of samples, and nobody does.
         """
-        if not self._compressor.uses_moments or self._settled:
-            return self._settled
+        if not self._compressor.uses_moments or self._decided:
+            return self._decided
         source = getattr(self._compressor, "moments", "auto")
         if source == "sample" and moments is None:
             raise ValueError(
@@ -117,5 +117,5 @@ class MomentSource:
                     "backward_passes_per_step > 1 those of micro-batches. It is %s",
                     self._compressor,
                 )
-        self._settled = str(source)
-        return self._settled
+        self._decided = str(source)
+        return self._decided

@@ -23,7 +23,7 @@ from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.rounds import OutOfStepError
-from tests.methods import LEARNED, ONE_OF_EACH
+from tests.methods import GRADIVEQ, LGC, LGC_SERVER, ONE_OF_EACH, VARIANCE
 from tests.parallel.workers.perceptron import STEPS, Model, loss, vector
 
 TIMEOUT = datetime.timedelta(minutes=3)
@@ -68,7 +68,7 @@ def sgd(model, **options):
 
 
 def every_method():
-    for compression in [*ONE_OF_EACH, *LEARNED[::2]]:
+    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, LGC_SERVER]:
         model, state = wrapped(compression)
         start = vector(model)
         train(model, sgd(model), STEPS)
@@ -123,12 +123,71 @@ def options_of_ddp():
     assert 0 < state.stats().elements_sent < state.stats().elements
 
 
+class Sometimes(torch.nn.Module):
+    """A layer that is used in some steps only; in the others not at all, or times zero."""
+
+    def __init__(self, times_zero):
+        super().__init__()
+        self.always, self.sometimes = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.times_zero = times_zero
+
+    def forward(self, x, used):
+        y = self.always(x)
+        if used or self.times_zero:
+            y = y + self.sometimes(x) * used
+        return y
+
+
+def unused_for_a_step():
+    """What is kept for a layer that no rank uses is sent, and arrives; as with a gradient of 0."""
+    for views in (False, True):
+        for to_none in (False, True):
+            trained = []
+            for times_zero in (True, False):
+                torch.manual_seed(1)
+                model = DistributedDataParallel(
+                    Sometimes(times_zero),
+                    find_unused_parameters=True,
+                    gradient_as_bucket_view=views,
+                )
+                ddp.compress(model, StromCompressor(tau=0.5))
+                optimizer = sgd(model)
+                for step in range(STEPS):
+                    optimizer.zero_grad(set_to_none=to_none)
+                    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+                    model(x + dist.get_rank(), step % 3 == 0).square().sum().backward()
+                    optimizer.step()
+                trained.append(vector(model))
+            assert torch.equal(*trained), (views, to_none)
+
+
+def passes_thrown_away():
+    """Their squares do not count among the moments of the passes that follow."""
+    trained = []
+    for thrown in (False, True):
+        model, _ = wrapped(
+            VarianceCompressor(alpha=0.5, moments="microbatch"), backward_passes_per_step=2
+        )
+        optimizer = sgd(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                if thrown:
+                    backward(model, 99)
+                    optimizer.zero_grad()
+                backward(model, 10 * step)
+            backward(model, 10 * step + 1)
+            optimizer.step()
+        trained.append(vector(model))
+    assert torch.equal(*trained)
+
+
 def some_ranks():
     ranks = [dist.get_world_size() - 2, dist.get_world_size() - 1]
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
         return
-    model, _ = wrapped(LEARNED[-2], of_ddp={"process_group": group})
+    model, _ = wrapped(LGC_SERVER, of_ddp={"process_group": group})
     train(model, sgd(model), STEPS)
     alike(vector(model), group)
 
@@ -150,7 +209,7 @@ def momentum_is_taken_over():
 
 
 def state_goes_on():
-    for compression in (LEARNED[2], DGCCompressor(density=0.05, momentum=0.9), ONE_OF_EACH[2]):
+    for compression in (LGC, DGCCompressor(density=0.05, momentum=0.9), VARIANCE):
         model, state = wrapped(compression)
         train(model, sgd(model), 3)
         saved = copy.deepcopy((model.state_dict(), state.state_dict()))
@@ -209,7 +268,7 @@ def waits_as_long():
 def fewer_batches():
     """`join`, and a rank whose batch is empty."""
     trained = []
-    for compression in (None, "plain", StromCompressor(tau=0.01), LEARNED[-2]):
+    for compression in (None, "plain", StromCompressor(tau=0.01), LGC_SERVER):
         model = ddp_model()
         if compression != "plain":
             ddp.compress(model, compression)
@@ -228,7 +287,7 @@ def fewer_batches():
 
 
 def not_finite():
-    for compression in (None, StromCompressor(tau=0.01), LEARNED[2]):
+    for compression in (None, StromCompressor(tau=0.01), LGC):
         model, state = wrapped(compression)
         train(model, sgd(model), 2)
         x = torch.full((2, 12), float("nan" if dist.get_rank() == 1 else "1"))
@@ -263,6 +322,13 @@ def scaled():
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(vector(model), trained[1]) and state.stats().skipped == 1
+    # The scaler of a step that has failed has nothing to do with the next one.
+    saved = state.state_dict()
+    state.load_state_dict({**saved, "steps": dist.get_rank()})
+    raises(OutOfStepError, "", scaler.scale(loss(model, 7, dist.get_rank())).backward)
+    state.load_state_dict(saved)
+    x = torch.full((2, 12), float("nan"))
+    raises(NonFiniteGradientError, "", model(x).sum().backward)
 
 
 def one_ends():

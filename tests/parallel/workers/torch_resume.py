@@ -29,15 +29,14 @@ from tests.parallel.workers.results import digest, errors_of, finish
 
 STEPS = 8
 # Through each phase in a few steps; one is resumed in each of them.
-LGC = {"alpha": 0.1, "full_steps": 4, "train_steps": 24, "ae_lr": 0.005}
-LEARNED = [
-    hvd.LGCCompressor(momentum=0.9, **LGC),
-    hvd.LGCCompressor("parameter_server", momentum=0.5, feedback="paper", **LGC),
-    hvd.GradiVeQCompressor(ratio=4, warmup_steps=3, sample_steps=12, compress_steps=30),
-    hvd.GradiVeQCompressor(
-        warmup_steps=3, sample_steps=12, compress_steps=30, sampling="qsgd", feedback=True
-    ),
-]
+SOON = {"alpha": 0.1, "full_steps": 4, "train_steps": 24, "ae_lr": 0.005}
+LGC = hvd.LGCCompressor(momentum=0.9, **SOON)
+LGC_SERVER = hvd.LGCCompressor("parameter_server", momentum=0.5, feedback="paper", **SOON)
+GRADIVEQ = hvd.GradiVeQCompressor(ratio=4, warmup_steps=3, sample_steps=12, compress_steps=30)
+GRADIVEQ_FED_BACK = hvd.GradiVeQCompressor(
+    warmup_steps=3, sample_steps=12, compress_steps=30, sampling="qsgd", feedback=True
+)
+LEARNED = [LGC, LGC_SERVER, GRADIVEQ, GRADIVEQ_FED_BACK]
 LEARNED_STOPS = (2, 14, 34)
 # Whose residual is all that was not sent yet, and nothing is rounded away.
 CONSERVING = [STROM, SPARSE_GD, DROPPING, EGC_PLAIN, SCALECOM, ONEBIT]
@@ -273,7 +272,7 @@ def other_root():
     """Who trains LGC's autoencoder is not the rank that has loaded: it learns anew, on all."""
     ends = []
     with Watched() as lines:
-        for (_, end), _ in resumed(LEARNED[1], LEARNED_STOPS, 40, root=1).values():
+        for (_, end), _ in resumed(LGC_SERVER, LEARNED_STOPS, 40, root=1).values():
             ends.append(end)
     said = [line for line in lines if "learns anew" in line]
     assert len(said) == len(LEARNED_STOPS) * (hvd.rank() == 1), lines
@@ -282,15 +281,15 @@ def other_root():
 
 def back_to_the_start():
     """The root has made no step, the others have; LGC has seen the order of their layers."""
-    model, optimizer = build(LEARNED[0])
+    model, optimizer = build(LGC)
     train(model, optimizer, 0, 3)
-    fresh = build(LEARNED[0])
+    fresh = build(LGC)
     if hvd.rank() == 0:
         model, optimizer = fresh
     optimizer._gradcomp.rename("gradcomp.again")
     broadcast(model, optimizer)
     train(model, optimizer, 0, 3)
-    whole = build(LEARNED[0])
+    whole = build(LGC)
     train(*whole, 0, 3)
     return [of_parameters(whole[0]), of_parameters(model)]
 
@@ -430,7 +429,7 @@ def main(folder: str, ranks: str) -> None:
     if number == 2:
         settings += [(c, LEARNED_STOPS, 40) for c in LEARNED]
     else:
-        settings += [(LEARNED[0], LEARNED_STOPS[2:], 36), (LEARNED[2], LEARNED_STOPS[1:2], 18)]
+        settings += [(LGC, LEARNED_STOPS[2:], 36), (GRADIVEQ, LEARNED_STOPS[1:2], 18)]
     result = {"pairs": {}}
     for compressor, stops, steps in settings:
         print("case:", compressor, flush=True)  # the last one is what hangs, should one hang
