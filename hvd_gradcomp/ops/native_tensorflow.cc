@@ -5,7 +5,8 @@
 // calls them; ops/building.py compiles and links them into one library. An operation has one
 // thread: TensorFlow runs those of several buckets at the same time.
 //
-// `bands` is {start, rows, length} for each band, one after another; see bands.py.
+// `bands` is {start, rows, length} for each band, one after another; see bands.py. `places` has a
+// number for each band as well, or is empty; see native.h.
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -167,6 +168,7 @@ REGISTER_OP("GradcompEncodeSigns")
     .Output("below: float")
     .Output("packed: uint8")
     .Attr("bands: list(int)")
+    .Attr("places: list(int)")
     .SHAPE(c->set_output(0, c->Vector(GroupsOf(c))); c->set_output(1, c->Vector(GroupsOf(c)));
            c->set_output(2, PackedLike(c, c->input(0), 1)));
 
@@ -178,6 +180,7 @@ REGISTER_OP("GradcompAddSigns")
     .Input("weights: float")
     .Output("total: float")
     .Attr("bands: list(int)")
+    .Attr("places: list(int)")
     .Attr("from_zero: bool")
     .SHAPE(c->set_output(0, c->input(0)));
 
@@ -541,7 +544,7 @@ class OverGroups : public OpKernel {
     OP_REQUIRES_OK(c, c->GetAttr("bands", &numbers));
     OP_REQUIRES(c, numbers.size() % 3 == 0, InvalidArgument("a band is three numbers"));
     for (size_t i = 0; i < numbers.size(); i += 3) {
-      band next = {numbers[i], numbers[i + 1], numbers[i + 2]};
+      band next = {numbers[i], numbers[i + 1], numbers[i + 2], 0};
       OP_REQUIRES(c,
                   next.start >= end_ && next.rows > 0 && next.length > 0 &&
                       next.rows <= (INT64_MAX - next.start) / next.length,
@@ -715,9 +718,27 @@ class AddLevels : public Levels {
   bool from_zero_ = false;
 };
 
-class EncodeSigns : public OverGroups {
+// Base of what has signs, of layers that are stored with their groups as columns too.
+class Signs : public OverGroups {
  public:
-  using OverGroups::OverGroups;
+  explicit Signs(OpKernelConstruction *c) : OverGroups(c) {
+    std::vector<int64_t> places;
+    OP_REQUIRES_OK(c, c->GetAttr("places", &places));
+    OP_REQUIRES(c, places.empty() || places.size() == bands_.size(),
+                InvalidArgument("places are a number for each band"));
+    for (size_t i = 0; i < places.size(); i++) {
+      band &own = bands_[i];
+      OP_REQUIRES(c, places[i] == 0 || (places[i] > 0 && own.length % places[i] == 0),
+                  InvalidArgument("a column of ", own.length, " elements has no ", places[i],
+                                  " places"));
+      own.places = places[i];
+    }
+  }
+};
+
+class EncodeSigns : public Signs {
+ public:
+  using Signs::Signs;
 
   void Compute(OpKernelContext *c) override {
     const Tensor &x = c->input(0);
@@ -732,9 +753,9 @@ class EncodeSigns : public OverGroups {
   }
 };
 
-class AddSigns : public OverGroups {
+class AddSigns : public Signs {
  public:
-  explicit AddSigns(OpKernelConstruction *c) : OverGroups(c) {
+  explicit AddSigns(OpKernelConstruction *c) : Signs(c) {
     OP_REQUIRES_OK(c, c->GetAttr("from_zero", &from_zero_));
   }
 
@@ -752,9 +773,11 @@ class AddSigns : public OverGroups {
     auto *lows = static_cast<const float *>(Aligned(c, below, &below_copy));
     if (!c->status().ok()) return;
     Sum sum(c, from_zero_);
-    if (sum.out)
-      add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words, packed.dim_size(1) / 4, highs,
-                lows, above.dim_size(1), Floats(weights), 1);
+    if (!sum.out) return;
+    int failed = add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words,
+                           packed.dim_size(1) / 4, highs, lows, above.dim_size(1),
+                           Floats(weights), 1);
+    OP_REQUIRES(c, !failed, ResourceExhausted("no memory to decompress a layer with"));
   }
 
  private:
