@@ -466,11 +466,11 @@ FAST static float largest_magnitude(const float *x, int64_t n) {
   return value;
 }
 
-/* Of which band a group is: its elements, and how many; NULL if they are a column. */
+/* Of which band a group is: its elements, and how many. */
 static const float *group_of(const band *bands, const float *x, int64_t group, int64_t *length) {
   while (group >= bands->rows) group -= (bands++)->rows;
   *length = bands->length;
-  return bands->places ? NULL : x + bands->start + group * bands->length;
+  return x + bands->start + group * bands->length;
 }
 
 static int64_t groups_in(const band *bands, int64_t count) {
@@ -628,8 +628,37 @@ FAST static void level_codes(const float *x, int64_t n, float inverse, int level
   }
 }
 
-FAST static void sign_codes(const float *x, int64_t n, uint8_t *codes) {
-  for (int64_t i = 0; i < n; i++) codes[i] = x[i] < 0.0f;
+/* Signs [n] to words [n / 32]. */
+static void pack_signs_plainly(const float *x, int64_t n, uint32_t *words) {
+  for (int64_t g = 0; g < n / GROUP; g++) {
+    uint32_t word = 0;
+    for (int lane = 0; lane < GROUP; lane++)
+      word |= (uint32_t)(x[g * GROUP + lane] < 0.0f) << lane;
+    words[g] = word;
+  }
+}
+
+#ifdef __x86_64__
+AVX2 static void pack_signs_avx2(const float *x, int64_t n, uint32_t *words) {
+  const __m256 zero = _mm256_setzero_ps();
+  for (int64_t g = 0; g < n / GROUP; g++) {
+    uint32_t word = 0;
+    for (int lane = 0; lane < GROUP; lane += 8) {
+      const __m256 eight = _mm256_loadu_ps(x + g * GROUP + lane);
+      word |= (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(eight, zero, _CMP_LT_OQ)) << lane;
+    }
+    words[g] = word;
+  }
+}
+#endif
+
+static void pack_signs(const float *x, int64_t n, uint32_t *words) {
+  BEST(pack_signs)(x, n, words);
+}
+
+/* Clears the bits from `begin` to `end`. */
+static void clear_bits(uint32_t *words, int64_t begin, int64_t end) {
+  for (; begin < end; begin++) words[begin / GROUP] &= ~(1u << begin % GROUP);
 }
 
 FAST static void add_level_values(float *total, const uint8_t *codes, int64_t n, float unit,
@@ -641,9 +670,61 @@ FAST static void add_level_values(float *total, const uint8_t *codes, int64_t n,
   }
 }
 
-FAST static void add_sign_values(float *total, const uint8_t *codes, int64_t n, float above,
-                                 float below) {
-  for (int64_t i = 0; i < n; i++) total[i] = total[i] + (codes[i] ? below : above);
+/* x = from + the side that each bit from `at` on says; `from` may be x itself, and is 0 if NULL.
+ *
+ * bits: with two bytes more than that.
+ */
+static void add_sides_plainly(float *x, const float *from, const uint8_t *bits, int64_t at,
+                              int64_t n, float above, float below) {
+  for (int64_t i = 0; i < n; i++) {
+    float side = bits[(at + i) / 8] >> (at + i) % 8 & 1 ? below : above;
+    x[i] = (from ? from[i] : 0.0f) + side;
+  }
+}
+
+#ifdef __x86_64__
+AVX2 static void add_sides_avx2(float *x, const float *from, const uint8_t *bits, int64_t at,
+                                int64_t n, float above, float below) {
+  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256 high = _mm256_set1_ps(above), low = _mm256_set1_ps(below);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    uint16_t word;
+    memcpy(&word, bits + (at + i) / 8, sizeof word);
+    __m256i own = _mm256_and_si256(_mm256_set1_epi32(word >> (at + i) % 8), lanes);
+    __m256 set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(own, lanes));
+    __m256 sum = from ? _mm256_loadu_ps(from + i) : _mm256_setzero_ps();
+    _mm256_storeu_ps(x + i, _mm256_add_ps(sum, _mm256_blendv_ps(high, low, set)));
+  }
+  add_sides_plainly(x + i, from ? from + i : NULL, bits, at + i, n - i, above, below);
+}
+
+__attribute__((target("avx512f"))) static void add_sides_avx512(float *x, const float *from,
+                                                                 const uint8_t *bits, int64_t at,
+                                                                 int64_t n, float above,
+                                                                 float below) {
+  const __m512 high = _mm512_set1_ps(above), low = _mm512_set1_ps(below);
+  int64_t i = 0;
+  for (; i + EDGE <= n; i += EDGE) {
+    uint32_t word;
+    memcpy(&word, bits + (at + i) / 8, sizeof word);
+    __m512 side = _mm512_mask_blend_ps((__mmask16)(word >> (at + i) % 8), high, low);
+    __m512 sum = from ? _mm512_loadu_ps(from + i) : _mm512_setzero_ps();
+    _mm512_storeu_ps(x + i, _mm512_add_ps(sum, side));
+  }
+  add_sides_plainly(x + i, from ? from + i : NULL, bits, at + i, n - i, above, below);
+}
+#endif
+
+static void add_sign_values(float *x, const float *from, const uint8_t *bits, int64_t at,
+                            int64_t n, float above, float below) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f")) {
+    add_sides_avx512(x, from, bits, at, n, above, below);
+    return;
+  }
+#endif
+  BEST(add_sides)(x, from, bits, at, n, above, below);
 }
 
 /* Goes over a vector chunk by chunk, and within one over the rows that meet it. */
@@ -902,7 +983,7 @@ static int encode_columns(const band *of, const float *x, float *above, float *b
 }
 
 /* x = from + the sides that one bit of each word says; `from` may be x itself. */
-FAST static void add_sides(float *x, const float *from, const uint32_t *bits, int64_t n, int bit,
+FAST static void add_words(float *x, const float *from, const uint32_t *bits, int64_t n, int bit,
                            const float *above, const float *below) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; i++) x[i] = from[i] + (bits[i] >> bit & 1 ? below[i] : above[i]);
@@ -933,7 +1014,7 @@ static int add_columns(const band *of, const float *base, float *out, int64_t ra
       for (int64_t rank = 0; rank < ranks; rank++, from = out + at) {
         const float *up = sides + 2 * rank * wide;
         const uint32_t *own = bits + (rank * packed + j / GROUP) * wide;
-        add_sides(out + at, from, own, n, (int)(j % GROUP), up, up + wide);
+        add_words(out + at, from, own, n, (int)(j % GROUP), up, up + wide);
       }
     }
   }
@@ -948,42 +1029,55 @@ static int in_columns(const band *bands, int64_t count, int64_t begin, int64_t e
   return 0;
 }
 
+#define NEAR (1 << 16) /* elements of which signs are read again soon after the means */
+
+/* The means of the groups that begin in [begin, end). room [2 * half] */
+static void sign_means(const band *bands, int64_t count, const float *x, int64_t begin, int64_t end,
+                       float *room, int64_t half, float *above, float *below) {
+  walk w = walk_from(bands, count, begin);
+  for (; w.at < count; w.row = 0, w.at++) {
+    const band *b = bands + w.at;
+    if (!b->places && w.row < b->rows && b->start + w.row * b->length < begin) w.row++, w.group++;
+    for (; w.row < b->rows; w.row++, w.group++) {
+      int64_t at = b->start + w.row * b->length, negative, folded;
+      if (b->places) continue;
+      if (at >= end) return;
+      folded = split(x + at, b->length, room, room + half, &negative);
+      fold(room, folded);
+      fold(room + half, folded);
+      above[w.group] = room[0] / (float)(b->length - negative > 1 ? b->length - negative : 1);
+      below[w.group] = room[half] / (float)(negative > 1 ? negative : 1);
+    }
+  }
+}
+
 int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
                  float *below, uint32_t *words, int threads) {
-  int64_t groups = groups_in(bands, count), half = longest(bands, count) / 2 + 1;
+  int64_t half = longest(bands, count) / 2 + 1;
   float *room = malloc(2 * sizeof(float) * (size_t)(half * threads));
   if (!room) return -1;
   IN_PIECES
-  for (int t = 0; t < threads; t++)
-    for (int64_t g = border(groups, 1, t, threads); g < border(groups, 1, t + 1, threads); g++) {
-      float *ups = room + 2 * half * t, *downs = ups + half;
-      int64_t size;
-      const float *group = group_of(bands, x, g, &size);
-      if (!group) continue;
-      int64_t negative, folded = split(group, size, ups, downs, &negative);
-      fold(ups, folded);
-      fold(downs, folded);
-      above[g] = ups[0] / (float)(size - negative > 1 ? size - negative : 1);
-      below[g] = downs[0] / (float)(negative > 1 ? negative : 1);
-    }
-  free(room);
-  IN_PIECES
   for (int t = 0; t < threads; t++) {
-    uint8_t codes[CHUNK];
     int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
     walk w = walk_from(bands, count, begin);
     for (; begin < stop; begin = end) {
-      int64_t from, to, group;
+      int64_t from, to, group, done = begin;
       int more;
-      end = begin + CHUNK < n ? begin + CHUNK : n;
-      memset(codes, 0, CHUNK);
+      end = begin + NEAR < stop ? begin + NEAR : stop;
+      sign_means(bands, count, x, begin, end, room + 2 * half * t, half, above, below);
+      if (in_columns(bands, count, begin, end)) {
+        memset(words + begin / GROUP, 0, (size_t)(end - begin) / 8);
+        continue;
+      }
+      pack_signs(x + begin, end - begin, words + begin / GROUP);
       do {
         more = next_piece(&w, begin, end, &from, &to, &group);
-        if (more) sign_codes(x + from, to - from, codes + from - begin);
+        clear_bits(words, done, more ? from : end);
+        done = more ? to : end;
       } while (more == 1);
-      pack_codes(codes, end - begin, 1, words + begin / GROUP);
     }
   }
+  free(room);
   for (int64_t b = 0, group = 0; b < count; group += bands[b++].rows)
     if (bands[b].places && encode_columns(bands + b, x, above + group, below + group, words))
       return -1;
@@ -995,25 +1089,28 @@ int add_signs(const band *bands, int64_t count, const float *base, float *out, i
               const float *below, int64_t mean_stride, const float *weights, int threads) {
   IN_PIECES
   for (int t = 0; t < threads; t++) {
-    uint8_t codes[CHUNK];
+    uint8_t bits[CHUNK / 8 + 2];
     int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
     walk w = walk_from(bands, count, begin);
     for (; begin < stop; begin = end) {
-      int64_t from, to, group;
-      int more;
       walk start = w;
       end = begin + CHUNK < n ? begin + CHUNK : n;
       if (ranks && in_columns(bands, count, begin, end)) continue;
-      begin_sum(out, base, begin, end);
+      if (!ranks) begin_sum(out, base, begin, end);
       for (int64_t rank = 0; rank < ranks; rank++) {
+        const float *high = above + rank * mean_stride, *low = below + rank * mean_stride;
+        const float *before = rank ? out : base;
+        int64_t from, to, group, done = begin;
+        int more;
         w = start;
-        unpack_codes(words + rank * word_stride + begin / GROUP, end - begin, 1, codes);
+        memcpy(bits, words + rank * word_stride + begin / GROUP, (size_t)(end - begin) / 8);
         do {
           more = next_piece(&w, begin, end, &from, &to, &group);
+          if (!rank) begin_sum(out, base, done, more ? from : end);
+          done = more ? to : end;
           if (more)
-            add_sign_values(out + from, codes + from - begin, to - from,
-                            above[rank * mean_stride + group] * weights[rank],
-                            below[rank * mean_stride + group] * weights[rank]);
+            add_sign_values(out + from, before ? before + from : NULL, bits, from - begin,
+                            to - from, high[group] * weights[rank], low[group] * weights[rank]);
         } while (more == 1);
       }
     }
