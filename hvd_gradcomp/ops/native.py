@@ -49,7 +49,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "words_add_places": (None, (_P, _P, _P, _N, _N, _P, _P, _I)),
     "largest_find": (_I, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
     "largest_guess": (None, (_P, _P, _P, _P, _P, _P, _I)),
-    "largest_again": (None, (_P, _P, _P, _P, _P, _I)),
+    "largest_again": (None, (_P, _P, _P, _P, _P, _P, _I)),
     "largest_choose": (_N, (_P, _N, _P, _P, _P, _I)),
     "largest_write": (None, (_P, _P, _P, _N, _N, _P, _P, _N, _P)),
     "largest_settle": (None, (_P, _P, _P, _P, _P, _P, _P, _I)),

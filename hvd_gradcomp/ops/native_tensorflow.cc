@@ -233,6 +233,7 @@ REGISTER_OP("GradcompAddWords")
     .BUCKET
     .SHAPE(c->set_output(0, c->input(0)));
 
+// With `looks` the memory stays as it is, and so does the hint, which says nothing.
 REGISTER_OP("GradcompWriteLargest")
     .Input("memory: fields * float")
     .Input("gradient: float")
@@ -250,6 +251,7 @@ REGISTER_OP("GradcompWriteLargest")
     .Attr("momentum: float")
     .Attr("nesterov: bool")
     .Attr("masking: bool")
+    .Attr("looks: bool")
     .Attr("whole: bool")
     .Attr("strides: list(int)")
     .BUCKET
@@ -1065,6 +1067,7 @@ class WriteLargest : public Largest {
     OP_REQUIRES_OK(c, c->GetAttr("momentum", &how_.momentum));
     OP_REQUIRES_OK(c, c->GetAttr("nesterov", &nesterov));
     OP_REQUIRES_OK(c, c->GetAttr("masking", &masking));
+    OP_REQUIRES_OK(c, c->GetAttr("looks", &looks_));
     OP_REQUIRES_OK(c, c->GetAttr("fields", &fields_));
     OP_REQUIRES_OK(c, c->GetAttr("whole", &whole_));
     OP_REQUIRES_OK(c, c->GetAttr("strides", &strides_));
@@ -1088,8 +1091,15 @@ class WriteLargest : public Largest {
     if (!Number(c, "turn", c->input(fields_ + 4), &turn) || !Has(c, "quota", quota, groups) ||
         !Has(c, "slack", slack, groups) || !Has(c, "hint", hint, groups) ||
         !Form(c, c->input(fields_ + 5), false, &as, &bytes) ||
-        !Has(c, "gradient", gradient, where_.size) || !Memory(c, fields_, 4, before, fields))
+        !Has(c, "gradient", gradient, where_.size))
       return;
+    if (looks_) {
+      if (!Has(c, "r", c->input(0), where_.size)) return;
+      before[0] = Floats(c->input(0));
+      for (int i = 0; i < fields_; i++) c->set_output(4 + i, c->input(i));
+    } else if (!Memory(c, fields_, 4, before, fields)) {
+      return;
+    }
     auto *k = quota.flat<int64_t>().data(), *more = slack.flat<int64_t>().data();
     for (int64_t i = 0; i < groups; i++)
       OP_REQUIRES(c, 0 <= k[i] && k[i] <= where_.size && 0 <= more[i] && more[i] <= INT32_MAX,
@@ -1109,15 +1119,17 @@ class WriteLargest : public Largest {
     scope of = {where_,    offsets_.data(), sizes_.data(), strides_.data(),
                 elements_, static_cast<int32_t>(whole_)};
     uint8_t *out = body->flat<uint8_t>().data();
-    float *r = fields[0], *u = fields[1];
-    int failed = largest_find(&how_, &of, r, u, before[0], before[1], Floats(gradient),
-                              Floats(hint), &found, 1);
+    float *r = fields[0], *u = fields[1], *then = next->flat<float>().data();
+    const float *g = Floats(gradient), *look = looks_ ? before[0] : r;
+    if (looks_) largest_guess(&of, before[0], g, k, more, then, 1);
+    int failed = largest_find(&how_, &of, r, u, before[0], before[1], g,
+                              looks_ ? then : Floats(hint), &found, 1);
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a bucket with"));
-    largest_again(&of, r, k, more, &found, 1);
-    int64_t chosen = largest_choose(&of, turn, k, &found, next->flat<float>().data(), 1);
+    largest_again(&of, look, looks_ ? g : nullptr, k, more, &found, 1);
+    int64_t chosen = largest_choose(&of, turn, k, &found, then, 1);
     int64_t *layers = per_layer->flat<int64_t>().data(), total = 0;
     largest_write(&where_, &as, &found, chosen, turn, scratch, out, bytes, layers);
-    largest_settle(&how_, &where_, &as, out, scratch, r, u, 1);
+    if (!looks_) largest_settle(&how_, &where_, &as, out, scratch, r, u, 1);
     for (int64_t i = 0; i < where_.layers; i++) total += layers[i];
     sent->scalar<int64_t>()() = total;
   }
@@ -1127,7 +1139,7 @@ class WriteLargest : public Largest {
   std::vector<int64_t> strides_;
   int64_t elements_ = 0;
   int fields_ = 0;
-  bool whole_ = false;
+  bool whole_ = false, looks_ = false;
 };
 
 class AddLargest : public Largest {

@@ -168,10 +168,6 @@ class LargestPasses(Passes):
     leads = True
     looks = shares = False
 
-    def __init__(self, ops: Verbs) -> None:
-        super().__init__(ops)
-        self._sum = torch.empty(0, dtype=torch.float32, device="cpu")  # used again, as `_rooms`
-
     def write(
         self,
         how: Collecting,
@@ -228,11 +224,8 @@ class LargestPasses(Passes):
         where, numbers = ctypes.byref(self._scope(scope)), (_at(quota), _at(slack))
         given = where, _at(r), _at(gradient), *numbers, _at(hint)
         self.native.largest_guess(*given, torch.get_num_threads())
-        if self._sum.numel() < scope.layout.size:
-            self._sum = torch.empty(scope.layout.size, dtype=torch.float32, device="cpu")
-        room, before = (self._sum, None), (r, None)
-        how = Collecting()
-        return self._write(how, scope, form, turn, quota, slack, hint, room, before, gradient)
+        nowhere, before, how = (None, None), (r, None), Collecting()
+        return self._write(how, scope, form, turn, quota, slack, hint, nowhere, before, gradient)
 
     def _write(
         self,
@@ -243,10 +236,11 @@ class LargestPasses(Passes):
         quota: Tensor,
         slack: Tensor,
         hint: Tensor,
-        memory: tuple[Tensor, Tensor | None],
+        memory: tuple[Tensor | None, Tensor | None],
         before: tuple[Tensor, Tensor | None],
         gradient: Tensor,
     ) -> Written:
+        """With r and u; the memory is what they become, None where they stay as they are."""
         native, layout, threads = self.native, scope.layout, torch.get_num_threads()
         where, place = ctypes.byref(self._scope(scope)), self._where(layout)
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
@@ -257,7 +251,8 @@ class LargestPasses(Passes):
         given = *map(_at, memory), *map(_at, before), _at(gradient), _at(hint)
         taking = ctypes.byref(_Collecting(*how))
         _check(native.largest_find(taking, where, *given, found, threads))
-        native.largest_again(where, _at(memory[0]), _at(quota), _at(slack), found, threads)
+        look = (before[0], gradient) if memory[0] is None else (memory[0], None)
+        native.largest_again(where, *map(_at, look), _at(quota), _at(slack), found, threads)
         chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)
         out = start + 8 * layout.size, _at(body), form.size, _at(per_layer)
         native.largest_write(place, _form(form), found, chosen, turn, *out)
