@@ -233,7 +233,7 @@ REGISTER_OP("GradcompAddWords")
     .BUCKET
     .SHAPE(c->set_output(0, c->input(0)));
 
-// With `looks` the memory stays as it is, and so does the hint, which says nothing.
+// With `looks` the memory stays as it is.
 REGISTER_OP("GradcompWriteLargest")
     .Input("memory: fields * float")
     .Input("gradient: float")
@@ -1121,9 +1121,8 @@ class WriteLargest : public Largest {
     uint8_t *out = body->flat<uint8_t>().data();
     float *r = fields[0], *u = fields[1], *then = next->flat<float>().data();
     const float *g = Floats(gradient), *look = looks_ ? before[0] : r;
-    if (looks_) largest_guess(&of, before[0], g, k, more, then, 1);
-    int failed = largest_find(&how_, &of, r, u, before[0], before[1], g,
-                              looks_ ? then : Floats(hint), &found, 1);
+    int failed = largest_find(&how_, &of, r, u, before[0], before[1], g, k, more, Floats(hint),
+                              &found, 1);
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a bucket with"));
     largest_again(&of, look, looks_ ? g : nullptr, k, more, &found, 1);
     int64_t chosen = largest_choose(&of, turn, k, &found, then, 1);

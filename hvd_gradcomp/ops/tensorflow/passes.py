@@ -102,7 +102,7 @@ class TensorFlowLargestPasses:
     ) -> Written:
         """One rank's step; as `passes.LargestPasses.write`, but that nothing is left to settle.
 
-        With `looks` the memory stays as it is, and the hint does not count.
+        With `looks` the memory stays as it is.
         """
         layout = scope.layout
         written = self.native.gradcomp_write_largest(
@@ -134,7 +134,8 @@ class TensorFlowLargestPasses:
         gradient: Tensor,
     ) -> Written:
         """What `write` would send of r and the gradient; as `passes.LargestPasses.choose`."""
-        given = Collecting(), scope, form, turn, None, most, tf.zeros((scope.count,))
+        hint = tf.fill((scope.count,), float("inf"))
+        given = Collecting(), scope, form, turn, None, most, hint
         return self.write(*given, (r,), gradient, 0, looks=True)
 
     def values(
