@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from hvd_gradcomp.codecs.quantized import EXCHANGES, Into, Payload, QuantizedCompressor
@@ -60,12 +60,17 @@ class OneBitCompressor(QuantizedCompressor):
         self, ops: Ops, context: Context, gradient: Tensor, state: Residual, **extra: Tensor
     ) -> Program:
         layout = context.layout
-        if layout.outputs_first == layout.shapes:
-            return super().aggregate(ops, context, gradient, state, **extra)
-        return self._turned(ops, context, gradient, state)
+        two_shot = self.chosen_exchange(layout, context.size) == "two_shot"
+        if two_shot and layout.stored_outputs_last:
+            return self._turned(ops, context, gradient, state)
+        return super().aggregate(ops, context, gradient, state, **extra)
+
+    def stored_bands(self, layout: Layout) -> Bands:
+        bands, stored = self.bands(layout), layout.stored_outputs_last
+        return replace(bands, stored_outputs_last=stored) if stored else bands
 
     def _turned(self, ops: Ops, context: Context, gradient: Tensor, state: Residual) -> Program:
-        """The same of layers that are stored with their outputs last."""
+        """The same of layers stored with their outputs last, where shards are of another order."""
         layout = context.layout
         gradient, r = (ops.outputs_first(layout, x) for x in (gradient, state.r))
         total, state = yield from super().aggregate(ops, context, gradient, Residual(r))

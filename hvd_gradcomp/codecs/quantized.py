@@ -91,6 +91,10 @@ class QuantizedCompressor(Compressor):
         """The groups of a bucket."""
         return _bands_of(self, layout)
 
+    def stored_bands(self, layout: Layout) -> Bands:
+        """The groups of a bucket as the framework stores it; those that are allgathered."""
+        return self.bands(layout)
+
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
         """The body of an allgathered payload."""
         return self._parts(self.bands(layout).groups, layout.size)
@@ -287,7 +291,7 @@ def allgather(
     leaves it as it was.
     """
     layout = context.layout
-    bands, parts = codec.bands(layout), codec.parts(layout)
+    bands, parts = codec.stored_bands(layout), codec.parts(layout)
     finite, gradient = exchanges.checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
     mine, finite = _checked_sides(
@@ -347,8 +351,8 @@ def two_shot(
     pieces = []
     for other, cut in enumerate(cuts):
         room = gradient[other * shard : (other + 1) * shard]
-        if room.shape[0] < shard:  # the last shard may reach beyond the bucket
-            room = ops.zeros((shard,))
+        if not room.shape[0]:  # shards reach beyond the bucket, and the last may be all padding
+            continue
         theirs = {name: part[other : other + 1] for name, part in payload.items()}
         into = Into(None, room, weights[other : other + 1])
         pieces.append(codec.add_decoded(ops, cut, theirs, into))

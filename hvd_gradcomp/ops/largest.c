@@ -29,14 +29,28 @@ static int64_t start_of(const scope *of, int64_t group) {
 
 /* -- finding --------------------------------------------------------------------------------- */
 
-/* What is as large as a bound and not zero, of the stretch from `at` to `end`. */
-static int64_t list_from(float bound, const float *r, int64_t at, int64_t end, uint32_t *index,
+/* What is as large as a bound and not zero, of x [n], whose first element has an index. */
+static int64_t list_from(float bound, const float *x, int64_t n, int64_t at, uint32_t *index,
                          uint32_t *bits) {
   if (!(bound < INFINITY)) return 0;
   /* Not below a float is beyond the one before it. */
   const rule how = {.large = 1, .tau = bound > 0.0f ? float_of(bits_of(bound) - 1) : 0.0f};
   uint32_t most = 0;
-  return list(&how, r + at, r + at, end - at, (uint32_t)at, index, bits, &most);
+  return list(&how, x, x, n, (uint32_t)at, index, bits, &most);
+}
+
+/* The same of the stretch of r + g from `at` to `end`; of r if there is no g. */
+static int64_t list_of_both(float bound, const float *r, const float *g, int64_t at, int64_t end,
+                            uint32_t *index, uint32_t *bits) {
+  float sum[CHUNK];
+  int64_t count = 0;
+  if (!g) return list_from(bound, r + at, end - at, at, index, bits);
+  for (int64_t n; at < end; at += n) {
+    n = at + CHUNK < end ? CHUNK : end - at;
+    add(sum, r + at, g + at, n);
+    count += list_from(bound, sum, n, at, index + count, bits + count);
+  }
+  return count;
 }
 
 static void move(const elements *found, int64_t to, int64_t from, int64_t count) {
@@ -45,17 +59,63 @@ static void move(const elements *found, int64_t to, int64_t from, int64_t count)
   memmove(found->bits + to, found->bits + from, sizeof(uint32_t) * (size_t)count);
 }
 
+/* Calls for each run of neighbours in a group's part of the sample. */
+#define EACH_RUN(does)                                                                            \
+  for (int64_t layer = of->whole ? 0 : group; layer < (of->whole ? of->where.layers : group + 1); \
+       layer++) {                                                                                 \
+    int64_t stop = of->offsets[layer] + of->sizes[layer], stride = of->strides[layer];            \
+    for (int64_t at = of->offsets[layer]; at < stop; at += SAMPLE_RUN * stride)                   \
+      for (int64_t i = at; i < stop && i < at + SAMPLE_RUN; i++) does;                            \
+  }
+
+/* What `add_momentum` or `add` makes of an element; what r is if there is no g. */
+static float taken(const collecting *how, const float *r, const float *u, const float *g,
+                   int64_t i) {
+  if (!g) return r[i];
+  if (!u) return r[i] + g[i];
+  float next = u[i] * how->momentum;
+  next = next + g[i];
+  float ahead = next * how->momentum;
+  ahead = ahead + g[i];
+  return r[i] + (how->nesterov ? ahead : next);
+}
+
+/* What somewhat more than k elements of a group reach, to all appearance; see `taken`. */
+static float bound_by_sample(const collecting *how, const scope *of, int64_t group, const float *r,
+                             const float *u, const float *g, int64_t wanted) {
+  int64_t counts[SAMPLE_BINS] = {0}, top = 0, below = 0, reached = 0;
+  if (size_of(of, group) <= SMALL) return 0.0f;
+#define BIN(i) (int64_t)(MAGNITUDE(taken(how, r, u, g, i)) >> FINE)
+  EACH_RUN(top = BIN(i) > top ? BIN(i) : top)
+  EACH_RUN(counts[top - BIN(i) < SAMPLE_BINS ? top - BIN(i) : SAMPLE_BINS - 1] += stride)
+#undef BIN
+  for (; below < SAMPLE_BINS; below++) {
+    reached += counts[below];
+    if (reached >= wanted) break;
+  }
+  return below < SAMPLE_BINS - 1 && top > below ? float_of((uint32_t)(top - below) << FINE) : 0.0f;
+}
+
 /* Takes the gradient in, and finds what reaches the hint of its group; ascending.
  *
- * r0: what r is before, which may be r. u: the velocity; NULL without momentum. u0: likewise.
+ * k, slack, hint: of each group; see `largest_again`. Where a hint is infinite, a sample says where to
+ * look for k.
+ * r: NULL to take nothing in, and only look at r0 + g. r0: what r is before, which may be r.
+ * u: the velocity; NULL without momentum. u0: likewise.
  * Returns NO_MEMORY, or 0.
  */
 int largest_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
-                 const float *u0, const float *g, const float *hint, const elements *found,
-                 int threads) {
+                 const float *u0, const float *g, const int64_t *k, const int64_t *slack,
+                 const float *hint, const elements *found, int threads) {
   int64_t n = of->where.size, groups = groups_of(of);
-  int64_t *counts = calloc((size_t)(threads * groups + 1), sizeof(int64_t));
+  int64_t *counts = calloc((size_t)(threads * groups + groups + 1), sizeof(int64_t));
   if (!counts) return NO_MEMORY;
+  float *bound = (float *)(counts + threads * groups);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
+  for (int64_t group = 0; group < groups; group++)
+    bound[group] = hint[group] < INFINITY ? hint[group]
+                                          : bound_by_sample(how, of, group, r0, u0, g,
+                                                            k[group] + slack[group]);
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
@@ -63,12 +123,17 @@ int largest_find(const collecting *how, const scope *of, float *r, float *u, con
       end = end_of(&of->where, at, stop);
       int64_t group = of->whole ? 0 : layer_of(&of->where, at), first = start_of(of, group);
       int64_t *count = counts + t * groups + group, out = (first > start ? first : start) + *count;
+      if (!r) {
+        *count += list_of_both(bound[group], r0, g, at, end, found->index + out, found->bits + out);
+        continue;
+      }
       if (u)
         add_momentum(r + at, u + at, r0 + at, u0 + at, g + at, end - at, how->momentum,
                      how->nesterov);
       else
         add(r + at, r0 + at, g + at, end - at);
-      *count += list_from(hint[group], r, at, end, found->index + out, found->bits + out);
+      *count +=
+          list_from(bound[group], r + at, end - at, at, found->index + out, found->bits + out);
     }
   }
   for (int64_t group = 0; group < groups; group++) {
@@ -84,55 +149,20 @@ int largest_find(const collecting *how, const scope *of, float *r, float *u, con
   return 0;
 }
 
-/* Calls for each run of neighbours in a group's part of the sample. */
-#define EACH_RUN(does)                                                                            \
-  for (int64_t layer = of->whole ? 0 : group; layer < (of->whole ? of->where.layers : group + 1); \
-       layer++) {                                                                                 \
-    int64_t stop = of->offsets[layer] + of->sizes[layer], stride = of->strides[layer];            \
-    for (int64_t at = of->offsets[layer]; at < stop; at += SAMPLE_RUN * stride)                   \
-      for (int64_t i = at; i < stop && i < at + SAMPLE_RUN; i++) does;                            \
-  }
-
-/* What somewhat more than k elements of r + g reach in a group, to all appearance; of r if there is
- * no g. */
-static float bound_by_sample(const scope *of, int64_t group, const float *r, const float *g,
-                             int64_t wanted) {
-  int64_t counts[SAMPLE_BINS] = {0}, top = 0, below = 0, reached = 0;
-#define BIN(i) (int64_t)(MAGNITUDE(g ? r[i] + g[i] : r[i]) >> FINE)
-  EACH_RUN(top = BIN(i) > top ? BIN(i) : top)
-  EACH_RUN(counts[top - BIN(i) < SAMPLE_BINS ? top - BIN(i) : SAMPLE_BINS - 1] += stride)
-#undef BIN
-  for (; below < SAMPLE_BINS; below++) {
-    reached += counts[below];
-    if (reached >= wanted) break;
-  }
-  return below < SAMPLE_BINS - 1 && top > below ? float_of((uint32_t)(top - below) << FINE) : 0.0f;
-}
-
-/* Where to look for the k largest of r + g in each group, if nothing is known of the step before. */
-void largest_guess(const scope *of, const float *r, const float *g, const int64_t *k,
-                   const int64_t *slack, float *hint, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
-  for (int64_t group = 0; group < groups_of(of); group++)
-    hint[group] = size_of(of, group) > SMALL
-                      ? bound_by_sample(of, group, r, g, k[group] + slack[group])
-                      : 0.0f;
-}
-
-/* Looks again in groups of which fewer than k elements were found.
+/* Looks again in groups of which fewer than k elements were found, at r + g; at r if there is no g.
  *
  * slack: by how much a sample may be wrong about k, for each group.
  */
-void largest_again(const scope *of, const float *r, const int64_t *k, const int64_t *slack,
-                   const elements *found, int threads) {
+void largest_again(const scope *of, const float *r, const float *g, const int64_t *k,
+                   const int64_t *slack, const elements *found, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
   for (int64_t group = 0; group < groups_of(of); group++) {
     if (found->count[group] >= k[group]) continue;
     int64_t first = start_of(of, group), end = start_of(of, group + 1);
-    int large = size_of(of, group) > SMALL;
-    float bound = large ? bound_by_sample(of, group, r, NULL, k[group] + slack[group]) : 0.0f;
+    float bound = bound_by_sample(NULL, of, group, r, NULL, g, k[group] + slack[group]);
     for (int scan = 0; scan < 3; scan++) {
-      int64_t count = list_from(bound, r, first, end, found->index + first, found->bits + first);
+      int64_t count =
+          list_of_both(bound, r, g, first, end, found->index + first, found->bits + first);
       found->count[group] = count;
       if (count >= k[group] || !(bound > 0.0f)) break;
       bound = bound * (scan ? 0.0f : 0.25f);

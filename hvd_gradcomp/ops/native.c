@@ -697,8 +697,37 @@ FAST static void level_codes(const float *x, int64_t n, float inverse, int level
   }
 }
 
-FAST static void sign_codes(const float *x, int64_t n, uint8_t *codes) {
-  for (int64_t i = 0; i < n; i++) codes[i] = x[i] < 0.0f;
+/* Signs [n] to words [n / 32]. */
+static void pack_signs_plainly(const float *x, int64_t n, uint32_t *words) {
+  for (int64_t g = 0; g < n / GROUP; g++) {
+    uint32_t word = 0;
+    for (int lane = 0; lane < GROUP; lane++)
+      word |= (uint32_t)(x[g * GROUP + lane] < 0.0f) << lane;
+    words[g] = word;
+  }
+}
+
+#ifdef __x86_64__
+AVX2 static void pack_signs_avx2(const float *x, int64_t n, uint32_t *words) {
+  const __m256 zero = _mm256_setzero_ps();
+  for (int64_t g = 0; g < n / GROUP; g++) {
+    uint32_t word = 0;
+    for (int lane = 0; lane < GROUP; lane += 8) {
+      const __m256 eight = _mm256_loadu_ps(x + g * GROUP + lane);
+      word |= (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(eight, zero, _CMP_LT_OQ)) << lane;
+    }
+    words[g] = word;
+  }
+}
+#endif
+
+static void pack_signs(const float *x, int64_t n, uint32_t *words) {
+  BEST(pack_signs)(x, n, words);
+}
+
+/* Clears the bits from `begin` to `end`. */
+static void clear_bits(uint32_t *words, int64_t begin, int64_t end) {
+  for (; begin < end; begin++) words[begin / GROUP] &= ~(1u << begin % GROUP);
 }
 
 FAST static void add_level_values(float *total, const uint8_t *codes, int64_t n, float unit,
@@ -710,9 +739,61 @@ FAST static void add_level_values(float *total, const uint8_t *codes, int64_t n,
   }
 }
 
-FAST static void add_sign_values(float *total, const uint8_t *codes, int64_t n, float above,
-                                 float below) {
-  for (int64_t i = 0; i < n; i++) total[i] = total[i] + (codes[i] ? below : above);
+/* x = from + the side that each bit from `at` on says; `from` may be x itself, and is 0 if NULL.
+ *
+ * bits: with two bytes more than that.
+ */
+static void add_sides_plainly(float *x, const float *from, const uint8_t *bits, int64_t at,
+                              int64_t n, float above, float below) {
+  for (int64_t i = 0; i < n; i++) {
+    float side = bits[(at + i) / 8] >> (at + i) % 8 & 1 ? below : above;
+    x[i] = (from ? from[i] : 0.0f) + side;
+  }
+}
+
+#ifdef __x86_64__
+AVX2 static void add_sides_avx2(float *x, const float *from, const uint8_t *bits, int64_t at,
+                                int64_t n, float above, float below) {
+  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256 high = _mm256_set1_ps(above), low = _mm256_set1_ps(below);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    uint16_t word;
+    memcpy(&word, bits + (at + i) / 8, sizeof word);
+    __m256i own = _mm256_and_si256(_mm256_set1_epi32(word >> (at + i) % 8), lanes);
+    __m256 set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(own, lanes));
+    __m256 sum = from ? _mm256_loadu_ps(from + i) : _mm256_setzero_ps();
+    _mm256_storeu_ps(x + i, _mm256_add_ps(sum, _mm256_blendv_ps(high, low, set)));
+  }
+  add_sides_plainly(x + i, from ? from + i : NULL, bits, at + i, n - i, above, below);
+}
+
+__attribute__((target("avx512f"))) static void add_sides_avx512(float *x, const float *from,
+                                                                 const uint8_t *bits, int64_t at,
+                                                                 int64_t n, float above,
+                                                                 float below) {
+  const __m512 high = _mm512_set1_ps(above), low = _mm512_set1_ps(below);
+  int64_t i = 0;
+  for (; i + EDGE <= n; i += EDGE) {
+    uint32_t word;
+    memcpy(&word, bits + (at + i) / 8, sizeof word);
+    __m512 side = _mm512_mask_blend_ps((__mmask16)(word >> (at + i) % 8), high, low);
+    __m512 sum = from ? _mm512_loadu_ps(from + i) : _mm512_setzero_ps();
+    _mm512_storeu_ps(x + i, _mm512_add_ps(sum, side));
+  }
+  add_sides_plainly(x + i, from ? from + i : NULL, bits, at + i, n - i, above, below);
+}
+#endif
+
+static void add_sign_values(float *x, const float *from, const uint8_t *bits, int64_t at,
+                            int64_t n, float above, float below) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f")) {
+    add_sides_avx512(x, from, bits, at, n, above, below);
+    return;
+  }
+#endif
+  BEST(add_sides)(x, from, bits, at, n, above, below);
 }
 
 /* Goes over a vector chunk by chunk, and within one over the rows that meet it. */
@@ -740,6 +821,11 @@ static int next_piece(walk *w, int64_t begin, int64_t end, int64_t *from, int64_
                       int64_t *group) {
   while (w->at < w->count) {
     const band *b = w->bands + w->at;
+    if (b->places) { /* of columns */
+      w->group += b->rows - w->row;
+      w->row = 0, w->at++;
+      continue;
+    }
     int64_t start = b->start + w->row * b->length, stop = start + b->length;
     if (start >= end) return 0;
     *from = start > begin ? start : begin;
@@ -821,69 +907,286 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
   }
 }
 
-int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
-                 float *below, uint32_t *words, int threads) {
-  int64_t groups = groups_in(bands, count), half = longest(bands, count) / 2 + 1;
-  float *room = malloc(2 * sizeof(float) * (size_t)(half * threads));
-  if (!room) return -1;
-  IN_PIECES
-  for (int t = 0; t < threads; t++)
-    for (int64_t g = border(groups, 1, t, threads); g < border(groups, 1, t + 1, threads); g++) {
-      float *ups = room + 2 * half * t, *downs = ups + half;
-      int64_t size;
-      const float *group = group_of(bands, x, g, &size);
-      int64_t negative, folded = split(group, size, ups, downs, &negative);
-      fold(ups, folded);
-      fold(downs, folded);
-      above[g] = ups[0] / (float)(size - negative > 1 ? size - negative : 1);
-      below[g] = downs[0] / (float)(negative > 1 ? negative : 1);
+/* -- signs of columns ------------------------------------------------------------------------- */
+
+#define TALLY (1 << 15) /* sums of columns, or packed signs, that are made at a time: a cache holds them */
+
+/* How many columns are looked at together, if each takes so much. */
+static int64_t together(const band *of, int64_t each) {
+  int64_t wide = TALLY / each / EDGE * EDGE;
+  if (wide < EDGE) wide = EDGE;
+  return wide < of->rows ? wide : of->rows;
+}
+
+/* Of n columns eight elements each, folded three times; see `split`. */
+FAST static void split_eight(const float *const *x, int64_t n, float *restrict above,
+                             float *restrict below) {
+  const float *a = x[0], *b = x[1], *c = x[2], *d = x[3];
+  const float *e = x[4], *f = x[5], *g = x[6], *h = x[7];
+#define FOLDED(side)                                            \
+  (((side(a[i]) + side(e[i])) + (side(c[i]) + side(g[i]))) +    \
+   ((side(b[i]) + side(f[i])) + (side(d[i]) + side(h[i]))))
+  for (int64_t i = 0; i < n; i++) {
+    above[i] = FOLDED(NOT_BELOW);
+    below[i] = FOLDED(BELOW);
+  }
+}
+
+FAST static void split_two(const float *x, const float *y, int64_t n, float *restrict above,
+                           float *restrict below) {
+  for (int64_t i = 0; i < n; i++) {
+    above[i] = NOT_BELOW(x[i]) + NOT_BELOW(y[i]);
+    below[i] = BELOW(x[i]) + BELOW(y[i]);
+  }
+}
+
+/* The last of an odd number, which is added to the first two unless it is the only one. */
+FAST static void split_last(const float *x, int64_t n, int only, float *restrict above,
+                            float *restrict below) {
+  for (int64_t i = 0; i < n; i++) {
+    above[i] = only ? NOT_BELOW(x[i]) : above[i] + NOT_BELOW(x[i]);
+    below[i] = only ? BELOW(x[i]) : below[i] + BELOW(x[i]);
+  }
+}
+
+FAST static void add_to(float *restrict x, const float *restrict y, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = x[i] + y[i];
+}
+
+/* x [n, wide] is folded in halves, in place; the sums of its columns are x[0]. */
+static void fold_columns(float *x, int64_t n, int64_t wide) {
+  while (n > 1) {
+    int64_t half = n / 2;
+    add_to(x, x + half * wide, half * wide);
+    if (n % 2) add_to(x, x + (n - 1) * wide, wide);
+    n = half;
+  }
+}
+
+/* Signs of eight elements of each of n columns, as bits from `bit` on. */
+FAST static void sign_eight(const float *const *x, int64_t n, int bit, uint32_t *restrict words) {
+  const float *a = x[0], *b = x[1], *c = x[2], *d = x[3];
+  const float *e = x[4], *f = x[5], *g = x[6], *h = x[7];
+#define SIGN(x, bit) ((x)[i] < 0.0f ? 1u << (bit) : 0u)
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t low = SIGN(a, 0) | SIGN(b, 1) | SIGN(c, 2) | SIGN(d, 3);
+    uint32_t high = SIGN(e, 4) | SIGN(f, 5) | SIGN(g, 6) | SIGN(h, 7);
+    words[i] |= (low | high) << bit;
+  }
+}
+
+FAST static void sign_one(const float *x, int64_t n, int bit, uint32_t *restrict words) {
+  for (int64_t i = 0; i < n; i++) words[i] |= SIGN(x, bit);
+}
+
+/* Every `apart`-th of `bits` holds 32 of n signs, which are those from `at` on of the words. */
+static void put_bits(const uint32_t *bits, int64_t apart, int64_t n, int64_t at, uint32_t *words) {
+  int shift = (int)(at % GROUP);
+  for (words += at / GROUP; n > 0; n -= GROUP, bits += apart) {
+    uint64_t both = (uint64_t)*bits << shift;
+    *words++ |= (uint32_t)both;
+    if (both >> GROUP) *words |= (uint32_t)(both >> GROUP);
+  }
+}
+
+static void take_bits(const uint32_t *words, int64_t at, int64_t n, uint32_t *bits,
+                      int64_t apart) {
+  int shift = (int)(at % GROUP);
+  for (words += at / GROUP; n > 0; n -= GROUP, bits += apart) {
+    uint64_t both = *words++;
+    if (n > GROUP - shift) both |= (uint64_t)*words << GROUP;
+    *bits = (uint32_t)(both >> shift);
+  }
+}
+
+/* What `encode_signs` does, of a band of columns. The words are zeros there. */
+static int encode_columns(const band *of, const float *x, float *above, float *below,
+                          uint32_t *words) {
+  int64_t length = of->length, half = length / 2, part = length % 8 ? half : length / 8;
+  int64_t packed = (length + GROUP - 1) / GROUP, sums = part ? part : 1;
+  int64_t wide = together(of, 2 * sums), inputs = length / of->places;
+  float *room = malloc(sizeof(float) * (size_t)(wide * (2 * sums + packed)));
+  int64_t *row = malloc(sizeof(int64_t) * (size_t)length); /* where the j-th of a column lies */
+  for (int64_t j = 0; row && j < length; j++)
+    row[j] = (j % of->places * inputs + j / of->places) * of->rows;
+  for (int64_t left = 0, n; room && row && left < of->rows; left += n) {
+    n = left + wide < of->rows ? wide : of->rows - left;
+    const float *from = x + of->start + left, *eight[8];
+    float *ups = room, *downs = ups + sums * n;
+    uint32_t *bits = (uint32_t *)(downs + sums * n);
+    for (int64_t j = 0; j < part; j++) {
+      float *up = ups + j * n, *down = downs + j * n;
+      for (int k = 0; k < 8 && part != half; k++) eight[k] = from + row[j + k * part];
+      if (part != half)
+        split_eight(eight, n, up, down);
+      else
+        split_two(from + row[j], from + row[half + j], n, up, down);
     }
-  free(room);
-  IN_PIECES
-  for (int t = 0; t < threads; t++) {
-    uint8_t codes[CHUNK];
-    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
-    walk w = walk_from(bands, count, begin);
-    for (; begin < stop; begin = end) {
-      int64_t from, to, group;
-      int more;
-      end = begin + CHUNK < n ? begin + CHUNK : n;
-      memset(codes, 0, CHUNK);
-      do {
-        more = next_piece(&w, begin, end, &from, &to, &group);
-        if (more) sign_codes(x + from, to - from, codes + from - begin);
-      } while (more == 1);
-      pack_codes(codes, end - begin, 1, words + begin / GROUP);
+    if (length % 2) split_last(from + row[length - 1], n, length == 1, ups, downs);
+    fold_columns(ups, sums, n);
+    fold_columns(downs, sums, n);
+    memset(bits, 0, sizeof(uint32_t) * (size_t)(packed * n));
+    for (int64_t j = 0; j < length;) {
+      uint32_t *into = bits + j / GROUP * n;
+      if (j + 8 <= length) {
+        for (int k = 0; k < 8; k++) eight[k] = from + row[j + k];
+        sign_eight(eight, n, (int)(j % GROUP), into);
+        j += 8;
+      } else {
+        sign_one(from + row[j], n, (int)(j % GROUP), into);
+        j++;
+      }
+    }
+    for (int64_t c = 0; c < n; c++) {
+      int64_t negative = 0;
+      for (int64_t i = 0; i < packed; i++) negative += __builtin_popcount(bits[i * n + c]);
+      above[left + c] = ups[c] / (float)(length - negative > 1 ? length - negative : 1);
+      below[left + c] = downs[c] / (float)(negative > 1 ? negative : 1);
+      put_bits(bits + c, n, length, of->start + (left + c) * length, words);
     }
   }
+  int failed = !room || !row ? -1 : 0;
+  free(room);
+  free(row);
+  return failed;
+}
+
+/* x = from + the sides that one bit of each word says; `from` may be x itself. */
+FAST static void add_words(float *x, const float *from, const uint32_t *bits, int64_t n, int bit,
+                           const float *above, const float *below) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) x[i] = from[i] + (bits[i] >> bit & 1 ? below[i] : above[i]);
+}
+
+/* What `add_signs` does, of a band of columns. */
+static int add_columns(const band *of, const float *base, float *out, int64_t ranks,
+                       const uint32_t *words, int64_t word_stride, const float *above,
+                       const float *below, int64_t mean_stride, const float *weights) {
+  int64_t length = of->length, inputs = length / of->places;
+  int64_t packed = (length + GROUP - 1) / GROUP, wide = together(of, packed * ranks);
+  float *room = calloc((size_t)(wide * (ranks * (packed + 2) + 1)), sizeof(float));
+  if (!room) return -1;
+  for (int64_t left = 0, n; left < of->rows; left += n) {
+    n = left + wide < of->rows ? wide : of->rows - left;
+    float *zeros = room, *sides = zeros + wide;
+    uint32_t *bits = (uint32_t *)(sides + 2 * ranks * wide);
+    for (int64_t rank = 0; rank < ranks; rank++)
+      for (int64_t c = 0, at = of->start + left * length; c < n; c++, at += length) {
+        float *up = sides + 2 * rank * wide + c;
+        up[0] = above[rank * mean_stride + left + c] * weights[rank];
+        up[wide] = below[rank * mean_stride + left + c] * weights[rank];
+        take_bits(words + rank * word_stride, at, length, bits + rank * packed * wide + c, wide);
+      }
+    for (int64_t row = 0; row < length; row++) {
+      int64_t j = row % inputs * of->places + row / inputs, at = of->start + row * of->rows + left;
+      const float *from = base ? base + at : zeros;
+      for (int64_t rank = 0; rank < ranks; rank++, from = out + at) {
+        const float *up = sides + 2 * rank * wide;
+        const uint32_t *own = bits + (rank * packed + j / GROUP) * wide;
+        add_words(out + at, from, own, n, (int)(j % GROUP), up, up + wide);
+      }
+    }
+  }
+  free(room);
   return 0;
 }
 
-void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
-               int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
-               const float *below, int64_t mean_stride, const float *weights, int threads) {
+/* Whether a stretch lies in a band of columns. */
+static int in_columns(const band *bands, int64_t count, int64_t begin, int64_t end) {
+  for (const band *b = bands; b < bands + count; b++)
+    if (b->places && b->start <= begin && end <= b->start + b->rows * b->length) return 1;
+  return 0;
+}
+
+#define NEAR (1 << 16) /* elements of which signs are read again soon after the means */
+
+/* The means of the groups that begin in [begin, end). room [2 * half] */
+static void sign_means(const band *bands, int64_t count, const float *x, int64_t begin, int64_t end,
+                       float *room, int64_t half, float *above, float *below) {
+  walk w = walk_from(bands, count, begin);
+  for (; w.at < count; w.row = 0, w.at++) {
+    const band *b = bands + w.at;
+    if (!b->places && w.row < b->rows && b->start + w.row * b->length < begin) w.row++, w.group++;
+    for (; w.row < b->rows; w.row++, w.group++) {
+      int64_t at = b->start + w.row * b->length, negative, folded;
+      if (b->places) continue;
+      if (at >= end) return;
+      folded = split(x + at, b->length, room, room + half, &negative);
+      fold(room, folded);
+      fold(room + half, folded);
+      above[w.group] = room[0] / (float)(b->length - negative > 1 ? b->length - negative : 1);
+      below[w.group] = room[half] / (float)(negative > 1 ? negative : 1);
+    }
+  }
+}
+
+int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
+                 float *below, uint32_t *words, int threads) {
+  int64_t half = longest(bands, count) / 2 + 1;
+  float *room = malloc(2 * sizeof(float) * (size_t)(half * threads));
+  if (!room) return -1;
   IN_PIECES
   for (int t = 0; t < threads; t++) {
-    uint8_t codes[CHUNK];
     int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
     walk w = walk_from(bands, count, begin);
     for (; begin < stop; begin = end) {
-      int64_t from, to, group;
+      int64_t from, to, group, done = begin;
       int more;
+      end = begin + NEAR < stop ? begin + NEAR : stop;
+      sign_means(bands, count, x, begin, end, room + 2 * half * t, half, above, below);
+      if (in_columns(bands, count, begin, end)) {
+        memset(words + begin / GROUP, 0, (size_t)(end - begin) / 8);
+        continue;
+      }
+      pack_signs(x + begin, end - begin, words + begin / GROUP);
+      do {
+        more = next_piece(&w, begin, end, &from, &to, &group);
+        clear_bits(words, done, more ? from : end);
+        done = more ? to : end;
+      } while (more == 1);
+    }
+  }
+  free(room);
+  for (int64_t b = 0, group = 0; b < count; group += bands[b++].rows)
+    if (bands[b].places && encode_columns(bands + b, x, above + group, below + group, words))
+      return -1;
+  return 0;
+}
+
+int add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+              int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
+              const float *below, int64_t mean_stride, const float *weights, int threads) {
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    uint8_t bits[CHUNK / 8 + 2];
+    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    walk w = walk_from(bands, count, begin);
+    for (; begin < stop; begin = end) {
       walk start = w;
       end = begin + CHUNK < n ? begin + CHUNK : n;
-      begin_sum(out, base, begin, end);
+      if (ranks && in_columns(bands, count, begin, end)) continue;
+      if (!ranks) begin_sum(out, base, begin, end);
       for (int64_t rank = 0; rank < ranks; rank++) {
+        const float *high = above + rank * mean_stride, *low = below + rank * mean_stride;
+        const float *before = rank ? out : base;
+        int64_t from, to, group, done = begin;
+        int more;
         w = start;
-        unpack_codes(words + rank * word_stride + begin / GROUP, end - begin, 1, codes);
+        memcpy(bits, words + rank * word_stride + begin / GROUP, (size_t)(end - begin) / 8);
         do {
           more = next_piece(&w, begin, end, &from, &to, &group);
+          if (!rank) begin_sum(out, base, done, more ? from : end);
+          done = more ? to : end;
           if (more)
-            add_sign_values(out + from, codes + from - begin, to - from,
-                            above[rank * mean_stride + group] * weights[rank],
-                            below[rank * mean_stride + group] * weights[rank]);
+            add_sign_values(out + from, before ? before + from : NULL, bits, from - begin,
+                            to - from, high[group] * weights[rank], low[group] * weights[rank]);
         } while (more == 1);
       }
     }
   }
+  for (int64_t b = 0, group = 0; b < count; group += bands[b++].rows)
+    if (bands[b].places && add_columns(bands + b, base, out, ranks, words, word_stride,
+                                       above + group, below + group, mean_stride, weights))
+      return -1;
+  return 0;
 }

@@ -51,16 +51,15 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "words_settle": (None, (_P, _P, _P, _N, _P, _P, _I)),
     "words_add": (_I, (_P, _P, _P, _N, _N, _N, _P, _P, _I)),
     "words_add_places": (None, (_P, _P, _P, _N, _N, _P, _P, _I)),
-    "largest_find": (_I, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
-    "largest_guess": (None, (_P, _P, _P, _P, _P, _P, _I)),
-    "largest_again": (None, (_P, _P, _P, _P, _P, _I)),
+    "largest_find": (_I, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
+    "largest_again": (None, (_P, _P, _P, _P, _P, _P, _I)),
     "largest_choose": (_N, (_P, _N, _P, _P, _P, _I)),
     "largest_write": (None, (_P, _P, _P, _N, _N, _P, _P, _N, _P)),
     "largest_settle": (None, (_P, _P, _P, _P, _P, _P, _P, _I)),
     "largest_add": (_I, (_P, _P, _P, _N, _N, _P, _P, _P, _I)),
     "largest_values": (_I, (_P, _P, _P, _P, _P, _P, _P, _I)),
     "largest_replace": (_I, (_P, _P, _P, _P, _F, _F, _P, _P, _P, _P, _P, _P, _I)),
-    "add_signs": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _P, _N, _P, _I)),
+    "add_signs": (_I, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _P, _N, _P, _I)),
 }
 
 

@@ -5,7 +5,8 @@
 // calls them; ops/building.py compiles and links them into one library. An operation has one
 // thread: TensorFlow runs those of several buckets at the same time.
 //
-// `bands` is {start, rows, length} for each band, one after another; see bands.py.
+// `bands` is {start, rows, length} for each band, one after another; see bands.py. `places` has a
+// number for each band as well, or is empty; see native.h.
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -167,6 +168,7 @@ REGISTER_OP("GradcompEncodeSigns")
     .Output("below: float")
     .Output("packed: uint8")
     .Attr("bands: list(int)")
+    .Attr("places: list(int)")
     .SHAPE(c->set_output(0, c->Vector(GroupsOf(c))); c->set_output(1, c->Vector(GroupsOf(c)));
            c->set_output(2, PackedLike(c, c->input(0), 1)));
 
@@ -178,6 +180,7 @@ REGISTER_OP("GradcompAddSigns")
     .Input("weights: float")
     .Output("total: float")
     .Attr("bands: list(int)")
+    .Attr("places: list(int)")
     .Attr("from_zero: bool")
     .SHAPE(c->set_output(0, c->input(0)));
 
@@ -230,6 +233,7 @@ REGISTER_OP("GradcompAddWords")
     .BUCKET
     .SHAPE(c->set_output(0, c->input(0)));
 
+// With `looks` the memory stays as it is.
 REGISTER_OP("GradcompWriteLargest")
     .Input("memory: fields * float")
     .Input("gradient: float")
@@ -247,6 +251,7 @@ REGISTER_OP("GradcompWriteLargest")
     .Attr("momentum: float")
     .Attr("nesterov: bool")
     .Attr("masking: bool")
+    .Attr("looks: bool")
     .Attr("whole: bool")
     .Attr("strides: list(int)")
     .BUCKET
@@ -528,7 +533,7 @@ class OverGroups : public OpKernel {
     OP_REQUIRES_OK(c, c->GetAttr("bands", &numbers));
     OP_REQUIRES(c, numbers.size() % 3 == 0, InvalidArgument("a band is three numbers"));
     for (size_t i = 0; i < numbers.size(); i += 3) {
-      band next = {numbers[i], numbers[i + 1], numbers[i + 2]};
+      band next = {numbers[i], numbers[i + 1], numbers[i + 2], 0};
       OP_REQUIRES(c,
                   next.start >= end_ && next.rows > 0 && next.length > 0 &&
                       next.rows <= (INT64_MAX - next.start) / next.length,
@@ -702,9 +707,27 @@ class AddLevels : public Levels {
   bool from_zero_ = false;
 };
 
-class EncodeSigns : public OverGroups {
+// Base of what has signs, of layers that are stored with their groups as columns too.
+class Signs : public OverGroups {
  public:
-  using OverGroups::OverGroups;
+  explicit Signs(OpKernelConstruction *c) : OverGroups(c) {
+    std::vector<int64_t> places;
+    OP_REQUIRES_OK(c, c->GetAttr("places", &places));
+    OP_REQUIRES(c, places.empty() || places.size() == bands_.size(),
+                InvalidArgument("places are a number for each band"));
+    for (size_t i = 0; i < places.size(); i++) {
+      band &own = bands_[i];
+      OP_REQUIRES(c, places[i] == 0 || (places[i] > 0 && own.length % places[i] == 0),
+                  InvalidArgument("a column of ", own.length, " elements has no ", places[i],
+                                  " places"));
+      own.places = places[i];
+    }
+  }
+};
+
+class EncodeSigns : public Signs {
+ public:
+  using Signs::Signs;
 
   void Compute(OpKernelContext *c) override {
     const Tensor &x = c->input(0);
@@ -719,9 +742,9 @@ class EncodeSigns : public OverGroups {
   }
 };
 
-class AddSigns : public OverGroups {
+class AddSigns : public Signs {
  public:
-  explicit AddSigns(OpKernelConstruction *c) : OverGroups(c) {
+  explicit AddSigns(OpKernelConstruction *c) : Signs(c) {
     OP_REQUIRES_OK(c, c->GetAttr("from_zero", &from_zero_));
   }
 
@@ -739,9 +762,11 @@ class AddSigns : public OverGroups {
     auto *lows = static_cast<const float *>(Aligned(c, below, &below_copy));
     if (!c->status().ok()) return;
     Sum sum(c, from_zero_);
-    if (sum.out)
-      add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words, packed.dim_size(1) / 4, highs,
-                lows, above.dim_size(1), Floats(weights), 1);
+    if (!sum.out) return;
+    int failed = add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words,
+                           packed.dim_size(1) / 4, highs, lows, above.dim_size(1),
+                           Floats(weights), 1);
+    OP_REQUIRES(c, !failed, ResourceExhausted("no memory to decompress a layer with"));
   }
 
  private:
@@ -1029,6 +1054,7 @@ class WriteLargest : public Largest {
     OP_REQUIRES_OK(c, c->GetAttr("momentum", &how_.momentum));
     OP_REQUIRES_OK(c, c->GetAttr("nesterov", &nesterov));
     OP_REQUIRES_OK(c, c->GetAttr("masking", &masking));
+    OP_REQUIRES_OK(c, c->GetAttr("looks", &looks_));
     OP_REQUIRES_OK(c, c->GetAttr("fields", &fields_));
     OP_REQUIRES_OK(c, c->GetAttr("whole", &whole_));
     OP_REQUIRES_OK(c, c->GetAttr("strides", &strides_));
@@ -1052,8 +1078,15 @@ class WriteLargest : public Largest {
     if (!Number(c, "turn", c->input(fields_ + 4), &turn) || !Has(c, "quota", quota, groups) ||
         !Has(c, "slack", slack, groups) || !Has(c, "hint", hint, groups) ||
         !Form(c, c->input(fields_ + 5), false, &as, &bytes) ||
-        !Has(c, "gradient", gradient, where_.size) || !Memory(c, fields_, 4, before, fields))
+        !Has(c, "gradient", gradient, where_.size))
       return;
+    if (looks_) {
+      if (!Has(c, "r", c->input(0), where_.size)) return;
+      before[0] = Floats(c->input(0));
+      for (int i = 0; i < fields_; i++) c->set_output(4 + i, c->input(i));
+    } else if (!Memory(c, fields_, 4, before, fields)) {
+      return;
+    }
     auto *k = quota.flat<int64_t>().data(), *more = slack.flat<int64_t>().data();
     for (int64_t i = 0; i < groups; i++)
       OP_REQUIRES(c, 0 <= k[i] && k[i] <= where_.size && 0 <= more[i] && more[i] <= INT32_MAX,
@@ -1073,15 +1106,16 @@ class WriteLargest : public Largest {
     scope of = {where_,    offsets_.data(), sizes_.data(), strides_.data(),
                 elements_, static_cast<int32_t>(whole_)};
     uint8_t *out = body->flat<uint8_t>().data();
-    float *r = fields[0], *u = fields[1];
-    int failed = largest_find(&how_, &of, r, u, before[0], before[1], Floats(gradient),
-                              Floats(hint), &found, 1);
+    float *r = fields[0], *u = fields[1], *then = next->flat<float>().data();
+    const float *g = Floats(gradient), *look = looks_ ? before[0] : r;
+    int failed = largest_find(&how_, &of, r, u, before[0], before[1], g, k, more, Floats(hint),
+                              &found, 1);
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a bucket with"));
-    largest_again(&of, r, k, more, &found, 1);
-    int64_t chosen = largest_choose(&of, turn, k, &found, next->flat<float>().data(), 1);
+    largest_again(&of, look, looks_ ? g : nullptr, k, more, &found, 1);
+    int64_t chosen = largest_choose(&of, turn, k, &found, then, 1);
     int64_t *layers = per_layer->flat<int64_t>().data(), total = 0;
     largest_write(&where_, &as, &found, chosen, turn, scratch, out, bytes, layers);
-    largest_settle(&how_, &where_, &as, out, scratch, r, u, 1);
+    if (!looks_) largest_settle(&how_, &where_, &as, out, scratch, r, u, 1);
     for (int64_t i = 0; i < where_.layers; i++) total += layers[i];
     sent->scalar<int64_t>()() = total;
   }
@@ -1091,7 +1125,7 @@ class WriteLargest : public Largest {
   std::vector<int64_t> strides_;
   int64_t elements_ = 0;
   int fields_ = 0;
-  bool whole_ = false;
+  bool whole_ = false, looks_ = false;
 };
 
 class AddLargest : public Largest {

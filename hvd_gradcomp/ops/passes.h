@@ -67,12 +67,10 @@ int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_
 void words_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
                       int64_t ranks, const float *weights, float *room, int threads);
 int largest_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
-                 const float *u0, const float *g, const float *hint, const elements *found,
-                 int threads);
-void largest_guess(const scope *of, const float *r, const float *g, const int64_t *k,
-                   const int64_t *slack, float *hint, int threads);
-void largest_again(const scope *of, const float *r, const int64_t *k, const int64_t *slack,
-                   const elements *found, int threads);
+                 const float *u0, const float *g, const int64_t *k, const int64_t *slack,
+                 const float *hint, const elements *found, int threads);
+void largest_again(const scope *of, const float *r, const float *g, const int64_t *k,
+                   const int64_t *slack, const elements *found, int threads);
 int64_t largest_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
                        float *hint, int threads);
 void largest_write(const place *where, const form *as, const elements *chosen, int64_t count,

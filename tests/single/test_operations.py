@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp import cli
+from hvd_gradcomp import OneBitCompressor, cli
 from hvd_gradcomp.cli import doctor
 from hvd_gradcomp.codecs.largest import form_of
 from hvd_gradcomp.core.aggregator import leaves
@@ -275,6 +275,44 @@ def test_layers_with_outputs_first(kernels, back, seed):
     agree(lambda ops, x: ops.outputs_first(layout, x, back), x)
     there = TensorFlowOps().outputs_first(layout, x, back)
     assert np.array_equal(TensorFlowOps().outputs_first(layout, there, not back), x)
+
+
+KERNELS = st.lists(
+    st.tuples(*(st.sampled_from(x) for x in ([1, 3], [1, 3], [1, 2, 16, 33], [1, 7, 32, 80]))),
+    min_size=1,
+    max_size=3,
+)
+
+
+@built
+@FEW
+@given(KERNELS, st.sampled_from([1, 32]), st.integers(1, 3), st.booleans(), SEEDS)
+def test_signs_of_layers_stored_with_outputs_last(kernels, block, ranks, from_zero, seed):
+    """In C they are not turned; what travels and what comes of it is the same."""
+    names = tuple(f"{i}/kernel" for i in range(len(kernels) + 2))
+    shapes = (*kernels[:1], (33,), *kernels[1:], (96,))
+    layout = Layout(names, shapes, block=block, filters_last=True)
+    bands, size = OneBitCompressor().stored_bands(layout), -(-layout.size // 32) * 32
+    kept = np.zeros(size, np.float32)
+    kept[: layout.size] = 1
+    x = noise(seed, size) * kept + 0.0
+    agree(lambda ops, x: ops.encode_signs(bands, x), x)
+    sides = [tf.abs(noise(seed + i, ranks, bands.groups)) for i in (1, 2)]
+
+    def signs(ops, room, packed, above, below, weights):
+        base = None if from_zero else room
+        return ops.add_signs(bands, base, room, packed, above, below, weights)
+
+    given_ = x, codes(seed, ranks, size // 8), *sides, noise(seed + 3, ranks)
+    agree(signs, *given_, graph=False)
+
+
+def test_of_a_layer_in_two_bands_verbs_turn_it():
+    stored = ((0, 1, 8, 4),)
+    assert Bands((Band(0, 4, 8),), stored_outputs_last=stored).places == (1,)
+    bands = Bands((Band(0, 3, 8), Band(24, 1, 8)), stored_outputs_last=stored)
+    assert bands.places is None
+    agree(lambda ops, x: ops.encode_signs(bands, x), noise(1, 32))
 
 
 @built

@@ -280,3 +280,41 @@ def test_an_empty_layer_has_no_groups(compressor, shapes):
     assert bool(torch.isfinite(worlds[0].step(*noise(layout, 2, 2))[0]).all())
     worlds[1].step(*noise(layout, 2, 2))
     assert_alike(*worlds)
+
+
+@NATIVE
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 31, 5000]),
+            st.sampled_from([1, 2, 70]),
+            st.sampled_from([1, 9, 1023, 40_000]),
+        ),
+        max_size=3,
+    ),
+    st.booleans(),
+    st.integers(1, 4),
+    st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=15)
+def test_signs_of_any_bands(cuts, from_zero, count, seed):
+    """What lies in no band has no sign, nothing is added to it; groups begin anywhere."""
+    bands, end = [], 0
+    for gap, rows, length in cuts:
+        bands.append(Band(end + gap, 1 if length > 9000 else rows, length))
+        end = bands[-1].end
+    whole, size = Bands(tuple(bands)), (end // 32 + 2) * 32
+    generator = torch.Generator().manual_seed(seed)
+    x, weights = torch.randn(size, generator=generator), torch.randn(2, generator=generator)
+    base = None if from_zero else torch.randn(size, generator=generator).abs()
+    fast, plain = TorchOps(), TorchOps(static=True)
+    with threads(count):
+        ours, theirs = fast.encode_signs(whole, x), plain.encode_signs(whole, x)
+        assert all(map(torch.equal, ours, theirs))
+        packed = torch.stack([ours[2], ours[2].flip(0)])
+        sides = [torch.stack([side, side * 3]) for side in ours[:2]]
+        given_ = packed, *sides, weights
+        one = fast.add_signs(whole, base, torch.empty(size), *given_)
+        assert torch.equal(one, plain.add_signs(whole, base, torch.empty(size), *given_))
+        if base is not None:
+            assert torch.equal(one, fast.add_signs(whole, base, base, *given_))

@@ -98,8 +98,12 @@ class TensorFlowLargestPasses:
         memory: Sequence[Tensor],
         gradient: Tensor,
         before: Tensor | int,
+        looks: bool = False,
     ) -> Written:
-        """One rank's step; as `passes.LargestPasses.write`, but that nothing is left to settle."""
+        """One rank's step; as `passes.LargestPasses.write`, but that nothing is left to settle.
+
+        With `looks` the memory stays as it is.
+        """
         layout = scope.layout
         written = self.native.gradcomp_write_largest(
             list(memory),
@@ -110,6 +114,7 @@ class TensorFlowLargestPasses:
             tf.cast(turn, tf.int64),
             _flat(form),
             **how._asdict(),
+            looks=looks,
             whole=scope.whole,
             strides=layout.strides,
             **_bucket(layout),
@@ -130,7 +135,8 @@ class TensorFlowLargestPasses:
     ) -> Written:
         """What `write` would send of r and the gradient; as `passes.LargestPasses.choose`."""
         hint = tf.fill((scope.count,), float("inf"))
-        return self.write(Collecting(), scope, form, turn, None, most, hint, (r,), gradient, 0)
+        given = Collecting(), scope, form, turn, None, most, hint
+        return self.write(*given, (r,), gradient, 0, looks=True)
 
     def values(
         self, layout: Layout, form: Form, body: Tensor, r: Tensor, gradient: Tensor

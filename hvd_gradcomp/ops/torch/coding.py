@@ -110,6 +110,8 @@ class Coding(Base):
         return room
 
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if bands.stored_outputs_last:
+            return super().encode_signs(bands, x)
         if self.quantizers is not None:
             return self.quantizers.encode_signs(bands, x)
         if self.native is None:
@@ -131,13 +133,15 @@ class Coding(Base):
         below: Tensor,
         weights: Tensor,
     ) -> Tensor:
+        if bands.stored_outputs_last:
+            return super().add_signs(bands, base, room, packed, above, below, weights)
         if self.quantizers is not None:
             return self.quantizers.add_signs(bands, base, room, packed, above, below, weights)
         if self.native is None:
             return super().add_signs(bands, base, room, packed, above, below, weights)
         room = self.room(room)
         packed, above, below = walkable(packed), above.contiguous(), below.contiguous()
-        self.native.add_signs(
+        failed = self.native.add_signs(
             *self._of(bands),
             None if base is None else base.data_ptr(),
             room.data_ptr(),
@@ -151,12 +155,13 @@ class Coding(Base):
             weights.data_ptr(),
             torch.get_num_threads(),
         )
+        check(failed)
         return room
 
     def _of(self, bands: Bands) -> tuple[Any, int]:
         """The bands as C sees them."""
         if bands not in self._bands:
-            numbers = [number for band in bands.bands for number in band]
+            numbers = [number for band in bands.bands for number in (*band, 0)]
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._bands[bands], len(bands.bands)
 

@@ -169,10 +169,6 @@ class LargestPasses(Passes):
     leads = True
     looks = shares = False
 
-    def __init__(self, ops: Verbs) -> None:
-        super().__init__(ops)
-        self._sum = torch.empty(0, dtype=torch.float32, device="cpu")  # used again, as `_rooms`
-
     def write(
         self,
         how: Collecting,
@@ -225,15 +221,9 @@ class LargestPasses(Passes):
     ) -> Written:
         """What `write` would send of r and the gradient, which stay as they are."""
         quota, slack = self._numbers(scope, None, most)
-        hint = torch.empty(quota.shape[0], dtype=torch.float32, device="cpu")
-        where, numbers = ctypes.byref(self._scope(scope)), (_at(quota), _at(slack))
-        given = where, _at(r), _at(gradient), *numbers, _at(hint)
-        self.native.largest_guess(*given, torch.get_num_threads())
-        if self._sum.numel() < scope.layout.size:
-            self._sum = torch.empty(scope.layout.size, dtype=torch.float32, device="cpu")
-        room, before = (self._sum, None), (r, None)
-        how = Collecting()
-        return self._write(how, scope, form, turn, quota, slack, hint, room, before, gradient)
+        hint = torch.full(quota.shape, float("inf"), dtype=torch.float32, device="cpu")
+        nowhere, before, how = (None, None), (r, None), Collecting()
+        return self._write(how, scope, form, turn, quota, slack, hint, nowhere, before, gradient)
 
     def _write(
         self,
@@ -244,10 +234,11 @@ class LargestPasses(Passes):
         quota: Tensor,
         slack: Tensor,
         hint: Tensor,
-        memory: tuple[Tensor, Tensor | None],
+        memory: tuple[Tensor | None, Tensor | None],
         before: tuple[Tensor, Tensor | None],
         gradient: Tensor,
     ) -> Written:
+        """With r and u; the memory is what they become, None where they stay as they are."""
         native, layout, threads = self.native, scope.layout, torch.get_num_threads()
         where, place = ctypes.byref(self._scope(scope)), self._where(layout)
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
@@ -255,10 +246,12 @@ class LargestPasses(Passes):
         room, count = self._room(8 * layout.size + _unpacked(form)), quota.clone()
         fresh, start = hint.clone(), room.data_ptr()
         found = ctypes.byref(_Elements(start, start + 4 * layout.size, _at(count)))
-        given = *map(_at, memory), *map(_at, before), _at(gradient), _at(hint)
+        numbers = _at(quota), _at(slack)
+        given = *map(_at, memory), *map(_at, before), _at(gradient), *numbers, _at(hint)
         taking = ctypes.byref(_Collecting(*how))
         _check(native.largest_find(taking, where, *given, found, threads))
-        native.largest_again(where, _at(memory[0]), _at(quota), _at(slack), found, threads)
+        look = (before[0], gradient) if memory[0] is None else (memory[0], None)
+        native.largest_again(where, *map(_at, look), *numbers, found, threads)
         chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)
         out = start + 8 * layout.size, _at(body), form.size, _at(per_layer)
         native.largest_write(place, _form(form), found, chosen, turn, *out)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.tensors import Tensor
 
@@ -89,7 +90,7 @@ class Placing(ABC):
         turned = self.reshape(flat, tuple(shape[axis] for axis in order))
         return self.transpose(turned, [order.index(axis) for axis in range(len(order))])
 
-    def outputs_first(self: Any, layout: Layout, x: Tensor, back: bool = False) -> Tensor:
+    def outputs_first(self: Any, layout: Layout | Bands, x: Tensor, back: bool = False) -> Tensor:
         """A bucket with its layers in the order of `Layout.outputs_first`, or back in their own."""
         pieces: list[Any] = []
         end = 0
