@@ -542,21 +542,29 @@ static const float *group_of(const band *bands, const float *x, int64_t group, i
   return x + bands->start + group * bands->length;
 }
 
-static int64_t groups_in(const band *bands, int64_t count) {
-  int64_t groups = 0;
-  for (int64_t b = 0; b < count; b++) groups += bands[b].rows;
-  return groups;
+/* The first group of piece t: pieces have whole groups, and about as many elements each. */
+static int64_t group_border(const band *bands, int64_t count, int t, int pieces) {
+  int64_t all = 0, group = 0;
+  for (int64_t b = 0; b < count; b++) all += bands[b].rows * bands[b].length;
+  int64_t before = (int64_t)((__int128)all * t / pieces);
+  for (int64_t b = 0; b < count; group += bands[b++].rows) {
+    int64_t own = bands[b].rows * bands[b].length;
+    if (before < own) return group + (before + bands[b].length / 2) / bands[b].length;
+    before -= own;
+  }
+  return group;
 }
 
 void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads) {
-  int64_t groups = groups_in(bands, count);
   IN_PIECES
-  for (int t = 0; t < threads; t++)
-    for (int64_t g = border(groups, 1, t, threads); g < border(groups, 1, t + 1, threads); g++) {
+  for (int t = 0; t < threads; t++) {
+    int64_t end = group_border(bands, count, t + 1, threads);
+    for (int64_t g = group_border(bands, count, t, threads); g < end; g++) {
       int64_t n;
       const float *group = group_of(bands, x, g, &n);
       out[g] = largest_magnitude(group, n);
     }
+  }
 }
 
 static int64_t longest(const band *bands, int64_t count) {
@@ -575,12 +583,13 @@ FAST static void squares(const float *x, int64_t n, float *out) {
 }
 
 int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads) {
-  int64_t groups = groups_in(bands, count), half = longest(bands, count) / 2 + 1;
+  int64_t half = longest(bands, count) / 2 + 1;
   float *room = malloc(sizeof(float) * (size_t)(half * threads));
   if (!room) return -1;
   IN_PIECES
-  for (int t = 0; t < threads; t++)
-    for (int64_t g = border(groups, 1, t, threads); g < border(groups, 1, t + 1, threads); g++) {
+  for (int t = 0; t < threads; t++) {
+    int64_t end = group_border(bands, count, t + 1, threads);
+    for (int64_t g = group_border(bands, count, t, threads); g < end; g++) {
       float *scratch = room + half * t;
       int64_t n;
       const float *group = group_of(bands, x, g, &n);
@@ -588,6 +597,7 @@ int group_squares(const band *bands, int64_t count, const float *x, float *out, 
       fold(scratch, n > 1 ? n / 2 : 1);
       out[g] = scratch[0];
     }
+  }
   free(room);
   return 0;
 }
