@@ -97,7 +97,7 @@ class QuantizedCompressor(Compressor):
 
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
         """The body of an allgathered payload."""
-        return self._parts(self.bands(layout).groups, layout.size)
+        return _parts_of(self, self.bands(layout).groups, layout.size)
 
     def shard_size(self, layout: Layout, world: int) -> int:
         """Elements of each rank's part of the bucket."""
@@ -107,11 +107,7 @@ class QuantizedCompressor(Compressor):
         """The body of codes for one shard; the same for all shards, so as for the most groups."""
         shard, bands = self.shard_size(layout, world), self.bands(layout)
         groups = max(bands.between(i * shard, (i + 1) * shard).groups for i in range(world))
-        return self._parts(groups, shard)
-
-    def _parts(self, groups: int, size: int) -> dict[str, wire.Part]:
-        side = {name: wire.Part("float32", groups) for name in self.side}
-        return {**side, "codes": wire.Part("bytes", size * self.bits // 8)}
+        return _parts_of(self, groups, shard)
 
     def moved_bytes(self, layout: Layout, world: int, exchange: str) -> float:
         """Bytes that arrive at each rank from others, by an exchange; or by an "allreduce"."""
@@ -270,6 +266,11 @@ def _bands_of(codec: QuantizedCompressor, layout: Layout) -> Bands:
                 bands.append(Band(offset, count, length))
                 offset += count * length
     return Bands(tuple(bands))
+
+
+def _parts_of(codec: QuantizedCompressor, groups: int, size: int) -> dict[str, wire.Part]:
+    side = {name: wire.Part("float32", groups) for name in codec.side}
+    return {**side, "codes": wire.Part("bytes", size * codec.bits // 8)}
 
 
 def rows_of_length(size: int, length: int) -> tuple[tuple[int, int], ...]:
