@@ -113,11 +113,13 @@ def every() -> list[Point]:
 
 def chosen(points: Iterable[Point], only: Sequence[str]) -> list[Point]:
     """Those whose name is, or begins with, words like these; all if there are none."""
-    names = [name.lower().split() for name in only]
+
+    def words(name: str) -> list[str]:
+        return name.lower().replace(",", "").split()
 
     def asked(point: Point) -> bool:
-        words = point.name.lower().replace(",", "").split()
-        return any(words[: len(name)] == name for name in names)
+        named = words(point.name)
+        return any(named[: len(name)] == name for name in map(words, only))
 
     return [point for point in points if not only or asked(point)]
 

@@ -23,6 +23,7 @@ def test_points_are_called_as_one_would():
     assert named("dgc 1") == ["DGC 1 %"]
     assert named("Strom") == ["Strom 500", "Strom 100", "Strom 16", "Strom 4"]
     assert named("QSGD two", "dense") == ["dense", "QSGD, two shots"]
+    assert [named(name) for name in every if "," in name] == [[n] for n in every if "," in n]
     assert named("DG") == []
 
 
