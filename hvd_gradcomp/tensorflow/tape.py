@@ -3,6 +3,9 @@
 Horovod's tape hands gradients to `self._allreduce_grads(gradients, sources, ...)`; that attribute
 is the seam. A user makes a new tape each step, so the state belongs to the variables that tapes
 are asked about, not to a tape.
+
+All of this is called where a user's function is traced. AutoGraph would translate it for seconds,
+so functions are marked, but for the one that calls what the user has recorded.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ _said: set[Compressor] = set()
 _known: dict[Any, tuple[list[Any], Engine | None]] = {}
 
 
+@tf.autograph.experimental.do_not_convert
 def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -122,15 +126,21 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         **named: Any,
     ) -> Any:
+        nest, plain = prepared(sources, unconnected_gradients)
+        reduced = filled(type(tape).gradient(tape, target, plain, *options, **named), plain)
+        return reduced if nest is None else tf.nest.pack_sequence_as(nest, reduced)
+
+    @tf.autograph.experimental.do_not_convert
+    def prepared(sources: Any, unconnected: Any) -> tuple[Any, list[Any]]:
         nonlocal fills
         nest, flat = _flattened(sources)
         plain = [plain_variable(source) for source in flat]
         paths.update((id(p), s.path) for p, s in zip(plain, flat) if p is not s)
         moment_of.update(zip(map(id, plain), tf.nest.flatten(moments or ())))
-        fills = tf.UnconnectedGradients(unconnected_gradients) == tf.UnconnectedGradients.ZERO
-        reduced = filled(type(tape).gradient(tape, target, plain, *options, **named), plain)
-        return reduced if nest is None else tf.nest.pack_sequence_as(nest, reduced)
+        fills = tf.UnconnectedGradients(unconnected) == tf.UnconnectedGradients.ZERO
+        return nest, plain
 
+    @tf.autograph.experimental.do_not_convert
     def filled(gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         return [
             tf.zeros(s.shape, s.dtype) if g is None and fills else g
@@ -148,6 +158,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     def register(source: Any) -> None:
         type(tape).register_local_source(tape, plain_variable(source))
 
+    @tf.autograph.experimental.do_not_convert
     def exchange(gradients: Any, sources: Any, use_generic_names: bool = False) -> list[Any]:
         """Of what is not local, which Horovod's own takes out."""
         del use_generic_names  # everything is named by bucket
@@ -179,6 +190,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     return tape
 
 
+@tf.autograph.experimental.do_not_convert
 def PartialDistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -385,7 +397,7 @@ def with_kernels(layers: Sequence[Layer], sources: Sequence[Any]) -> list[Layer]
     return found
 
 
-@tf.autograph.experimental.do_not_convert  # it is called where a user's function is traced
+@tf.autograph.experimental.do_not_convert
 def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
     """Whether each belongs to a convolution of Keras; without those that no layer of Keras holds.
 
@@ -462,6 +474,7 @@ def microbatch_gradients(
     return total, gradients, moments
 
 
+@tf.autograph.experimental.do_not_convert
 def reduce_gradients(
     gradients: Sequence[Any],
     sources: Sequence[Any],

@@ -18,6 +18,7 @@ def test_exchange(tmp_path, monkeypatch):
     for name in ("damaged payload, eager", "damaged payload, graph"):
         assert "a rank sent a damaged payload" in found[name][0]
         assert "fine by rank:] [1 0]" in found[name][0]
+    assert found["translated"] == []
     ours, stock, *_ = found["sparse gradients"]
     assert ours == stock
 

@@ -355,6 +355,7 @@ class _Reducing:
             for each in ready:
                 each()
 
+    @tf.autograph.experimental.do_not_convert
     def _build(self, variables: Sequence[Any], scaled: bool) -> None:
         super().build(variables)  # type: ignore[misc]
         self._plain = list(self.variables)  # type: ignore[attr-defined]
@@ -483,6 +484,7 @@ class _Reducing:
 
         tf.cond(self.pass_of_step == 0, update, lambda: None)
 
+    @tf.autograph.experimental.do_not_convert
     def _exchange(self, grads: Sequence[Any], variables: list[Any], scale: Any) -> list[Any]:
         full, moments = self._placed(grads, variables)
         reduced = self._sharing.reduce(full, moments, scale)
