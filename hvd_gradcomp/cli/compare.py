@@ -67,7 +67,7 @@ def command(
     options.check_png(png_path)
     try:
         train = validate.attribute(function, "function")
-    except ValueError as error:
+    except validate.NoSuchNameError as error:
         raise click.UsageError(str(error)) from error
     if not inspect.isgeneratorfunction(train):
         raise click.UsageError(f"{function} is no generator function: it has to yield, see --help")
