@@ -16,6 +16,7 @@ import click
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
+from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.foundation import validate
@@ -91,7 +92,7 @@ def command(
         about = {"function": function, "steps": steps, "ranks": horovod.size()}
         output.report(json_path, {**about, "rows": rows}, _table(rows))
         if png_path is not None:
-            _draw(png_path, rows, f"{function}, {horovod.size()} ranks")
+            _draw(png_path, rows, f"{function}, {counted(horovod.size(), 'rank')}")
     horovod.shutdown()
 
 
