@@ -187,12 +187,12 @@ class LargestCompressor(SparseCompressor):
             return None, kind(*ops.sweep(tile, tuple(state.memory), (gradient,)))
 
         def with_values(*pieces: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            settled = tile(*pieces)
-            return settled[0], settled
+            taken_in = tile(*pieces)
+            return taken_in[0], taken_in
 
         bound = of_blocks(ops, scope, state.hint)
-        found, settled = ops.search(with_values, tuple(state.memory), (gradient,), bound)
-        return found, kind(*settled)
+        found, taken_in = ops.search(with_values, tuple(state.memory), (gradient,), bound)
+        return found, kind(*taken_in)
 
     def select(
         self,
