@@ -155,6 +155,14 @@ def test_tables_fit_a_terminal(drawn, compressor):
         assert max(map(len, text.splitlines())) <= options.WIDTH, text
 
 
+def test_ranks_without_horovod_are_a_plain_error(monkeypatch):
+    monkeypatch.setattr(launching, "find_spec", lambda name: None, raising=False)
+    monkeypatch.setattr(launching, "run", lambda command: 1)  # as Python ends without it
+    code, text = said("bench", "-np", "2")
+    assert code == 1
+    assert "Horovod is not installed: `hvd-gradcomp doctor` says what to do" in text
+
+
 def test_what_a_launcher_says_is_held_back_unless_it_fails(capsys):
     lines = ["[0]<stdout>:mine", "[1]<stdout>:same", "[1,0]<stderr>:and over MPI", "launcher's"]
     program = f"import sys; print(*{lines}, sep=chr(10)); sys.exit(%d)"
