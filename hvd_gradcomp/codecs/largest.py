@@ -56,6 +56,7 @@ class LargestCompressor(SparseCompressor):
 
     Attributes:
         of_model: whether the elements of all layers compete, not those of each among themselves.
+        index_coding: how indices travel; a name in `indices.CODINGS`.
     """
 
     begins_anew = frozenset({"hint"})
@@ -63,7 +64,7 @@ class LargestCompressor(SparseCompressor):
     ruled = frozenset({"collect", "settle", "without_sink", "select", "held", "give_back"})
 
     of_model: ClassVar[bool] = False
-    index_coding: str
+    index_coding: str = "delta"
 
     @abstractmethod
     def count(self, size: int) -> int:
