@@ -76,6 +76,7 @@ class Plain(IndexCoding):
         return {"index": Part("uint32", capacity)}
 
     def bits(self, size: int, count: int) -> float:
+        del size, count
         return 32.0
 
     def places(self, parts: Mapping[str, Part]) -> Places:

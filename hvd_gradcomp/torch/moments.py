@@ -900,6 +900,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 @compiling.outside(_EAGER)
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    del args, output
     observer: _Observer | None = getattr(_running, "observer", None)
     if observer is None or observer.module is not module:
         return
