@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among others
 
 
-@click.command("advise")
+@click.command("advise", short_help="Say whether to compress on this link, and how.")
 @launching.with_ranks
 @options.with_model
 @options.with_methods

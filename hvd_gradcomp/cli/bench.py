@@ -24,7 +24,7 @@ DENSE = "dense (stock Horovod)"
 WARM_UP = 64  # steps until thresholds of noise let through what they will
 
 
-@click.command("bench")
+@click.command("bench", short_help="Time exchanges of a model's gradients.")
 @launching.with_ranks
 @options.with_model
 @options.with_methods

@@ -25,7 +25,7 @@ from hvd_gradcomp.planning.description import brief
 LAST = 0.1  # of the steps, whose mean loss is shown
 
 
-@click.command("compare")
+@click.command("compare", short_help="Train with one compressor after the other.")
 @launching.with_ranks
 @click.argument("function", metavar="MODULE:FUNCTION")
 @options.with_methods

@@ -33,6 +33,11 @@ def test_every_command_explains_itself(command):
     assert "hvd-gradcomp" in text
 
 
+def test_the_list_of_commands_has_whole_sentences():
+    listed = said("--help")[1].partition("Commands:")[2]
+    assert listed.count("\n  ") == len(COMMANDS) and "..." not in listed, listed
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
