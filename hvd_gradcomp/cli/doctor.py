@@ -507,17 +507,20 @@ def _self_test(
 
 def _build() -> str:
     """How to get a Horovod that fits."""
-    return build(_missing())
+    return build(*_missing())
 
 
 def _cure(said: str) -> str:
     """What helps against an error of an import of Horovod."""
-    return cure(said, _missing())
+    return cure(said, *_missing())
 
 
-def _missing() -> list[str]:
-    """Frameworks that have to be there first: the script builds for both."""
-    return [f.requirement for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
+def _missing() -> tuple[list[str], bool]:
+    """Frameworks that have to be there first, and whether it is built for PyTorch alone."""
+    missing = [f for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
+    if [f.name for f in missing] == ["tensorflow"]:
+        return [], True
+    return [f.requirement for f in missing], False
 
 
 def _line(name: str, address: str, where: str = "") -> str:
