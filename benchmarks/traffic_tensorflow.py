@@ -9,7 +9,7 @@ while tracing: where a method finds elements, it is told that it has found one i
 
 `verbs` is what TensorFlow takes on a GPU. Each node of the graph is a launch that reads its inputs
 and writes its results once, but for those that only look at memory in another shape, and those that
-hang on nothing but constants, which TensorFlow computes once. What is done seldom is left out: a
+depend on nothing but constants, which TensorFlow computes once. What is done seldom is left out: a
 scan once more where the hint misled, a look at the entropy.
 
 `XLA` is the static verbs of a whole step in one function that XLA compiles, without the texts that

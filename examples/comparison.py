@@ -82,14 +82,14 @@ def row(
     seconds: float,
 ) -> dict[str, Any]:
     """One run. `early` is a reading at the end of the warm-up, which the ratios leave out."""
-    settled = stats - early if early is not None and name in WARM else stats
+    counted = stats - early if early is not None and name in WARM else stats
     return {
         "method": name,
         "compressor": brief(compressor),
         "score": score,
-        "element_ratio": settled.element_ratio,
-        "ratio": settled.ratio,
-        "bytes_a_step": settled.bytes_sent / settled.steps,
+        "element_ratio": counted.element_ratio,
+        "ratio": counted.ratio,
+        "bytes_a_step": counted.bytes_sent / counted.steps,
         "milliseconds": 1e3 * seconds / stats.steps,
     }
 

@@ -54,6 +54,7 @@ class PowerSGDCompressor(Compressor):
         return Iteration(ops.zeros((layout.size,)), q)
 
     def aggregate(self, ops, context, gradient, state, **extra):
+        del extra
         layout = context.layout
         finite, gradient = exchanges.checked_to_keep(ops, gradient)
         there = ops.accumulate(gradient, state.r)

@@ -50,6 +50,7 @@ class RandomKCompressor(Compressor):
         return Kept(ops.zeros((layout.size,)))
 
     def aggregate(self, ops, context, gradient, state, **extra):
+        del extra
         finite, gradient = exchanges.checked_to_keep(ops, gradient)
         there = ops.accumulate(gradient, state.r)
         index = self.places(ops, context)

@@ -100,6 +100,7 @@ class DGCCompressor(MomentumCorrected):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
+        del extra
         if self.clip_norm is not None:
             gradient = self._clipped(ops, context, gradient)
         steady = super().aggregate

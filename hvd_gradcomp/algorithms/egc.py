@@ -28,7 +28,7 @@ class EGCState(NamedTuple):
 
 @dataclass(frozen=True)
 class EGCCompressor(MomentumCorrected):
-    """Sends the `n * H / K` largest elements of each layer (section IV.A, Algorithm 1).
+    """Sends the `n * H / K` largest elements of each layer (Kuang et al. 2019, IV.A).
 
     `H` is the entropy, in bits, of the histogram of the layer's gradient over `bins` equal bins
     between its smallest and largest element; it is taken anew every `entropy_interval` steps. Each

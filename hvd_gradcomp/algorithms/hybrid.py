@@ -17,7 +17,7 @@ from hvd_gradcomp.ops.rules import Rule
 
 @dataclass(frozen=True)
 class HybridCompressor(WordCompressor):
-    """Sends a threshold's worth of an element once it is large and unambiguous.
+    """Sends a threshold's worth of an element once it is large and clear (Tsuzuku et al. 2018).
 
     Each step and element: `r += g`, `v += q`; where `|r| > tau` and `r*r > alpha*v`, `sign(r)` is
     sent, `v = max(v - 2*|r|*tau + tau*tau, 0)` and `r -= sign(r)*tau`; then `v *= zeta`

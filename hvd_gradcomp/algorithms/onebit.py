@@ -109,6 +109,7 @@ class OneBitCompressor(QuantizedCompressor):
     def inherit(
         self, ops: Ops, state: Residual, gradient: Tensor, residual: Tensor
     ) -> tuple[Residual, Tensor]:
+        del ops
         return Residual(state.r + residual), gradient
 
     def residual(self, state: Residual) -> Tensor:

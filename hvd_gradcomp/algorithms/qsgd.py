@@ -14,10 +14,10 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 @dataclass(frozen=True)
 class QSGDCompressor(LevelsCompressor):
-    """Rounds each element at random to one of `s` levels of its bucket's norm (QSGD, section 3.1).
+    """Rounds each element at random to a level of its bucket's norm (Alistarh et al. 2017, 3.1).
 
-    A bucket is `bucket_size` neighbours of a layer. `|g| / norm * s` is rounded up or down at
-    random so that it is right on average; `s = 2**(bits-1) - 1`.
+    A bucket is `bucket_size` neighbours of a layer. There are `s = 2**(bits-1) - 1` levels:
+    `|g| / norm * s` is rounded up or down at random so that it is right on average.
 
     What travels: `bits` an element and one float32 a bucket, by allgather; by alltoall and
     allgather (two-shot) where that moves fewer bytes. State: none.

@@ -236,7 +236,7 @@ def take_over(
             over, as Adam has not.
 
     Returns:
-        The compressor with its momentum settled, and whether the optimizer has to give its up.
+        The compressor with its momentum decided, and whether the optimizer has to give its up.
 
     Raises:
         ValueError: the optimizer cannot hand a momentum over, or has another.
@@ -261,8 +261,8 @@ def take_over(
         )
     if nesterov is None:
         nesterov = own[1]
-    settled = compressor.corrected(float(momentum), bool(nesterov and momentum))
-    return settled, own[0] > 0
+    decided = compressor.corrected(float(momentum), bool(nesterov and momentum))
+    return decided, own[0] > 0
 
 
 def _wanted(compressor: Compressor, extra: dict[str, Tensor]) -> dict[str, Tensor]:

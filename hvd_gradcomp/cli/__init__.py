@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sysconfig
 import traceback
 from pathlib import Path
@@ -51,13 +52,10 @@ class _Commands(click.Group):
 
 def _own(frames: TracebackType | None) -> TracebackType | None:
     """From the first frame that is neither installed nor ours; None if there is none."""
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     # Click may be where another environment, or the system, has it.
-    ours = (
-        *installed,
-        *(str(Path(inspect.getfile(m)).parent) for m in (click, hvd_gradcomp)),
-        "<frozen",
-    )
+    folders += [str(Path(inspect.getfile(module)).parent) for module in (click, hvd_gradcomp)]
+    ours = (*(f"{folder}{os.sep}" for folder in folders), "<frozen")
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     return frames

@@ -13,6 +13,7 @@ import click
 from hvd_gradcomp.cli import advised, launching, options, output
 from hvd_gradcomp.cli.advised import HOSTS
 from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
+from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.foundation.cost import Bucket, Dense, Link, Way
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among others
 
 
-@click.command("advise")
+@click.command("advise", short_help="Say whether to compress on this link, and how.")
 @launching.with_ranks
 @options.with_model
 @options.with_methods
@@ -144,7 +145,8 @@ def command(
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
     ways: list[tuple[Found, list[float]]] = []
     with Progress(len(compressors) + 2, first) as progress:
-        progress.say(f"{model_name}: {gradients.elements:,} elements, {ranks} ranks")
+        size = counted(gradients.elements, "element")
+        progress.say(f"{model_name}: {size}, {counted(ranks, 'rank')}")
         progress.begin("the link")
         if bandwidth is None:
             found = link(rounds=rounds, latency=1e-6 * latency)

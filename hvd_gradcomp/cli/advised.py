@@ -22,7 +22,7 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
     rows, measured = advised["rows"], advised["median_error"] is not None
     parts = [
         f"link: {_rate(advised['bandwidth'])} at {advised['link']['ranks']} ranks; forward: "
-        f"{advised['forward_ms']:.0f} ms, backward: {advised['backward_ms']:.0f} ms"
+        f"{figure(advised['forward_ms'])} ms, backward: {figure(advised['backward_ms'])} ms"
         + ("" if advised["backward_ms"] else " (no loss: a step is an exchange)")
     ]
     if advised["probes"]:
@@ -102,10 +102,13 @@ def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float) -> str:
             f"Use {_written(best.name)}: a step takes {step} instead of {plain}. {pays}; this one "
             f"has {_rate(bandwidth)}. Whether accuracy holds: hvd-gradcomp compare."
         )
+    # Rounds narrow what was measured, and nothing else.
+    more = f"Take more rounds (--rounds {4 * advice.ROUNDS}) while nothing else runs here"
+    if dense["measured_ms"] is None:
+        more = "Let it measure whole exchanges, on hosts that have this link (-np, -H)"
     return (
         f"Cannot say: with {_written(best.name)} a step takes {step}, without compression {plain}; "
-        "the difference may be a tenth of it or more, and may be none. Take more rounds "
-        f"(--rounds {4 * advice.ROUNDS}) while nothing else runs here, or try it: "
+        f"the difference may be a tenth of it or more, and may be none. {more}, or try it: "
         "hvd-gradcomp compare."
     )
 

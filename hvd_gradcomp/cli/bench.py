@@ -11,6 +11,7 @@ import click
 
 from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
+from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.core.aggregator import Compressor
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from hvd_gradcomp.torch.measure import Row
 
 DENSE = "dense (stock Horovod)"
-SETTLE = 64  # steps until thresholds of noise let through what they will
+WARM_UP = 64  # steps until thresholds of noise let through what they will
 
 
-@click.command("bench")
+@click.command("bench", short_help="Time exchanges of a model's gradients.")
 @launching.with_ranks
 @options.with_model
 @options.with_methods
@@ -32,15 +33,16 @@ SETTLE = 64  # steps until thresholds of noise let through what they will
 )
 @click.option(
     "--settle",
+    "uncounted",
     type=click.IntRange(0),
-    help=f"Rounds before that are not counted. Default: 3, and {SETTLE} with thresholds.",
+    help=f"Rounds before that are not counted. Default: 3, and {WARM_UP} with thresholds.",
 )
 @options.with_files
 def command(
     model_name: str,
     texts: Sequence[str],
     rounds: int,
-    settle: int | None,
+    uncounted: int | None,
     json_path: Path | None,
     png_path: Path | None,
 ) -> None:
@@ -81,8 +83,9 @@ def command(
     compressors = options.chosen(texts, gradients.scale)
     with Progress(len(compressors) + 2, horovod.rank() == 0) as progress:
         progress.say(
-            f"{model_name}: {len(gradients.layers)} layers, {gradients.elements:,} elements, "
-            f"{horovod.size()} ranks on {horovod.cross_size()} hosts"
+            f"{model_name}: {counted(len(gradients.layers), 'layer')}, "
+            f"{counted(gradients.elements, 'element')}, {counted(horovod.size(), 'rank')} on "
+            f"{counted(horovod.cross_size(), 'host')}"
         )
         progress.begin(DENSE)
         dense = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1)
@@ -90,7 +93,7 @@ def command(
         rows: dict[str, Row] = {DENSE: dense}
         for compressor in compressors:
             progress.begin(brief(compressor))
-            before = warm_up_rounds(compressor) if settle is None else settle
+            before = warm_up_rounds(compressor) if uncounted is None else uncounted
             try:
                 way = CompressedExchange(compressor, gradients.layers)
             except UnmeasurableError as error:
@@ -108,13 +111,13 @@ def command(
         content = {**about(horovod, model_name), "rows": figures}
         output.report(json_path, content, table(figures))
         if png_path is not None:
-            _draw(png_path, figures, f"{model_name}, {horovod.size()} ranks")
+            _draw(png_path, figures, f"{model_name}, {counted(horovod.size(), 'rank')}")
     horovod.shutdown()
 
 
 def warm_up_rounds(compressor: Compressor) -> int:
     """Rounds until its payloads have the size that they keep."""
-    return SETTLE if isinstance(compressor, WordCompressor) else 3
+    return WARM_UP if isinstance(compressor, WordCompressor) else 3
 
 
 def about(horovod: Any, model_name: str) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def installed(*names):
             return metadata.version(name)
         except metadata.PackageNotFoundError:
             pass
-    sys.exit(f"install {names[0]} into {sys.prefix} first: Horovod is built against it")
+    alone = ", or set HOROVOD_WITHOUT_TENSORFLOW=1" if "tensorflow" in names else ""
+    sys.exit(f"install {names[-1]} into {sys.prefix} first{alone}: Horovod is built against it")
 
 mpi = re.search(r"\d[\d.]*", subprocess.check_output(["mpirun", "--version"], text=True)).group()
 libc = "-".join(platform.libc_ver())

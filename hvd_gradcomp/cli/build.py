@@ -13,7 +13,7 @@ from hvd_gradcomp.cli import output
 from hvd_gradcomp.ops import building
 
 
-@click.command("build")
+@click.command("build", short_help="Compile what makes compression fast on a CPU.")
 @click.option("--anew", is_flag=True, help="Build also what is there.")
 def command(anew: bool) -> None:
     """Compile what makes compression fast on a CPU, with this machine's compiler.

@@ -12,7 +12,7 @@ import click
 SCRIPT = Path(__file__).with_name("build-horovod.sh")
 
 
-@click.command("build-horovod")
+@click.command("build-horovod", short_help="Build Horovod for what is installed.")
 @click.argument("python", default=sys.executable)
 def command(python: str) -> None:
     """Build Horovod 0.28.1 for the frameworks that are installed, and install it.

@@ -16,6 +16,7 @@ import click
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
+from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.foundation import validate
@@ -24,7 +25,7 @@ from hvd_gradcomp.planning.description import brief
 LAST = 0.1  # of the steps, whose mean loss is shown
 
 
-@click.command("compare")
+@click.command("compare", short_help="Train with one compressor after the other.")
 @launching.with_ranks
 @click.argument("function", metavar="MODULE:FUNCTION")
 @options.with_methods
@@ -67,7 +68,7 @@ def command(
     options.check_png(png_path)
     try:
         train = validate.attribute(function, "function")
-    except ValueError as error:
+    except validate.NoSuchNameError as error:
         raise click.UsageError(str(error)) from error
     if not inspect.isgeneratorfunction(train):
         raise click.UsageError(f"{function} is no generator function: it has to yield, see --help")
@@ -91,7 +92,7 @@ def command(
         about = {"function": function, "steps": steps, "ranks": horovod.size()}
         output.report(json_path, {**about, "rows": rows}, _table(rows))
         if png_path is not None:
-            _draw(png_path, rows, f"{function}, {horovod.size()} ranks")
+            _draw(png_path, rows, f"{function}, {counted(horovod.size(), 'rank')}")
     horovod.shutdown()
 
 

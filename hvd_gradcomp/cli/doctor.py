@@ -26,6 +26,7 @@ import click
 import hvd_gradcomp
 from hvd_gradcomp.cli import output
 from hvd_gradcomp.cli.inspection import Facts, inspect, run
+from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.usercode import faults, sources
 from hvd_gradcomp.foundation.installation import HOROVOD, build, cure
 from hvd_gradcomp.ops import building, native
@@ -153,13 +154,9 @@ def command(
     output.report(
         json_path,
         [dataclasses.asdict(f) for f in findings],
-        f"\n{_count(fails, 'failure')}, {_count(warnings, 'warning')}",
+        f"\n{counted(fails, 'failure')}, {counted(warnings, 'warning')}",
     )
     sys.exit(1 if fails else 0)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _shown(finding: Finding) -> str:
@@ -466,7 +463,7 @@ def _code(paths: Sequence[str], answers: dict[_Framework, Facts]) -> Iterator[Fi
             place = f"{fault.path}:{fault.line}: {fault.what}"
             yield Finding("fail", "your code", place, fault.remedy)
     if clean:
-        yield Finding("ok", "your code", f"nothing to object to in {_count(clean, 'file')}")
+        yield Finding("ok", "your code", f"nothing to object to in {counted(clean, 'file')}")
     if not files:
         yield Finding("skip", "your code", f"no Python files in {', '.join(paths)}")
 
@@ -510,17 +507,20 @@ def _self_test(
 
 def _build() -> str:
     """How to get a Horovod that fits."""
-    return build(_missing())
+    return build(*_missing())
 
 
 def _cure(said: str) -> str:
     """What helps against an error of an import of Horovod."""
-    return cure(said, _missing())
+    return cure(said, *_missing())
 
 
-def _missing() -> list[str]:
-    """Frameworks that have to be there first: the script builds for both."""
-    return [f.requirement for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
+def _missing() -> tuple[list[str], bool]:
+    """Frameworks that have to be there first, and whether it is built for PyTorch alone."""
+    missing = [f for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
+    if [f.name for f in missing] == ["tensorflow"]:
+        return [], True
+    return [f.requirement for f in missing], False
 
 
 def _line(name: str, address: str, where: str = "") -> str:

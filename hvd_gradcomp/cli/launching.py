@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from threading import Thread
 from typing import IO, Any
 
@@ -49,6 +50,11 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
             if hosts is not None:
                 raise click.UsageError("-H says where ranks run; say with -np how many")
             return command(**given)
+        if find_spec("horovod") is None:
+            raise click.ClickException(
+                "-np starts ranks by horovodrun, and Horovod is not installed: `hvd-gradcomp "
+                "doctor` says what to do"
+            )
         where = ["-H", hosts] if hosts else []
         program = [sys.executable, "-m", "hvd_gradcomp", *sys.argv[1:]]
         launch = [sys.executable, "-m", "horovod.runner.launch", *shlex.split(words)]

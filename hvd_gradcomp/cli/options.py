@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
     """
     own = usual(scale)
     found = [
-        own.get(text) or (registry.load(text) if text in registry.declared() else _parsed(text))
+        own.get(text) or (registry.load(text) if text in _declared() else _parsed(text))
         for text in texts or _names()
     ]
     if texts and None in found:
@@ -105,9 +105,19 @@ def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
     return [one for one in found if one is not None]
 
 
+@lru_cache(maxsize=1)
+def _declared() -> list[str]:
+    """Short names of methods of other packages; what is called as one of ours is left out."""
+    own = usual()
+    for short, point in registry.declared().items():
+        if short in own:
+            registry.leave_out(point, "hvd_gradcomp has one by that name")
+    return [short for short in registry.declared() if short not in own]
+
+
 def _names() -> list[str]:
     """All short names."""
-    return list(dict.fromkeys([*usual(), *registry.declared()]))
+    return [*usual(), *_declared()]
 
 
 def _parsed(text: str) -> Compressor:

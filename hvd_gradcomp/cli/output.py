@@ -13,6 +13,15 @@ from typing import Any
 import click
 
 
+def counted(number: int, noun: str) -> str:
+    """How many of what there are.
+
+    >>> counted(1, "host"), counted(1200, "rank")
+    ('1 host', '1,200 ranks')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def status(what: str) -> AbstractContextManager[Any]:
     """A spinner on a terminal, where rich is installed; nothing elsewhere."""
     try:

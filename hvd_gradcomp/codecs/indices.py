@@ -7,7 +7,7 @@ the block's largest. With k of n elements sent, sorted indices cannot take fewer
 Sizes must not change from step to step (Horovod would negotiate anew), so there is a fixed room for
 the packed words: what random places need and a little more. Should they need more than that, the
 blocks at the end are not sent and stay in the state; the list begins at another block each step, so
-no place in the bucket is cut more often than another.
+no place in the bucket has to wait more often than another.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Plain(IndexCoding):
         return {"index": Part("uint32", capacity)}
 
     def bits(self, size: int, count: int) -> float:
+        del size, count
         return 32.0
 
     def places(self, parts: Mapping[str, Part]) -> Places:

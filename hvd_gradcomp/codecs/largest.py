@@ -56,6 +56,7 @@ class LargestCompressor(SparseCompressor):
 
     Attributes:
         of_model: whether the elements of all layers compete, not those of each among themselves.
+        index_coding: how indices travel; a name in `indices.CODINGS`.
     """
 
     begins_anew = frozenset({"hint"})
@@ -63,7 +64,7 @@ class LargestCompressor(SparseCompressor):
     ruled = frozenset({"collect", "settle", "without_sink", "select", "held", "give_back"})
 
     of_model: ClassVar[bool] = False
-    index_coding: str
+    index_coding: str = "delta"
 
     @abstractmethod
     def count(self, size: int) -> int:
@@ -187,12 +188,12 @@ class LargestCompressor(SparseCompressor):
             return None, kind(*ops.sweep(tile, tuple(state.memory), (gradient,)))
 
         def with_values(*pieces: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            settled = tile(*pieces)
-            return settled[0], settled
+            taken_in = tile(*pieces)
+            return taken_in[0], taken_in
 
         bound = of_blocks(ops, scope, state.hint)
-        found, settled = ops.search(with_values, tuple(state.memory), (gradient,), bound)
-        return found, kind(*settled)
+        found, taken_in = ops.search(with_values, tuple(state.memory), (gradient,), bound)
+        return found, kind(*taken_in)
 
     def select(
         self,

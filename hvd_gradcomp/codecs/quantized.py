@@ -55,14 +55,15 @@ class QuantizedCompressor(Compressor):
         bits: of a code.
         side: names of the float32 values that each group sends besides its codes.
         seed: of the random numbers, for methods that use some.
+        exchange: one of `EXCHANGES`.
     """
 
     block = GROUP
     max_bucket = 1 << 32  # places that the random numbers tell apart
     bits: int
     side: tuple[str, ...]
-    seed: int
-    exchange: str
+    seed: int = 0
+    exchange: str = "auto"
 
     @abstractmethod
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -74,7 +74,7 @@ class Selection(ABC):
         """At most `capacity` elements, ascending, padded with the sink and code 0.
 
         When not all fit, a window of neighbours is sent that starts elsewhere each step (`turn`
-        is the step), so no place in the bucket is cut more often than another.
+        is the step), so no place in the bucket waits more often than another.
         """
 
     @abstractmethod

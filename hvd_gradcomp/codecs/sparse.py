@@ -189,6 +189,7 @@ class SparseCompressor(Compressor):
     def inherit(
         self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
     ) -> tuple[State, Tensor]:
+        del ops
         memory = state.memory
         return state._replace(memory=memory._replace(r=memory.r + residual)), gradient
 

@@ -157,12 +157,12 @@ class WordCompressor(SparseCompressor):
         def tile(*pieces: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             given = pieces[fields:]
             squares = given[1] if moment is not None else None
-            wanted, settled = self.gate(ops, type(memory)(*pieces[:fields]), given[0], squares)
-            return wanted, tuple(settled)
+            wanted, taken_in = self.gate(ops, type(memory)(*pieces[:fields]), given[0], squares)
+            return wanted, tuple(taken_in)
 
         given = (gradient,) if moment is None else (gradient, moment)
-        found, settled = ops.search(tile, tuple(memory), given)
-        return found, type(memory)(*settled)
+        found, taken_in = ops.search(tile, tuple(memory), given)
+        return found, type(memory)(*taken_in)
 
     def weighing(self, context: Context, rung: Rung) -> Weighing:
         layout, ascending = context.layout, None

@@ -108,7 +108,7 @@ class Compressor(stock.Refuses, ABC):
 
     @abstractmethod
     def init(self, ops: Ops, layout: Layout) -> State:
-        """The state before the first step; see `protocols.resizing` if it hangs on the ranks."""
+        """The state before the first step; see `protocols.resizing` if ranks count in it."""
 
     @abstractmethod
     def aggregate(

@@ -63,7 +63,7 @@ class Ladder:
         return cls([c for c in capacities if c < top], summed)
 
     def init(self, ops: Ops, rung: int | None = None) -> LadderState:
-        """Starts in the middle: a first burst is neither cut to nothing nor sent dense."""
+        """Starts in the middle: a first burst neither waits as a whole nor is sent dense."""
         start = self.top // 2 if rung is None else rung
         zeros = [ops.host(0) for _ in LadderState._fields[1:]]
         return LadderState(ops.host(start), *zeros)

@@ -47,8 +47,8 @@ def require_keras_backend(backend: str) -> None:
         )
 
 
-def cure(said: str, before: Sequence[str] = ()) -> str:
-    """What helps against an error of an import of Horovod; `before` as in `build`."""
+def cure(said: str, before: Sequence[str] = (), alone: bool = False) -> str:
+    """What helps against an error of an import of Horovod; `before`, `alone` as in `build`."""
     module = re.search(r"No module named '(\w+)", said)
     if module and module[1] == os.environ.get(KERAS_BACKEND):
         return cure_of_keras(module[1])
@@ -57,7 +57,7 @@ def cure(said: str, before: Sequence[str] = ()) -> str:
         return f"{sys.executable} -m pip install {package}"
     if "libmpi" in said:
         return "apt-get install openmpi-bin  # as root"
-    return build(before)
+    return build(before, alone)
 
 
 def cure_of_keras(backend: str) -> str:
@@ -66,13 +66,16 @@ def cure_of_keras(backend: str) -> str:
     return f"export {KERAS_BACKEND}=tensorflow, or take it out of ~/.keras/keras.json{other}"
 
 
-def build(before: Sequence[str] = ()) -> str:
+def build(before: Sequence[str] = (), alone: bool = False) -> str:
     """How to get a Horovod that fits.
 
     Args:
         before: packages that have to be there first.
+        alone: whether PyTorch is the only framework that is there.
     """
     command = f"{sys.executable} -m hvd_gradcomp build-horovod"
+    if alone:
+        command = f"HOROVOD_WITHOUT_TENSORFLOW=1 {command}  # for PyTorch alone"
     if before:
         return f"{sys.executable} -m pip install {' '.join(before)}\n{command}"
     return command

@@ -90,7 +90,7 @@ def find(name: str) -> type[Any] | None:
     """The method whose class is called so: defined already, or declared by a package."""
     for short, point in declared().items():
         if name not in _known and point.attr == name:
-            load(short)
+            _imported(short)
     return _known.get(name)
 
 
@@ -104,7 +104,7 @@ def declared() -> dict[str, metadata.EntryPoint]:
     for point in points:
         first = found.setdefault(point.name, point)
         if first.value != point.value:
-            _leave_out(point, f"{_owner(first)} declares another one by that name")
+            leave_out(point, f"{_owner(first)} declares another one by that name")
     return found
 
 
@@ -115,18 +115,30 @@ def load(short: str) -> Any:
     Returns:
         The compressor. None, and one line in the log, where that does not work.
     """
+    cls = _imported(short)
+    try:
+        return None if cls is None else cls()
+    except Exception as error:
+        leave_out(declared()[short], f"{type(error).__name__}: {error}")
+        return None
+
+
+@cache
+def _imported(short: str) -> Any:
+    """The class of a method that a package declares; None as in `load`."""
     point = declared()[short]
     try:
         cls = point.load()
         if cls not in _known.values():
             raise TypeError(f"{point.value} is no class of a method")
-        return cls()
+        return cls
     except (Exception, SystemExit) as error:
-        _leave_out(point, f"{type(error).__name__}: {error}")
+        leave_out(point, f"{type(error).__name__}: {error}")
         return None
 
 
-def _leave_out(point: metadata.EntryPoint, reason: str) -> None:
+def leave_out(point: metadata.EntryPoint, reason: str) -> None:
+    """Says in one line that a method cannot be used as it is declared, whose it is, and why."""
     text = " ".join(reason.split())
     LOGGER.warning("%s: its method %r is left out: %s", _owner(point), point.name, text)
 

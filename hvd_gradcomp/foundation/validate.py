@@ -106,15 +106,19 @@ def exchange(
         )
 
 
+class NoSuchNameError(ValueError):
+    """`module:name` is no such name, or there is nothing of that name."""
+
+
 def attribute(name: str, what: str) -> Any:
     """What `module:name` names, with modules of the current folder in reach.
 
     Raises:
-        ValueError: it is no such name, or there is nothing of that name.
+        NoSuchNameError: there is nothing of that name. What the module raises itself is its own.
     """
     module, _, attribute = name.partition(":")
     if not (attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))):
-        raise ValueError(f"no {what} {name!r}; give module:{what}")
+        raise NoSuchNameError(f"no {what} {name!r}; give module:{what}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -122,7 +126,7 @@ def attribute(name: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there; what it imports is not
-        raise ValueError(f"{name}: no module {module!r} from {os.getcwd()}") from error
+        raise NoSuchNameError(f"{name}: no module {module!r} from {os.getcwd()}") from error
     if not hasattr(found, attribute):
-        raise ValueError(f"{name}: module {module!r} has no {attribute!r}")
+        raise NoSuchNameError(f"{name}: module {module!r} has no {attribute!r}")
     return getattr(found, attribute)

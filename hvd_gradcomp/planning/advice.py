@@ -96,13 +96,13 @@ def median(samples: Sequence[float]) -> Span:
     """
     if len(samples) < ROUNDS:
         raise ValueError(f"{len(samples)} rounds say nothing of the error: take {ROUNDS} or more")
-    ordered, n, outside, cut = sorted(samples), len(samples), 2 * 0.5 ** len(samples), 0
+    ordered, n, outside, left_out = sorted(samples), len(samples), 2 * 0.5 ** len(samples), 0
     while True:
-        outside += 2 * math.comb(n, cut + 1) * 0.5**n
+        outside += 2 * math.comb(n, left_out + 1) * 0.5**n
         if outside > 1 - SURE:
             break
-        cut += 1
-    return Span(ordered[cut], statistics.median(ordered), ordered[n - 1 - cut])
+        left_out += 1
+    return Span(ordered[left_out], statistics.median(ordered), ordered[n - 1 - left_out])
 
 
 def exchange_of(case: Case) -> Span:

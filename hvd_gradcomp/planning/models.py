@@ -87,7 +87,7 @@ def _factory(name: str) -> Any:
         raise ModelError(f"no model {name!r}; there are {', '.join(BUILT_IN)}, and module:factory")
     try:
         found = validate.attribute(name, "factory")
-    except ValueError as error:
+    except validate.NoSuchNameError as error:
         raise ModelError(str(error)) from error
     if inspect.isbuiltin(found) or not callable(found) or not _takes_nothing(found):
         raise ModelError(

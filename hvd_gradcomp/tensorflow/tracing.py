@@ -72,7 +72,7 @@ def _how(name: str, group: Any) -> dict[str, Any]:
 
 
 def asked_in_branch(request: Any, taken: tf.Tensor) -> Any:
-    """The same request, of a tensor that hangs on whether the branch that asks is taken.
+    """The same request, of a tensor that depends on whether the branch that asks is taken.
 
     A rank that only receives hands over a constant. TensorFlow's graph optimizer frees what depends
     on constants alone from its branch, and then this rank asks when others do not.

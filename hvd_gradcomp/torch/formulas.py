@@ -383,7 +383,7 @@ OPENED[_attention].__kwdefaults__ = _attention.__kwdefaults__
 class Replay:
     """A function that is run again, sample by sample, each with its own gradient.
 
-    Exact where a sample's result hangs on that sample alone, and on no chance.
+    Exact where a sample's result depends on that sample alone, and on no chance.
 
     Attributes:
         fill: the arguments, of a list of their tensors.

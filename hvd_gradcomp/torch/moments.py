@@ -13,7 +13,7 @@ belong to no sample.
 How. While the model, or a part of it by itself, runs forward, a `TorchFunctionMode` sees each of
 PyTorch's functions. `samples` follows where the samples are. Where a parameter, or something made
 of parameters alone (a position table that was looked up, a weight that was standardised), meets
-what hangs on samples, one of these is set up:
+what depends on samples, one of these is set up:
 
 * The function has a rule (`formulas.RULES`: products, convolutions, tables, normalisation,
   recurrent layers): its input is kept, and the output passes through an identity, where `delta`
@@ -139,7 +139,7 @@ _running = threading.local()  # the observer of this thread
 
 
 class Made:
-    """A value that a function has made of parameters and of nothing that hangs on samples.
+    """A value that a function has made of parameters and of nothing that depends on samples.
 
     Args:
         func, args, kwargs: how.
@@ -900,6 +900,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 @compiling.outside(_EAGER)
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    del args, output
     observer: _Observer | None = getattr(_running, "observer", None)
     if observer is None or observer.module is not module:
         return

@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """It hangs on samples, and no axis counts them."""
+    """It depends on samples, and no axis counts them."""
 
 
 LOST = Lost()
@@ -109,7 +109,7 @@ def mark(tensor: Tensor, place: Place | Lost) -> None:
 
 
 def noted(tensor: Tensor) -> Place | Lost | None:
-    """What is known of a tensor's place; None if it does not hang on samples."""
+    """What is known of a tensor's place; None if it depends on no sample."""
     return _places.of(tensor)
 
 

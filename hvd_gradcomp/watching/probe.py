@@ -2,8 +2,10 @@
 
 What is measured, and after whom:
 
-    entropy, mutual information    of one layer's gradient on two ranks (LGC, section III, eq. 1)
-    PCA energy, compression loss   of slices of convolutions (GradiVeQ, Figures 4 and 5, eq. 7)
+    entropy, mutual information    of one layer's gradient on two ranks (Abrahamyan et al. 2021,
+                                   section III, equation 1)
+    PCA energy, compression loss   of slices of convolutions (Yu et al. 2018, Figures 4 and 5,
+                                   equation 7)
     densities                      what Variance, EGC and DGC would send
 
 A frontend takes a bounded number of elements of each gradient, before the gradient is exchanged,
@@ -92,7 +94,9 @@ def entropy(ops: Ops, x: Tensor, bins: int = 256, corrected: bool = False) -> fl
 def mutual_information(
     ops: Ops, x: Tensor, y: Tensor, bins: int = 32, corrected: bool = False
 ) -> float:
-    """Bits that x tells about y, `H(x) + H(y) - H(x, y)`: equation 1 of LGC, by histograms.
+    """Bits that x tells about y, `H(x) + H(y) - H(x, y)`, by histograms.
+
+    Abrahamyan et al. 2021, section III, equation 1.
 
     Each vector is quantized by itself, as in `entropy`; the joint histogram has `bins**2` cells.
     N samples overestimate it: of independent vectors come up to about `chance_bound(bins, N)` bits
@@ -203,12 +207,12 @@ def energy(ops: Ops, samples: Tensor) -> list[float]:
 
 
 def compression_loss(ops: Ops, samples: Tensor, later: Tensor, dimension: int) -> list[float]:
-    """What a linear compressor loses of other slices: `||s - s'||**2 / ||s||**2`, formula 7.
+    """What a linear compressor loses of other slices: `||s - s'||**2 / ||s||**2`.
 
-    The compressor is GradiVeQ's: the mean `mu` of the samples and the first `dimension` principal
-    components `U`; `s' = U U^T (s - mu) + mu`. T samples have at most T - 1 components; what is
-    asked beyond is not there. A basis that knows nothing loses about `1 - dimension / m`. The
-    loss of a slice that is 0 is 0 if it stays so, else infinite.
+    Yu et al. 2018, equation 7. The compressor is GradiVeQ's: the mean `mu` of the samples and the
+    first `dimension` principal components `U`; `s' = U U^T (s - mu) + mu`. T samples have at most
+    T - 1 components; what is asked beyond is not there. A basis that knows nothing loses about
+    `1 - dimension / m`. The loss of a slice that is 0 is 0 if it stays so, else infinite.
 
     Args:
         ops: the verbs of both.

@@ -132,7 +132,7 @@ def test_ranks_that_it_starts_itself_print_once_and_without_a_prefix():
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("DGC() ")
     assert done.stdout.count("DGC()") == 1 and "[0]" not in done.stdout + done.stderr
-    assert "2 ranks on 1 hosts" in done.stderr and "1/3  DGC()" in done.stderr
+    assert "2 ranks on 1 host\n" in done.stderr and "1/3  DGC()" in done.stderr
 
 
 def test_json_takes_the_place_of_the_table():

@@ -28,6 +28,7 @@ version = "0.3"
 [project.entry-points."hvd_gradcomp.compressors"]
 absent = "no_such_module:Compressor"
 clashing = "clashing:StromCompressor"
+dgc = "clashing_not:JUST_A_NUMBER"
 other = "clashing_not:JUST_A_NUMBER"
 powersgd = "elsewhere:PowerSGDCompressor"
 [tool.setuptools]
@@ -148,6 +149,7 @@ def test_what_cannot_be_used_is_one_line(broken):
         for name, why in [
             ("absent", "ModuleNotFoundError"),
             ("clashing", "TypeError"),
+            ("dgc", "hvd_gradcomp has one by that name"),
             ("other", "TypeError"),
             ("powersgd", "gradcomp-examples 1.0 declares another one by that name"),
         ]

@@ -172,9 +172,20 @@ def test_without_a_measurement_the_error_of_the_model_counts():
 def test_the_sentence_at_the_end(answer, below, words):
     step = Span(0.01, 0.02, 0.03)
     best = Estimate("QSGD(bits=8)", step, step, Span(1.6, 3.0, 7.0), Span(*below))
-    dense = {"step_span_ms": [50.0, 60.0, 70.0]}
+    dense = {"step_span_ms": [50.0, 60.0, 70.0], "measured_ms": 60.0}
     assert words in advised.said(Verdict(answer, best), dense, HERE)
     assert "nothing" not in advised.said(Verdict("none", None), dense, HERE)
+
+
+@pytest.mark.parametrize("measured", [60.0, None])
+def test_more_rounds_are_asked_for_only_where_they_say_more(measured):
+    """What was not measured lies 30 % around a prediction, however many rounds there are."""
+    span = Span(0.01, 0.02, 0.03)
+    best = Estimate("QSGD()", span, span, Span(0.5, 1.0, 2.0), Span(0.0, 1e9, 2e9))
+    dense = {"step_span_ms": [50.0, 60.0, 70.0], "measured_ms": measured}
+    said = advised.said(Verdict("cannot say", best), dense, HERE)
+    assert ("Take more rounds (--rounds 20)" in said) is (measured is not None)
+    assert ("Let it measure whole exchanges" in said) is (measured is None)
 
 
 @dataclass(frozen=True)

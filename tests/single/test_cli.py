@@ -33,6 +33,11 @@ def test_every_command_explains_itself(command):
     assert "hvd-gradcomp" in text
 
 
+def test_the_list_of_commands_has_whole_sentences():
+    listed = said("--help")[1].partition("Commands:")[2]
+    assert listed.count("\n  ") == len(COMMANDS) and "..." not in listed, listed
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -93,6 +98,27 @@ def test_a_traceback_is_of_a_users_code_alone_wherever_click_is(tmp_path, monkey
     assert len(lines) == 1 and "users_model.py" in lines[0], done.output
 
 
+@pytest.mark.parametrize("command", [("bench", "-c", "dgc", "-m"), ("compare",)])
+def test_a_module_that_cannot_be_loaded_shows_its_own_traceback(command, tmp_path, monkeypatch):
+    (tmp_path / "users_broken.py").write_text("int('mine')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = CliRunner().invoke(main, [*command, "users_broken:train"])
+    assert done.exit_code == 1, done.output
+    lines = [line for line in done.output.splitlines() if line.startswith("  File ")]
+    assert len(lines) == 1 and "users_broken.py" in lines[0], done.output
+
+
+def test_what_lies_beside_what_is_installed_is_a_users(tmp_path, monkeypatch):
+    """A folder whose name goes on after that of an installed one."""
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "users_beside.py").write_text("def factory():\n    raise OSError\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "library"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    done = CliRunner().invoke(main, ["bench", "-m", "users_beside:factory", "-c", "dgc"])
+    lines = [line for line in done.output.splitlines() if line.startswith("  File ")]
+    assert len(lines) == 1 and "users_beside.py" in lines[0], done.output
+
+
 WRITTEN = [
     "after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=-0.0))",
     "partition([(role('bias', 'norm'), None), (smaller(100), NoneCompressor()), ('*', "
@@ -132,6 +158,14 @@ def test_tables_fit_a_terminal(drawn, compressor):
         advised.hosts([advice]),
     ):
         assert max(map(len, text.splitlines())) <= options.WIDTH, text
+
+
+def test_ranks_without_horovod_are_a_plain_error(monkeypatch):
+    monkeypatch.setattr(launching, "find_spec", lambda name: None, raising=False)
+    monkeypatch.setattr(launching, "run", lambda command: 1)  # as Python ends without it
+    code, text = said("bench", "-np", "2")
+    assert code == 1
+    assert "Horovod is not installed: `hvd-gradcomp doctor` says what to do" in text
 
 
 def test_what_a_launcher_says_is_held_back_unless_it_fails(capsys):

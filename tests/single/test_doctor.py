@@ -85,6 +85,17 @@ def test_no_horovod(tmp_path):
 
 
 @real
+def test_no_horovod_and_no_tensorflow(tmp_path):
+    """A user of PyTorch is not told to install TensorFlow."""
+    python = environment(tmp_path / "env", but=("horovod", "tensorflow"))
+    for chosen in ((), ("--framework", "torch")):
+        found = diagnose(*chosen, python=python)["Horovod"]
+        assert found.fact == "not installed"
+        alone = f"HOROVOD_WITHOUT_TENSORFLOW=1 {python} {BUILD}  # for PyTorch alone"
+        assert found.remedy == alone
+
+
+@real
 def test_horovod_without_torch(tmp_path):
     (extension,) = (horovod(tmp_path) / "torch").glob("mpi_lib_v2*.so")
     extension.unlink()

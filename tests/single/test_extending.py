@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
 import numpy as np
 import pytest
 import tensorflow as tf
 import torch
 
 from hvd_gradcomp import NonFiniteGradientError
+from hvd_gradcomp.codecs.largest import LargestCompressor
+from hvd_gradcomp.codecs.linear import LinearCompressor
+from hvd_gradcomp.codecs.quantized import QuantizedCompressor
+from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core.aggregator import Context, leaves
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
@@ -149,3 +156,60 @@ def test_a_state_lies_in_no_gradient(compressor):
         total.fill_(7.0)
     for state, kept in zip(world.states, states):
         assert all(torch.equal(x, y) for (_, x), y in zip(leaves(state), kept))
+
+
+# -- families --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FewOfEach(LargestCompressor):
+    def count(self, size):
+        return min(size, 5)
+
+    def remember(self, ops, layout):
+        return Residual(ops.zeros((layout.size,)))
+
+    def collect(self, ops, memory, gradient):
+        return Residual(ops.accumulate(memory.r, gradient))
+
+    def settle(self, ops, memory, index):
+        return Residual(ops.put(memory.r, index, 0.0))
+
+
+@dataclass(frozen=True)
+class Coarse(QuantizedCompressor):
+    bits, side = 4, ("scale",)
+
+    def rows(self, shape):
+        return ((1, prod(shape)),)
+
+    def encode(self, ops, bands, x, key):
+        scale = ops.group_maxima(bands, x)
+        return {"scale": scale, "codes": ops.encode_levels(bands, x, scale, self.bits, key)}
+
+    def add_decoded(self, ops, bands, payload, into):
+        codes, scale = payload["codes"], payload["scale"]
+        return ops.add_levels(bands, into.base, into.room, codes, scale, self.bits, into.weights)
+
+
+@dataclass(frozen=True)
+class Halved(LinearCompressor):
+    def encode(self, ops, gradient):
+        return ops.scale(gradient, 0.5)
+
+    def decode(self, ops, layout, code):
+        return ops.scale(code, 2.0)
+
+
+@pytest.mark.parametrize("compressor", [FewOfEach(), Coarse(), Halved()], ids=repr)
+@pytest.mark.parametrize("ops", [TorchOps(), TensorFlowOps()], ids=lambda ops: type(ops).__name__)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_method_has_no_more_than_the_holes_of_its_family(compressor, ops, size):
+    """Those that docs/extending.md lists."""
+    world = world_of(compressor, ops, size)
+    for _ in range(3):
+        drawn = draw(world_of(compressor, size=size), torch.Generator().manual_seed(1))
+        given = drawn if isinstance(ops, TorchOps) else [tf.constant(g.numpy()) for g in drawn]
+        totals = [np.asarray(total) for total in world.step(given)]
+        assert all(np.array_equal(total, totals[0]) for total in totals), "replicas differ"
+        assert np.isfinite(totals[0]).all() and totals[0].any()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from importlib import metadata
 
 import pytest
 
@@ -67,3 +69,27 @@ def test_a_class_that_is_defined_once_more_replaces_the_first():
 
 def test_a_family_has_no_number():
     assert {"WordCompressor", "LGCSettings", "Keeping"}.isdisjoint(registry.known())
+
+
+DEMANDING = """
+from dataclasses import dataclass, field
+from hvd_gradcomp import StromCompressor
+
+@dataclass(frozen=True)
+class DemandingCompressor(StromCompressor):
+    tau: float = field()
+"""
+
+
+def test_one_without_defaults_is_used_as_it_is_written(tmp_path, monkeypatch, caplog):
+    """Only its short name has no meaning, and says so."""
+    (tmp_path / "of_demanding.py").write_text(DEMANDING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    point = metadata.EntryPoint("demanding", "of_demanding:DemandingCompressor", registry.GROUP)
+    monkeypatch.setattr(registry, "declared", lambda: {"demanding": point})
+    with caplog.at_level(logging.WARNING, "hvd_gradcomp"):
+        assert registry.find("DemandingCompressor")(tau=0.5).tau == 0.5
+        assert not caplog.records
+        assert registry.load("demanding") is None
+    (record,) = caplog.records
+    assert "is left out: TypeError" in record.getMessage()

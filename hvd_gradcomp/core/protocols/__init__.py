@@ -6,7 +6,7 @@ by having its method; there is nothing to derive from.
 
 reporting  what was sent, kept and lost
 learning   what is learned from gradients, and by whom
-resizing   what hangs on how many ranks exchange
+resizing   what depends on how many ranks exchange
 carrying   what one method hands to another: a residual, a velocity, the optimizer's momentum
 layering   which layers a method is for
 stock      what stock Horovod calls

@@ -31,7 +31,7 @@ class Owned(Protocol):
 
 @runtime_checkable
 class Rehearses(Protocol):
-    """Can work as if it had learned, to be measured: what that costs hangs on no gradient."""
+    """Can work as if it had learned, to be measured: what that costs depends on no gradient."""
 
     def rehearsed(self, ops: Ops, layout: Layout, state: State, step: int) -> State:
         """A state that has learned all until this step; what it knows may be random."""

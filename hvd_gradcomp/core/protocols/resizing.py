@@ -1,4 +1,4 @@
-"""Methods whose state hangs on how many ranks exchange."""
+"""Methods whose state depends on how many ranks exchange."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Resizes(Protocol):
     """Goes on otherwise among other ranks."""
 
     def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
-        """A state that goes on among other ranks than before; the same if nothing hangs on them.
+        """A state that goes on among other ranks than before; the same if nothing depends on it.
 
         Raises:
             ValueError: it cannot work with so many.

@@ -20,10 +20,10 @@ class Searching(Base):
         given: tuple[Tensor, ...],
         bound: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        flags, settled = body(*donated, *given)
+        flags, after = body(*donated, *given)
         if bound is not None:
-            return self.find(flags, bound), settled
-        return (self.nonzero(flags) if self.dynamic_shapes else flags), settled
+            return self.find(flags, bound), after
+        return (self.nonzero(flags) if self.dynamic_shapes else flags), after
 
     def sweep(
         self,

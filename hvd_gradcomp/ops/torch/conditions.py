@@ -46,6 +46,7 @@ class Found(Condition):
         self.index = index
 
     def find(self, native: Any, base: int, out: Tensor) -> int:
+        del native
         count = self.index.shape[0]
         torch.add(self.index, base, out=out[:count])
         return count

@@ -30,8 +30,8 @@ class Searching(Base):
 
         def tiles() -> Iterator[Tensor | Condition]:
             for place, tile in enumerate(self._tiles(rooms, donated, given)):
-                flags, settled = body(*tile)
-                _write(tile, settled)
+                flags, after = body(*tile)
+                _write(tile, after)
                 if bound is not None:
                     block = donated[0].shape[0] // bound.shape[0]
                     flags = Above(flags, bound[place * (TILE // block) :], block)
@@ -116,8 +116,8 @@ class Searching(Base):
         return torch.cat(found)
 
 
-def _write(tile: tuple[Tensor, ...], settled: tuple[Tensor, ...]) -> None:
+def _write(tile: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> None:
     """What a body returns goes where its arguments came from."""
-    for old, new in zip(tile, settled):
+    for old, new in zip(tile, after):
         if new is not old:
             old.copy_(new)

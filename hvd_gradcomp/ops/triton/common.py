@@ -384,7 +384,7 @@ def sums_fit(
 def judge(
     frames, sums, words, needed, held, intact, weights, stride, rows, groups,
     e0, e1, e2, e3, e4, e5, ROWS: tl.constexpr, VECTORS: tl.constexpr, POWERS: tl.constexpr,
-    ASCENDING: tl.constexpr, WEIGHT: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
+    ASCENDING: tl.constexpr, WEIGHT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """What the last program of `look` says, of all rows."""
     row = tl.arange(0, ROWS)
@@ -473,7 +473,7 @@ def look(
     if is_last(sums + 2 * ROWS):
         judge(
             frames, sums, words, needed, held, intact, weights, stride, rows, groups,
-            e0, e1, e2, e3, e4, e5, ROWS, VECTORS, POWERS, ASCENDING, WEIGHT, LIMIT, TILE,
+            e0, e1, e2, e3, e4, e5, ROWS, VECTORS, POWERS, ASCENDING, WEIGHT, LIMIT,
         )  # fmt: skip
 
 

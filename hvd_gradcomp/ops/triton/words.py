@@ -275,9 +275,9 @@ def value_of(
     return tl.where(negative != 0, -tau, tau) + tl.zeros_like(word).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit
 def settle_words(
-    words, exponents, numbers, layer_of_block, r0, v0, r, v, capacity, tau, zeta, twice_tau,
+    words, exponents, numbers, layer_of_block, r0, v0, r, v, tau, zeta, twice_tau,
     tau_squared, MASK: tl.constexpr, POWERS: tl.constexpr, SUBTRACTS: tl.constexpr,
     CORRECTS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -491,7 +491,7 @@ class WordPasses(Launcher):
             partly = dict.fromkeys(range(3, 8), apart)
             self.launch(
                 settle_words, -(-rung.capacity // 1024), rest.view(torch.int32), exponents, numbers,
-                table, *given, rung.capacity, *how, partly=partly, **kind, MASK=_mask(rule),
+                table, *given, *how, partly=partly, **kind, MASK=_mask(rule),
                 BITS=layout.block_bits, TILE=1024,
             )  # fmt: skip
 

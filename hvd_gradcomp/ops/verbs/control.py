@@ -50,7 +50,7 @@ class Control(ABC):
         """Raises `error` if a fact does not hold for every rank; facts are bool [world].
 
         The key is the message; `{ranks}` in it becomes the ranks that fail. None if that was
-        settled at once; otherwise bool [world], and what it is False for must not count: on a GPU
+        known at once; otherwise bool [world], and what it is False for must not count: on a GPU
         the failure is raised one step later (see `ops.torch`), in a graph when it runs.
         """
 
