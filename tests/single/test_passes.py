@@ -261,6 +261,20 @@ def test_blocks_of_a_layer_are_multiplied_as_the_whole(
     assert torch.equal(lifted[-5:], bucket[-5:])
 
 
+def test_defaults_of_pytorch_do_not_matter_to_blocks(other_default):
+    """C writes to what is made for them; whole numbers are not rounded."""
+    shape, order, host = (16, 2, 9, 1), (2, 3, 1, 0), {"dtype": torch.float32, "device": "cpu"}
+    x = (torch.arange(288, device="cpu") % 7).to(torch.float32).view(shape).permute(order)
+    basis, row = torch.eye(16, **host) * 2, torch.full((1, 16), 3.0, **host)
+    ops = TorchOps()
+    code, energy, beside = ops.project(x, basis, row)
+    assert torch.equal(code, x.reshape(-1, 16) * 2)
+    assert [float(energy), float(beside)] == [float((x * x).sum()), float(x.sum() * 3)]
+    layer = ops.lift(code, basis, row, shape, order)
+    back = ops.assemble(ops.zeros((288,)), [layer])
+    assert torch.equal(back.view(shape).permute(order), x * 4 + 3)
+
+
 @pytest.mark.parametrize("shape", [(256, 130, 9), (9, 512, 96), (1024, 1, 300)])
 def test_axes_of_what_no_cache_holds_change_their_order(shape):
     x = torch.randn(shape).permute(2, 1, 0)
