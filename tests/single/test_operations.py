@@ -277,8 +277,9 @@ def test_layers_with_outputs_first(kernels, back, seed):
     assert np.array_equal(TensorFlowOps().outputs_first(layout, there, not back), x)
 
 
+EXTENTS = [1, 3], [1, 3], [1, 2, 16, 33, 0], [1, 7, 32, 80, 0]
 KERNELS = st.lists(
-    st.tuples(*(st.sampled_from(x) for x in ([1, 3], [1, 3], [1, 2, 16, 33], [1, 7, 32, 80]))),
+    st.tuples(*map(st.sampled_from, EXTENTS)),
     min_size=1,
     max_size=3,
 )
