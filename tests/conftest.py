@@ -78,3 +78,18 @@ def torch_ops(device):
     from hvd_gradcomp.ops.torch import TorchOps
 
     return TorchOps(device)
+
+
+@pytest.fixture(params=["float64", "bfloat16", "another device"])
+def other_default(request):
+    """What users of PyTorch set once for all that they make themselves."""
+    import torch
+
+    dtype = torch.get_default_dtype()
+    if request.param == "another device":
+        torch.set_default_device("meta")  # as "cuda" to tensors on the host, and with any build
+    else:
+        torch.set_default_dtype(getattr(torch, request.param))
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(dtype)

@@ -67,12 +67,15 @@ class Layout:
 
     @cached_property
     def stored_outputs_last(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(start, places, inputs, outputs) of layers that `outputs_first` has in another shape."""
-        layers = zip(self.offsets, self.shapes, self.outputs_first)
+        """(start, places, inputs, outputs) of layers that `outputs_first` has in another shape.
+
+        Of those that have elements.
+        """
+        layers = zip(self.offsets, self.sizes, self.shapes, self.outputs_first)
         return tuple(
             (start, prod(stored[:-2]), stored[-2], stored[-1])
-            for start, stored, turned in layers
-            if stored != turned
+            for start, size, stored, turned in layers
+            if size and stored != turned
         )
 
     @cached_property

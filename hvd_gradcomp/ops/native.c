@@ -1073,8 +1073,9 @@ static int add_columns(const band *of, const float *base, float *out, int64_t ra
                        const uint32_t *words, int64_t word_stride, const float *above,
                        const float *below, int64_t mean_stride, const float *weights) {
   int64_t length = of->length, inputs = length / of->places;
-  int64_t packed = (length + GROUP - 1) / GROUP, wide = together(of, packed * ranks);
-  float *room = calloc((size_t)(wide * (ranks * (packed + 2) + 1)), sizeof(float));
+  int64_t packed = (length + GROUP - 1) / GROUP, each = ranks * (packed + 2) + 1;
+  int64_t wide = together(of, each);
+  float *room = calloc((size_t)(wide * each), sizeof(float));
   if (!room) return -1;
   for (int64_t left = 0, n; left < of->rows; left += n) {
     n = left + wide < of->rows ? wide : of->rows - left;

@@ -32,7 +32,8 @@ class Rule(NamedTuple):
         large: asks for `|r| > tau`.
         powers: sends powers of two, as `PowerOfTwo` does; else plus or minus tau, as `Sign`.
         subtracts: what was sent is taken from r; else `r = 0`.
-        corrects: `v = max(v - 2*|r|*tau + tau*tau, 0) * zeta` where sent; else `v = 0`.
+        corrects: `v = max(v - 2*|r|*tau + tau*tau, 0) * zeta` where sent, which is of signs and not
+            of powers; else `v = 0`.
     """
 
     ambiguity: bool = False

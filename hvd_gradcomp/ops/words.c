@@ -478,8 +478,8 @@ static inline void settle(const rule *how, uint32_t index, float value, float *r
     v[index] = 0.0f;
 }
 
-FAST static void settle_powers(float *restrict r, float *restrict v, const uint8_t *codes,
-                               int64_t n, int32_t exponent, int subtracts) {
+FAST static void settle_powers(float *r, const uint8_t *codes, int64_t n, int32_t exponent,
+                               int subtracts) {
   for (int64_t i = 0; i < n; i++) {
     uint32_t code = (uint32_t)codes[i] - 1;
     int32_t power = exponent + 127 - (int32_t)(code & 7);
@@ -488,15 +488,19 @@ FAST static void settle_powers(float *restrict r, float *restrict v, const uint8
     memcpy(&value, &bits, 4);
     left = subtracts ? r[i] - value : 0.0f;
     r[i] = codes[i] ? left : r[i];
-    v[i] = codes[i] ? 0.0f : v[i];
   }
 }
 
-FAST static void settle_signs(float *r, const uint8_t *codes, int64_t n, float tau) {
+FAST static void settle_signs(float *r, const uint8_t *codes, int64_t n, float tau,
+                              int subtracts) {
   for (int64_t i = 0; i < n; i++) {
-    float value = (float)(3 - 2 * (int32_t)codes[i]) * tau;
-    r[i] = codes[i] ? r[i] - value : r[i];
+    float value = (float)(3 - 2 * (int32_t)codes[i]) * tau, left = subtracts ? r[i] - value : 0.0f;
+    r[i] = codes[i] ? left : r[i];
   }
+}
+
+FAST static void clear_sent(float *v, const uint8_t *codes, int64_t n) {
+  for (int64_t i = 0; i < n; i++) v[i] = codes[i] ? 0.0f : v[i];
 }
 
 FAST static void correct(float *restrict v, const float *restrict r, const uint8_t *codes,
@@ -535,19 +539,20 @@ void words_settle(const rule *how, const place *where, const uint8_t *body, int6
   const uint8_t *places = body + where->side;
   IN_PIECES
   for (int t = 0; t < threads; t++) {
-    uint8_t codes[CHUNK];
+    uint8_t unpacked[CHUNK];
     int64_t stop = border(where->size, CHUNK, t + 1, threads);
     for (int64_t at = border(where->size, CHUNK, t, threads), end; at < stop; at = end) {
       end = end_of(where, at, stop);
-      if (how->powers) {
-        settle_powers(r + at, v + at, places + at, end - at, exponents[layer_of(where, at)],
-                      how->subtracts);
-        continue;
-      }
-      unpack_fours(places + at / 4, end - at, codes);
-      if (how->corrects)
+      const uint8_t *codes = how->powers ? places + at : unpacked;
+      if (!how->powers) unpack_fours(places + at / 4, end - at, unpacked);
+      if (v && how->corrects)
         correct(v + at, r + at, codes, end - at, how->twice_tau, how->tau_squared, how->zeta);
-      settle_signs(r + at, codes, end - at, how->tau);
+      else if (v)
+        clear_sent(v + at, codes, end - at);
+      if (how->powers)
+        settle_powers(r + at, codes, end - at, exponents[layer_of(where, at)], how->subtracts);
+      else
+        settle_signs(r + at, codes, end - at, how->tau, how->subtracts);
     }
   }
 }

@@ -49,19 +49,6 @@ def tensor_on_host(x):
     return torch.tensor(x, dtype=torch.float32, device="cpu")
 
 
-@pytest.fixture(params=["float64", "bfloat16", "another device"])
-def other_default(request):
-    """What users set once for all that they make themselves."""
-    dtype = torch.get_default_dtype()
-    if request.param == "another device":
-        torch.set_default_device("meta")  # as "cuda" to tensors on the host, and with any build
-    else:
-        torch.set_default_dtype(getattr(torch, request.param))
-    yield
-    torch.set_default_device(None)
-    torch.set_default_dtype(dtype)
-
-
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 @pytest.mark.parametrize("compressor", ONE_OF_EACH, ids=repr)
 def test_defaults_of_pytorch_do_not_matter(compressor, static, other_default):

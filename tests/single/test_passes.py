@@ -6,6 +6,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -13,9 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp.algorithms.variance import Ambiguity
+from hvd_gradcomp.codecs.quantizers import PowerOfTwo, Sign
+from hvd_gradcomp.codecs.sparse import Residual
+from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.foundation.collectives import Allgather
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building
+from hvd_gradcomp.ops.rules import Rule, Rung
 from hvd_gradcomp.ops.torch import blocks, passes
 from hvd_gradcomp.testing import World
 from tests.methods import WORDS
@@ -166,6 +172,69 @@ def test_bodies_of_another_rung_are_an_error(compressor, dense):
             compressor.decode_sum(ops, layout, rung, bodies, *given)
 
 
+class ByRule(WordCompressor, registered=False):
+    """Does in verbs what a rule says, whichever; v is only there where the rule has it."""
+
+    def __init__(self, rule):
+        self.rule = rule
+        self.quantizer = PowerOfTwo() if rule.powers else Sign(rule.tau)
+
+    algorithm, quantizer = 255, None
+
+    def __repr__(self):
+        return repr(self.rule)
+
+    def remember(self, ops, layout):
+        kind = Ambiguity if self.rule.ambiguity else Residual
+        return kind(*(ops.zeros((layout.size,)) for _ in kind._fields))
+
+    def gate(self, ops, memory, gradient, moment):
+        rule = self.rule
+        if not rule.ambiguity:
+            r = ops.accumulate(memory.r, gradient)
+            return ops.greater(ops.abs(r), rule.tau), Residual(r)
+        r, v = memory.plus(ops, gradient, moment)
+        wanted = ops.square_exceeds(r, v, rule.alpha)
+        if rule.large:
+            wanted = wanted & ops.greater(ops.abs(r), rule.tau)
+        return wanted, Ambiguity(r, v if rule.corrects else ops.scale(v, rule.zeta))
+
+    def settle(self, ops, memory, sent, value):
+        rule, index = self.rule, sent.index
+        held = ops.gather(memory.r, index)
+        kept = held - value if rule.subtracts else 0.0
+        settled = memory._replace(r=ops.put(memory.r, index, kept))
+        if rule.corrects:
+            v = ops.gather(memory.v, index) - ops.times(ops.abs(held), 2 * rule.tau)
+            v = ops.put(memory.v, index, ops.maximum(v + rule.tau * rule.tau, 0.0))
+            return settled._replace(v=ops.scale(v, rule.zeta))
+        if rule.ambiguity:
+            return settled._replace(v=ops.put(memory.v, index, 0.0))
+        return settled
+
+
+RULES = [
+    Rule(ambiguity, large, powers, subtracts, corrects, 0.5, 0.5, 0.9)
+    for ambiguity, large, powers, subtracts, corrects in product([False, True], repeat=5)
+    if (ambiguity or large) and (not corrects or (ambiguity and not powers))
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_every_rule_there_may_be(rule):
+    """Those that no method has yet too, on words and on places."""
+    layout, compressor = layout_of(700, 3), ByRule(rule)
+    passes, reference = (World(compressor, o, layout, 2) for o in (TorchOps(), verbs()))
+    sizes = set()
+    for step, share in enumerate([0.01, 0.1, 1.0, 1.0, 0.1, 0.01]):
+        generator = torch.Generator().manual_seed(step)
+        given = gradients(generator, layout, passes, 2.0, share)
+        assert all(map(torch.equal, passes.step(given), reference.step(given)))
+        assert_alike(passes, reference)
+        sizes.add(passes.traffic[0][0].tensor.numel())
+    assert compressor.payload_bytes(layout, Rung(0, 0, True)) in sizes and len(sizes) > 1
+
+
 def test_a_rule_is_not_inherited_by_another_gate():
     class Other(StromCompressor):
         def gate(self, ops, memory, gradient, moment):
@@ -259,6 +328,20 @@ def test_blocks_of_a_layer_are_multiplied_as_the_whole(
     torch.testing.assert_close(lifted[start:-5], expected, rtol=1e-4, atol=1e-3)
     assert torch.equal(lifted[:start], bucket[:start])
     assert torch.equal(lifted[-5:], bucket[-5:])
+
+
+def test_defaults_of_pytorch_do_not_matter_to_blocks(other_default):
+    """C writes to what is made for them; whole numbers are not rounded."""
+    shape, order, host = (16, 2, 9, 1), (2, 3, 1, 0), {"dtype": torch.float32, "device": "cpu"}
+    x = (torch.arange(288, device="cpu") % 7).to(torch.float32).view(shape).permute(order)
+    basis, row = torch.eye(16, **host) * 2, torch.full((1, 16), 3.0, **host)
+    ops = TorchOps()
+    code, energy, beside = ops.project(x, basis, row)
+    assert torch.equal(code, x.reshape(-1, 16) * 2)
+    assert [float(energy), float(beside)] == [float((x * x).sum()), float(x.sum() * 3)]
+    layer = ops.lift(code, basis, row, shape, order)
+    back = ops.assemble(ops.zeros((288,)), [layer])
+    assert torch.equal(back.view(shape).permute(order), x * 4 + 3)
 
 
 @pytest.mark.parametrize("shape", [(256, 130, 9), (9, 512, 96), (1024, 1, 300)])

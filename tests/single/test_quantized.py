@@ -318,3 +318,39 @@ def test_signs_of_any_bands(cuts, from_zero, count, seed):
         assert torch.equal(one, plain.add_signs(whole, base, torch.empty(size), *given_))
         if base is not None:
             assert torch.equal(one, fast.add_signs(whole, base, base, *given_))
+
+
+@NATIVE
+@pytest.mark.parametrize("apart", [1, 2, 3])
+def test_elements_that_are_not_neighbours(apart):
+    """C walks over memory; what is given to it may be a view of every other element."""
+    bands, layout = Bands((Band(0, 3, 20),)), Layout(("a",), ((60,),), block=32)
+    generator = torch.Generator().manual_seed(apart)
+
+    def view(*shape):
+        return torch.randn((*shape, apart), generator=generator)[..., 0]
+
+    x, base, scale, weights = view(64), view(64), view(3).abs(), view(2)
+    x[60:] = 0.0
+    packed = torch.randint(256, (2, 32, apart), dtype=torch.uint8, generator=generator)[..., 0]
+    above, below = view(2, 3), view(2, 3)
+    index = torch.tensor([[3] * apart, [40] * apart, [7] * apart])[:, 0]
+
+    def results(ops):
+        levels = packed, torch.stack([scale, scale]), 4, weights
+        signs = packed[:, :8], above, below, weights
+        yield ops.group_maxima(bands, x)
+        yield ops.group_squares(bands, x)
+        yield ops.encode_levels(bands, x, scale, 4, ops.key(3, 4))
+        yield ops.add_levels(bands, base, torch.empty(64), *levels)
+        yield from ops.encode_signs(bands, x)
+        yield ops.add_signs(bands, base, torch.empty(64), *signs)
+        yield ops.layer_histograms(layout, x, 4)
+        yield from ops.advance(torch.ones(64), torch.ones(64), x, 0.5, True)
+        yield ops.gather(x, index)
+        yield ops.put(x.clone(), index, 2.0)
+        yield ops.put(torch.ones(64, apart)[:, 0], index, 2.0)
+        yield ops.add_at(torch.ones(64, apart)[:, 0], index, scale)
+
+    for ours, theirs in zip(results(TorchOps()), results(TorchOps(static=True))):
+        assert torch.equal(ours, theirs)

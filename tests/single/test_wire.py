@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import PayloadError, StromCompressor, VarianceCompressor
+from hvd_gradcomp.core import wire
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
+from tests.passes import NATIVE
 
 LAYOUT = Layout(("a", "b"), ((50,), (9,)))
 
@@ -37,6 +39,15 @@ def test_every_flipped_bit_is_found(byte, bit):
     world = world_with(damaged(byte, bit))
     with pytest.raises(PayloadError, match="rank 1 "):
         world.step([torch.ones(LAYOUT.size) for _ in range(3)])
+
+
+@NATIVE
+@pytest.mark.parametrize("size", [28, 30, 33, 0])
+def test_what_is_no_frame_is_an_error(size):
+    """C would read beyond its end."""
+    header = wire.Header(1, 2, 3, 0, 4, 4)
+    with pytest.raises(PayloadError, match=f"has {size} bytes"):
+        wire.examined(TorchOps(), header, torch.zeros(2, size, dtype=torch.uint8))
 
 
 def test_tensorflow_finds_it_as_well():

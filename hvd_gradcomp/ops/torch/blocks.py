@@ -16,6 +16,11 @@ import torch
 _BLOCK = 1 << 18  # elements of a block, a thread
 
 
+def _empty(*shape: int) -> torch.Tensor:
+    """For C to write to, whatever PyTorch's defaults of device and dtype are."""
+    return torch.empty(*shape, dtype=torch.float32, device="cpu")
+
+
 class Axes(NamedTuple):
     """A layer [first, middle, last] as it lies in memory; it is wanted as [last, middle, first]."""
 
@@ -74,7 +79,7 @@ class Blocks:
         fit = _BLOCK * torch.get_num_threads() // (self.axes.last * self.length)
         count = -(-self.across // max(1, fit))
         step = -(-self.across // count)
-        memory = torch.empty(step * self.axes.last * self.length)
+        memory = _empty(step * self.axes.last * self.length)
         for start in range(0, self.across, step):
             stop = min(start + step, self.across)
             size = (stop - start) * self.axes.last * self.length
@@ -99,7 +104,7 @@ class Blocks:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `Ops.project`."""
         last, dimension = self.axes.last, basis.shape[1]
-        code = torch.empty(last, self.across, dimension)
+        code = _empty(last, self.across, dimension)
         energy, beside = [], []
         for start, stop, rows in self.each():
             self.read(x.data_ptr(), start, stop, rows)

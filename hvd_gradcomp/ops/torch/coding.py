@@ -31,7 +31,7 @@ class Coding(Base):
             return self.quantizers.group_maxima(bands, x)
         if self.native is None:
             return super().group_maxima(bands, x)
-        out = self._empty(bands.groups)
+        x, out = x.contiguous(), self._empty(bands.groups)
         self.native.group_maxima(
             *self._of(bands), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
         )
@@ -42,7 +42,7 @@ class Coding(Base):
             return self.quantizers.group_squares(bands, x)
         if self.native is None:
             return super().group_squares(bands, x)
-        out = self._empty(bands.groups)
+        x, out = x.contiguous(), self._empty(bands.groups)
         given = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
         check(self.native.group_squares(*self._of(bands), *given))
         return out
@@ -64,6 +64,7 @@ class Coding(Base):
             return self.quantizers.encode_levels(bands, x, scale, bits, key)
         if self.native is None:
             return super().encode_levels(bands, x, scale, bits, key)
+        x, scale = x.contiguous(), scale.contiguous()
         packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
         self.native.encode_levels(
             *self._of(bands),
@@ -92,7 +93,8 @@ class Coding(Base):
         if self.native is None:
             return super().add_levels(bands, base, room, packed, scale, bits, weights)
         room = self.room(room)
-        packed, scale = walkable(packed), walkable(scale)
+        packed, scale, weights = walkable(packed), walkable(scale), weights.contiguous()
+        base = base if base is None else base.contiguous()
         self.native.add_levels(
             *self._of(bands),
             None if base is None else base.data_ptr(),
@@ -116,7 +118,7 @@ class Coding(Base):
             return self.quantizers.encode_signs(bands, x)
         if self.native is None:
             return super().encode_signs(bands, x)
-        above, below = self._empty(2, bands.groups)
+        x, (above, below) = x.contiguous(), self._empty(2, bands.groups)
         packed = self._empty(x.shape[0] // 8, dtype=torch.uint8)
         out = (above.data_ptr(), below.data_ptr(), packed.data_ptr())
         given = x.data_ptr(), x.shape[0], *out, torch.get_num_threads()
@@ -141,6 +143,7 @@ class Coding(Base):
             return super().add_signs(bands, base, room, packed, above, below, weights)
         room = self.room(room)
         packed, above, below = walkable(packed), above.contiguous(), below.contiguous()
+        base, weights = base if base is None else base.contiguous(), weights.contiguous()
         failed = self.native.add_signs(
             *self._of(bands),
             None if base is None else base.data_ptr(),

@@ -78,7 +78,7 @@ class Elementwise(Base):
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().advance(r, u, gradient, momentum, nesterov)
-        r, u = self.own(r), self.own(u)
+        r, u, gradient = self.own(r), self.own(u), gradient.contiguous()
         both = r.data_ptr(), u.data_ptr()
         self.native.add_momentum(*both, *both, gradient.data_ptr(), r.shape[0], momentum, nesterov)
         return r, u

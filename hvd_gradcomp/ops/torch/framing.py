@@ -35,7 +35,9 @@ class Framing(Base):
         if self.native is None:
             return super().examine(frames, count, fields, expected)
         frames = walkable(frames)
-        rows, length = frames.shape[0], frames.shape[1] // 4
+        rows, (length, rest) = frames.shape[0], divmod(frames.shape[1], 4)
+        if rest or length <= count:  # C reads whole words, and so many, whatever there is
+            raise PayloadError(f"a frame has {frames.shape[1]} bytes: a payload is damaged")
         words = self._empty(rows, count, dtype=torch.int64)
         held = self._empty(len(fields) + 1, rows, dtype=torch.bool)
         numbers = (ctypes.c_int64 * len(expected))(*map(int, expected))

@@ -52,7 +52,7 @@ class Matrices(Base):
     def lift(
         self, code: Tensor, basis: Tensor, row: Tensor, shape: Sequence[int], order: Sequence[int]
     ) -> Any:
-        lying = torch.empty(tuple(shape), device="meta").permute(tuple(order))
+        lying = torch.empty(tuple(shape), dtype=torch.float32, device="meta").permute(tuple(order))
         blocks = self._blocks(lying, basis.shape[0])
         if blocks:
             return Lifted(blocks, code, basis, row)

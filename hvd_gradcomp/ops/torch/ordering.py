@@ -70,7 +70,7 @@ class Ordering(Base):
     def layer_histograms(self, layout: Layout, x: Tensor, bins: int) -> Tensor:
         if self.native is None:
             return super().layer_histograms(layout, x, bins)
-        counts = self._empty(bins, len(layout.names), dtype=torch.int64)
+        x, counts = x.contiguous(), self._empty(bins, len(layout.names), dtype=torch.int64)
         tables = (self.table(layout, name).data_ptr() for name in ("offsets", "sizes"))
         out = counts.data_ptr(), torch.get_num_threads()
         self.native.layer_histograms(*tables, len(layout.names), x.data_ptr(), bins, *out)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.torch.base import Base
+from hvd_gradcomp.ops.torch.base import Base, walked
 from hvd_gradcomp.ops.torch.blocks import Axes, Lifted
 
 _CACHED = 1 << 18  # elements that are written past the caches if there are more
@@ -30,7 +30,7 @@ class Placing(Base):
         return torch.stack(tuple(xs))
 
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
-        if self.native is not None and x.dtype == torch.float32 and x.is_contiguous():
+        if self.native is not None and walked(x):
             index, out = index.contiguous(), self._empty(index.shape)
             pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.numel())
             _in_range(self.native.gather(*pointers, out.data_ptr()))
@@ -45,7 +45,8 @@ class Placing(Base):
         x = self.own(x)
         if isinstance(values, torch.Tensor):
             return x.index_put_((index,), values)
-        if self.native is not None and x.dtype == torch.float32:
+        if self.native is not None and walked(x):
+            index = index.contiguous()
             pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.shape[0])
             _in_range(self.native.fill_at(*pointers, values))
             return x
@@ -74,7 +75,7 @@ class Placing(Base):
 
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
         x = self.own(x)
-        if self.native is not None and x.dtype == torch.float32:
+        if self.native is not None and walked(x):
             index, values = index.contiguous(), values.contiguous()
             pointers = (x.data_ptr(), x.shape[0], index.data_ptr(), index.shape[0])
             _in_range(self.native.add_at(*pointers, values.data_ptr()))
