@@ -188,9 +188,17 @@ class Engine(Planned):
         lending.complete([self.finishing()])
 
     def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The reduced gradient of a parameter, in its shape and dtype, after `finish`."""
+        """The reduced gradient of a parameter as the one that it replaces is, after `finish`.
+
+        Of its shape and dtype, and where the parameter has other strides than a contiguous tensor,
+        of those: fused optimizers go through both in the order of their memory.
+        """
         self.finish()
-        return self._taken(parameter)
+        reduced, replaced = self._taken(parameter), parameter.grad
+        dtype = parameter.dtype if replaced is None else replaced.dtype
+        if parameter.is_contiguous():
+            return reduced.to(dtype)
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(reduced)
 
     def give_up(self) -> None:
         """Ends a step that has failed."""

@@ -114,6 +114,49 @@ def reduced_precision(dtype):
     return model
 
 
+def memory_formats():
+    """Fused optimizers go through parameter and gradient as these lie in memory."""
+    generator = torch.Generator().manual_seed(3)
+    xs = torch.randn(3, 2, 3, 8, 8, generator=generator)
+
+    def trained(wraps, memory_format):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+        model.to(memory_format=memory_format)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        if wraps:
+            optimizer = distributed(model, optimizer, compression=None)
+        for x in xs:
+            optimizer.zero_grad()
+            model(x.to(memory_format=memory_format)).square().mean().backward()
+            optimizer.step()
+        return model
+
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        models = [trained(wraps, memory_format) for wraps in (False, True)]
+        for p, ours in zip(*(model.parameters() for model in models)):
+            assert ours.grad.stride() == p.grad.stride(), memory_format
+            torch.testing.assert_close(ours, p)
+    return models[1]
+
+
+def gradients_of_another_dtype():
+    """As PyTorch has them from 2.9 on, for parameters in half precision."""
+    model = linear(10, 3).to(torch.bfloat16)
+    if not hasattr(model[0].weight, "grad_dtype"):
+        return model
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    optimizer = distributed(model)
+    for step, x in enumerate(batches(4, 4, 10)):
+        optimizer.zero_grad()
+        if step != hvd.rank():
+            model(x.to(torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return model
+
+
 def closure(kind):
     model = linear(10, 3)
     optimizer = distributed(model, kind(model.parameters(), lr=0.05))
@@ -327,6 +370,8 @@ def main(folder: str, ranks: str) -> None:
         "float16": lambda: reduced_precision(torch.float16),
         "bfloat16": lambda: reduced_precision(torch.bfloat16),
         "float64": lambda: reduced_precision(torch.float64),
+        "memory formats": memory_formats,
+        "gradients of another dtype": gradients_of_another_dtype,
         "closure": lambda: closure(torch.optim.SGD),
         "closure, several times": lambda: closure(torch.optim.LBFGS),
         "clipping": clipping,
