@@ -33,6 +33,10 @@ class LinearCompressor(Compressor):
     def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
         """The gradient back, in the layout's dtype."""
 
+    def in_halves(self, layout: Layout) -> bool:
+        """Whether a float32 or float16 element is rounded to half precision on its way."""
+        return self.itemsize == 2 or layout.dtype == "float16"
+
     def layer_bytes(self, shape: Sequence[int]) -> float:
         return self.itemsize * prod(shape)
 

@@ -24,6 +24,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.algorithms.dense import as_compressor
+from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.aggregator import (
     Compressor,
@@ -35,7 +36,7 @@ from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.planning import worth
-from hvd_gradcomp.tensorflow.running import Running, times, values_of
+from hvd_gradcomp.tensorflow.running import Running, as_dtype, times, values_of
 from hvd_gradcomp.tensorflow.states import Layers
 from hvd_gradcomp.tensorflow.variables import new_variable
 from hvd_gradcomp.watching.stats import CompressionStats
@@ -226,11 +227,7 @@ class Engine(Running):
             The reduced gradients, in their dtypes. `finite` says whether they are.
         """
         if loss_scale is not None:
-            scale = tf.cast(loss_scale, tf.float32)
-            gradients = [times(g, 1.0 / scale) for g in gradients]
-            if moments is not None:
-                moments = [times(m, 1.0 / (scale * scale)) for m in moments]
-            return [times(g, scale) for g in self.reduce(gradients, moments)]
+            return self._reduce_scaled(gradients, moments, tf.cast(loss_scale, tf.float32))
         if len(gradients) != len(self.layers):
             raise ValueError(f"{len(gradients)} gradients for {len(self.layers)} layers")
         if not self.agreed:
@@ -250,6 +247,31 @@ class Engine(Running):
             said = error.message.partition("assertion failed: ")[2].partition("\n")[0]
             kind = NonFiniteGradientError if wire.IS_NOT_FINITE in said else PayloadError
             raise kind(said or error.message) from None
+
+    def _reduce_scaled(
+        self, gradients: Sequence[Any], moments: Sequence[Any] | None, scale: tf.Tensor
+    ) -> list[Any]:
+        """The same of gradients times a scale, which saves small ones in half precision.
+
+        They are in float32 without it. What is added up in half precision, or gathered as it is,
+        keeps it meanwhile.
+        """
+        kept = set(range(len(gradients)))
+        for (one, layout), places in zip(self._planned, self.places):
+            if not (isinstance(one, LinearCompressor) and one.in_halves(layout)):
+                kept.difference_update(places)
+        dtypes = [None if g is None else g.dtype for g in gradients]
+        unscaled = [
+            g if place in kept else times(as_dtype(g, tf.float32), 1.0 / scale)
+            for place, g in enumerate(gradients)
+        ]
+        if moments is not None:
+            square = scale * scale
+            moments = [times(as_dtype(m, tf.float32), 1.0 / square) for m in moments]
+        return [
+            g if place in kept else as_dtype(times(g, scale), dtype)
+            for place, (g, dtype) in enumerate(zip(self.reduce(unscaled, moments), dtypes))
+        ]
 
     def _agree(self, gradients: Sequence[Any]) -> None:
         """Compares with the other ranks what is about to be trained, once."""

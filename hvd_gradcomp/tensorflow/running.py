@@ -131,11 +131,13 @@ class Running(States):
         results = [stack.result for stack in stacks]
         reduced = list(gradients)
         planned = {place for places in self.places for place in places}
-        for place, gradient in enumerate(gradients):
-            if place in sparse:
-                reduced[place] = self._gather(place, gradient)
-            elif gradient is not None and place not in planned:  # sparse at first, not now
-                reduced[place] = self._sum(place, dense[place])
+        # Of other gradients than these a rank would wait for ever for what others do not ask for.
+        with tf.control_dependencies(together):
+            for place, gradient in enumerate(gradients):
+                if place in sparse:
+                    reduced[place] = self._gather(place, gradient)
+                elif gradient is not None and place not in planned:  # sparse at first, not now
+                    reduced[place] = self._sum(place, dense[place])
         finite = self._verdict()
         if not self.undoes and self.place is not None:
             facts = {wire.ANY_NOT_FINITE: tf.reshape(finite, (1,))}
@@ -276,7 +278,7 @@ class Running(States):
         pieces = self.ops.cut(self.layouts[bucket], total)
         for place, piece in zip(self.places[bucket], pieces):
             if given[place] is not None:
-                reduced[place] = tf.cast(piece, self.layers[place][2])
+                reduced[place] = tf.cast(piece, given[place].dtype)
 
     def _perform(
         self, request: Any, name: str, path: Any, taken: Any = None, among: Any = None
@@ -377,6 +379,16 @@ def times(gradient: Any, factor: tf.Tensor) -> Any:
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     wide = gradient.dtype if gradient.dtype.size >= 4 else tf.float32
     return tf.cast(tf.cast(gradient, wide) * tf.cast(factor, wide), gradient.dtype)
+
+
+def as_dtype(gradient: Any, dtype: Any) -> Any:
+    """A gradient, which may be sparse or None, in another precision; float64 stays what it is."""
+    if gradient is None or gradient.dtype == tf.float64:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)
 
 
 def values_of(gradient: Any) -> tf.Tensor:

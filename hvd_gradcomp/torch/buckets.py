@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.core.aggregator import Compressor, State, leaves
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.core.protocols.resizing import start
@@ -45,6 +46,8 @@ class Bucket:
         held: layers that are frozen, and what the state holds of them is `waiting`, by its path.
         leader: the place in its host of the rank that compresses; see `hierarchy`.
         references: to the memory of `flat`, from here.
+        scaled: whether gradients stay in the units of a loss scaler: those that are added up in
+            half precision, where small ones would vanish without it.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Bucket:
     references: float = math.nan
     waiting: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     leader: int = 0
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         self._cut_views()
@@ -187,12 +191,13 @@ def planned(
         ops = verbs[parameters[0].device]
         moment = ops.zeros((layout.size,)) if one.uses_moments and with_moments else None
         flat = ops.zeros((layout.size,), layout.dtype)
+        scaled = isinstance(one, LinearCompressor) and one.in_halves(layout)
         if place is not None and place.slot != index % turns:
             one = NoneCompressor()  # what has no state
         state = start(one, ops, layout, ranks)
         title = timeline.bucket(name, index, layout)
         bucket = Bucket(title, layout, one, ops, parameters, flat, moment, state)
-        bucket.leader = index % turns
+        bucket.leader, bucket.scaled = index % turns, scaled
         yield bucket
 
 

@@ -316,7 +316,7 @@ class CompressionState:
             gradient.copy_(self._run.take(p))
         for future, buffer, _ in waiting:
             if error is not None:
-                buffer.fill_(float("nan"))
+                (buffer._values() if buffer.is_sparse else buffer).fill_(float("nan"))
             future.set_result(buffer)
         if error is not None:
             self._run.fail()
@@ -392,15 +392,24 @@ class CompressionState:
         rank, size = self._group.rank(), self._group.size()
         if saved["size"] != size:
             raise checkpoint.CheckpointError(checkpoint.other_size(saved["size"], size))
+        states = []
         for bucket, entry in zip(self._run.buckets, saved["buckets"]):
             how = saved["steps"], "sharded", saved["rank"], rank
-            values = [
-                entry["state"][path].to(current.device, copy=True)
-                if checkpoint.source_of(bucket.compressor, path, *how) is Source.SAVED
-                else current
-                for path, current in leaves(bucket.state)
-            ]
-            bucket.state = with_leaves(bucket.state, values)
+            values = []
+            for path, current in leaves(bucket.state):
+                if checkpoint.source_of(bucket.compressor, path, *how) is not Source.SAVED:
+                    values.append(current)
+                    continue
+                kept = entry["state"].get(path)
+                if kept is None or (kept.shape, kept.dtype) != (current.shape, current.dtype):
+                    raise checkpoint.CheckpointError(
+                        f"{path} of {bucket.name} is missing, or no {current.dtype} of shape "
+                        f"{tuple(current.shape)}: load what state_dict() gave, as it is"
+                    )
+                values.append(kept.to(current.device, copy=True))
+            states.append(with_leaves(bucket.state, values))
+        for bucket, state in zip(self._run.buckets, states):
+            bucket.state = state
         self._run.steps = saved["steps"]
         if saved["rank"] == rank:
             self._run.ledger.counters = list(saved["counters"])

@@ -24,6 +24,8 @@ def check(engine: Engine) -> None:
     held = [(f"parameter {name}", parameters[name].detach()) for name, _, _ in engine.layers]
     for place, bucket in enumerate(engine.buckets):
         held += verify.replicated(place, bucket.compressor, bucket.layout, bucket.state)
+    if not held:
+        return  # nothing trains, on any rank
     device = held[0][1].device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # part of the state may still be on its way to the host

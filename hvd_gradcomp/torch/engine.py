@@ -112,7 +112,9 @@ class Engine(Planned):
         if self._frozen is None:
             return {}
         frozen = [name for name, p in self._named if p in self._frozen]
+        scaled = any(bucket.scaled for bucket in self.buckets)
         return {
+            "the loss scale, in which gradients are added up": str(self.scaling.known * scaled),
             "parameters that are frozen": ", ".join(frozen) or "none",
             "a gradient that is not finite (nonfinite=, or a loss scaler)": self._policy,
         }
@@ -169,7 +171,7 @@ class Engine(Planned):
         name = self._name_of[parameter]
         self.ledger.gathered[name] = self.ledger.gathered.get(name, 0) + values.numel()
         # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
-        nothing = (values.sum() * 0).to(parameter.dtype)
+        nothing = (values * 0).sum().to(parameter.dtype)
         self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
 
     def take_sparse(self, gathered: torch.Tensor) -> torch.Tensor:
@@ -188,9 +190,17 @@ class Engine(Planned):
         lending.complete([self.finishing()])
 
     def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The reduced gradient of a parameter, in its shape and dtype, after `finish`."""
+        """The reduced gradient of a parameter as the one that it replaces is, after `finish`.
+
+        Of its shape and dtype, and where the parameter has other strides than a contiguous tensor,
+        of those: fused optimizers go through both in the order of their memory.
+        """
         self.finish()
-        return self._taken(parameter)
+        reduced, replaced = self._taken(parameter), parameter.grad
+        dtype = parameter.dtype if replaced is None else replaced.dtype
+        if parameter.is_contiguous():
+            return reduced.to(dtype)
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(reduced)
 
     def give_up(self) -> None:
         """Ends a step that has failed."""

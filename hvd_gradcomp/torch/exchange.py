@@ -140,7 +140,8 @@ class Exchange(Seated):
             if gradient is None:
                 bucket.views[slot].zero_()
             else:
-                self.scaling.unscale(gradient, bucket.views[slot])
+                power = 0 if bucket.scaled else 1
+                self.scaling.unscale(gradient, bucket.views[slot], power)
             self.sources.give(bucket, slot)
         if bucket.flat.is_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
@@ -289,12 +290,12 @@ class Exchange(Seated):
                 view.fill_(float("nan"))
 
     def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The reduced gradient of a parameter, in its shape and dtype."""
+        """The reduced gradient of a parameter, in its shape and its bucket's dtype."""
         bucket, slot = self._places[parameter]
         if bucket.result is None:
             raise RuntimeError("a gradient without an exchange; this is a bug in hvd_gradcomp")
         gradient = bucket.layer(bucket.result, slot)
-        return self.scaling.scale(gradient).to(parameter.dtype)
+        return gradient if bucket.scaled else self.scaling.scale(gradient)
 
 
 def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:

@@ -11,9 +11,10 @@ What is changed where it cannot be honoured is an error on all ranks: gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
@@ -36,6 +37,8 @@ from hvd_gradcomp.torch.versions import Versions
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _STOCK: Any = _stock._DistributedOptimizer
 _OF_EACH_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__")
+# `step` is there where a scheduler counts calls of it.
+_OF_EACH_OPTIMIZER = ("defaults", "state", "param_groups", "step", _SUPPORTS_SCALING)
 
 
 class _LeftOutError(Exception):
@@ -166,7 +169,7 @@ class Exchanging:
             self._decay()
             if engine.leaves_out:
                 raise _LeftOutError(loss)
-            return loss
+            return _of_all(self, loss) if isinstance(self, torch.optim.LBFGS) else loss
 
         self._synchronized = False
         try:
@@ -270,14 +273,41 @@ class Exchanging:
             raise
 
 
+def _of_all(optimizer: Any, loss: Any) -> torch.Tensor:
+    """A loss as gradients are: ranks that searched along a line by their own would part there."""
+    mine = torch.as_tensor(loss).detach()
+    average = 1.0 / optimizer.process_set.size() if optimizer.op == horovod.Average else 1.0
+    name = f"{optimizer._gradcomp.name}.loss"
+    wide = mine.double().reshape(1)
+    total: torch.Tensor = lending.allreduce(wide, name, optimizer.process_set, 1.0, average).wait()
+    return total.to(mine.dtype).reshape(mine.shape)
+
+
 def class_of(optimizer: torch.optim.Optimizer) -> type:
     """The class of a distributed optimizer: Horovod's set-up, our exchange, PyTorch's update.
 
     All in one class, as Horovod makes it: its helpers reach past that one for what PyTorch does.
     """
     ours = {name: value for name, value in vars(Exchanging).items() if name not in _OF_EACH_CLASS}
-    return type(
-        type(optimizer).__name__,
-        (type(optimizer),),
-        {**vars(_STOCK), **ours, "__module__": _stock.__name__},
-    )
+    return derived(optimizer, ours)
+
+
+def derived(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any]) -> type:
+    """Horovod's class for an optimizer, of which it makes one like it.
+
+    Horovod itself calls the constructor once more, with parameters alone: what else that was given
+    would be lost, and so would hooks.
+    """
+    cls = type(optimizer)
+
+    def like_it(self: Any, params: Any) -> None:
+        torch.optim.Optimizer.__init__(self, params, dict(optimizer.defaults))
+        for name, value in vars(optimizer).items():
+            if name in _OF_EACH_OPTIMIZER:
+                continue
+            bound = getattr(value, "__self__", None) is optimizer
+            vars(self)[name] = value.__func__.__get__(self) if bound else value
+
+    between = type(cls.__name__, (cls,), {"__init__": like_it})
+    methods = {**vars(_STOCK), **ours, "__module__": _stock.__name__}
+    return type(cls.__name__, (between,), methods)

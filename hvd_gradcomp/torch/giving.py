@@ -21,7 +21,7 @@ def give(optimizer: Any, p: torch.nn.Parameter) -> Reduced:
     """Gives a gradient away; zeros where there is none."""
     engine = optimizer._gradcomp
     if p.grad is None:
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
     if goes_sparse(optimizer, p):
         engine.give_sparse(p, p.grad)
         return _gather_rows(optimizer, p, p.grad)

@@ -21,7 +21,7 @@ from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.torch import digests, exchange, lending, momentum
 from hvd_gradcomp.torch.engine import TITLES, Engine
-from hvd_gradcomp.torch.exchanging import class_of
+from hvd_gradcomp.torch.exchanging import class_of, derived
 from hvd_gradcomp.watching.stats import CompressionStats
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
@@ -50,6 +50,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
 
     A drop-in for `horovod.torch.DistributedOptimizer`. One rank alone compresses as well, so a
     compressor's effect on accuracy can be tried without a cluster.
+
+    The result is like the optimizer, whatever that was made with, with its hooks and state. The
+    loss of a closure is reduced as well for `torch.optim.LBFGS`, which decides by it.
 
     The exchange ends with the last backward of a step: `p.grad` holds the reduced gradient then,
     to be clipped, unscaled or replaced as without Horovod. A layer that a rank has no gradient for
@@ -99,8 +102,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     Raises:
         ValueError: Horovod is not initialised; `op` is neither Average nor Sum; groups are
             asked for; names are missing or repeated; a parameter cannot be compressed; hosts or
-            Horovod are not as `hierarchical` needs them.
-        TypeError: `compression` is no compressor.
+            Horovod are not as `hierarchical` needs them; the optimizer is distributed already.
+        TypeError: `compression` is no compressor, or `optimizer` no optimizer.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         GradientChangedError: in the next backward, `step` or `synchronize`, if a gradient was
             changed before it was reduced (on all ranks), or on a rank while others had called
@@ -109,6 +112,13 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         OutOfStepError: in backward or `step`, on all ranks, if they are in different steps.
         DivergedError: in `step`, on all ranks, with `verify_every`.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer= takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if type(optimizer).__module__ == _stock.__name__:
+        raise ValueError(
+            f"optimizer= is distributed already: pass the {type(optimizer).__name__} that it was "
+            "made from, or make another one over the same parameters"
+        )
     validate.count("verify_every", verify_every)
     validate.exchange(
         "DistributedOptimizer",
@@ -134,11 +144,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         raise ValueError("gradient_predivide_factor splits an average: it needs op=hvd.Average")
     title = TITLES.take()
     if not process_set.included():
-        alone: torch.optim.Optimizer = horovod.DistributedOptimizer(
-            optimizer,
+        alone: torch.optim.Optimizer = derived(optimizer, {})(
+            optimizer.param_groups,
             named_parameters,
-            backward_passes_per_step=backward_passes_per_step,
-            op=op,
+            horovod.Compression.none,
+            backward_passes_per_step,
+            op,
             process_set=process_set,
         )
         alone.defaults = dict(optimizer.defaults)
@@ -299,7 +310,8 @@ def _reduced(
     """The parameters that the optimizer trains, by name, in the user's order."""
     names = distributed._parameter_names
     trained = {p for group in distributed.param_groups for p in group["params"]}
-    order = [p for _, p in named_parameters] if named_parameters else list(names)
+    # A parameter that is tied may have been given by each of its names.
+    order = list(dict.fromkeys(p for _, p in named_parameters or ()))
     if not named_parameters:  # Horovod sorts the names it makes up as text; ours go by place
         order = [p for group in distributed.param_groups for p in group["params"]]
     return [(names[p], p) for p in order if p in trained and p.requires_grad]

@@ -56,6 +56,11 @@ class LossScaling:
             self._inverse = 1.0 / self._factor
         return True
 
+    @property
+    def known(self) -> float:
+        """The scale of the running step; 0 where there is none, or only a GPU knows it."""
+        return self._factor if isinstance(self._factor, float) else 0.0
+
     def end_step(self) -> None:
         """Gradients that come next have another scale."""
         self._factor = self._inverse = None
@@ -71,7 +76,10 @@ class LossScaling:
             _scaling.pop(scaler, None)
 
     def unscale(self, gradient: torch.Tensor, out: torch.Tensor, power: int = 1) -> None:
-        """Writes a gradient to its place, without the scale; a square of one with `power=2`."""
+        """Writes a gradient to its place, without the scale; a square of one with `power=2`.
+
+        With `power=0` as it is.
+        """
         if gradient is not out:
             out.copy_(gradient)
         if self._inverse is not None:

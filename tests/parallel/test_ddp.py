@@ -27,6 +27,7 @@ ON_TWO = [
     "momentum_is_taken_over",
     "state_goes_on",
     "what_differs",
+    "what_is_no_state",
     "settled_by_ddp",
     "waits_as_long",
     "fewer_batches",

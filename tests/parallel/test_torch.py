@@ -57,6 +57,8 @@ def test_moments_of_single_samples(tmp_path):
 MESSAGES = {
     "before init": "call hvd.init() before",
     "groups": "groups= and num_groups= bypass compression",
+    "wrapped twice": "optimizer= is distributed already: pass the SGD that it was made from",
+    "no optimizer": "optimizer= takes a torch.optim.Optimizer, got str",
     "num_groups": "groups= and num_groups= bypass compression",
     "adasum": "op must be hvd.Average or hvd.Sum",
     "no compressor": "compression must be a compressor of hvd_gradcomp",
@@ -76,6 +78,7 @@ MESSAGES = {
     "loaded alone": "OutOfStepError: the ranks are in different steps: rank 0 in step 0, rank 1 in",
     "flipped sum": "PayloadError: what was added up in the exchange before is not the same on rank",
     "scaled alone": "or a loss scaler): raise on rank 0, skip on rank 1",
+    "other scales": "in which gradients are added up: 8.0 on rank 0, 16.0 on rank 1",
     "scalers live on": "nothing was raised",
     "none overflows": "NonFiniteGradientError: a rank has a NaN or an infinity in its gradient, or",
     "levels overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its gradient",

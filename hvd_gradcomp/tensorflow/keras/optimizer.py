@@ -144,7 +144,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         raise ValueError(
             f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
         )
-    if getattr(optimizer, "gradient_accumulation_steps", None):
+    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+    if getattr(inner, "gradient_accumulation_steps", None):
         raise ValueError(
             "gradient_accumulation_steps of the Keras optimizer would exchange every pass; use "
             "backward_passes_per_step= of hvd.DistributedOptimizer instead"
@@ -158,7 +159,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     config = _plain_config(optimizer)
     if name is not None:
         config["name"] = name
-    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
     own, taken = None, {}
     if isinstance(inner, keras.optimizers.SGD):
         held = config["inner_optimizer"]["config"] if inner is not optimizer else config
@@ -185,6 +185,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         sparse_as_dense=sparse_as_dense,
         hierarchical=hierarchical,
     )
+    of = distributed.inner_optimizer if inner is not optimizer else distributed
+    for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(inner, excluded):  # no part of the configuration
+            setattr(of, excluded, getattr(inner, excluded))
     if isinstance(optimizer, _Reducing):
         distributed._find_local.extend(optimizer._find_local)
         distributed._known_local = optimizer._known_local
@@ -463,10 +467,17 @@ class _Reducing:
             callers.refuse_xla()
         if not self.built:
             self.build(variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"{len(grads)} gradients were given for {len(variables)} variables: pass one for "
+                "each, or None where there is none"
+            )
         if self._gradcomp is None or self._reduced_outside:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        scale = self.dynamic_scale if isinstance(self, LossScaleOptimizer) else None
+        scaler = isinstance(self, LossScaleOptimizer)
+        # Keras's own division by either comes after the exchange.
+        scale = self.dynamic_scale if scaler else self.loss_scale_factor  # type: ignore[attr-defined]
         if self._passes == 1:
             self._update(self._exchange(grads, variables, scale), variables)
             self._verify()
@@ -477,9 +488,13 @@ class _Reducing:
         def update() -> None:
             sampled = moments is not None
             of_step = self._sums.moments(sampled) if self._moment_source.is_passes else None
-            reduced = self._sharing.reduce(self._sums.sums(full), of_step, scale)
-            self._update([reduced[i] for i in places_of(self, variables)], variables)
-            self._sums.clear()
+            trained = self._trainable_variables  # type: ignore[attr-defined]
+            sums = self._sums.sums(full, trained)
+            due = [place for place, total in enumerate(sums) if total is not None]
+            reduced = self._sharing.reduce(sums, of_step, scale)
+            places = list(dict.fromkeys((*places_of(self, variables), *due)))
+            self._update([reduced[i] for i in places], [trained[i] for i in places])
+            self._sums.clear(due)
             self._verify()
 
         tf.cond(self.pass_of_step == 0, update, lambda: None)

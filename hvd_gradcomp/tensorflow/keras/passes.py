@@ -35,12 +35,14 @@ class Passes:
         self._count, self._batch_size = count, batch_size
         self._share = 1.0 / count if average else 1.0
         self._number, self._added, self._squared = number, added, squared
+        self._came: set[int] = set()  # places of those that any pass has brought so far
 
     def add(self, gradients: list[Any], moments: list[Any] | None) -> None:
         """Adds a pass."""
         for place, gradient in enumerate(gradients):
             if gradient is None:
                 continue
+            self._came.add(place)
             part = tf.cast(tf.convert_to_tensor(gradient), tf.float32) * self._share
             self._added[place].assign_add(part)
             if moments is None:
@@ -50,11 +52,16 @@ class Passes:
             self._squared[place].assign_add(square)
         self._number.assign_add(1)
 
-    def sums(self, gradients: list[Any]) -> list[Any]:
-        """The sums of those gradients that there are."""
+    def sums(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Those of gradients that there are, in this pass or in another one.
+
+        Args:
+            gradients: of the last pass.
+            variables: whose they are. What was frozen meanwhile is left out.
+        """
         return [
-            None if gradient is None else total.value()
-            for total, gradient in zip(self._added, gradients)
+            None if g is None and not (place in self._came and v.trainable) else total.value()
+            for place, (total, g, v) in enumerate(zip(self._added, gradients, variables))
         ]
 
     def moments(self, sampled: bool) -> list[Any]:
@@ -67,10 +74,11 @@ class Passes:
             for s, a in zip(self._squared, self._added)
         ]
 
-    def clear(self) -> None:
-        """Begins the next step."""
-        for total in (*self._added, *self._squared):
-            total.assign(tf.zeros_like(total))
+    def clear(self, places: Sequence[int]) -> None:
+        """Begins the next step: what was exchanged is done with, the rest goes with it."""
+        for place in places:
+            for total in (self._added[place], self._squared[place]):
+                total.assign(tf.zeros_like(total))
 
 
 class MomentSource:

@@ -16,7 +16,7 @@ def places_of(optimizer: Any, variables: Sequence[Any]) -> list[int]:
     """The places of some variables among all.
 
     Raises:
-        ValueError: some are not among them.
+        ValueError: some are not among them, or one is given twice.
     """
     key = optimizer._var_key
     known = {key(v): i for i, v in enumerate(optimizer._trainable_variables)}
@@ -26,6 +26,11 @@ def places_of(optimizer: Any, variables: Sequence[Any]) -> list[int]:
             f"{', '.join(unknown)} did not train when this optimizer was built: compile the "
             "model with a new DistributedOptimizer, or build it while all that will be trained "
             "is trainable"
+        )
+    twice = {v.path for i, v in enumerate(variables) if any(v is w for w in variables[:i])}
+    if twice:
+        raise ValueError(
+            f"{', '.join(sorted(twice))} was given twice, with a gradient each: add them up before"
         )
     return [known[key(v)] for v in variables]
 

@@ -21,6 +21,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.saving import checkpoint
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.rounds import OutOfStepError
 from tests.methods import GRADIVEQ, LGC, LGC_SERVER, ONE_OF_EACH, VARIANCE
@@ -245,6 +246,38 @@ def what_differs():
     if rank == 0:
         state.load_state_dict(saved)
     raises(OutOfStepError, "different steps", lambda: backward(model, 5))
+
+
+def what_is_no_state():
+    """It is refused as a whole, and training goes on; what no hook can compress is named."""
+    model, state = wrapped(StromCompressor(tau=0.1))
+    train(model, sgd(model), 2)
+    saved = copy.deepcopy(state.state_dict())
+    for spoil in ("missing", "another shape"):
+        other = copy.deepcopy(saved)
+        last = other["buckets"][-1]["state"]
+        for path in list(last):
+            if spoil == "missing":
+                del last[path]
+            else:
+                last[path] = torch.zeros(3)
+        for bucket in other["buckets"][:-1]:
+            for x in bucket["state"].values():
+                x.zero_()
+        raises(
+            checkpoint.CheckpointError,
+            "is missing, or no",
+            lambda s=other: state.load_state_dict(s),
+        )
+        for one, before in zip(state.state_dict()["buckets"], saved["buckets"]):
+            assert all(torch.equal(x, before["state"][path]) for path, x in one["state"].items())
+    train(model, sgd(model), 2, first=2)
+    alike(vector(model))
+    table = DistributedDataParallel(torch.nn.Embedding(5, 2, sparse=True))
+    ddp.compress(table, StromCompressor(tau=0.1))
+    raises(
+        ValueError, "make the embedding with sparse=False", table(torch.tensor([1])).sum().backward
+    )
 
 
 def settled_by_ddp():

@@ -327,6 +327,92 @@ def late_layer():
         model.fit(np.ones((4, 6)), np.ones((4, 2)), verbose=0)
 
 
+def pass_of(distributed, variable, graph):
+    def run():
+        distributed.apply([tf.ones(variable.shape)], [variable])
+
+    return tf.function(run) if graph else run
+
+
+def unlike_passes():
+    """A pass may bring gradients of layers that the last one of its step has none of."""
+    found = []
+    for graph in (False, True):
+        variables = [keras.Variable(np.zeros(n, "float32")) for n in (3, 2)]
+        distributed = optimizer(optimizer=keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+        distributed.build(variables)
+        passes = [pass_of(distributed, variable, graph) for variable in variables]
+        for run in passes * 2:
+            run()
+        found += [variable.numpy().tolist() for variable in variables]
+    assert found == [[-2.0] * 3, [-2.0] * 2] * 2, found
+
+
+def not_decayed():
+    """What was excluded from weight decay is so in the distributed optimizer, too."""
+    weight = keras.Variable(np.ones(3, "float32"), name="kernel")
+    plain = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    plain.exclude_from_weight_decay(var_names=["kernel"])
+    distributed = optimizer(optimizer=plain)
+    distributed.build([weight])
+    distributed.apply([tf.zeros(3)], [weight])
+    assert weight.numpy().tolist() == [1.0] * 3
+
+
+def scaled_by_keras():
+    """`loss_scale_factor` changes nothing: what is kept is in the units of the loss."""
+    random = np.random.default_rng(10 + hvd.rank())
+    x, y = (random.standard_normal((32, n)).astype(np.float32) for n in (6, 2))
+    ends = []
+    for factor in (None, 1024.0):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        plain = keras.optimizers.SGD(0.1, loss_scale_factor=factor)
+        strom = hvd.StromCompressor(tau=0.3)
+        model.compile(optimizer(optimizer=plain, compression=strom), "mse")
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        ends.append(digest(model.get_weights()))
+    assert ends[0] == ends[1]
+
+
+def small_gradients():
+    """What a loss scale saves from underflow in half precision is not lost on the way."""
+    small, scale = 2.0**-30, 2.0**20
+    for compression, sent in ((None, 1.5 * small), (hvd.StromCompressor(tau=small / 2), small / 2)):
+        weight = tf.Variable(tf.ones(64, tf.float16))
+        with tf.GradientTape() as plain:
+            loss = tf.reduce_sum(tf.cast(weight, tf.float32)) * (small * scale * (1 + hvd.rank()))
+        tape = hvd.DistributedGradientTape(plain, compression=compression, loss_scale=scale)
+        (gradient,) = tape.gradient(loss, [weight])
+        assert gradient.dtype == tf.float16
+        np.testing.assert_allclose(gradient.numpy(), sent * scale, rtol=1e-2)
+
+
+def too_few():
+    variables = [keras.Variable(np.zeros(3)) for _ in range(2)]
+    distributed = optimizer()
+    distributed.build(variables)
+    distributed.apply([tf.ones(3)], variables)
+
+
+def given_twice():
+    a = keras.Variable(np.zeros(3))
+    distributed = optimizer()
+    distributed.build([a])
+    distributed.apply([tf.ones(3), 2 * tf.ones(3)], [a, a])
+
+
+def sparse_alone():
+    """Rank 1 would wait for rows that rank 0 does not have, if it asked before it has heard."""
+    table, other = tf.Variable(tf.ones((4, 3))), tf.Variable(tf.ones(3))
+    for step in range(2):
+        with tf.GradientTape() as plain:
+            used = tf.gather(table, [1]) if step and hvd.rank() else table
+            loss = tf.reduce_sum(used) + tf.reduce_sum(other)
+        tape = hvd.DistributedGradientTape(plain, compression=hvd.StromCompressor())
+        tape.gradient(loss, [table, other])
+
+
 def inside_stock():
     train(stock, compression=hvd.VarianceCompressor())
 
@@ -364,6 +450,18 @@ def main(folder: str) -> None:
             "accumulation": lambda: optimizer(
                 optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
             ),
+            "accumulation inside": lambda: optimizer(
+                optimizer=keras.optimizers.LossScaleOptimizer(
+                    keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+                )
+            ),
+            "unlike passes": unlike_passes,
+            "not decayed": not_decayed,
+            "scaled by keras": scaled_by_keras,
+            "small gradients": small_gradients,
+            "too few": too_few,
+            "given twice": given_twice,
+            "sparse alone": sparse_alone,
             "one pass": lambda: optimizer(compression=hvd.VarianceCompressor(moments="microbatch")),
             "stats": lambda: hvd.compression_stats([tf.Variable(1.0)]),
             "inside stock": inside_stock,

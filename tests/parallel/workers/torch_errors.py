@@ -135,6 +135,13 @@ def scaled_alone(compression=None):
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
+def other_scales():
+    optimizer = make(model := nn.Linear(3, 200), compression=hvd.FP16Compressor())
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + hvd.rank()))
+    scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+
+
 def scalers_live_on():
     """A step that fails has no part in the next optimizer's, whoever still holds its scaler."""
     held = []
@@ -191,6 +198,11 @@ def repeated_names():
     make(model, named_parameters=[("w", model.weight), ("w", model.bias)])
 
 
+def wrapped_twice():
+    model = nn.Linear(3, 2)
+    hvd.DistributedOptimizer(make(model), model.named_parameters())
+
+
 def main(folder: str) -> None:
     try:
         make()
@@ -210,6 +222,8 @@ def main(folder: str) -> None:
             "one pass": lambda: make(compression=hvd.VarianceCompressor(moments="microbatch")),
             "half named": half_named,
             "repeated names": repeated_names,
+            "wrapped twice": wrapped_twice,
+            "no optimizer": lambda: hvd.DistributedOptimizer("adam"),
             "integers": lambda: make(nn.Linear(3, 2).to(torch.complex64)),
             "elsewhere": lambda: make(nn.Linear(3, 2, device="meta")),
             "stats": lambda: hvd.compression_stats(torch.optim.SGD([torch.ones(1)], lr=1)),
@@ -221,6 +235,7 @@ def main(folder: str) -> None:
             "frozen alone": frozen_alone,
             "loaded alone": loaded_alone,
             "scaled alone": scaled_alone,
+            "other scales": other_scales,
             "scalers live on": scalers_live_on,
             "flipped sum": flipped_sum,
             "none overflows": lambda: overflow(hvd.NoneCompressor()),

@@ -114,6 +114,99 @@ def reduced_precision(dtype):
     return model
 
 
+def memory_formats():
+    """Fused optimizers go through parameter and gradient as these lie in memory."""
+    generator = torch.Generator().manual_seed(3)
+    xs = torch.randn(3, 2, 3, 8, 8, generator=generator)
+
+    def trained(wraps, memory_format):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+        model.to(memory_format=memory_format)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        if wraps:
+            optimizer = distributed(model, optimizer, compression=None)
+        for x in xs:
+            optimizer.zero_grad()
+            model(x.to(memory_format=memory_format)).square().mean().backward()
+            optimizer.step()
+        return model
+
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        models = [trained(wraps, memory_format) for wraps in (False, True)]
+        for p, ours in zip(*(model.parameters() for model in models)):
+            assert ours.grad.stride() == p.grad.stride(), memory_format
+            torch.testing.assert_close(ours, p)
+    return models[1]
+
+
+def gradients_of_another_dtype():
+    """As PyTorch has them from 2.9 on, for parameters in half precision."""
+    model = linear(10, 3).to(torch.bfloat16)
+    if not hasattr(model[0].weight, "grad_dtype"):
+        return model
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    optimizer = distributed(model)
+    for step, x in enumerate(batches(4, 4, 10)):
+        optimizer.zero_grad()
+        if step != hvd.rank():
+            model(x.to(torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return model
+
+
+def large_rows():
+    """The values of sparse rows are finite, their sum in half precision is not."""
+    table = nn.Embedding(50, 64, sparse=True).half()
+    with torch.no_grad():
+        table.weight.zero_()
+    optimizer = distributed(table, torch.optim.SGD(table.parameters(), lr=1e-3))
+    (table(torch.arange(40)).float().sum() * 100).backward()
+    optimizer.step()
+    assert (table.weight[:40] + 0.1).abs().max() < 1e-3
+    return table
+
+
+def small_gradients():
+    """What a loss scale saves from underflow is added up in its units, where that is in halves."""
+    small = 2.0**-30
+    for dtype, compression in ((torch.float16, None), (torch.float32, hvd.Compression.fp16)):
+        weight = nn.Parameter(torch.ones(64, dtype=dtype))
+        model = nn.ParameterDict({"w": weight})
+        optimizer = distributed(model, torch.optim.SGD([weight], lr=1.0), compression)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        scaler.scale(weight.float().sum() * small * (1 + hvd.rank())).backward()
+        mean = small * 2.0**20 * (1 + (hvd.size() - 1) / 2)
+        torch.testing.assert_close(weight.grad.float(), torch.full((64,), mean))
+        optimizer._gradcomp.scaling.forget()  # no step, so no update of the scaler either
+    return model
+
+
+def two_names():
+    """Of a parameter that is tied, each of which says where it is."""
+    model = linear(10, 10, 10)
+    model[1].weight = model[0].weight
+    plain = torch.optim.SGD(model.parameters(), lr=0.05)
+    named = model.named_parameters(remove_duplicate=False)
+    optimizer = hvd.DistributedOptimizer(plain, named, compression=COMPRESSOR)
+    for x in batches(4, 4, 10):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    return model
+
+
+def all_frozen():
+    model = linear(10, 3).requires_grad_(False)
+    optimizer = distributed(model)
+    optimizer.step()
+    hvd.verify(optimizer)
+    assert hvd.compression_stats(optimizer).steps == 0
+    return model
+
+
 def closure(kind):
     model = linear(10, 3)
     optimizer = distributed(model, kind(model.parameters(), lr=0.05))
@@ -126,6 +219,71 @@ def closure(kind):
             return value
 
         assert optimizer.step(loss) is not None
+    return model
+
+
+def line_search():
+    """Which goes by the loss: of all ranks, as in one process that has all batches."""
+    generator = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(24 * hvd.size(), n, generator=generator).double() for n in (5, 1))
+    part = slice(24 * hvd.rank(), 24 * (hvd.rank() + 1))
+
+    def trained(wraps, x, y):
+        model = linear(5, 6, 1).double()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        if wraps:
+            optimizer = distributed(model, optimizer, compression=None)
+
+        def loss():
+            optimizer.zero_grad()
+            value = functional.mse_loss(model(x).tanh(), y)
+            value.backward()
+            return value
+
+        losses = [optimizer.step(loss) for _ in range(3)]
+        return model, losses
+
+    model, losses = trained(True, x[part], y[part])
+    plain, expected = trained(False, x, y)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected))
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, theirs)
+    return model
+
+
+class Turning(torch.optim.SGD):
+    """Has arguments of its own, of which one is needed."""
+
+    def __init__(self, params, sign, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.sign, self.turn = sign, self.turned
+
+    def turned(self, gradient):
+        return gradient * self.sign
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(self.turn(p.grad), alpha=group["lr"])
+
+
+def own_arguments():
+    """An optimizer is what it was made with, and hooks run that it had before."""
+    ends, steps = [], []
+    for wraps in (False, True):
+        model = linear(10, 3)
+        optimizer = Turning(model.parameters(), -1.0, lr=0.3)
+        optimizer.register_step_pre_hook(lambda one, *_: steps.append(one))
+        torch.optim.lr_scheduler.StepLR(optimizer, 5)  # counts steps by a method of its own
+        if wraps:
+            optimizer = distributed(model, optimizer, compression=None)
+        model(torch.ones(2, 10)).square().sum().backward()
+        optimizer.step()
+        assert steps[-1] is optimizer and optimizer.turn.__self__ is optimizer
+        ends.append(list(model.parameters()))
+    torch.testing.assert_close(*ends)
+    assert len(steps) == 2
     return model
 
 
@@ -327,8 +485,16 @@ def main(folder: str, ranks: str) -> None:
         "float16": lambda: reduced_precision(torch.float16),
         "bfloat16": lambda: reduced_precision(torch.bfloat16),
         "float64": lambda: reduced_precision(torch.float64),
+        "memory formats": memory_formats,
+        "gradients of another dtype": gradients_of_another_dtype,
+        "large rows": large_rows,
+        "small gradients": small_gradients,
+        "two names": two_names,
+        "all frozen": all_frozen,
         "closure": lambda: closure(torch.optim.SGD),
         "closure, several times": lambda: closure(torch.optim.LBFGS),
+        "line search": line_search,
+        "own arguments": own_arguments,
         "clipping": clipping,
         "synchronized twice": synchronized_twice,
         "micro-batches": lambda: micro_batches("microbatch"),
