@@ -14,6 +14,7 @@
 #define VECTOR 16        /* of them, looked at together */
 #define BLOCK 32         /* indices that are packed together */
 #define NARROW 26        /* bits of a difference of which BLOCK together stay below 2**31 */
+#define SHARED (1 << 18) /* candidates of a group that threads share */
 
 static int64_t groups_of(const scope *of) { return of->whole ? 1 : of->where.layers; }
 
@@ -181,12 +182,26 @@ typedef struct {
   int64_t counts[1 << DIGIT];
 } histogram;
 
-/* Those beyond the last bin are not counted. */
-static void fill(histogram *bins, const uint32_t *bits, int64_t n) {
-  memset(bins->counts, 0, sizeof bins->counts);
+/* Adds to `counts`, but for those beyond the last bin. */
+static void count_bins(const histogram *bins, const uint32_t *bits, int64_t n, int64_t *counts) {
   for (int64_t i = 0; i < n; i++) {
     uint32_t bin = (SIZE(i) - bins->least) >> bins->shift;
-    if (bin < 1 << DIGIT) bins->counts[bin]++;
+    if (bin < 1 << DIGIT) counts[bin]++;
+  }
+}
+
+static void fill(histogram *bins, const uint32_t *bits, int64_t n, int threads) {
+  memset(bins->counts, 0, sizeof bins->counts);
+  if (threads == 1) {
+    count_bins(bins, bits, n, bins->counts);
+    return;
+  }
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    int64_t counts[1 << DIGIT] = {0}, start = border(n, VECTOR, t, threads);
+    count_bins(bins, bits + start, border(n, VECTOR, t + 1, threads) - start, counts);
+#pragma omp critical
+    for (int bin = 0; bin < 1 << DIGIT; bin++) bins->counts[bin] += counts[bin];
   }
 }
 
@@ -201,12 +216,20 @@ FAST static void extremes(const uint32_t *bits, int64_t n, int32_t *least, int32
 }
 
 /* A histogram with all of them in it. */
-static void survey(histogram *bins, const uint32_t *bits, int64_t n) {
-  int32_t least, most;
-  extremes(bits, n, &least, &most);
+static void survey(histogram *bins, const uint32_t *bits, int64_t n, int threads) {
+  int32_t least = 0x7fffffff, most = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(min : least) \
+    reduction(max : most)
+  for (int t = 0; t < threads; t++) {
+    int64_t start = border(n, VECTOR, t, threads), stop = border(n, VECTOR, t + 1, threads);
+    int32_t low, high;
+    extremes(bits + start, stop - start, &low, &high);
+    least = low < least ? low : least;
+    most = high > most ? high : most;
+  }
   bins->least = (uint32_t)least;
   for (bins->shift = 0; (uint32_t)(most - least) >> bins->shift >> DIGIT;) bins->shift++;
-  fill(bins, bits, n);
+  fill(bins, bits, n, threads);
 }
 
 /* Keeps those of a magnitude from `least` to `most`; returns how many.
@@ -255,6 +278,23 @@ static int64_t keep(const uint32_t *index, const uint32_t *bits, int64_t n, uint
   return keep_plainly(index, bits, n, least, most, to_index, to, 0, 0);
 }
 
+/* Keeps those of a magnitude from `least` on, where they are; returns how many. */
+static int64_t keep_from(uint32_t least, uint32_t *index, uint32_t *bits, int64_t n, int threads) {
+  int64_t *starts = threads > 1 ? malloc(2 * sizeof(int64_t) * (size_t)threads) : NULL;
+  if (!starts) return keep(index, bits, n, least, 0x7fffffff, index, bits);
+  int64_t *counts = starts + threads;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    int64_t start = border(n, VECTOR, t, threads), stop = border(n, VECTOR, t + 1, threads);
+    uint32_t *own = index + start, *held = bits + start;
+    starts[t] = start, counts[t] = keep(own, held, stop - start, least, 0x7fffffff, own, held);
+  }
+  join(index, starts, counts, threads);
+  int64_t kept = join(bits, starts, counts, threads);
+  free(starts);
+  return kept;
+}
+
 /* The magnitude of the rank-th largest, counted from 1, as bits.
  *
  * spare [room]: for those in the bin that it lies in, if there is room for them.
@@ -275,7 +315,7 @@ static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64
     digit = bins->shift < DIGIT ? bins->shift : DIGIT;
     part.least = least, part.shift = bins->shift - digit;
     bins = &part;
-    fill(&part, bits, n);
+    fill(&part, bits, n, 1);
   }
 }
 
@@ -312,50 +352,92 @@ static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t l
  * hint: what about 1.3 k elements reach.
  */
 static void choose(const scope *of, int64_t group, int64_t turn, int64_t k, const elements *found,
-                   float *hint) {
+                   float *hint, int threads) {
   uint32_t *index = found->index + start_of(of, group), *bits = found->bits + start_of(of, group);
   int64_t n = found->count[group], room = start_of(of, group + 1) - start_of(of, group) - n;
   *hint = 0.0f;
   if (n == 0 || n < k) return;
   int64_t wished = k + k / 4 + (int64_t)(sqrt((double)k) * 4.0) + 8;
+  int64_t ranks[2] = {k > 1 ? k : 1, wished < n ? wished : n};
+  uint32_t reached[2], last;
   histogram all;
-  survey(&all, bits, n);
-  uint32_t last = nth(&all, bits, n, k > 1 ? k : 1, bits + n, room);
-  uint32_t next = nth(&all, bits, n, wished < n ? wished : n, bits + n, room);
-  *hint = float_of(next) * (n < wished ? 0.97f : 1.0f);
-  int64_t kept = keep(index, bits, n, last, 0x7fffffff, index, bits);
+  survey(&all, bits, n, threads);
+#pragma omp parallel for num_threads(2) if (threads > 1)
+  for (int i = 0; i < 2; i++)
+    reached[i] = nth(&all, bits, n, ranks[i], bits + n + i * (room / 2), room / 2);
+  last = reached[0];
+  *hint = float_of(reached[1]) * (n < wished ? 0.97f : 1.0f);
+  int64_t kept = keep_from(last, index, bits, n, threads);
   if (kept > k)
     kept = take_turns(index, bits, kept, last, k, first_in_turn(of, group, turn, k));
   found->count[group] = kept;
 }
 
-/* The k largest of each group, those of all groups together at the beginning of `found`, ascending.
+/* The k largest of each group, ascending, where the group begins in `found`.
  *
- * Returns how many they are.
+ * found->count: how many they are, together with those of the groups before. Returns that of all.
  */
 int64_t largest_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
                        float *hint, int threads) {
   int64_t groups = groups_of(of), total = 0;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
   for (int64_t group = 0; group < groups; group++)
-    choose(of, group, turn, k[group], found, hint + group);
+    if (found->count[group] < SHARED) choose(of, group, turn, k[group], found, hint + group, 1);
   for (int64_t group = 0; group < groups; group++) {
-    move(found, total, start_of(of, group), found->count[group]);
+    if (found->count[group] >= SHARED)
+      choose(of, group, turn, k[group], found, hint + group, threads);
     total += found->count[group];
+    found->count[group] = total;
   }
   return total;
 }
 
 /* -- bodies ---------------------------------------------------------------------------------- */
 
-/* A part that begins at `first`, then what lies before; `filling` after the last of `count`. */
-static void rotate(const uint32_t *items, int64_t count, int64_t capacity, int64_t first,
-                   uint32_t filling, uint32_t *out) {
-  int64_t head = count < first ? count : first, tail = count - head, turned = capacity - first;
-  memcpy(out, items + first, sizeof(uint32_t) * (size_t)tail);
-  for (int64_t i = tail; i < turned; i++) out[i] = filling;
-  memcpy(out + turned, items, sizeof(uint32_t) * (size_t)head);
-  for (int64_t i = turned + head; i < capacity; i++) out[i] = filling;
+/* Of all that is chosen, group after group, what has the numbers from one to another; see
+ * `largest_choose`. items: indices, or bits. */
+static void copy_chosen(const scope *of, const int64_t *ends, const uint32_t *items, int64_t from,
+                        int64_t to, uint32_t *out) {
+  int64_t group = 0, count = groups_of(of);
+  while (count > 0) { /* the first that ends behind */
+    int64_t half = count / 2;
+    if (ends[group + half] <= from) {
+      group += half + 1;
+      count -= half + 1;
+    } else
+      count = half;
+  }
+  for (int64_t n; from < to; group++, from += n, out += n) {
+    int64_t before = group ? ends[group - 1] : 0;
+    n = (ends[group] < to ? ends[group] : to) - from;
+    memcpy(out, items + start_of(of, group) + from - before, sizeof(uint32_t) * (size_t)n);
+  }
+}
+
+static int64_t within(int64_t x, int64_t least, int64_t most) {
+  return x < least ? least : x > most ? most : x;
+}
+
+static void fill_up(uint32_t *out, int64_t from, int64_t to, uint32_t filling) {
+  for (int64_t i = from; i < to; i++) out[i] = filling;
+}
+
+/* out = what is chosen from the number `first` on, up to `count`, and then what lies before; with
+ * `filling` behind each. */
+static void rotate(const scope *of, const int64_t *ends, const uint32_t *items, int64_t count,
+                   int64_t capacity, int64_t first, uint32_t filling, uint32_t *out, int threads) {
+  int64_t head = count < first ? count : first, turned = capacity - first;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    int64_t from = border(capacity, VECTOR, t, threads);
+    int64_t to = border(capacity, VECTOR, t + 1, threads);
+    int64_t tail_ends = within(count - head, from, to), head_starts = within(turned, from, to);
+    int64_t head_ends = within(turned + head, from, to);
+    copy_chosen(of, ends, items, first + from, first + tail_ends, out + from);
+    fill_up(out, tail_ends, head_starts, filling);
+    copy_chosen(of, ends, items, head_starts - turned, head_ends - turned, out + head_starts);
+    fill_up(out, head_ends, to, filling);
+  }
 }
 
 static void to_planes_plainly(const uint32_t *steps, int width, uint32_t *words) {
@@ -430,14 +512,15 @@ static int from_planes(const uint32_t *words, int width, int64_t size, int64_t *
   return 0;
 }
 
-/* Packs indices in blocks, each to the bits that its largest difference needs, while there is room.
+/* Packs blocks from one to another, behind so many words, which become more.
  *
- * index [blocks * BLOCK]. Returns how many blocks have room.
+ * words: NULL for widths alone. Returns the last that has room, counted from 1, or 0.
  */
-FAST static int64_t pack(const form *as, uint32_t size, const uint32_t *index, uint8_t *widths,
-                         uint32_t *words) {
-  int64_t end = 0, fit = 0;
-  for (int64_t block = 0; block < as->blocks; block++) {
+FAST static int64_t pack_blocks(const form *as, uint32_t size, const uint32_t *index,
+                                uint8_t *widths, uint32_t *words, int64_t from, int64_t to,
+                                int64_t *begin) {
+  int64_t fit = 0, end = *begin;
+  for (int64_t block = from; block < to; block++) {
     const uint32_t *here = index + block * BLOCK;
     uint32_t last[BLOCK], steps[BLOCK], any = 0;
     last[0] = block ? here[-1] : 0;
@@ -448,12 +531,40 @@ FAST static int64_t pack(const form *as, uint32_t size, const uint32_t *index, u
     }
     int width = any ? 32 - __builtin_clz(any) : 0;
     widths[block] = (uint8_t)width;
-    if (end + width <= as->room) {
+    if (words && end + width <= as->room) {
       to_planes(steps, width, words + end);
       fit = block + 1;
     }
     end += width;
   }
+  *begin = end;
+  return fit;
+}
+
+/* Packs indices in blocks, each to the bits that its largest difference needs, while there is room.
+ *
+ * index [blocks * BLOCK]. Returns how many blocks have room.
+ */
+static int64_t pack(const form *as, uint32_t size, const uint32_t *index, uint8_t *widths,
+                    uint32_t *words, int threads) {
+  int64_t *ends = threads > 1 ? calloc((size_t)threads, sizeof(int64_t)) : NULL, end = 0, fit = 0;
+  if (!ends) return pack_blocks(as, size, index, widths, words, 0, as->blocks, &end);
+  IN_PIECES
+  for (int t = 0; t < threads; t++)
+    pack_blocks(as, size, index, widths, NULL, border(as->blocks, 1, t, threads),
+                border(as->blocks, 1, t + 1, threads), ends + t);
+  for (int t = 0; t < threads; t++) {
+    int64_t own = ends[t];
+    ends[t] = end;
+    end += own;
+  }
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : fit)
+  for (int t = 0; t < threads; t++) {
+    int64_t own = pack_blocks(as, size, index, widths, words, border(as->blocks, 1, t, threads),
+                              border(as->blocks, 1, t + 1, threads), ends + t);
+    fit = own > fit ? own : fit;
+  }
+  free(ends);
   return fit;
 }
 
@@ -519,45 +630,42 @@ static int share_of(const form *as, const place *where, const uint8_t *body, uin
   return before < 0 || after < 0 ? BEYOND : after;
 }
 
-/* Adds to `sent` those of `index` that a body of so many places has, from `first` on. */
-static void count_sent(const place *where, const uint32_t *index, int64_t count, int64_t capacity,
-                       int64_t first, int64_t places, int64_t *sent) {
-  int64_t stop = first + places < count ? first + places : count;
-  int64_t wrapped = first + places - capacity < count ? first + places - capacity : count;
-  if (stop > first) count_layers(where, ~0u, index + first, stop - first, sent);
-  if (wrapped > 0) count_layers(where, ~0u, index, wrapped, sent);
-}
-
 /* A body. Indices that have no room stay here, and the list begins elsewhere each turn.
  *
- * chosen: `count` elements, ascending. scratch [blocks * BLOCK].
+ * chosen, count: of `largest_choose`. scratch [blocks * BLOCK].
  * sent [layers]: how many of each layer are sent.
  */
-void largest_write(const place *where, const form *as, const elements *chosen, int64_t count,
-                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent) {
-  uint32_t sink = (uint32_t)(where->size - 1);
-  int64_t capacity = as->capacity, first = 0, places = capacity;
+void largest_write(const scope *of, const form *as, const elements *chosen, int64_t count,
+                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent,
+                   int threads) {
+  const place *where = &of->where;
+  const int64_t *ends = chosen->count;
+  uint32_t sink = (uint32_t)(where->size - 1), last;
+  uint32_t *index = as->blocks ? scratch : (uint32_t *)(body + as->index);
+  int64_t capacity = as->capacity, places = capacity;
   int64_t filled = as->values < bytes ? as->values + (int64_t)sizeof(uint32_t) * capacity : bytes;
   memset(body, 0, (size_t)as->values);
   memset(body + filled, 0, (size_t)(bytes - filled));
   memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
   if (count > capacity) count = capacity;
-  while (count && chosen->index[count - 1] >= sink) count--;
+  if (count) copy_chosen(of, ends, chosen->index, count - 1, count, &last);
+  if (count && last >= sink) count--;
+  int64_t first = as->blocks ? turn % as->blocks * BLOCK : 0, head = count < first ? count : first;
+  rotate(of, ends, chosen->index, count, capacity, first, sink, index, threads);
   if (as->blocks) {
-    first = turn % as->blocks * BLOCK;
-    rotate(chosen->index, count, capacity, first, sink, scratch);
-    for (int64_t i = capacity; i < as->blocks * BLOCK; i++) scratch[i] = sink;
-    int64_t fit = pack(as, (uint32_t)where->size, scratch, body + as->index,
-                       (uint32_t *)(body + as->deltas));
+    fill_up(index, capacity, as->blocks * BLOCK, sink);
+    int64_t fit = pack(as, (uint32_t)where->size, index, body + as->index,
+                       (uint32_t *)(body + as->deltas), threads);
     if (fit * BLOCK < places) places = fit * BLOCK;
-  } else
-    rotate(chosen->index, count, capacity, first, sink, (uint32_t *)(body + as->index));
+  }
   if (as->values < bytes) {
     uint32_t *values = (uint32_t *)(body + as->values);
-    rotate(chosen->bits, count, capacity, first, 0, values);
+    rotate(of, ends, chosen->bits, count, capacity, first, 0, values, threads);
     memset(values + places, 0, sizeof(uint32_t) * (size_t)(capacity - places));
   }
-  count_sent(where, chosen->index, count, capacity, first, places, sent);
+  int64_t turned = capacity - first, wrapped = within(places - turned, 0, head);
+  count_layers(where, ~0u, index, within(places, 0, count - head), sent);
+  count_layers(where, ~0u, index + turned, wrapped, sent);
 }
 
 /* Takes out of r and u what a body of this rank says. */
@@ -611,6 +719,7 @@ int largest_add(const place *where, const form *as, const uint8_t *bodies, int64
     for (int64_t at = border(where->size, grain, t, threads); at < stop; at += grain) {
       int64_t end = at + grain < stop ? at + grain : stop;
       memset(room + at, 0, sizeof(float) * (size_t)(end - at));
+      end -= !wild && end == where->size; /* the sink: all that is not used points there */
       for (int64_t rank = 0; rank < ranks; rank++) {
         const share *of = shares + rank;
         add_between(of, 0, of->cut, weights[rank], at, end, room);
@@ -681,6 +790,7 @@ int largest_replace(const place *where, const form *as, const uint8_t *body, con
       int64_t end = at + grain < stop ? at + grain : stop;
       add_scaled(r + at, r0 + at, g + at, end - at, beta);
       memset(mean + at, 0, sizeof(float) * (size_t)(end - at));
+      end -= !wild && end == where->size;
       put_between(&of, 0, of.cut, kept, total, at, end, r, mean);
       put_between(&of, of.cut, of.count, kept, total, at, end, r, mean);
     }

@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "largest_find": (_I, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
     "largest_again": (None, (_P, _P, _P, _P, _P, _P, _I)),
     "largest_choose": (_N, (_P, _N, _P, _P, _P, _I)),
-    "largest_write": (None, (_P, _P, _P, _N, _N, _P, _P, _N, _P)),
+    "largest_write": (None, (_P, _P, _P, _N, _N, _P, _P, _N, _P, _I)),
     "largest_settle": (None, (_P, _P, _P, _P, _P, _P, _P, _I)),
     "largest_add": (_I, (_P, _P, _P, _N, _N, _P, _P, _P, _I)),
     "largest_values": (_I, (_P, _P, _P, _P, _P, _P, _P, _I)),

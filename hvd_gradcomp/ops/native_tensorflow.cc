@@ -1114,7 +1114,7 @@ class WriteLargest : public Largest {
     largest_again(&of, look, looks_ ? g : nullptr, k, more, &found, 1);
     int64_t chosen = largest_choose(&of, turn, k, &found, then, 1);
     int64_t *layers = per_layer->flat<int64_t>().data(), total = 0;
-    largest_write(&where_, &as, &found, chosen, turn, scratch, out, bytes, layers);
+    largest_write(&of, &as, &found, chosen, turn, scratch, out, bytes, layers, 1);
     if (!looks_) largest_settle(&how_, &where_, &as, out, scratch, r, u, 1);
     for (int64_t i = 0; i < where_.layers; i++) total += layers[i];
     sent->scalar<int64_t>()() = total;

@@ -73,8 +73,9 @@ void largest_again(const scope *of, const float *r, const float *g, const int64_
                    const int64_t *slack, const elements *found, int threads);
 int64_t largest_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
                        float *hint, int threads);
-void largest_write(const place *where, const form *as, const elements *chosen, int64_t count,
-                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent);
+void largest_write(const scope *of, const form *as, const elements *chosen, int64_t count,
+                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent,
+                   int threads);
 void largest_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
                     uint32_t *scratch, float *r, float *u, int threads);
 int largest_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,

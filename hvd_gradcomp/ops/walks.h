@@ -82,6 +82,17 @@ static int64_t first_from(const uint32_t *words, int64_t count, uint32_t mask, i
   return low;
 }
 
+/* Moves the pieces that threads have written together. */
+static int64_t join(uint32_t *items, const int64_t *starts, const int64_t *counts, int pieces) {
+  int64_t total = 0;
+  for (int t = 0; t < pieces; t++) {
+    if (starts[t] != total)
+      memmove(items + total, items + starts[t], sizeof(uint32_t) * (size_t)counts[t]);
+    total += counts[t];
+  }
+  return total;
+}
+
 /* -- taking in and finding ------------------------------------------------------------------ */
 
 /* `from` may be x itself: nothing else overlaps. */

@@ -198,17 +198,6 @@ static int64_t take_in(const rule *how, const piece *of, int64_t n, uint32_t *mo
   return take_in_plainly(how, of, 0, n, of->index, of->bits, most);
 }
 
-/* Moves the pieces that threads have written together. */
-static int64_t join(uint32_t *items, const int64_t *starts, const int64_t *counts, int pieces) {
-  int64_t total = 0;
-  for (int t = 0; t < pieces; t++) {
-    if (starts[t] != total)
-      memmove(items + total, items + starts[t], sizeof(uint32_t) * (size_t)counts[t]);
-    total += counts[t];
-  }
-  return total;
-}
-
 /* r = r0 + g, v = v0 + q (g*g where q is NULL), v *= zeta; which elements are wanted.
  *
  * r0 may be r, and v0 v. Where the rule corrects v, that of wanted elements has not decayed yet.

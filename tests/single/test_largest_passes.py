@@ -91,19 +91,33 @@ def test_passes_do_what_the_verbs_do(compressor, sizes, seed, ranks, kinds, scal
             assert_alike(passes, reference)
 
 
-@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
-def test_threads_cut_a_large_bucket_alike(compressor):
-    layout = layout_of(40_000, 100, 70_001)
-    worlds = [World(compressor, TorchOps(), layout, 2) for _ in range(3)]
-    for step, kind in enumerate(["noise", "ties", "heavy", "few", "equal", "noise"]):
+def assert_threads_agree(compressor, layout, kinds, counts):
+    worlds = [World(compressor, TorchOps(), layout, 2) for _ in counts]
+    for step, kind in enumerate(kinds):
         totals = []
-        for count, world in zip((1, 3, 4), worlds):
+        for count, world in zip(counts, worlds):
             generator = torch.Generator().manual_seed(step)
             with threads(count):
                 totals.append(world.step(gradients(generator, layout, world, kind, 1.0)))
         for world, total in zip(worlds[1:], totals[1:]):
             assert all(map(torch.equal, totals[0], total))
             assert_alike(worlds[0], world)
+
+
+@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+def test_threads_cut_a_large_bucket_alike(compressor):
+    kinds = ["noise", "ties", "heavy", "few", "equal", "noise"]
+    assert_threads_agree(compressor, layout_of(40_000, 100, 70_001), kinds, (1, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [SparseGDCompressor(density=0.5), GradientDroppingCompressor(ratio=0.4)],
+    ids=repr,
+)
+def test_threads_share_the_candidates_of_a_large_group(compressor):
+    kinds = ["noise", "ties", "equal", "noise"]
+    assert_threads_agree(compressor, layout_of(700_001, 5), kinds, (1, 2, 3, 4))
 
 
 def test_what_has_no_room_takes_turns(monkeypatch):

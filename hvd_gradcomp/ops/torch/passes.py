@@ -240,7 +240,7 @@ class LargestPasses(Passes):
     ) -> Written:
         """With r and u; the memory is what they become, None where they stay as they are."""
         native, layout, threads = self.native, scope.layout, torch.get_num_threads()
-        where, place = ctypes.byref(self._scope(scope)), self._where(layout)
+        where = ctypes.byref(self._scope(scope))
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
         body = self.ops.body(form.size)
         room, count = self._room(8 * layout.size + _unpacked(form)), quota.clone()
@@ -253,8 +253,8 @@ class LargestPasses(Passes):
         look = (before[0], gradient) if memory[0] is None else (memory[0], None)
         native.largest_again(where, *map(_at, look), *numbers, found, threads)
         chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)
-        out = start + 8 * layout.size, _at(body), form.size, _at(per_layer)
-        native.largest_write(place, _form(form), found, chosen, turn, *out)
+        out = start + 8 * layout.size, _at(body), form.size, _at(per_layer), threads
+        native.largest_write(where, _form(form), found, chosen, turn, *out)
         return Written(body, int(per_layer.sum()), chosen, per_layer, (), hint=fresh)
 
     def values(
