@@ -38,9 +38,10 @@ class EGCCompressor(MomentumCorrected):
     What travels: float32 values and packed indices, by allgather; about
     `4 + (log2(K/H) + 3) / 8` bytes an element that there is room for. The room follows the entropy:
     it is the smallest of a ladder, four to an octave and 16 elements at least, that holds what each
-    rank has to send. Where it grows, what has no room waits for the next step; where it shrinks,
-    payloads do so 16 steps later. Where gathering would bring a rank more than dense gradients,
-    4 bytes an element of the bucket, by allreduce. State: `r` and `u`, 8 bytes an element.
+    rank has to send; in the first step the largest. Where it grows, what has no room waits for the
+    next step; where it shrinks, payloads do so 16 steps later. Where gathering would bring a rank
+    more than dense gradients, 4 bytes an element of the bucket, by allreduce. State: `r` and `u`,
+    8 bytes an element.
 
     Args:
         K: the density is `H / K`; positive; larger sends less. The paper recommends 1024.

@@ -63,10 +63,15 @@ class Ladder:
         return cls([c for c in capacities if c < top], summed)
 
     def init(self, ops: Ops, rung: int | None = None) -> LadderState:
-        """Starts in the middle: a first burst neither waits as a whole nor is sent dense."""
-        start = self.top // 2 if rung is None else rung
-        zeros = [ops.host(0) for _ in LadderState._fields[1:]]
-        return LadderState(ops.host(start), *zeros)
+        """Starts in the middle: a first burst neither waits as a whole nor is sent dense.
+
+        Args:
+            rung: to start on instead, for the first step alone: the second has the room that the
+                first has needed.
+        """
+        start, calm = (self.top // 2, 0) if rung is None else (rung, PATIENCE - 2)
+        zeros = [ops.host(0) for _ in LadderState._fields[2:]]
+        return LadderState(ops.host(start), ops.host(calm), *zeros)
 
     def climb(self, ops: Ops, state: LadderState) -> tuple[Rung, LadderState]:
         """The rung for this step, from what the ranks needed in the last one.

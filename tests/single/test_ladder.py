@@ -10,9 +10,9 @@ from hvd_gradcomp.core.ladder import PATIENCE, Ladder
 from hvd_gradcomp.ops.torch import TorchOps
 
 
-def walk(ladder, needs):
+def walk(ladder, needs, start=None):
     ops = TorchOps()
-    state = ladder.init(ops)
+    state = ladder.init(ops, start)
     rungs = []
     for need in needs:
         state = state._replace(needed=torch.tensor(need))
@@ -35,6 +35,15 @@ def test_it_leaves_a_rung_slowly():
     rungs = walk(ladder, [5000] + [100] * (PATIENCE + 1))
     assert len({r.index for r in rungs[:PATIENCE]}) == 1
     assert rungs[-1].capacity >= 100 and rungs[-1].capacity < 200
+
+
+@given(st.integers(0, 20), st.integers(0, 5000))
+def test_a_rung_to_start_on_is_that_of_one_step(start, need):
+    ladder = Ladder.up_to(10_000)
+    first, second = walk(ladder, [0, need], start)
+    assert first.index == start
+    assert second.capacity >= need
+    assert second.index == 0 or ladder.capacities[second.index - 1] < need
 
 
 def test_it_goes_down_to_what_was_needed_meanwhile():

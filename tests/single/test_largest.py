@@ -21,6 +21,7 @@ from hvd_gradcomp.algorithms.egc import entropy_of_layers
 from hvd_gradcomp.codecs.indices import CODINGS
 from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.rules import Rung
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import LARGEST
@@ -60,8 +61,15 @@ def sent_by(world: World, rank: int) -> torch.Tensor:
     if len(world.traffic) > 1:  # it was summed
         pieces = world.traffic[1][rank].tensor.split(list(layout.sizes))
         return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
-    room = torch.empty(layout.size)
-    return compressor.decode_sum(ops, layout, None, buffer[None, 32:], torch.ones(1), room)
+    body, weight, room = buffer[None, 32:], torch.ones(1), torch.empty(layout.size)
+    return compressor.decode_sum(ops, layout, rung_of(world), body, weight, room)
+
+
+def rung_of(world: World) -> Rung:
+    """That of the last step, which was gathered."""
+    capacities = world.compressor.capacities(world.layout)
+    number = min(int(world.states[0].ladder.rung), len(capacities) - 1)
+    return Rung(number, capacities[number], False)
 
 
 KINDS = ("heavy", "normal", "constant", "sparse", "clustered", "zero")
@@ -176,7 +184,7 @@ def test_bytes_equal_the_formula(compressor):
         world.step([torch.randn(layout.size) for _ in range(2)])
         if world.steps > 6:  # after the warm-up, which sends more
             for request in world.traffic[0]:
-                assert request.tensor.numel() == compressor.payload_bytes(layout)
+                assert request.tensor.numel() == compressor.payload_bytes(layout, rung_of(world))
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
