@@ -8,12 +8,13 @@ over once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
 
 _BLOCK = 1 << 18  # elements of a block, a thread
+_LINE = 16  # elements of a cache line: blocks end where one does, so that it is written once
 
 
 def _empty(*shape: int) -> torch.Tensor:
@@ -79,6 +80,8 @@ class Blocks:
         fit = _BLOCK * torch.get_num_threads() // (self.axes.last * self.length)
         count = -(-self.across // max(1, fit))
         step = -(-self.across // count)
+        line = _LINE // gcd(_LINE, self.deep * self.axes.last)
+        step = -(-step // line) * line
         memory = _empty(step * self.axes.last * self.length)
         for start in range(0, self.across, step):
             stop = min(start + step, self.across)
