@@ -43,7 +43,7 @@ class Elementwise(Base):
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
         if tf.executing_eagerly() or not self.dynamic_shapes:
             return x + y
-        # TensorFlow's graph optimizer sums a chain of additions in another order; not this one.
+        # TensorFlow's graph optimizer sums a chain of additions in another order; not these.
         row = tf.expand_dims(x, 0)
         return tf.squeeze(tf.tensor_scatter_nd_add(row, [[0]], tf.expand_dims(y, 0)), 0)
 
