@@ -32,6 +32,12 @@ FAST void add_momentum(float *r, float *u, const float *r0, const float *u0, con
   }
 }
 
+/* x may be out. */
+FAST void add_vectors(const float *x, const float *y, float *out, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) out[i] = x[i] + y[i];
+}
+
 FAST void accumulate_square(float *restrict x, const float *restrict y, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     float square = y[i] * y[i];

@@ -17,6 +17,7 @@ typedef struct {
 /* u = momentum * u0 + g, r = r0 + u, or a step ahead. r0 may be r, and u0 u. */
 void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g, int64_t n,
                   float momentum, int nesterov);
+void add_vectors(const float *x, const float *y, float *out, int64_t n);
 void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
 void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
 int all_finite(const float *x, int64_t n, int threads);

@@ -82,6 +82,13 @@ REGISTER_OP("GradcompWeightedSum")
            if (c->RankKnown(x) && c->Rank(x) >= 1) (void)c->Subshape(x, 0, -1, &rows).ok();
            c->set_output(0, rows));
 
+// An addition that no optimizer of graphs takes apart: it sums a chain of them in another order.
+REGISTER_OP("GradcompAccumulate")
+    .Input("x: float")
+    .Input("y: float")
+    .Output("total: float")
+    .SHAPE(c->set_output(0, c->input(0)));
+
 REGISTER_OP("GradcompFinite")
     .Input("x: float")
     .Output("finite: bool")
@@ -424,6 +431,20 @@ class Finite : public OpKernel {
     Tensor *out = nullptr;
     OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({}), &out));
     out->scalar<bool>()() = all_finite(Floats(c->input(0)), c->input(0).NumElements(), 1);
+  }
+};
+
+class Accumulate : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &x = c->input(0), &y = c->input(1);
+    Tensor *total = nullptr;
+    OP_REQUIRES(c, x.shape() == y.shape(),
+                InvalidArgument(y.shape().DebugString(), " is added to ", x.shape().DebugString()));
+    OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({0}, 0, x.shape(), &total));
+    add_vectors(Floats(x), Floats(y), total->flat<float>().data(), x.NumElements());
   }
 };
 
@@ -1297,6 +1318,7 @@ ON_CPU(BitPlanes);
 ON_CPU(FromBitPlanes);
 ON_CPU(WeightedSum);
 ON_CPU(Finite);
+ON_CPU(Accumulate);
 ON_CPU(Frame);
 ON_CPU(Examine);
 ON_CPU(Key);

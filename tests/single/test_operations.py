@@ -104,6 +104,15 @@ SEEDS = st.integers(0, 1 << 30)
 
 @built
 @FEW
+@given(st.lists(st.integers(0, 70), max_size=3), SEEDS)
+def test_accumulating(shape, seed):
+    x, y = noise(seed, *shape), noise(seed + 1, *shape)
+    agree(lambda ops, x, y: ops.accumulate(ops.accumulate(x, y), x), x, y)
+    np.testing.assert_array_equal(TensorFlowOps().native.gradcomp_accumulate(x, y), x + y)
+
+
+@built
+@FEW
 @given(grouped(), st.integers(2, 8), SEEDS)
 def test_encoding(where, bits, seed):
     bands, size = where
@@ -267,6 +276,7 @@ def test_wrong_shapes_raise(how):
     x, scale, weights = noise(1, 64), noise(2, 1, 2), noise(3, 1)
     packed, signs = codes(4, 1, 32), codes(5, 1, 8)
     wrong = [
+        (ops.native.gradcomp_accumulate, (x, x[:63])),
         (ops.group_maxima, (bands, x[:63])),
         (ops.group_maxima, (bands, x[None])),
         (ops.group_squares, (bands, x[:0])),
