@@ -257,7 +257,7 @@ class LevelsCompressor(QuantizedCompressor):
 @lru_cache(maxsize=256)
 def _bands_of(codec: QuantizedCompressor, layout: Layout) -> Bands:
     bands: list[Band] = []
-    for offset, shape in zip(layout.offsets, layout.outputs_first):
+    for offset, shape in zip(layout.offsets, layout.with_outputs_first().shapes):
         for count, length in codec.rows(shape):
             if count and length:  # of an empty layer nothing is sent
                 bands.append(Band(offset, count, length))

@@ -62,13 +62,6 @@ class Layout:
         """Elements of each layer, without padding."""
         return tuple(prod(shape) for shape in self.shapes)
 
-    @property
-    def outputs_first(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes as a framework has them that stores filters first; see `outputs_first`."""
-        if not self.filters_last:
-            return self.shapes
-        return tuple(outputs_first(*layer) for layer in zip(self.names, self.shapes))
-
     def with_outputs_first(self) -> Layout:
         """The bucket as a framework has it that stores filters first.
 
@@ -78,27 +71,26 @@ class Layout:
         """
         if not self.filters_last:
             return self
-        return replace(self, shapes=self.outputs_first, filters_last=False, turned=True)
+        shapes = tuple(outputs_first(*layer) for layer in zip(self.names, self.shapes))
+        return replace(self, shapes=shapes, filters_last=False, turned=True)
 
     @cached_property
     def axes(self) -> tuple[tuple[int, int, int], ...]:
         """(outputs, inputs, places) of layers that are turned; of others (elements, 1, 1)."""
         return tuple(
-            (shape[0], shape[1], prod(shape[2:])) if turns else (prod(shape), 1, 1)
-            for shape, turns in zip(self.shapes, self._turns)
+            (shape[0], shape[1], prod(shape[2:]))
+            if self.turned and _turns(name, shape)
+            else (prod(shape), 1, 1)
+            for name, shape in zip(self.names, self.shapes)
         )
 
     @cached_property
     def stored(self) -> tuple[tuple[int, ...], ...]:
         """The shapes as the framework has them."""
         return tuple(
-            (*shape[2:], shape[1], shape[0]) if turns else shape
-            for shape, turns in zip(self.shapes, self._turns)
+            (*shape[2:], shape[1], shape[0]) if self.turned and _turns(name, shape) else shape
+            for name, shape in zip(self.names, self.shapes)
         )
-
-    @property
-    def _turns(self) -> list[bool]:
-        return [self.turned and _turns(*layer) for layer in zip(self.names, self.shapes)]
 
     @cached_property
     def elements(self) -> int:
