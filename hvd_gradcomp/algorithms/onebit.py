@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from hvd_gradcomp.codecs.quantized import EXCHANGES, Into, Payload, QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.core.aggregator import Context, Program
 from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
@@ -22,12 +21,12 @@ class OneBitCompressor(QuantizedCompressor):
     Each step: `r += g`; an element is sent as the mean of the elements of its column that have its
     sign, and `r` keeps the difference. A column is what leads to one output: one index of the first
     axis of PyTorch's weights and of the last of TensorFlow's (of a table of embeddings, one row); a
-    layer with one axis is one column. TensorFlow's weights travel in PyTorch's order, so both
-    frameworks send the same codes.
+    layer with one axis is one column. TensorFlow's weights are laid into a bucket in PyTorch's
+    order, so both frameworks send the same codes.
 
     What travels: 1 bit an element and two float32 a column, by allgather; by alltoall and
-    allgather (two-shot) where that moves fewer bytes. State: `r`, 4 bytes an element, in the order
-    of the framework.
+    allgather (two-shot) where that moves fewer bytes. State: `r`, 4 bytes an element, in that
+    order.
 
     Args:
         exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
@@ -45,6 +44,7 @@ class OneBitCompressor(QuantizedCompressor):
 
     exchange: str = "auto"
 
+    outputs_first = True
     bits = 1
     side = ("above", "below")
     seed = 0
@@ -55,27 +55,6 @@ class OneBitCompressor(QuantizedCompressor):
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         columns = shape[0] if len(shape) > 1 else 1
         return ((columns, prod(shape) // max(columns, 1)),)
-
-    def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Residual, **extra: Tensor
-    ) -> Program:
-        layout = context.layout
-        two_shot = self.chosen_exchange(layout, context.size) == "two_shot"
-        if two_shot and layout.stored_outputs_last:
-            return self._turned(ops, context, gradient, state)
-        return super().aggregate(ops, context, gradient, state, **extra)
-
-    def stored_bands(self, layout: Layout) -> Bands:
-        bands, stored = self.bands(layout), layout.stored_outputs_last
-        return replace(bands, stored_outputs_last=stored) if stored else bands
-
-    def _turned(self, ops: Ops, context: Context, gradient: Tensor, state: Residual) -> Program:
-        """The same of layers stored with their outputs last, where shards are of another order."""
-        layout = context.layout
-        gradient, r = (ops.outputs_first(layout, x) for x in (gradient, state.r))
-        total, state = yield from super().aggregate(ops, context, gradient, Residual(r))
-        total, r = (ops.outputs_first(layout, x, back=True) for x in (total, state.r))
-        return total, Residual(r)
 
     def init(self, ops: Ops, layout: Layout) -> Residual:
         return Residual(ops.zeros((layout.size,)))

@@ -92,10 +92,6 @@ class QuantizedCompressor(Compressor):
         """The groups of a bucket."""
         return _bands_of(self, layout)
 
-    def stored_bands(self, layout: Layout) -> Bands:
-        """The groups of a bucket as the framework stores it; those that are allgathered."""
-        return self.bands(layout)
-
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
         """The body of an allgathered payload."""
         return _parts_of(self, self.bands(layout).groups, layout.size)
@@ -261,7 +257,7 @@ class LevelsCompressor(QuantizedCompressor):
 @lru_cache(maxsize=256)
 def _bands_of(codec: QuantizedCompressor, layout: Layout) -> Bands:
     bands: list[Band] = []
-    for offset, shape in zip(layout.offsets, layout.outputs_first):
+    for offset, shape in zip(layout.offsets, layout.with_outputs_first().shapes):
         for count, length in codec.rows(shape):
             if count and length:  # of an empty layer nothing is sent
                 bands.append(Band(offset, count, length))
@@ -293,7 +289,7 @@ def allgather(
     leaves it as it was.
     """
     layout = context.layout
-    bands, parts = codec.stored_bands(layout), codec.parts(layout)
+    bands, parts = codec.bands(layout), codec.parts(layout)
     finite, gradient = exchanges.checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
     mine, finite = _checked_sides(

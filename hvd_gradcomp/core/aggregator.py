@@ -67,6 +67,8 @@ class Compressor(stock.Refuses, ABC):
         begins_anew: names of state fields, dotted, that say how a rank works and not what it has
             still to send or in common with others: where ranks' states become one, they begin anew.
         block: the alignment of layers in a bucket that it wants.
+        outputs_first: whether it wants the layers in a bucket with their outputs first, however the
+            framework stores them: one that looks at what belongs to an output.
         max_bucket: the most elements that a bucket may have.
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
         whole_model: all layers share one bucket, so nothing is sent before the last gradient.
@@ -83,6 +85,7 @@ class Compressor(stock.Refuses, ABC):
     replicated: frozenset[str] = frozenset()
     begins_anew: frozenset[str] = frozenset()
     block: int = BLOCK
+    outputs_first: bool = False
     max_bucket: int = 1 << 31
     native_dtypes: frozenset[str] = frozenset({"float32"})
     whole_model: bool = False

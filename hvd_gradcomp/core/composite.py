@@ -42,6 +42,10 @@ class Composite(Compressor):
         return max(child.block for child in self.children.values())
 
     @derived
+    def outputs_first(self) -> bool:
+        return any(child.outputs_first for child in self.children.values())
+
+    @derived
     def max_bucket(self) -> int:
         return min(child.max_bucket for child in self.children.values())
 

@@ -30,14 +30,10 @@ class Bands:
     Args:
         bands: at least one row each.
         first: the number that the first group has elsewhere.
-        stored_outputs_last: layers that the vector has in the order of a framework that stores
-            them so, see `Layout.stored_outputs_last`; bands are those of their own order. Signs
-            alone can be of such.
     """
 
     bands: tuple[Band, ...]
     first: int = 0
-    stored_outputs_last: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def groups(self) -> int:
@@ -48,22 +44,6 @@ class Bands:
     def lengths(self) -> list[int]:
         """Elements of each group."""
         return [band.length for band in self.bands for _ in range(band.rows)]
-
-    @property
-    def places(self) -> tuple[int, ...] | None:
-        """Of a kernel, for each band that is such a layer as a whole; 0 for others.
-
-        None if such a layer is not a band as a whole.
-
-        >>> Bands((Band(0, 4, 18), Band(96, 1, 4)), stored_outputs_last=((0, 9, 2, 4),)).places
-        (9, 0)
-        """
-        columns = {
-            Band(start, outputs, places * inputs): places
-            for start, places, inputs, outputs in self.stored_outputs_last
-        }
-        found = tuple(columns.pop(band, 0) for band in self.bands)
-        return None if columns else found
 
     def between(self, begin: int, end: int) -> Bands:
         """What of these lies in [begin, end), counted from begin; rows may be cut.

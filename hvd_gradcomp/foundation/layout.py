@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -32,6 +32,9 @@ class Layout:
         filters_last: how the framework stores a convolution's weights: [height, width, depth,
             filters] (TensorFlow), or [filters, depth, height, width] (PyTorch). One framework
             trains a model, so the digest leaves it out.
+        turned: whether the framework stores filters last and the bucket has all layers as `shapes`
+            says, with their outputs first; see `outputs_first`. They are turned as they are laid
+            into the bucket, and back as it is cut.
 
     >>> layout = Layout(("weight", "bias"), ((3, 100), (10,)))
     >>> layout.elements, layout.offsets, layout.size, layout.sink
@@ -43,6 +46,7 @@ class Layout:
     dtype: str = "float32"
     block: int = BLOCK
     filters_last: bool = False
+    turned: bool = False
 
     def __post_init__(self) -> None:
         if self.block < 1 or self.block & (self.block - 1):
@@ -58,24 +62,34 @@ class Layout:
         """Elements of each layer, without padding."""
         return tuple(prod(shape) for shape in self.shapes)
 
-    @property
-    def outputs_first(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes as a framework has them that stores filters first; see `outputs_first`."""
+    def with_outputs_first(self) -> Layout:
+        """The bucket as a framework has it that stores filters first.
+
+        >>> layout = Layout(("conv/kernel",), ((3, 5, 64, 128),), filters_last=True)
+        >>> layout.with_outputs_first().shapes, layout.with_outputs_first().stored
+        (((128, 64, 3, 5),), ((3, 5, 64, 128),))
+        """
         if not self.filters_last:
-            return self.shapes
-        return tuple(outputs_first(*layer) for layer in zip(self.names, self.shapes))
+            return self
+        shapes = tuple(outputs_first(*layer) for layer in zip(self.names, self.shapes))
+        return replace(self, shapes=shapes, filters_last=False, turned=True)
 
     @cached_property
-    def stored_outputs_last(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(start, places, inputs, outputs) of layers that `outputs_first` has in another shape.
-
-        Of those that have elements.
-        """
-        layers = zip(self.offsets, self.sizes, self.shapes, self.outputs_first)
+    def axes(self) -> tuple[tuple[int, int, int], ...]:
+        """(outputs, inputs, places) of layers that are turned; of others (elements, 1, 1)."""
         return tuple(
-            (start, prod(stored[:-2]), stored[-2], stored[-1])
-            for start, size, stored, turned in layers
-            if size and stored != turned
+            (shape[0], shape[1], prod(shape[2:]))
+            if self.turned and _turns(name, shape)
+            else (prod(shape), 1, 1)
+            for name, shape in zip(self.names, self.shapes)
+        )
+
+    @cached_property
+    def stored(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes as the framework has them."""
+        return tuple(
+            (*shape[2:], shape[1], shape[0]) if self.turned and _turns(name, shape) else shape
+            for name, shape in zip(self.names, self.shapes)
         )
 
     @cached_property
@@ -173,8 +187,9 @@ class Layout:
 
     @cached_property
     def digest(self) -> int:
-        """32 bits that differ when names, shapes, dtype or alignment differ."""
-        return zlib.crc32(repr((self.names, self.shapes, self.dtype, self.block)).encode())
+        """32 bits that differ when names, shapes, dtype, alignment or order differ."""
+        told = self.names, self.shapes, self.dtype, self.block, *["turned"] * self.turned
+        return zlib.crc32(repr(told).encode())
 
     @cached_property
     def _hash(self) -> int:
@@ -195,9 +210,11 @@ def outputs_first(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     >>> outputs_first("embedding/embeddings", (1000, 16)), outputs_first("conv/bias", (128,))
     ((1000, 16), (128,))
     """
-    if len(shape) < 2 or name.rpartition("/")[2].startswith("embedding"):
-        return tuple(shape)
-    return (shape[-1], shape[-2], *shape[:-2])
+    return (shape[-1], shape[-2], *shape[:-2]) if _turns(name, shape) else tuple(shape)
+
+
+def _turns(name: str, shape: Sequence[int]) -> bool:
+    return len(shape) > 1 and not name.rpartition("/")[2].startswith("embedding")
 
 
 def plan_buckets(

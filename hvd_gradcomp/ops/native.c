@@ -32,6 +32,12 @@ FAST void add_momentum(float *r, float *u, const float *r0, const float *u0, con
   }
 }
 
+/* x may be out. */
+FAST void add_vectors(const float *x, const float *y, float *out, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) out[i] = x[i] + y[i];
+}
+
 FAST void accumulate_square(float *restrict x, const float *restrict y, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     float square = y[i] * y[i];
@@ -831,11 +837,6 @@ static int next_piece(walk *w, int64_t begin, int64_t end, int64_t *from, int64_
                       int64_t *group) {
   while (w->at < w->count) {
     const band *b = w->bands + w->at;
-    if (b->places) { /* of columns */
-      w->group += b->rows - w->row;
-      w->row = 0, w->at++;
-      continue;
-    }
     int64_t start = b->start + w->row * b->length, stop = start + b->length;
     if (start >= end) return 0;
     *from = start > begin ? start : begin;
@@ -917,198 +918,6 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
   }
 }
 
-/* -- signs of columns ------------------------------------------------------------------------- */
-
-#define TALLY (1 << 15) /* sums of columns, or packed signs, that are made at a time: a cache holds them */
-
-/* How many columns are looked at together, if each takes so much. */
-static int64_t together(const band *of, int64_t each) {
-  int64_t wide = TALLY / each / EDGE * EDGE;
-  if (wide < EDGE) wide = EDGE;
-  return wide < of->rows ? wide : of->rows;
-}
-
-/* Of n columns eight elements each, folded three times; see `split`. */
-FAST static void split_eight(const float *const *x, int64_t n, float *restrict above,
-                             float *restrict below) {
-  const float *a = x[0], *b = x[1], *c = x[2], *d = x[3];
-  const float *e = x[4], *f = x[5], *g = x[6], *h = x[7];
-#define FOLDED(side)                                            \
-  (((side(a[i]) + side(e[i])) + (side(c[i]) + side(g[i]))) +    \
-   ((side(b[i]) + side(f[i])) + (side(d[i]) + side(h[i]))))
-  for (int64_t i = 0; i < n; i++) {
-    above[i] = FOLDED(NOT_BELOW);
-    below[i] = FOLDED(BELOW);
-  }
-}
-
-FAST static void split_two(const float *x, const float *y, int64_t n, float *restrict above,
-                           float *restrict below) {
-  for (int64_t i = 0; i < n; i++) {
-    above[i] = NOT_BELOW(x[i]) + NOT_BELOW(y[i]);
-    below[i] = BELOW(x[i]) + BELOW(y[i]);
-  }
-}
-
-/* The last of an odd number, which is added to the first two unless it is the only one. */
-FAST static void split_last(const float *x, int64_t n, int only, float *restrict above,
-                            float *restrict below) {
-  for (int64_t i = 0; i < n; i++) {
-    above[i] = only ? NOT_BELOW(x[i]) : above[i] + NOT_BELOW(x[i]);
-    below[i] = only ? BELOW(x[i]) : below[i] + BELOW(x[i]);
-  }
-}
-
-FAST static void add_to(float *restrict x, const float *restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; i++) x[i] = x[i] + y[i];
-}
-
-/* x [n, wide] is folded in halves, in place; the sums of its columns are x[0]. */
-static void fold_columns(float *x, int64_t n, int64_t wide) {
-  while (n > 1) {
-    int64_t half = n / 2;
-    add_to(x, x + half * wide, half * wide);
-    if (n % 2) add_to(x, x + (n - 1) * wide, wide);
-    n = half;
-  }
-}
-
-/* Signs of eight elements of each of n columns, as bits from `bit` on. */
-FAST static void sign_eight(const float *const *x, int64_t n, int bit, uint32_t *restrict words) {
-  const float *a = x[0], *b = x[1], *c = x[2], *d = x[3];
-  const float *e = x[4], *f = x[5], *g = x[6], *h = x[7];
-#define SIGN(x, bit) ((x)[i] < 0.0f ? 1u << (bit) : 0u)
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t low = SIGN(a, 0) | SIGN(b, 1) | SIGN(c, 2) | SIGN(d, 3);
-    uint32_t high = SIGN(e, 4) | SIGN(f, 5) | SIGN(g, 6) | SIGN(h, 7);
-    words[i] |= (low | high) << bit;
-  }
-}
-
-FAST static void sign_one(const float *x, int64_t n, int bit, uint32_t *restrict words) {
-  for (int64_t i = 0; i < n; i++) words[i] |= SIGN(x, bit);
-}
-
-/* Every `apart`-th of `bits` holds 32 of n signs, which are those from `at` on of the words. */
-static void put_bits(const uint32_t *bits, int64_t apart, int64_t n, int64_t at, uint32_t *words) {
-  int shift = (int)(at % GROUP);
-  for (words += at / GROUP; n > 0; n -= GROUP, bits += apart) {
-    uint64_t both = (uint64_t)*bits << shift;
-    *words++ |= (uint32_t)both;
-    if (both >> GROUP) *words |= (uint32_t)(both >> GROUP);
-  }
-}
-
-static void take_bits(const uint32_t *words, int64_t at, int64_t n, uint32_t *bits,
-                      int64_t apart) {
-  int shift = (int)(at % GROUP);
-  for (words += at / GROUP; n > 0; n -= GROUP, bits += apart) {
-    uint64_t both = *words++;
-    if (n > GROUP - shift) both |= (uint64_t)*words << GROUP;
-    *bits = (uint32_t)(both >> shift);
-  }
-}
-
-/* What `encode_signs` does, of a band of columns. The words are zeros there. */
-static int encode_columns(const band *of, const float *x, float *above, float *below,
-                          uint32_t *words) {
-  int64_t length = of->length, half = length / 2, part = length % 8 ? half : length / 8;
-  int64_t packed = (length + GROUP - 1) / GROUP, sums = part ? part : 1;
-  int64_t wide = together(of, 2 * sums), inputs = length / of->places;
-  float *room = malloc(sizeof(float) * (size_t)(wide * (2 * sums + packed)));
-  int64_t *row = malloc(sizeof(int64_t) * (size_t)length); /* where the j-th of a column lies */
-  for (int64_t j = 0; row && j < length; j++)
-    row[j] = (j % of->places * inputs + j / of->places) * of->rows;
-  for (int64_t left = 0, n; room && row && left < of->rows; left += n) {
-    n = left + wide < of->rows ? wide : of->rows - left;
-    const float *from = x + of->start + left, *eight[8];
-    float *ups = room, *downs = ups + sums * n;
-    uint32_t *bits = (uint32_t *)(downs + sums * n);
-    for (int64_t j = 0; j < part; j++) {
-      float *up = ups + j * n, *down = downs + j * n;
-      for (int k = 0; k < 8 && part != half; k++) eight[k] = from + row[j + k * part];
-      if (part != half)
-        split_eight(eight, n, up, down);
-      else
-        split_two(from + row[j], from + row[half + j], n, up, down);
-    }
-    if (length % 2) split_last(from + row[length - 1], n, length == 1, ups, downs);
-    fold_columns(ups, sums, n);
-    fold_columns(downs, sums, n);
-    memset(bits, 0, sizeof(uint32_t) * (size_t)(packed * n));
-    for (int64_t j = 0; j < length;) {
-      uint32_t *into = bits + j / GROUP * n;
-      if (j + 8 <= length) {
-        for (int k = 0; k < 8; k++) eight[k] = from + row[j + k];
-        sign_eight(eight, n, (int)(j % GROUP), into);
-        j += 8;
-      } else {
-        sign_one(from + row[j], n, (int)(j % GROUP), into);
-        j++;
-      }
-    }
-    for (int64_t c = 0; c < n; c++) {
-      int64_t negative = 0;
-      for (int64_t i = 0; i < packed; i++) negative += __builtin_popcount(bits[i * n + c]);
-      above[left + c] = ups[c] / (float)(length - negative > 1 ? length - negative : 1);
-      below[left + c] = downs[c] / (float)(negative > 1 ? negative : 1);
-      put_bits(bits + c, n, length, of->start + (left + c) * length, words);
-    }
-  }
-  int failed = !room || !row ? -1 : 0;
-  free(room);
-  free(row);
-  return failed;
-}
-
-/* x = from + the sides that one bit of each word says; `from` may be x itself. */
-FAST static void add_words(float *x, const float *from, const uint32_t *bits, int64_t n, int bit,
-                           const float *above, const float *below) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; i++) x[i] = from[i] + (bits[i] >> bit & 1 ? below[i] : above[i]);
-}
-
-/* What `add_signs` does, of a band of columns. */
-static int add_columns(const band *of, const float *base, float *out, int64_t ranks,
-                       const uint32_t *words, int64_t word_stride, const float *above,
-                       const float *below, int64_t mean_stride, const float *weights) {
-  int64_t length = of->length, inputs = length / of->places;
-  int64_t packed = (length + GROUP - 1) / GROUP, each = ranks * (packed + 2) + 1;
-  int64_t wide = together(of, each);
-  float *room = calloc((size_t)(wide * each), sizeof(float));
-  if (!room) return -1;
-  for (int64_t left = 0, n; left < of->rows; left += n) {
-    n = left + wide < of->rows ? wide : of->rows - left;
-    float *zeros = room, *sides = zeros + wide;
-    uint32_t *bits = (uint32_t *)(sides + 2 * ranks * wide);
-    for (int64_t rank = 0; rank < ranks; rank++)
-      for (int64_t c = 0, at = of->start + left * length; c < n; c++, at += length) {
-        float *up = sides + 2 * rank * wide + c;
-        up[0] = above[rank * mean_stride + left + c] * weights[rank];
-        up[wide] = below[rank * mean_stride + left + c] * weights[rank];
-        take_bits(words + rank * word_stride, at, length, bits + rank * packed * wide + c, wide);
-      }
-    for (int64_t row = 0; row < length; row++) {
-      int64_t j = row % inputs * of->places + row / inputs, at = of->start + row * of->rows + left;
-      const float *from = base ? base + at : zeros;
-      for (int64_t rank = 0; rank < ranks; rank++, from = out + at) {
-        const float *up = sides + 2 * rank * wide;
-        const uint32_t *own = bits + (rank * packed + j / GROUP) * wide;
-        add_words(out + at, from, own, n, (int)(j % GROUP), up, up + wide);
-      }
-    }
-  }
-  free(room);
-  return 0;
-}
-
-/* Whether a stretch lies in a band of columns. */
-static int in_columns(const band *bands, int64_t count, int64_t begin, int64_t end) {
-  for (const band *b = bands; b < bands + count; b++)
-    if (b->places && b->start <= begin && end <= b->start + b->rows * b->length) return 1;
-  return 0;
-}
-
 #define NEAR (1 << 16) /* elements of which signs are read again soon after the means */
 
 /* The means of the groups that begin in [begin, end). room [2 * half] */
@@ -1117,10 +926,9 @@ static void sign_means(const band *bands, int64_t count, const float *x, int64_t
   walk w = walk_from(bands, count, begin);
   for (; w.at < count; w.row = 0, w.at++) {
     const band *b = bands + w.at;
-    if (!b->places && w.row < b->rows && b->start + w.row * b->length < begin) w.row++, w.group++;
+    if (w.row < b->rows && b->start + w.row * b->length < begin) w.row++, w.group++;
     for (; w.row < b->rows; w.row++, w.group++) {
       int64_t at = b->start + w.row * b->length, negative, folded;
-      if (b->places) continue;
       if (at >= end) return;
       folded = split(x + at, b->length, room, room + half, &negative);
       fold(room, folded);
@@ -1145,10 +953,6 @@ int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, fl
       int more;
       end = begin + NEAR < stop ? begin + NEAR : stop;
       sign_means(bands, count, x, begin, end, room + 2 * half * t, half, above, below);
-      if (in_columns(bands, count, begin, end)) {
-        memset(words + begin / GROUP, 0, (size_t)(end - begin) / 8);
-        continue;
-      }
       pack_signs(x + begin, end - begin, words + begin / GROUP);
       do {
         more = next_piece(&w, begin, end, &from, &to, &group);
@@ -1158,15 +962,12 @@ int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, fl
     }
   }
   free(room);
-  for (int64_t b = 0, group = 0; b < count; group += bands[b++].rows)
-    if (bands[b].places && encode_columns(bands + b, x, above + group, below + group, words))
-      return -1;
   return 0;
 }
 
-int add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
-              int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
-              const float *below, int64_t mean_stride, const float *weights, int threads) {
+void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+               int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
+               const float *below, int64_t mean_stride, const float *weights, int threads) {
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     uint8_t bits[CHUNK / 8 + 2];
@@ -1175,7 +976,6 @@ int add_signs(const band *bands, int64_t count, const float *base, float *out, i
     for (; begin < stop; begin = end) {
       walk start = w;
       end = begin + CHUNK < n ? begin + CHUNK : n;
-      if (ranks && in_columns(bands, count, begin, end)) continue;
       if (!ranks) begin_sum(out, base, begin, end);
       for (int64_t rank = 0; rank < ranks; rank++) {
         const float *high = above + rank * mean_stride, *low = below + rank * mean_stride;
@@ -1195,9 +995,4 @@ int add_signs(const band *bands, int64_t count, const float *base, float *out, i
       }
     }
   }
-  for (int64_t b = 0, group = 0; b < count; group += bands[b++].rows)
-    if (bands[b].places && add_columns(bands + b, base, out, ranks, words, word_stride,
-                                       above + group, below + group, mean_stride, weights))
-      return -1;
-  return 0;
 }

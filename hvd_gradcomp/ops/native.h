@@ -4,14 +4,9 @@
 
 #include <stdint.h>
 
-/* `rows` groups of `length` neighbours each; see bands.py.
- *
- * places: 0, or the band is a layer [places, length / places, rows] that is stored with its groups as
- * columns: what is element i * places + p of group o in order lies at start + (p * length / places +
- * i) * rows + o. Signs alone can be of such.
- */
+/* `rows` groups of `length` neighbours each; see bands.py. */
 typedef struct {
-  int64_t start, rows, length, places;
+  int64_t start, rows, length;
 } band;
 
 /* A number within the words of a frame: which word, from which bit, of how many bits. */
@@ -22,6 +17,7 @@ typedef struct {
 /* u = momentum * u0 + g, r = r0 + u, or a step ahead. r0 may be r, and u0 u. */
 void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g, int64_t n,
                   float momentum, int nesterov);
+void add_vectors(const float *x, const float *y, float *out, int64_t n);
 void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
 void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
 int all_finite(const float *x, int64_t n, int threads);
@@ -44,8 +40,8 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
                 int64_t scale_stride, int bits, const float *weights, int threads);
 int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
                  float *below, uint32_t *words, int threads);
-int add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
-              int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
-              const float *below, int64_t mean_stride, const float *weights, int threads);
+void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+               int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
+               const float *below, int64_t mean_stride, const float *weights, int threads);
 
 #endif

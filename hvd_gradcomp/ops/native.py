@@ -59,7 +59,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "largest_add": (_I, (_P, _P, _P, _N, _N, _P, _P, _P, _I)),
     "largest_values": (_I, (_P, _P, _P, _P, _P, _P, _P, _I)),
     "largest_replace": (_I, (_P, _P, _P, _P, _F, _F, _P, _P, _P, _P, _P, _P, _I)),
-    "add_signs": (_I, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _P, _N, _P, _I)),
+    "add_signs": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _P, _N, _P, _I)),
 }
 
 

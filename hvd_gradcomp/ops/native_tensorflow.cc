@@ -5,8 +5,7 @@
 // calls them; ops/building.py compiles and links them into one library. An operation has one
 // thread: TensorFlow runs those of several buckets at the same time.
 //
-// `bands` is {start, rows, length} for each band, one after another; see bands.py. `places` has a
-// number for each band as well, or is empty; see native.h.
+// `bands` is {start, rows, length} for each band, one after another; see bands.py.
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -82,6 +81,13 @@ REGISTER_OP("GradcompWeightedSum")
     .SHAPE(ShapeHandle rows = c->UnknownShape(); ShapeHandle x = c->input(0);
            if (c->RankKnown(x) && c->Rank(x) >= 1) (void)c->Subshape(x, 0, -1, &rows).ok();
            c->set_output(0, rows));
+
+// An addition that no optimizer of graphs takes apart: it sums a chain of them in another order.
+REGISTER_OP("GradcompAccumulate")
+    .Input("x: float")
+    .Input("y: float")
+    .Output("total: float")
+    .SHAPE(c->set_output(0, c->input(0)));
 
 REGISTER_OP("GradcompFinite")
     .Input("x: float")
@@ -168,7 +174,6 @@ REGISTER_OP("GradcompEncodeSigns")
     .Output("below: float")
     .Output("packed: uint8")
     .Attr("bands: list(int)")
-    .Attr("places: list(int)")
     .SHAPE(c->set_output(0, c->Vector(GroupsOf(c))); c->set_output(1, c->Vector(GroupsOf(c)));
            c->set_output(2, PackedLike(c, c->input(0), 1)));
 
@@ -180,7 +185,6 @@ REGISTER_OP("GradcompAddSigns")
     .Input("weights: float")
     .Output("total: float")
     .Attr("bands: list(int)")
-    .Attr("places: list(int)")
     .Attr("from_zero: bool")
     .SHAPE(c->set_output(0, c->input(0)));
 
@@ -296,28 +300,25 @@ REGISTER_OP("GradcompReplaceChosen")
            c->set_output(0, c->input(1)); c->set_output(1, c->input(0));
            c->set_output(2, c->Vector(static_cast<int64_t>(sizes.size()))));
 
-// Pieces of a vector to and from the tensors that they are; zeros between them.
+// Pieces of a vector to and from the tensors that they are; zeros between them. `axes` is three
+// numbers for each piece, those of where it comes from; where it goes to they are in the opposite
+// order.
 REGISTER_OP("GradcompFlatten")
     .Input("pieces: count * float")
     .Output("flat: float")
     .Attr("count: int >= 1")
     .Attr("offsets: list(int)")
+    .Attr("axes: list(int)")
     .Attr("size: int >= 1")
     .SHAPE(int64_t size = 0; (void)c->GetAttr("size", &size).ok();
            c->set_output(0, c->Vector(size)));
-
-REGISTER_OP("GradcompTurn")
-    .Input("flat: float")
-    .Output("turned: float")
-    .Attr("offsets: list(int)")
-    .Attr("axes: list(int)")
-    .SHAPE(c->set_output(0, c->input(0)));
 
 REGISTER_OP("GradcompCut")
     .Input("flat: float")
     .Output("pieces: count * float")
     .Attr("count: int >= 1")
     .Attr("offsets: list(int)")
+    .Attr("axes: list(int)")
     .Attr("shapes: list(shape)")
     .SHAPE(std::vector<tensorflow::PartialTensorShape> shapes;
            (void)c->GetAttr("shapes", &shapes).ok();
@@ -433,6 +434,20 @@ class Finite : public OpKernel {
   }
 };
 
+class Accumulate : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext *c) override {
+    const Tensor &x = c->input(0), &y = c->input(1);
+    Tensor *total = nullptr;
+    OP_REQUIRES(c, x.shape() == y.shape(),
+                InvalidArgument(y.shape().DebugString(), " is added to ", x.shape().DebugString()));
+    OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({0}, 0, x.shape(), &total));
+    add_vectors(Floats(x), Floats(y), total->flat<float>().data(), x.NumElements());
+  }
+};
+
 class Frame : public OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -533,7 +548,7 @@ class OverGroups : public OpKernel {
     OP_REQUIRES_OK(c, c->GetAttr("bands", &numbers));
     OP_REQUIRES(c, numbers.size() % 3 == 0, InvalidArgument("a band is three numbers"));
     for (size_t i = 0; i < numbers.size(); i += 3) {
-      band next = {numbers[i], numbers[i + 1], numbers[i + 2], 0};
+      band next = {numbers[i], numbers[i + 1], numbers[i + 2]};
       OP_REQUIRES(c,
                   next.start >= end_ && next.rows > 0 && next.length > 0 &&
                       next.rows <= (INT64_MAX - next.start) / next.length,
@@ -707,27 +722,9 @@ class AddLevels : public Levels {
   bool from_zero_ = false;
 };
 
-// Base of what has signs, of layers that are stored with their groups as columns too.
-class Signs : public OverGroups {
+class EncodeSigns : public OverGroups {
  public:
-  explicit Signs(OpKernelConstruction *c) : OverGroups(c) {
-    std::vector<int64_t> places;
-    OP_REQUIRES_OK(c, c->GetAttr("places", &places));
-    OP_REQUIRES(c, places.empty() || places.size() == bands_.size(),
-                InvalidArgument("places are a number for each band"));
-    for (size_t i = 0; i < places.size(); i++) {
-      band &own = bands_[i];
-      OP_REQUIRES(c, places[i] == 0 || (places[i] > 0 && own.length % places[i] == 0),
-                  InvalidArgument("a column of ", own.length, " elements has no ", places[i],
-                                  " places"));
-      own.places = places[i];
-    }
-  }
-};
-
-class EncodeSigns : public Signs {
- public:
-  using Signs::Signs;
+  using OverGroups::OverGroups;
 
   void Compute(OpKernelContext *c) override {
     const Tensor &x = c->input(0);
@@ -742,9 +739,9 @@ class EncodeSigns : public Signs {
   }
 };
 
-class AddSigns : public Signs {
+class AddSigns : public OverGroups {
  public:
-  explicit AddSigns(OpKernelConstruction *c) : Signs(c) {
+  explicit AddSigns(OpKernelConstruction *c) : OverGroups(c) {
     OP_REQUIRES_OK(c, c->GetAttr("from_zero", &from_zero_));
   }
 
@@ -762,11 +759,9 @@ class AddSigns : public Signs {
     auto *lows = static_cast<const float *>(Aligned(c, below, &below_copy));
     if (!c->status().ok()) return;
     Sum sum(c, from_zero_);
-    if (!sum.out) return;
-    int failed = add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words,
-                           packed.dim_size(1) / 4, highs, lows, above.dim_size(1),
-                           Floats(weights), 1);
-    OP_REQUIRES(c, !failed, ResourceExhausted("no memory to decompress a layer with"));
+    if (sum.out)
+      add_signs(bands_.data(), count(), sum.base, sum.out, n, ranks, words, packed.dim_size(1) / 4, highs,
+                lows, above.dim_size(1), Floats(weights), 1);
   }
 
  private:
@@ -1217,24 +1212,49 @@ class ReplaceChosen : public Chosen {
   float beta_ = 1.0f, keeps_ = 0.0f;
 };
 
+constexpr int64_t CACHED = 1 << 18;  // elements that are written past the caches if there are more
+
 // Base of what lies in a vector in pieces: in order, none over another.
 class InPieces : public OpKernel {
  public:
   explicit InPieces(OpKernelConstruction *c) : OpKernel(c) {
     OP_REQUIRES_OK(c, c->GetAttr("offsets", &offsets_));
+    OP_REQUIRES_OK(c, c->GetAttr("axes", &axes_));
+    OP_REQUIRES(c, axes_.size() == 3 * offsets_.size(), InvalidArgument("a piece has three axes"));
   }
 
  protected:
-  // Whether a piece of so many elements fits before the next one, or before the end.
+  // Whether a piece of so many elements is what its axes say, and fits before the next, or the end.
   bool Fits(OpKernelContext *c, size_t piece, int64_t elements, int64_t size) {
-    int64_t start = piece < offsets_.size() ? offsets_[piece] : size + 1;
+    bool known = piece < offsets_.size();
+    int64_t start = known ? offsets_[piece] : size + 1, count = 1;
     int64_t next = piece + 1 < offsets_.size() ? offsets_[piece + 1] : size;
-    if (0 <= start && start <= next && next <= size && elements <= next - start) return true;
+    for (size_t k = 3 * piece; known && k < 3 * piece + 3; k++)
+      known = axes_[k] >= 0 && !__builtin_mul_overflow(count, axes_[k], &count);
+    if (known && count == elements && 0 <= start && start <= next && next <= size &&
+        elements <= next - start)
+      return true;
     c->CtxFailure(InvalidArgument("piece ", piece, " of ", elements, " elements does not fit"));
     return false;
   }
 
-  std::vector<int64_t> offsets_;
+  // Whether a piece lies alike in the opposite order: it is empty, or all but one axis are of 1.
+  bool Stays(size_t piece) const {
+    const int64_t *axes = &axes_[3 * piece];
+    return !(axes[0] && axes[1] && axes[2]) ||
+           (axes[0] == 1) + (axes[1] == 1) + (axes[2] == 1) > 1;
+  }
+
+  void Copy(size_t piece, const float *from, float *to) const {
+    const int64_t *axes = &axes_[3 * piece];
+    int64_t first = axes[0], middle = axes[1], last = axes[2], count = first * middle * last;
+    if (Stays(piece))
+      std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count));
+    else
+      reverse(from, first, middle, last, middle * last, to, middle * first, count > CACHED, 1);
+  }
+
+  std::vector<int64_t> offsets_, axes_;
 };
 
 class Flatten : public InPieces {
@@ -1251,7 +1271,7 @@ class Flatten : public InPieces {
       int64_t count = c->input(i).NumElements();
       if (!Fits(c, i, count, size_)) return;
       std::memset(out + end, 0, sizeof(float) * static_cast<size_t>(offsets_[i] - end));
-      std::memcpy(out + offsets_[i], Floats(c->input(i)), sizeof(float) * count);
+      Copy(i, Floats(c->input(i)), out + offsets_[i]);
       end = offsets_[i] + count;
     }
     std::memset(out + end, 0, sizeof(float) * static_cast<size_t>(size_ - end));
@@ -1261,46 +1281,7 @@ class Flatten : public InPieces {
   int64_t size_ = 0;
 };
 
-constexpr int64_t CACHED = 1 << 18;  // elements that are written past the caches if there are more
-
-// Each piece [a, b, c] becomes [c, b, a]; the rest stays what it is.
-class Turn : public InPieces {
- public:
-  explicit Turn(OpKernelConstruction *c) : InPieces(c) {
-    OP_REQUIRES_OK(c, c->GetAttr("axes", &axes_));
-    bool all = axes_.size() == 3 * offsets_.size();
-    for (size_t i = 0; all && i < axes_.size(); i += 3) {
-      int64_t count = 1;
-      for (size_t k = i; k < i + 3; k++)
-        all = all && axes_[k] > 0 && !__builtin_mul_overflow(count, axes_[k], &count);
-    }
-    OP_REQUIRES(c, all, InvalidArgument("a piece has three axes, of at least 1"));
-  }
-
-  void Compute(OpKernelContext *c) override {
-    const Tensor &flat = c->input(0);
-    OP_REQUIRES(c, flat.dims() == 1, InvalidArgument("expected a vector"));
-    float *out = NewFloats(c, 0, flat.shape());
-    if (!out) return;
-    const float *from = Floats(flat);
-    int64_t end = 0, size = flat.dim_size(0);
-    for (size_t i = 0; i < offsets_.size(); i++) {
-      int64_t first = axes_[3 * i], middle = axes_[3 * i + 1], last = axes_[3 * i + 2];
-      int64_t start = offsets_[i], count = first * middle * last;
-      if (!Fits(c, i, count, size)) return;
-      std::memcpy(out + end, from + end, sizeof(float) * static_cast<size_t>(start - end));
-      reverse(from + start, first, middle, last, middle * last, out + start, middle * first,
-              count > CACHED, 1);
-      end = start + count;
-    }
-    std::memcpy(out + end, from + end, sizeof(float) * static_cast<size_t>(size - end));
-  }
-
- private:
-  std::vector<int64_t> axes_;
-};
-
-// What the pieces hold stays where it is, if it is aligned there.
+// What pieces hold that stay as they are stays where it is, if it is aligned there.
 class Cut : public InPieces {
  public:
   explicit Cut(OpKernelConstruction *c) : InPieces(c) {
@@ -1311,13 +1292,19 @@ class Cut : public InPieces {
     const Tensor &flat = c->input(0);
     OP_REQUIRES(c, flat.dims() == 1 && shapes_.size() == static_cast<size_t>(c->num_outputs()),
                 InvalidArgument("a vector is cut into as many pieces as there are shapes"));
-    for (size_t i = 0; i < shapes_.size(); i++) {
+    for (int i = 0; i < c->num_outputs(); i++) {
       int64_t count = shapes_[i].num_elements();
       if (!Fits(c, i, count, flat.dim_size(0))) return;
+      if (!Stays(i)) {
+        float *out = NewFloats(c, i, shapes_[i]);
+        if (!out) return;
+        Copy(i, Floats(flat) + offsets_[i], out);
+        continue;
+      }
       Tensor piece = flat.Slice(offsets_[i], offsets_[i] + count), shaped;
       if (!piece.IsAligned()) piece = tensorflow::tensor::DeepCopy(piece);
       OP_REQUIRES(c, shaped.CopyFrom(piece, shapes_[i]), InvalidArgument("no such shape"));
-      c->set_output(static_cast<int>(i), shaped);
+      c->set_output(i, shaped);
     }
   }
 
@@ -1331,6 +1318,7 @@ ON_CPU(BitPlanes);
 ON_CPU(FromBitPlanes);
 ON_CPU(WeightedSum);
 ON_CPU(Finite);
+ON_CPU(Accumulate);
 ON_CPU(Frame);
 ON_CPU(Examine);
 ON_CPU(Key);
@@ -1349,7 +1337,6 @@ ON_CPU(AddLargest);
 ON_CPU(ReadChosen);
 ON_CPU(ReplaceChosen);
 ON_CPU(Flatten);
-ON_CPU(Turn);
 ON_CPU(Cut);
 
 }  // namespace

@@ -309,6 +309,7 @@ def plan(
     for (_, one), members in groups.items():
         target = _WHOLE if one.whole_model else bucket_bytes
         for layout in plan_buckets(members, target, one.block, filters_last):
+            layout = layout.with_outputs_first() if one.outputs_first else layout
             one.check(layout)
             buckets.append((one, layout))
     return buckets

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tensorflow as tf
 import torch
 
 from hvd_gradcomp import (
@@ -18,10 +17,12 @@ from hvd_gradcomp import (
     HybridCompressor,
     LGCCompressor,
     OneBitCompressor,
+    QSGDCompressor,
     SparseGDCompressor,
     StromCompressor,
     VarianceCompressor,
 )
+from hvd_gradcomp.algorithms.wrappers import MomentumAfter, after
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.protocols.carrying import residual
 from hvd_gradcomp.core.protocols.reporting import report
@@ -60,30 +61,29 @@ def as_stored_last(first, last):
 
 def worlds(compressor, names=NAMES, first=FIRST, last=LAST):
     block = compressor.block
+    layout = Layout(names, last, block=block, filters_last=True)
+    layout = layout.with_outputs_first() if compressor.outputs_first else layout
     return (
         World(compressor, TorchOps(), Layout(names, first, block=block), RANKS),
-        World(
-            compressor,
-            TensorFlowOps(),
-            Layout(names, last, block=block, filters_last=True),
-            RANKS,
-        ),
+        World(compressor, TensorFlowOps(), layout, RANKS),
     )
 
 
 def step(both, seed):
     """Both worlds by one step; the totals of all layers, each as TensorFlow stores it."""
     random = np.random.default_rng(seed)
-    shapes = both[0].layout.shapes, both[1].layout.shapes
+    layout, ops = both[1].layout, both[1].ops
+    shapes = both[0].layout.shapes, layout.stored
     given = [[random.standard_normal(s).astype("f4") for s in shapes[0]] for _ in range(RANKS)]
     one = both[0].step([both[0].flat([torch.from_numpy(x) for x in rank]) for rank in given])[0]
     turned = [[as_stored_last(x, s) for x, s in zip(rank, shapes[1])] for rank in given]
-    two = both[1].step([both[1].flat([tf.constant(x) for x in rank]) for rank in turned])[0]
-    layout, found = both[0].layout, []
-    for start, size, here, there in zip(layout.offsets, layout.sizes, *shapes):
+    two = both[1].step([ops.flatten(layout, rank, "float32") for rank in turned])[0]
+    found = []
+    for start, size, here, other in zip(
+        layout.offsets, layout.sizes, shapes[0], ops.cut(layout, two)
+    ):
         piece = one.numpy()[start : start + size].reshape(here)
-        other = two.numpy()[start : start + size].reshape(there)
-        found.append((as_stored_last(piece, there), other))
+        found.append((as_stored_last(piece, other.shape), other.numpy()))
     return found
 
 
@@ -106,12 +106,13 @@ def test_the_same_training_sends_the_same_elements(compressor):
     assert list(map(int, counts[0])) == list(map(int, counts[1]))
     residuals = [residual(w.compressor, w.states[0]) for w in both]
     if residuals[0] is not None:
-        for start, size, here, there in zip(
-            both[0].layout.offsets, both[0].layout.sizes, FIRST, LAST
+        layout, ops = both[1].layout, both[1].ops
+        for start, size, here, theirs in zip(
+            layout.offsets, layout.sizes, FIRST, ops.cut(layout, residuals[1])
         ):
-            mine, theirs = (np.asarray(r)[start : start + size] for r in residuals)
-            mine = as_stored_last(mine.reshape(here), there)
-            np.testing.assert_allclose(mine, theirs.reshape(there), rtol=1e-4, atol=2e-5)
+            mine = np.asarray(residuals[0])[start : start + size].reshape(here)
+            mine = as_stored_last(mine, theirs.shape)
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "two_shot"])
@@ -150,3 +151,43 @@ def test_a_layer_is_judged_by_its_columns_wherever_they_are():
     kernel = (3, 3, 64, 128)
     layout = Layout(("conv/kernel",), (kernel,), block=OneBitCompressor.block, filters_last=True)
     assert OneBitCompressor().bands(layout).bands == ((0, 128, 576),)
+
+
+def test_of_a_square_layer_a_column_is_an_output_too():
+    """Its shape does not say in which order it is stored."""
+    both = worlds(OneBitCompressor(), ("w/kernel",), ((24, 24),), ((24, 24),))
+    layers = np.random.default_rng(1).standard_normal((RANKS, 24, 24)).astype("f4")
+    both[0].step([both[0].flat([torch.from_numpy(x)]) for x in layers])
+    both[1].step([both[1].ops.flatten(both[1].layout, [x.T], "float32") for x in layers])
+    (one,), (other,) = (bodies(world) for world in both)
+    assert [x.tobytes() for x in one] == [x.tobytes() for x in other]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "turned"),
+    [
+        (OneBitCompressor(), True),
+        (after(3, None, OneBitCompressor()), True),
+        (after(3, OneBitCompressor(), QSGDCompressor()), True),
+        (MomentumAfter(OneBitCompressor(), 0.9), True),
+        (QSGDCompressor(), False),
+        (after(3, None, QSGDCompressor()), False),
+    ],
+    ids=repr,
+)
+def test_who_looks_at_outputs_gets_buckets_as_pytorch_has_them(compressor, turned):
+    def planned(shapes, filters_last):
+        layers = [(name, shape, "float32") for name, shape in zip(NAMES, shapes)]
+        found = plan(compressor, layers, 1 << 12, filters_last=filters_last)
+        return [layout for one, layout in found if one == compressor]
+
+    here, there = planned(FIRST, False), planned(LAST, True)
+    assert {layout.turned for layout in there} == {turned}
+    assert not any(layout.turned for layout in here)
+    for one, other in zip(here, there):
+        assert other.filters_last != turned
+        assert (one.names, one.offsets, one.size) == (other.names, other.offsets, other.size)
+        assert (one.shapes == other.shapes) or not turned
+        assert other.stored == tuple(LAST[NAMES.index(name)] for name in other.names)
+        unturned = Layout(other.names, other.shapes, block=other.block)
+        assert (other.digest == unturned.digest) != turned, "a state of another order is refused"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from math import prod
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp import OneBitCompressor, cli
+from hvd_gradcomp import cli
 from hvd_gradcomp.cli import doctor
 from hvd_gradcomp.codecs.largest import form_of
 from hvd_gradcomp.core.aggregator import leaves
@@ -99,6 +100,15 @@ def codes(seed, *shape):
 
 
 SEEDS = st.integers(0, 1 << 30)
+
+
+@built
+@FEW
+@given(st.lists(st.integers(0, 70), max_size=3), SEEDS)
+def test_accumulating(shape, seed):
+    x, y = noise(seed, *shape), noise(seed + 1, *shape)
+    agree(lambda ops, x, y: ops.accumulate(ops.accumulate(x, y), x), x, y)
+    np.testing.assert_array_equal(TensorFlowOps().native.gradcomp_accumulate(x, y), x + y)
 
 
 @built
@@ -258,81 +268,20 @@ def test_histograms_of_layers(sizes, bins, seed):
 
 
 @built
-@FEW
-@given(
-    st.lists(
-        st.tuples(*(st.sampled_from(sizes) for sizes in ([1, 3], [1, 5], [1, 2, 17], [1, 20, 64]))),
-        min_size=1,
-        max_size=3,
-    ),
-    st.booleans(),
-    SEEDS,
-)
-def test_layers_with_outputs_first(kernels, back, seed):
-    names = tuple(f"{i}/kernel" for i in range(len(kernels) + 1))
-    layout = Layout(names, (*kernels, (7,)), filters_last=True)
-    x = noise(seed, layout.size)
-    agree(lambda ops, x: ops.outputs_first(layout, x, back), x)
-    there = TensorFlowOps().outputs_first(layout, x, back)
-    assert np.array_equal(TensorFlowOps().outputs_first(layout, there, not back), x)
-
-
-EXTENTS = [1, 3], [1, 3], [1, 2, 16, 33, 0], [1, 7, 32, 80, 0]
-KERNELS = st.lists(
-    st.tuples(*map(st.sampled_from, EXTENTS)),
-    min_size=1,
-    max_size=3,
-)
-
-
-@built
-@FEW
-@given(KERNELS, st.sampled_from([1, 32]), st.integers(0, 3), st.booleans(), SEEDS)
-def test_signs_of_layers_stored_with_outputs_last(kernels, block, ranks, from_zero, seed):
-    """In C they are not turned; what travels and what comes of it is the same."""
-    names = tuple(f"{i}/kernel" for i in range(len(kernels) + 2))
-    shapes = (*kernels[:1], (33,), *kernels[1:], (96,))
-    layout = Layout(names, shapes, block=block, filters_last=True)
-    bands, size = OneBitCompressor().stored_bands(layout), -(-layout.size // 32) * 32
-    kept = np.zeros(size, np.float32)
-    kept[: layout.size] = 1
-    x = noise(seed, size) * kept + 0.0
-    agree(lambda ops, x: ops.encode_signs(bands, x), x)
-    sides = [tf.abs(noise(seed + i, ranks, bands.groups)) for i in (1, 2)]
-
-    def signs(ops, room, packed, above, below, weights):
-        base = None if from_zero else room
-        return ops.add_signs(bands, base, room, packed, above, below, weights)
-
-    given_ = x, codes(seed, ranks, size // 8), *sides, noise(seed + 3, ranks)
-    agree(signs, *given_, graph=False)
-
-
-def test_of_a_layer_in_two_bands_verbs_turn_it():
-    stored = ((0, 1, 8, 4),)
-    assert Bands((Band(0, 4, 8),), stored_outputs_last=stored).places == (1,)
-    bands = Bands((Band(0, 3, 8), Band(24, 1, 8)), stored_outputs_last=stored)
-    assert bands.places is None
-    agree(lambda ops, x: ops.encode_signs(bands, x), noise(1, 32))
-
-
-@built
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_wrong_shapes_raise(how):
     ops = TensorFlowOps()
     layout = Layout(("weight",), ((60,),))
-    kernel = Layout(("kernel",), ((6, 10),), filters_last=True)
     bands, key = Bands((Band(0, 2, 32),)), tf.constant([1, 2], tf.int64)
     x, scale, weights = noise(1, 64), noise(2, 1, 2), noise(3, 1)
     packed, signs = codes(4, 1, 32), codes(5, 1, 8)
     wrong = [
+        (ops.native.gradcomp_accumulate, (x, x[:63])),
         (ops.group_maxima, (bands, x[:63])),
         (ops.group_maxima, (bands, x[None])),
         (ops.group_squares, (bands, x[:0])),
         (ops.layer_histograms, (layout, x[:59], 2)),
         (ops.layer_histograms, (layout, x, 0)),
-        (ops.outputs_first, (kernel, x[:59])),
-        (ops.outputs_first, (kernel, x[None])),
         (ops.encode_signs, (bands, noise(1, 65))),
         (ops.encode_levels, (bands, x, scale[0, :1], 4, key)),
         (ops.encode_levels, (bands, x, scale[0], 9, key)),
@@ -539,14 +488,29 @@ def test_a_ladder_is_climbed_alike(capacities, state):
     assert (after.calm, after.peak, after.changes) == (calm, peak, changes)
 
 
+def few(shape):
+    return prod(shape) < 9999
+
+
 @given(
-    shapes=st.lists(st.lists(st.integers(1, 20), max_size=3), min_size=1, max_size=4),
+    shapes=st.lists(
+        st.lists(st.sampled_from([0, 1, 2, 3, 16, 33]), max_size=5).filter(few),
+        min_size=1,
+        max_size=4,
+    ),
+    table=st.integers(0, 4),
+    block=st.sampled_from([1, 32, 256]),
     dtype=st.sampled_from(["float32", "float16"]),
+    turned=st.booleans(),
     seed=SEEDS,
 )
-@settings(max_examples=20, deadline=None)
-def test_flat_and_back(shapes, dtype, seed):
-    layout = Layout(tuple(f"{i}" for i in range(len(shapes))), tuple(map(tuple, shapes)), dtype)
+@settings(max_examples=60, deadline=None)
+def test_flat_and_back(shapes, table, block, dtype, turned, seed):
+    """With the outputs first, or as they are; a table of embeddings is not turned."""
+    names = tuple(f"{i}/{'embeddings' if i == table else 'kernel'}" for i in range(len(shapes)))
+    layout = Layout(names, tuple(map(tuple, shapes)), dtype, block, filters_last=True)
+    layout = layout.with_outputs_first() if turned else layout
+    assert layout.stored == tuple(map(tuple, shapes))
     values = [noise(seed + i, *shape) for i, shape in enumerate(shapes)]
     missing = seed % (len(shapes) + 1)
     given = [None if i == missing else tf.cast(x, dtype) for i, x in enumerate(values)]
@@ -561,8 +525,40 @@ def test_flat_and_back(shapes, dtype, seed):
     agree(there_and_back, *tensors)
     flat, *pieces = there_and_back(TensorFlowOps(), *tensors)
     assert flat.shape == (layout.size,)
-    for shape, x, piece in zip(shapes, given, pieces):
-        np.testing.assert_array_equal(piece, tf.zeros(shape, dtype) if x is None else x)
+    expected = np.zeros(layout.size, dtype)
+    for i, (start, size, shape, x) in enumerate(
+        zip(layout.offsets, layout.sizes, layout.shapes, given)
+    ):
+        x = tf.zeros(shapes[i], dtype) if x is None else x
+        np.testing.assert_array_equal(pieces[i], x)
+        axes = list(range(x.ndim))
+        if turned and i != table and len(axes) > 1:
+            x = tf.transpose(x, axes[:-3:-1] + axes[:-2])
+        assert x.shape == shape
+        expected[start : start + size] = np.reshape(x, -1)
+    np.testing.assert_array_equal(flat, expected)
+
+
+@built
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"axes": [6, 10]},
+        {"axes": [6, 9, 1]},
+        {"axes": [-6, -10, 1]},
+        {"axes": [1 << 32, 1 << 32, 1]},
+        {"offsets": [5]},
+        {"offsets": [-1]},
+    ],
+    ids=repr,
+)
+def test_pieces_that_do_not_fit_raise(changed):
+    native, x = TensorFlowOps().native, tf.zeros((64,))
+    how = {"offsets": [0], "axes": [6, 10, 1], **changed}
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+        native.gradcomp_flatten([x[:60]], size=64, **how)
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+        native.gradcomp_cut(x, count=1, shapes=[(10, 6)], **how)
 
 
 # -- where they are not built ------------------------------------------------------------------

@@ -47,22 +47,22 @@ def bits(tensors) -> list[bytes]:
 
 
 @pytest.mark.parametrize("block", [1, 256])
-def test_layers_stored_outputs_last_are_turned_and_back(block):
+def test_layers_are_laid_with_outputs_first_and_back(block):
     """Small and large ones, which are written past the caches; whatever their alignment."""
     shapes = ((3,), (7, 5), (3, 3, 128, 256), (1, 1, 1024, 300), (1031, 509), (2, 7, 130, 290))
     names = tuple(f"{i}/kernel" for i in range(len(shapes)))
     layout, ops = Layout(names, shapes, block=block, filters_last=True), TensorFlowOps()
-    flat = np.zeros(layout.size, np.float32)
-    expected = flat.copy()
-    random = np.random.default_rng(1)
+    layout = layout.with_outputs_first()
+    random, layers = np.random.default_rng(1), []
+    expected = np.zeros(layout.size, np.float32)
     for offset, shape in zip(layout.offsets, shapes):
         layer = random.standard_normal(shape).astype(np.float32)
         axes = (layer.ndim - 1, layer.ndim - 2, *range(layer.ndim - 2)) if layer.ndim > 1 else (0,)
-        flat[offset : offset + layer.size] = layer.reshape(-1)
         expected[offset : offset + layer.size] = layer.transpose(axes).reshape(-1)
-    turned = ops.outputs_first(layout, tf.constant(flat))
-    assert bits([turned]) == bits([expected])
-    assert bits([ops.outputs_first(layout, turned, back=True)]) == bits([flat])
+        layers.append(layer)
+    flat = ops.flatten(layout, layers, "float32")
+    assert bits([flat]) == bits([expected])
+    assert bits(ops.cut(layout, flat)) == bits(layers)
 
 
 # A world in a graph cannot switch by a step that is known at run time only, as a frontend can.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import tensorflow as tf
@@ -27,31 +28,43 @@ class Buckets(Base):
     def flatten(self, layout: Layout, values: Sequence[Tensor | None], dtype: str) -> Tensor:
         """The layers' values as the bucket: [layout.size], zeros where there are none."""
         known = [
-            (tf.cast(value, dtype), size, start)
-            for value, size, start in zip(values, layout.sizes, layout.offsets)
+            (tf.cast(value, dtype), axes[::-1], start)
+            for value, axes, start in zip(values, layout.axes, layout.offsets)
             if value is not None
         ]
         if not known:
             return tf.zeros((layout.size,), dtype)
         if self.native is not None and dtype == "float32":
-            pieces, _, offsets = zip(*known)
-            return self.native.gradcomp_flatten(pieces, offsets=offsets, size=layout.size)
+            pieces, axes, offsets = zip(*known)
+            return self.native.gradcomp_flatten(
+                pieces, offsets=offsets, axes=sum(axes, ()), size=layout.size
+            )
         flat, end = [], 0
-        for value, size, start in known:
+        for value, axes, start in known:
             flat += [tf.zeros((start - end,), dtype)] if start > end else []
-            flat.append(tf.reshape(value, (size,)))
-            end = start + size
+            flat.append(tf.reshape(_reversed(value, axes), (prod(axes),)))
+            end = start + prod(axes)
         flat += [tf.zeros((layout.size - end,), dtype)] if layout.size > end else []
         return tf.concat(flat, 0)
 
     def cut(self, layout: Layout, bucket: Tensor) -> Sequence[Tensor]:
         """The inverse of `flatten`."""
         if self.native is not None and bucket.dtype == tf.float32:
-            shapes, offsets = list(layout.shapes), list(layout.offsets)
             return self.native.gradcomp_cut(
-                bucket, count=len(shapes), offsets=offsets, shapes=shapes
+                bucket,
+                count=len(layout.stored),
+                offsets=layout.offsets,
+                axes=sum(layout.axes, ()),
+                shapes=layout.stored,
             )
         return [
-            tf.reshape(tf.slice(bucket, [start], [size]), shape)
-            for size, start, shape in zip(layout.sizes, layout.offsets, layout.shapes)
+            tf.reshape(_reversed(tf.slice(bucket, [start], [size]), axes), shape)
+            for size, start, axes, shape in zip(
+                layout.sizes, layout.offsets, layout.axes, layout.stored
+            )
         ]
+
+
+def _reversed(x: Tensor, axes: tuple[int, int, int]) -> Tensor:
+    """What runs through three axes, through them from the last to the first."""
+    return x if axes.count(1) > 1 else tf.transpose(tf.reshape(x, axes), (2, 1, 0))

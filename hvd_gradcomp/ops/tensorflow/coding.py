@@ -57,11 +57,9 @@ class Coding(Base):
         )
 
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.native is None or bands.places is None:
+        if self.native is None:
             return super().encode_signs(bands, x)
-        above, below, packed = self.native.gradcomp_encode_signs(
-            x, bands=numbers(bands), places=bands.places
-        )
+        above, below, packed = self.native.gradcomp_encode_signs(x, bands=numbers(bands))
         return above, below, packed
 
     def add_signs(
@@ -74,7 +72,7 @@ class Coding(Base):
         below: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        if self.native is None or bands.places is None:
+        if self.native is None:
             return super().add_signs(bands, base, room, packed, above, below, weights)
         return self.native.gradcomp_add_signs(
             room if base is None else base,
@@ -83,6 +81,5 @@ class Coding(Base):
             below,
             weights,
             bands=numbers(bands),
-            places=bands.places,
             from_zero=base is None,
         )

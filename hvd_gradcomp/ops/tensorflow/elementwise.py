@@ -43,7 +43,9 @@ class Elementwise(Base):
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
         if tf.executing_eagerly() or not self.dynamic_shapes:
             return x + y
-        # TensorFlow's graph optimizer sums a chain of additions in another order; not this one.
+        # TensorFlow's graph optimizer sums a chain of additions in another order; not these.
+        if self.native is not None and x.dtype == tf.float32:
+            return self.native.gradcomp_accumulate(x, y)
         row = tf.expand_dims(x, 0)
         return tf.squeeze(tf.tensor_scatter_nd_add(row, [[0]], tf.expand_dims(y, 0)), 0)
 

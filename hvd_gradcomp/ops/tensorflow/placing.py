@@ -7,8 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.foundation.bands import Bands
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base, shape_of
 
@@ -52,10 +50,3 @@ class Placing(Base):
 
     def clear_last(self, x: Tensor) -> Tensor:
         return tf.concat((x[:-1], tf.zeros_like(x[-1:])), 0)
-
-    def outputs_first(self, layout: Layout | Bands, x: Tensor, back: bool = False) -> Tensor:
-        if self.native is None:
-            return super().outputs_first(layout, x, back)
-        offsets = [start for start, *_ in layout.stored_outputs_last]
-        axes = [n for _, *sizes in layout.stored_outputs_last for n in sizes[:: -1 if back else 1]]
-        return self.native.gradcomp_turn(x, offsets=offsets, axes=axes)

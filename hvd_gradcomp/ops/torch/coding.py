@@ -112,8 +112,6 @@ class Coding(Base):
         return room
 
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if bands.stored_outputs_last:
-            return super().encode_signs(bands, x)
         if self.quantizers is not None:
             return self.quantizers.encode_signs(bands, x)
         if self.native is None:
@@ -135,8 +133,6 @@ class Coding(Base):
         below: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        if bands.stored_outputs_last:
-            return super().add_signs(bands, base, room, packed, above, below, weights)
         if self.quantizers is not None:
             return self.quantizers.add_signs(bands, base, room, packed, above, below, weights)
         if self.native is None:
@@ -144,7 +140,7 @@ class Coding(Base):
         room = self.room(room)
         packed, above, below = walkable(packed), above.contiguous(), below.contiguous()
         base, weights = base if base is None else base.contiguous(), weights.contiguous()
-        failed = self.native.add_signs(
+        self.native.add_signs(
             *self._of(bands),
             None if base is None else base.data_ptr(),
             room.data_ptr(),
@@ -158,13 +154,12 @@ class Coding(Base):
             weights.data_ptr(),
             torch.get_num_threads(),
         )
-        check(failed)
         return room
 
     def _of(self, bands: Bands) -> tuple[Any, int]:
         """The bands as C sees them."""
         if bands not in self._bands:
-            numbers = [number for band in bands.bands for number in (*band, 0)]
+            numbers = [number for band in bands.bands for number in band]
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._bands[bands], len(bands.bands)
 

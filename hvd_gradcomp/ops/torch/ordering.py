@@ -80,7 +80,7 @@ class Ordering(Base):
         if self.native is None:
             return super().peaks(x)
         (rows, length), out, x = x.shape, self._empty(x.shape[0]), walkable(x)
-        numbers = [number for row in range(rows) for number in (row * x.stride(0), 1, length, 0)]
+        numbers = [number for row in range(rows) for number in (row * x.stride(0), 1, length)]
         bands = (ctypes.c_int64 * len(numbers))(*numbers)
         self.native.group_maxima(bands, rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads())
         return out

@@ -8,7 +8,6 @@ one for each half of the key, in arithmetic that stays below 2**63.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from hvd_gradcomp.foundation.bands import Band, Bands
@@ -16,7 +15,6 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 TINY = 2.0**-100  # a group whose scale is below counts as zero: its inverse would overflow
 FACTOR = 0x45D9F3B
-_IN_ORDER: dict[str, Any] = {"stored_outputs_last": ()}
 
 
 class Coding:
@@ -120,8 +118,6 @@ class Coding:
 
     def encode_signs(self: Any, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(mean of x >= 0, mean of x < 0) by group, 0 for the mean of nothing; and packed signs."""
-        if bands.stored_outputs_last:
-            return self.encode_signs(replace(bands, **_IN_ORDER), self.outputs_first(bands, x))
         above: list[Any] = []
         below: list[Any] = []
         for rows in self._rows(bands, x):
@@ -154,12 +150,6 @@ class Coding:
 
         Arguments as for `add_levels`; above and below are float32 [world, groups]. Donating.
         """
-        if bands.stored_outputs_last:
-            if base is not None:
-                base = room = self.outputs_first(bands, base)
-            given = room, packed, above, below, weights
-            total = self.add_signs(replace(bands, **_IN_ORDER), base, *given)
-            return self.outputs_first(bands, total, back=True)
         total = self.clear(room) if base is None else self.overwrite(room, base)
         for rank in range(packed.shape[0]):
             code = self.unpack(self.from_bytes(packed[rank], "uint32"), 1)

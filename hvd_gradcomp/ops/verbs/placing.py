@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from hvd_gradcomp.foundation.bands import Bands
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.tensors import Tensor
 
 
@@ -89,14 +87,3 @@ class Placing(ABC):
             return flat
         turned = self.reshape(flat, tuple(shape[axis] for axis in order))
         return self.transpose(turned, [order.index(axis) for axis in range(len(order))])
-
-    def outputs_first(self: Any, layout: Layout | Bands, x: Tensor, back: bool = False) -> Tensor:
-        """A bucket with its layers in the order of `Layout.outputs_first`, or back in their own."""
-        pieces: list[Any] = []
-        end = 0
-        for start, *axes in layout.stored_outputs_last:
-            size, shape = prod(axes), tuple(axes[::-1] if back else axes)
-            layer = self.unturned(x[start : start + size], shape[::-1], (2, 1, 0))
-            pieces += [x[end:start], self.reshape(layer, (size,))]
-            end = start + size
-        return self.concat([*pieces, x[end:]])

@@ -10,10 +10,14 @@ import horovod.tensorflow as stock
 import keras
 import numpy as np
 import tensorflow as tf
+import torch
 
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
+from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.tensorflow import engine as engine_module
+from hvd_gradcomp.testing import World
 from tests.parallel.workers.results import digest, finish, write
 
 STROM = hvd.StromCompressor(tau=0.05)
@@ -178,6 +182,60 @@ def sparse_gradients():
     return results
 
 
+KERNELS = {
+    "conv/kernel": (3, 2, 8, 16),
+    "conv/bias": (16,),
+    "table/embeddings": (20, 6),
+    "square/kernel": (24, 24),
+    "dense/kernel": (48, 30),
+}
+
+
+def as_pytorch_has_it(name, x):
+    """Outputs first, but for a table of embeddings."""
+    axes = (x.ndim - 1, x.ndim - 2, *range(x.ndim - 2)) if "/kernel" in name else range(x.ndim)
+    return torch.from_numpy(np.ascontiguousarray(x.transpose(*axes)))
+
+
+def outputs_first(exchange):
+    """1-bit SGD of TensorFlow's layers; a world of PyTorch's verbs does the same to the bit."""
+    compressor = hvd.OneBitCompressor(exchange)
+    variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in KERNELS.items()]
+    given = [tf.Variable(v) for v in variables]
+
+    @tf.function
+    def reduced():
+        with tf.GradientTape() as tape:
+            value = tf.add_n([tf.reduce_sum(v * g) for v, g in zip(variables, given)])
+        return hvd.DistributedGradientTape(tape, compression=compressor).gradient(value, variables)
+
+    world = None
+    for step in range(4):
+        random = np.random.default_rng(step)
+        ranks = [
+            [random.standard_normal(shape).astype("f4") for shape in KERNELS.values()]
+            for _ in range(2)
+        ]
+        for variable, x in zip(given, ranks[hvd.rank()]):
+            variable.assign(x)
+        found = [as_pytorch_has_it(n, x.numpy()) for n, x in zip(KERNELS, reduced())]
+        engine = hvd_engine(variables)
+        if world is None:
+            (layout,), (places,) = engine.layouts, engine.places
+            assert layout.turned
+            layout = Layout(layout.names, layout.shapes, block=layout.block)
+            world = World(compressor, TorchOps(), layout, 2)
+        flats = []
+        for layers in ranks:
+            turned = [as_pytorch_has_it(n, x) for n, x in zip(KERNELS, layers)]
+            flats.append(world.flat([turned[place] for place in places]))
+        expected = world.step(flats)[0]
+        assert torch.equal(world.flat([found[place] for place in places]), expected)
+        ((kept,),) = engine.variables
+        assert kept.numpy().tobytes() == world.states[hvd.rank()].r.numpy().tobytes()
+    return digest(x.numpy() for x in found)
+
+
 def process_sets():
     """A rank outside keeps its gradients, and later exchanges still find each other."""
     ours = hvd.add_process_set([0])
@@ -292,6 +350,7 @@ def main(folder: str) -> None:
         "damaged payload, eager": damaged_payload(False),
         "damaged payload, graph": damaged_payload(True),
         "sparse gradients": sparse_gradients(),
+        "outputs first": [outputs_first(exchange) for exchange in ("allgather", "two_shot")],
         "process sets": process_sets(),
         "saving": saving(folder),
     }
