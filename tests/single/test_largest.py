@@ -187,6 +187,20 @@ def test_bytes_equal_the_formula(compressor):
                 assert request.tensor.numel() == compressor.payload_bytes(layout, rung_of(world))
 
 
+def test_payloads_follow_the_entropy_from_the_second_step_on():
+    layout = Layout(("low",), ((20_000,),))
+    compressor = EGCCompressor(K=10, momentum=0.0)
+    world = World(compressor, TorchOps(), layout, 2)
+    gradient = torch.zeros(layout.size)
+    gradient[:200] = 1.0  # one element in a hundred is in the upper bin: 0.08 bits
+    sizes = []
+    for _ in range(3):
+        world.step([gradient.clone() for _ in range(2)])
+        sizes.append(world.traffic[0][0].tensor.numel())
+    assert sizes[0] == compressor.payload_bytes(layout)
+    assert sizes[1] == sizes[2] < sizes[0] / 8
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
 def test_equal_magnitudes_take_turns(static):
     layout = Layout(("a",), ((900,),))
