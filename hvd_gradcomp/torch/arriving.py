@@ -101,7 +101,9 @@ def _arrive(optimizer: Any, p: torch.nn.Parameter) -> None:
                 "Gradients were computed more than backward_passes_per_step times before call "
                 "to step(). Increase backward_passes_per_step to accumulate gradients locally."
             )
-        optimizer._begin()  # the reduced gradients were dropped, by `model.zero_grad()` say
+        optimizer._drop()  # the reduced gradients were dropped, by `model.zero_grad()` say
+    elif optimizer._synchronized and not optimizer._reduced.holds(p):
+        optimizer._drop()
     optimizer._synchronized = False
     optimizer._allreduce_delay[p] -= 1
     optimizer._handles[p] = (None, None)

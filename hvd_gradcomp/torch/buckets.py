@@ -37,7 +37,7 @@ class Bucket:
 
     Attributes:
         name: on Horovod's timeline; equal on all ranks.
-        before: the state that a step began with, untouched, where a step may be undone.
+        before: the state that the last step began with, untouched, while it may be undone.
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
         stack: steps the program; None while none runs.

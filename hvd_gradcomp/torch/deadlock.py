@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +39,13 @@ class Asked(NamedTuple):
         name: equal on all ranks.
         process_set: the ranks that it is for.
         ready: whether it has come by now.
+        thread: the thread that has asked for it; None for one that waits for this rank's backward.
     """
 
     name: str
     process_set: Any
     ready: Callable[[], bool]
+    thread: int | None = None
 
 
 class Told(NamedTuple):
@@ -203,9 +205,10 @@ class Waiting:
     def __init__(self, tell: Callable[..., Any], members: Callable[..., Any]) -> None:
         self._how = tell, members
         self._watches: dict[int, tuple[Any, Watch]] = {}
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[Hashable, Asked] = {}
+        self._threads: set[int] = set()
         self._since = 0.0
-        self._looked: tuple[int, ...] = ()
+        self._looked: tuple[Hashable, ...] = ()
 
     def among(self, process_set: Any) -> Watch:
         """Watches the ranks of a process set from now on."""
@@ -215,11 +218,17 @@ class Waiting:
             self._watches[number] = process_set, Watch(process_set, *self._how)
         return self._watches[number][1]
 
-    def ask(self, key: int, asked: Asked) -> None:
+    def ask(self, key: Hashable, asked: Asked) -> None:
         """Takes note of a collective."""
+        if len(self._asked) > _MOST:  # nobody has waited for them
+            for known, one in list(self._asked.items()):
+                if one.ready():
+                    self.came(known)
         self._asked[key] = asked
+        if asked.thread is not None:
+            self._threads.add(asked.thread)
 
-    def came(self, key: int) -> None:
+    def came(self, key: Hashable) -> None:
         """It has come, or has failed."""
         self._asked.pop(key, None)
 
@@ -234,9 +243,9 @@ class Waiting:
             self._looked, self._since = keys, time.monotonic()
         if time.monotonic() - self._since < PATIENCE:
             return
-        coming = [one for one in self._asked.values() if not one.ready()]
-        if not coming:
-            return
+        coming = [one for one in list(self._asked.values()) if not one.ready()]
+        if not coming or len(self._threads) > 1:
+            return  # another thread may still ask for what other ranks wait for
         for process_set, watch in list(self._watches.values()):
             if process_set.process_set_id is not None and process_set.included():
                 watch.look(coming)

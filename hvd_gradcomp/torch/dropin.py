@@ -4,6 +4,7 @@ from hvd_gradcomp.foundation.installation import require_horovod as _require_hor
 
 _require_horovod("torch")
 
+import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
 # Horovod's modules of these names, which `import ... as` and `from ... import` would find.
@@ -15,6 +16,7 @@ from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.torch import elastic
 from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.torch.deadlock import DeadlockError
 from hvd_gradcomp.torch.handout import broadcast_parameters
 from hvd_gradcomp.torch.joining import join
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments
@@ -32,5 +34,8 @@ from hvd_gradcomp.torch.rounds import GradientChangedError, OutOfStepError
 from hvd_gradcomp.torch.schedulers import EGCScheduler
 from hvd_gradcomp.watching.stats import CompressionStats
 from hvd_gradcomp.watching.verify import DivergedError
+
+# Replaced in Horovod's modules since the first line, see `collectives`.
+barrier, synchronize, shutdown = _horovod.barrier, _horovod.synchronize, _horovod.shutdown
 
 __all__ = [name for name in dir() if not name.startswith("_")]

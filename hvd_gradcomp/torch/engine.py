@@ -137,6 +137,7 @@ class Engine(Planned):
     def begin(self) -> Set[torch.nn.Parameter]:
         """Begins a step, with its first gradient or without any; what is frozen in it."""
         if self._frozen is None:
+            self.commit()
             self.agreement.agree()
             if self._arrived is not None and self.steps > 0:
                 self.reorder(self._gather_objects(self.order, list[str])[0])
@@ -225,13 +226,14 @@ class Engine(Planned):
         """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
         self._frozen = None
         self.compare_again()
-        self._open, self._errors = False, []
+        interrupted, self._open, self._errors = self._open, False, []
+        self._can_discard = False
         self.sources.forget()
         if self._arrived:
             self._arrived.clear()
         self.scaling.end_step()
         for bucket in self.buckets:
-            bucket.end(undo=True)
+            bucket.end(undo=interrupted)
             parameters.release(bucket)
             bucket.abandon()
             bucket.streams.clear()

@@ -74,6 +74,7 @@ class Exchange(Seated):
         prescale, postscale: see `Context`.
         nonfinite: what becomes of a step with a gradient that is not finite.
         scaler: of the loss; None looks for one.
+        rollback: keep the state from before an exchange until the next one, for `discard`.
 
     Attributes:
         buckets: in the order in which backward fills them.
@@ -96,8 +97,10 @@ class Exchange(Seated):
         place: hierarchy.Place | None = None,
         nonfinite: str | None = None,
         scaler: Any = None,
+        rollback: bool = False,
     ) -> None:
         self.process_set, self.place = process_set, place
+        self.rollback = rollback
         self.prescale, self.postscale = prescale, postscale
         self.nonfinite, self.scaling = nonfinite, LossScaling(scaler)
         self._policy = nonfinite or "raise"
@@ -107,6 +110,7 @@ class Exchange(Seated):
         self.steps = self.summed = 0
         self.undone = False
         self._open = False  # a program of this step has started
+        self._can_discard = False  # the last exchange can still be taken back
         self._errors: list[Exception] = []  # that programs of this step have ended with
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
@@ -130,6 +134,7 @@ class Exchange(Seated):
 
     def _begin_step(self) -> None:
         """Fixes what is the same for a whole step."""
+        self.commit()
         scaled = self.scaling.begin_step()
         self._policy = self.nonfinite or ("skip" if scaled else "raise")
 
@@ -158,7 +163,7 @@ class Exchange(Seated):
             bucket.streams.clear()
         context = Context(bucket.layout, *self.seat, self.steps, self.prescale, self.postscale)
         extra = {} if bucket.moment is None else {"moment": bucket.moment}
-        if self._undoes:
+        if self._undoes or self.rollback:
             bucket.keep_before()
         how = bucket.ops, context, bucket.flat, bucket.state
         with torch.no_grad():
@@ -240,7 +245,8 @@ class Exchange(Seated):
                     errors.append(error)
         for bucket in self.buckets:
             bucket.absent = set(range(len(bucket.parameters)))
-            bucket.end(undo=bool(errors))
+            if errors or not self.rollback:
+                bucket.end(undo=bool(errors) and self._undoes)
         others = [e for e in errors if not isinstance(e, NonFiniteGradientError)]
         self.undone = bool(errors) and not others and self._undoes
         self.summed = self.ledger.digest()
@@ -248,6 +254,7 @@ class Exchange(Seated):
             self._skip(errors[0])
             return
         self.steps += 1
+        self._can_discard = self.rollback and not errors
         if errors:
             for bucket in self.buckets:
                 bucket.result = None
@@ -257,6 +264,31 @@ class Exchange(Seated):
     def _undoes(self) -> bool:
         """Whether a step with a gradient that is not finite leaves everything as it was."""
         return self._policy != "raise"
+
+    def commit(self) -> None:
+        """Lets go of the state from before the last exchange, which can no longer be discarded."""
+        self._can_discard = False
+        for bucket in self.buckets:
+            bucket.end(undo=False)
+
+    def discard(self) -> bool:
+        """Restores the state from before the last exchange, to the bit; all ranks do the same.
+
+        The exchange counts as one that was skipped, and the next one repeats its step.
+
+        Returns:
+            Whether the state is that from before: also where the exchange had been undone already.
+        """
+        if self.undone:
+            return True
+        if not self._can_discard:
+            return False
+        self._can_discard = False
+        for bucket in self.buckets:
+            bucket.end(undo=True)
+        self.steps -= 1
+        self.ledger.counters[_SKIPPED] += 1
+        return True
 
     @property
     def leaves_out(self) -> bool:
@@ -329,6 +361,7 @@ def synchronized(exchange: Exchange) -> None:
 
 def retrain(exchange: Exchange) -> None:
     """Lets the compressors learn anew what they learn, from the next step on."""
+    exchange.commit()
     for bucket in exchange.buckets:
         bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, exchange.steps)
 

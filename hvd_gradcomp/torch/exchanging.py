@@ -30,6 +30,7 @@ from hvd_gradcomp.torch import (
 )
 from hvd_gradcomp.torch.compiling import interpreted
 from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.exchange import LOGGER
 from hvd_gradcomp.torch.late import Late
 from hvd_gradcomp.torch.rounds import Rounds
 from hvd_gradcomp.torch.versions import Versions
@@ -70,7 +71,8 @@ class Exchanging:
         self._gradcomp, self._takeover, self._verify_every = engine, takeover, verify_every
         self._rounds: Rounds = engine.rounds
         lending.waiting.among(engine.process_set)
-        self._versions = Versions()
+        self._versions, self._reduced = Versions(), Versions()
+        self._said_dropped = False
         self._late = Late(self._versions)
         self._arrivals = arriving.Arrivals(self)
         self._arrivals.watch(engine.parameters)
@@ -107,6 +109,28 @@ class Exchanging:
         for p in self._allreduce_delay:
             self._allreduce_delay[p] = self.backward_passes_per_step
 
+    def _drop(self) -> None:
+        """Begins a step, where the last one was reduced and its gradients were dropped."""
+        if self._rounds.ended or self._synchronized:
+            self._take_back(
+                "zero_grad() dropped gradients that were reduced, so step() was left out"
+            )
+        self._begin()
+        self._synchronized = False
+
+    def _take_back(self, why: str) -> None:
+        engine = self._gradcomp
+        if engine.discard() or engine.compressor.adds_up:
+            return
+        if not self._said_dropped and engine.process_set.rank() == 0:
+            LOGGER.warning(
+                "%s. With rollback=False what was sent is lost, and what the compressor keeps of "
+                "that step goes with later gradients. It is %s",
+                why,
+                engine.compressor,
+            )
+        self._said_dropped = True
+
     def _abandon(self) -> None:
         """The exchange has failed: the next backward begins a step."""
         self._gradcomp.give_up()
@@ -127,6 +151,7 @@ class Exchanging:
         ending.check_mixed(self)
         lending.complete([ending.ending(self, last=True)])
         self._begin()
+        self._reduced.only(self._gradcomp.parameters)
         self._synchronized = True
 
     @interpreted
@@ -194,7 +219,12 @@ class Exchanging:
 
     @interpreted
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients, reduced ones and those of passes of an unfinished step."""
+        """Drops gradients, reduced ones and those of passes of an unfinished step.
+
+        Where gradients were reduced and `step` was not called, this is `discard_step`.
+        """
+        if self._travelling() and self.process_set.size() == 1:
+            self._abandon()  # a backward that has failed; nobody waits for the rest of it
         if self._travelling():
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(); "
@@ -202,13 +232,35 @@ class Exchanging:
                 "error the other ranks wait for this one: call step() to go on with the gradients "
                 "that there are, or end the process"
             )
-        self._begin()
-        self._synchronized = False
+        self._drop()
         self._gradcomp.sources.forget()
         for parameter in self._parameter_names:
             moments.discard(parameter)
         parameters.join(self)  # what has thawed is reduced when the next backward ends
         self._plain().zero_grad(set_to_none=set_to_none)
+
+    def discard_step(self) -> None:
+        """Leaves out a step whose gradients are reduced: drops them, as if it had not been.
+
+        What the compressor keeps is restored to what it was before the exchange, to the bit, on all
+        ranks; so a bad batch does not come back with later gradients. All ranks call it, or none:
+        otherwise the next exchange is an OutOfStepError on all of them. `zero_grad` without `step`
+        does the same. The exchange is counted in `compression_stats(...).skipped`.
+
+        Raises:
+            RuntimeError: no gradients are reduced, or the optimizer was made with rollback=False.
+        """
+        if not (self._rounds.ended or self._synchronized):
+            raise RuntimeError(
+                "discard_step() leaves out a step whose gradients are reduced: call it after "
+                "backward(), or after synchronize(), and before step()"
+            )
+        if not self._gradcomp.rollback and not self._gradcomp.compressor.adds_up:
+            raise RuntimeError(
+                "discard_step() needs the state from before the exchange: make "
+                "DistributedOptimizer without rollback=False"
+            )
+        self.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As PyTorch's; the parameters join the exchange, on all ranks before the same step.

@@ -21,7 +21,7 @@ from horovod.torch import mpi_ops
 
 from hvd_gradcomp.foundation.collectives import Allreduce, Gather, goes_as_sum
 from hvd_gradcomp.ops import PayloadError
-from hvd_gradcomp.torch import deadlock
+from hvd_gradcomp.torch import collectives, deadlock
 
 # Seconds between two looks at what is on its way. Horovod starts what it is given once in a
 # millisecond, and a look takes time from the core that its thread or another rank runs on: so the
@@ -125,16 +125,18 @@ def _unwatched(enqueue: Callable[..., int], *arguments: Any) -> Loan:
 def _told(tensor: torch.Tensor, name: str, process_set: Any) -> Loan:
     """The sum over ranks, of which nobody takes note."""
     sums = torch.empty_like(tensor), name, horovod.Sum, 1.0, 1.0, process_set
-    return _unwatched(mpi_ops._allreduce_async, tensor, *sums)
+    return _unwatched(_stock["_allreduce_async"], tensor, *sums)
 
 
 _keys = itertools.count()
+_stock = collectives.STOCK  # these collectives are recorded here, not there
 waiting = deadlock.Waiting(_told, lambda: mpi_ops._basics._get_process_set_ids_and_ranks())
+collectives.watch(waiting, pauses)
 
 
 def allgather(tensor: torch.Tensor, name: str, process_set: Any) -> Loan:
     """As `horovod.torch.allgather_async`; the tensor is contiguous, as for all of these."""
-    return _lend(name, process_set, mpi_ops._allgather_async, tensor, tensor.new_empty(0))
+    return _lend(name, process_set, _stock["_allgather_async"], tensor, tensor.new_empty(0))
 
 
 def allreduce(
@@ -150,7 +152,7 @@ def allreduce(
 
     def enqueue(tensor: torch.Tensor, result: torch.Tensor, name: str, process_set: Any) -> Any:
         how = horovod.Sum, prescale, postscale
-        return mpi_ops._allreduce_async(tensor, result, name, *how, process_set)
+        return _stock["_allreduce_async"](tensor, result, name, *how, process_set)
 
     return _lend(name, process_set, enqueue, tensor, result)
 
@@ -160,13 +162,13 @@ def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: An
     parts = torch.tensor(splits, dtype=torch.int32, device="cpu")
     received = torch.empty(process_set.size(), dtype=torch.int32, device="cpu")
     result = tensor.new_empty(0)
-    return _lend(name, process_set, mpi_ops._alltoall_async, tensor, parts, result, received)
+    return _lend(name, process_set, _stock["_alltoall_async"], tensor, parts, result, received)
 
 
 def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> Loan:
     """As `horovod.torch.broadcast_async`."""
     result = torch.empty_like(tensor)
-    return _lend(name, process_set, mpi_ops._broadcast_async, tensor, result, root)
+    return _lend(name, process_set, _stock["_broadcast_async"], tensor, result, root)
 
 
 def sparse_allreduce(

@@ -43,6 +43,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     bucket_bytes: int | None = None,
     hierarchical: bool = False,
     nonfinite: str | None = None,
+    rollback: bool = True,
     scaler: Any = None,
     verify_every: int = 0,
 ) -> torch.optim.Optimizer:
@@ -91,6 +92,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             step out as well. "propagate": as "skip", but `step()` applies the NaN. The last two
             take as much memory again as the compressor's state. None: "skip" with a GradScaler,
             else "raise".
+        rollback: keep the compressor's state from before an exchange until the next one, so that a
+            step can be left out: by `optimizer.discard_step()`, or `zero_grad()` without `step()`
+            on all ranks. Takes as much memory again as the compressor's state. With False such a
+            step stays in the residual; that is right where gradients of several exchanges are put
+            together by hand and applied by one `step`.
         scaler: the `torch.amp.GradScaler` that scales the loss. It need not be given: None takes
             the last one that has scaled a loss since its last update. False for none of them.
         verify_every: after the update of every so many steps, `verify` the optimizer; 0 for never.
@@ -129,6 +135,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         allowed=(horovod.Average, horovod.Sum),
     )
     validate.policy(nonfinite)
+    if not isinstance(rollback, bool):
+        raise ValueError(f"rollback must be True or False, got {rollback!r}")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     place = None
@@ -172,7 +180,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         f"op={'Average' if op == horovod.Average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
         f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, "
-        f"hierarchical={hierarchical}, nonfinite={nonfinite}, "
+        f"hierarchical={hierarchical}, nonfinite={nonfinite}, rollback={rollback}, "
         f"verify_every={verify_every}"
     )
     ranks = process_set.size() if place is None else place.hosts
@@ -188,6 +196,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         batch_size=batch_size,
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
+        rollback=rollback,
         scaler=scaler,
         place=place,
         settings=settings,

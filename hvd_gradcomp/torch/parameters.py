@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.aggregator import State, leaves
 from hvd_gradcomp.core.protocols.learning import retrained
 from hvd_gradcomp.foundation.layers import Layer, Weight, convolving
 
@@ -131,7 +131,7 @@ def hold(bucket: Bucket, slots: set[int], step: int) -> None:
             if vector is not None:
                 for piece in _pieces(bucket, vector):
                     piece.zero_()
-        for path, vector in _vectors(bucket):
+        for path, vector in _vectors(bucket, bucket.state):
             pieces = _pieces(bucket, vector)
             bucket.waiting[path] = [piece.clone() for piece in pieces]
             for piece in pieces:
@@ -139,20 +139,21 @@ def hold(bucket: Bucket, slots: set[int], step: int) -> None:
 
 
 def release(bucket: Bucket) -> None:
-    """Gives the layers that were left out their state back."""
+    """Gives the layers that were left out their state back; to the state from before as well."""
     if not bucket.waiting:
         return
     with torch.no_grad():
-        for path, vector in _vectors(bucket):
-            for piece, value in zip(_pieces(bucket, vector), bucket.waiting[path]):
-                piece.copy_(value)
+        for state in (bucket.state, bucket.before):
+            for path, vector in () if state is None else _vectors(bucket, state):
+                for piece, value in zip(_pieces(bucket, vector), bucket.waiting[path]):
+                    piece.copy_(value)
     bucket.waiting.clear()
 
 
-def _vectors(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    """What the state holds of each element."""
+def _vectors(bucket: Bucket, state: State) -> list[tuple[str, torch.Tensor]]:
+    """What a state holds of each element."""
     shape = (bucket.layout.size,)
-    return [(path, x) for path, x in leaves(bucket.state) if tuple(x.shape) == shape]
+    return [(path, x) for path, x in leaves(state) if tuple(x.shape) == shape]
 
 
 def _pieces(bucket: Bucket, vector: torch.Tensor) -> list[torch.Tensor]:

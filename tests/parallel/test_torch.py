@@ -158,11 +158,13 @@ def test_gradients_are_reduced_when_backward_returns(ranks, backend, device, tmp
         assert max(*result["scaler"], result["gan"], result["joined"], result["both"]) < 1e-6
         assert result["swapped"] < 1e-6
         assert all(result["kept"].values()), result["kept"]
-        assert result["dropped"][0] == result["dropped"][1]
+        for ends in result["dropped"].values():
+            assert len(set(ends.values())) == 1, ends
+        (once_only, loss), (for_long, _) = result["guarded"].values()
+        assert once_only == 1 and for_long > 20 and loss < 1.0
         for same in ("clipped", "sparse", "synchronized"):
             assert result[same] == results[0][same]
-        never, once, twice, closed, _ = result["synchronized"].values()
-        assert never == once == twice == closed
+        assert len(set(result["synchronized"].values())) == 1
         says(result.get("errors", {}), BACKWARD_MESSAGES if ranks > 1 else {})
     for result in results[1:]:  # who had no backward may have gone on
         says(result["errors"], {"on some ranks": "they have called step() without backward()"})

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.core.aggregator import leaves
 from tests.methods import EVERY
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, errors_of, finish
@@ -395,23 +396,61 @@ def trained(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def dropped():
-    """Reduced gradients that nobody wants: the next backward begins a step."""
-    ends = []
-    for wastes in (False, True):
+WAYS_TO_DROP = {
+    "never": lambda model, optimizer: None,
+    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "of the model": lambda model, optimizer: model.zero_grad(),
+    "discard_step": lambda model, optimizer: optimizer.discard_step(),
+    "synchronized": lambda model, optimizer: (optimizer.synchronize(), model.zero_grad()),
+}
+
+
+def dropped(compressor):
+    """Reduced gradients that nobody wants leave no trace, whatever drops them."""
+    ends = {}
+    for how, drop in WAYS_TO_DROP.items():
         model = Towers()
+        hvd.track_moments(model)
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters()
+            torch.optim.SGD(model.parameters(), lr=LR),
+            model.named_parameters(),
+            compression=compressor,
         )
         for step in range(STEPS):
-            if wastes:
-                model(batch(hvd.rank(), 50)).backward()
-                (model if step % 2 else optimizer).zero_grad()
+            if how != "never":
+                (1e4 * model(batch(hvd.rank(), 50 + step))).backward()
+                drop(model, optimizer)
             model(batch(hvd.rank(), step)).backward()
             optimizer.step()
             model.zero_grad()
-        ends.append(digest(arrays(model.parameters())))
+        stats = hvd.compression_stats(optimizer)
+        assert (stats.steps, stats.skipped) == (STEPS, STEPS * (how != "never"))
+        kept = [x for bucket in optimizer._gradcomp.buckets for _, x in leaves(bucket.state)]
+        ends[how] = digest(arrays([*model.parameters(), *kept]))
     return ends
+
+
+def guarded(compressor, **options):
+    """Steps that a guard of the norm leaves out, with one bad batch in 60; and the last loss."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.3),
+        model.named_parameters(),
+        compression=compressor,
+        **options,
+    )
+    data = torch.randn(60, 32, 16, generator=torch.Generator().manual_seed(hvd.rank()))
+    left_out = 0
+    for step, x in enumerate(data):
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        (loss * (1e4 if step == 20 else 1)).backward()
+        if torch.nn.utils.clip_grad_norm_(model.parameters(), 50.0) > 50.0:
+            left_out += 1
+            continue
+        optimizer.step()
+    return left_out, float(loss.detach())
 
 
 def joins():
@@ -467,7 +506,8 @@ def synchronized(how):
             optimizer.zero_grad()
             model(batch(hvd.rank(), step)).backward()
         optimizer.step()
-    assert hvd.compression_stats(optimizer).steps == STEPS * (1 + (how == "dropped"))
+    stats = hvd.compression_stats(optimizer)
+    assert (stats.steps, stats.skipped) == (STEPS, STEPS * (how == "dropped"))
     return digest(p.detach().cpu().numpy() for p in model.parameters())
 
 
@@ -620,7 +660,11 @@ def main(folder: str, device: str = "cpu") -> None:
     result["both"] = sparse_here_dense_there()
     result["kept"] = {repr(compressor): kept(compressor) for compressor in EVERY}
     result["swapped"] = swapped()
-    result["dropped"] = dropped()
+    result["dropped"] = {repr(one): dropped(one) for one in (None, *EVERY)}
+    result["guarded"] = {
+        "kept": guarded(hvd.SparseGDCompressor(density=0.01)),
+        "not kept": guarded(hvd.SparseGDCompressor(density=0.01), rollback=False),
+    }
     result["joined"] = joins()
     ways = ("never", "once", "twice", "in a closure", "dropped")
     result["synchronized"] = {how: synchronized(how) for how in ways}
