@@ -27,7 +27,14 @@ from hvd_gradcomp.torch import moments
 
 BUCKET_BYTES = 25 << 20  # large enough that calls and launches do not count
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
@@ -176,7 +183,8 @@ def planned(
     """
     for title, p in named_parameters:
         if p.dtype not in _DTYPES:
-            raise ValueError(f"{title} has dtype {p.dtype}; only real floating point is reduced")
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise ValueError(f"{title} has dtype {p.dtype}; what is reduced is {known}")
     by_name = dict(named_parameters)
     devices = [p.device for _, p in named_parameters]
     verbs = {device: TorchOps(device) for device in devices}

@@ -5,7 +5,7 @@ See `rounds` for what the ranks tell each other, and what follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,16 @@ from hvd_gradcomp.torch.rounds import (
 _STOCK: Any = _stock._DistributedOptimizer
 
 
-def ending(optimizer: Any, last: bool) -> Iterator[None]:
+def ending(optimizer: Any, last: bool, joined: bool = False) -> Generator[None, None, bool]:
     """Rounds until the exchange has ended here; yields while it waits for other ranks.
 
     Args:
         optimizer: an `Exchanging`, as in all that follows.
         last: no gradient comes any more in this step: goes on until none can come anywhere.
+        joined: this rank has no batches any more, and gives zeros.
+
+    Returns:
+        Whether there was an exchange: False where all ranks have joined.
     """
     engine, rounds = optimizer._gradcomp, optimizer._rounds
     try:
@@ -45,7 +49,9 @@ def ending(optimizer: Any, last: bool) -> Iterator[None]:
             optimizer._arrivals.news = False
             parameters.join(optimizer)
             engine.agreement.agree()
-            words = yield from _tell(optimizer, last)
+            words = yield from _tell(optimizer, last, joined)
+            if all(word.joined for word in words):
+                return False
             ended = rounds.ended
             names = [optimizer._parameter_names[p] for p in engine.ordered_parameters]
             ranks = optimizer.process_set.ranks or range(len(words))
@@ -62,8 +68,11 @@ def ending(optimizer: Any, last: bool) -> Iterator[None]:
                 yield from _end(optimizer)
             came = [engine.ordered_parameters[i] for i in late]
             yield from optimizer._late.add_up(optimizer, came)
+            if rounds.closed:
+                _leave_unused(optimizer)
             if not last:
-                return
+                break
+        return True
     except BaseException:  # an interrupt in the middle, too
         optimizer._abandon()
         raise
@@ -87,13 +96,28 @@ def check_mixed(optimizer: Any) -> None:
         raise GradientChangedError(changed_alone(name, optimizer.process_set.rank()))
 
 
-def _tell(optimizer: Any, last: bool) -> Any:
+def _leave_unused(optimizer: Any) -> None:
+    """Leaves layers without a gradient that no rank has used, and for which nothing has arrived.
+
+    So the optimizer neither decays them nor moves them by its momentum, as with one rank alone.
+    """
+    for place in optimizer._rounds.unused:
+        p = optimizer._gradcomp.ordered_parameters[place]
+        if p.grad is not None:
+            values = p.grad._values() if p.grad.is_sparse else p.grad
+            if not bool(values.any()):
+                p.grad = None
+                optimizer._versions.forget(p)
+
+
+def _tell(optimizer: Any, last: bool, joined: bool) -> Any:
     """One round: this rank's word to all, and theirs."""
     engine, rounds = optimizer._gradcomp, optimizer._rounds
-    codes = _codes(optimizer)
     watch, known = lending.waiting.among(optimizer.process_set), rounds.sparse
-    settings = digest_of(engine.in_step)
-    word = Word(engine.steps, last, rounds.ended, codes, settings, engine.summed, watch.pending)
+    codes = [*usual(len(engine.ordered_parameters), known)] if joined else _codes(optimizer)
+    settings = 0 if joined else digest_of(engine.in_step)
+    said = last, rounds.ended, codes, settings, engine.summed, watch.pending, joined
+    word = Word(engine.steps, *said)
     heads = yield from engine.agreement.tell(word.head(known), "end")
     if any_told(heads):
         watch.complete()
@@ -133,6 +157,9 @@ def _end(optimizer: Any) -> Iterator[None]:
     for place in sorted(rounds.both):
         p = order[place]
         handles[p] = giving.make_dense(optimizer, p), None
+    for p in handles:
+        if p.grad is None:  # dropped since it was taken, after a backward that has failed
+            p.grad = torch.zeros_like(p)
     try:
         yield from engine.finishing()
         _STOCK.synchronize(optimizer)

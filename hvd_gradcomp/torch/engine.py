@@ -21,6 +21,7 @@ from hvd_gradcomp.engine.names import Names
 from hvd_gradcomp.torch import lending, parameters
 from hvd_gradcomp.torch.agreement import Agreement
 from hvd_gradcomp.torch.buckets import Bucket, Named
+from hvd_gradcomp.torch.parameters import as_real
 from hvd_gradcomp.torch.planning import Planned
 from hvd_gradcomp.torch.rounds import Rounds
 
@@ -28,7 +29,6 @@ _ALIKE = (
     "Freeze and thaw the same parameters on all ranks, before the same step, and scale the loss on "
     "all of them or on none"
 )
-living: weakref.WeakSet[Engine] = weakref.WeakSet()
 TITLES = Names("gradcomp")
 
 
@@ -72,7 +72,6 @@ class Engine(Planned):
         )
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
         self.rounds = Rounds()
-        living.add(self)
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         return failures.named(HorovodInternalError, what)
@@ -172,7 +171,7 @@ class Engine(Planned):
         name = self._name_of[parameter]
         self.ledger.gathered[name] = self.ledger.gathered.get(name, 0) + values.numel()
         # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
-        nothing = (values * 0).sum().to(parameter.dtype)
+        nothing = (as_real(values) * 0).sum().to(as_real(parameter.detach()).dtype)
         self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
 
     def take_sparse(self, gathered: torch.Tensor) -> torch.Tensor:

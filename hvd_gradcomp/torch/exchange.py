@@ -23,6 +23,7 @@ from hvd_gradcomp.engine.stack import Stack
 from hvd_gradcomp.foundation.collectives import Collective
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.buckets import Bucket
+from hvd_gradcomp.torch.parameters import as_real
 from hvd_gradcomp.torch.scaling import LossScaling
 from hvd_gradcomp.torch.sources import Sources
 from hvd_gradcomp.watching.stats import CompressionStats
@@ -82,6 +83,7 @@ class Exchange(Seated):
         steps: exchanges so far.
         undone: whether the last exchange left everything as it was.
         summed: a digest of the sums that the exchange before has heard; 0 for none.
+        joined: this rank has no batches any more, and takes part with what is kept.
     """
 
     buckets: list[Bucket]
@@ -104,6 +106,7 @@ class Exchange(Seated):
         self.prescale, self.postscale = prescale, postscale
         self.nonfinite, self.scaling = nonfinite, LossScaling(scaler)
         self._policy = nonfinite or "raise"
+        self.joined = False
         self.ledger = Ledger()
         # A weak reference: what refers to itself would live on after its optimizer.
         self.dispatch = Dispatch(transport, self.ledger, weakref.proxy(self))
@@ -136,7 +139,8 @@ class Exchange(Seated):
         """Fixes what is the same for a whole step."""
         self.commit()
         scaled = self.scaling.begin_step()
-        self._policy = self.nonfinite or ("skip" if scaled else "raise")
+        if not self.joined:  # then other ranks scale their loss, or do not, as before
+            self._policy = self.nonfinite or ("skip" if scaled else "raise")
 
     def _lay(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Lays a gradient into its bucket, whose program starts when it was the last one."""
@@ -146,7 +150,7 @@ class Exchange(Seated):
                 bucket.views[slot].zero_()
             else:
                 power = 0 if bucket.scaled else 1
-                self.scaling.unscale(gradient, bucket.views[slot], power)
+                self.scaling.unscale(as_real(gradient), bucket.views[slot], power)
             self.sources.give(bucket, slot)
         if bucket.flat.is_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
@@ -322,12 +326,13 @@ class Exchange(Seated):
                 view.fill_(float("nan"))
 
     def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The reduced gradient of a parameter, in its shape and its bucket's dtype."""
+        """The reduced gradient of a parameter, in its shape and its bucket's precision."""
         bucket, slot = self._places[parameter]
         if bucket.result is None:
             raise RuntimeError("a gradient without an exchange; this is a bug in hvd_gradcomp")
         gradient = bucket.layer(bucket.result, slot)
-        return gradient if bucket.scaled else self.scaling.scale(gradient)
+        gradient = gradient if bucket.scaled else self.scaling.scale(gradient)
+        return torch.view_as_complex(gradient) if parameter.is_complex() else gradient
 
 
 def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:

@@ -11,7 +11,7 @@ What is changed where it cannot be honoured is an error on all ranks: gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import horovod.torch as horovod
@@ -80,8 +80,24 @@ class Exchanging:
 
     def _plain(self) -> Any:
         """The methods of the optimizer that was wrapped; this one's class may have heirs."""
-        ours = next(cls for cls in type(self).__mro__ if "_exchange_by" in vars(cls))
-        return super(ours, self)
+        return super(self._own_class(), self)
+
+    @classmethod
+    def _own_class(cls) -> type:
+        return next(each for each in cls.__mro__ if "_exchange_by" in vars(each))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Makes a copy the optimizer that was wrapped, with its state, over the copied parameters.
+
+        Hooks, buckets and what the compressor keeps belong to this one and its model.
+        """
+        del protocol
+        lineage = type(self).__mro__
+        wrapped = lineage[lineage.index(self._own_class()) + 2]
+        state = torch.optim.Optimizer.__getstate__(self)
+        if self._takeover is not None:
+            state = self._takeover.restored(state)
+        return object.__new__, (wrapped,), state
 
     def _register_hooks(self) -> None:
         """Horovod would, before there is anything to exchange by."""
@@ -148,6 +164,9 @@ class Exchanging:
         """
         if self._synchronized and not self.exchanging:
             return  # a second exchange would add to the residual what was exchanged
+        gone = all(p.grad is None for p in self._handles)
+        if gone and self._travelling() and self.process_set.size() == 1:
+            self._abandon()  # `model.zero_grad()` after a backward that has failed
         ending.check_mixed(self)
         lending.complete([ending.ending(self, last=True)])
         self._begin()
@@ -161,7 +180,8 @@ class Exchanging:
             self._takeover.check()
         self._gradcomp.scaling.check_stepped(self)
         loss = self._step(closure)
-        if self._verify_every and self._gradcomp.steps % self._verify_every == 0:
+        verifies = self._verify_every and self._gradcomp.steps % self._verify_every == 0
+        if verifies and not self._rounds.joined:  # who has joined makes no updates until the end
             digests.check(self._gradcomp)
         return loss
 
@@ -238,6 +258,26 @@ class Exchanging:
             moments.discard(parameter)
         parameters.join(self)  # what has thawed is reduced when the next backward ends
         self._plain().zero_grad(set_to_none=set_to_none)
+
+    def take_part(self) -> Iterator[None]:
+        """Takes part in other ranks' exchanges, without a gradient, until all ranks have joined.
+
+        Yields while it waits for them. Parameters stay as they are; see `joining.join`.
+        """
+        engine = self._gradcomp
+        engine.joined = True
+        try:
+            while True:
+                for p in engine.parameters:
+                    if p not in self._handles:  # what passes of an unfinished step have brought
+                        p.grad = None
+                        moments.discard(p)
+                if not (yield from ending.ending(self, last=True, joined=True)):
+                    return
+                self._begin()
+        finally:
+            engine.joined = False
+            self._synchronized = False
 
     def discard_step(self) -> None:
         """Leaves out a step whose gradients are reduced: drops them, as if it had not been.

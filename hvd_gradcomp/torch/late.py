@@ -9,6 +9,7 @@ import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp.torch import lending, moments
+from hvd_gradcomp.torch.parameters import as_real
 from hvd_gradcomp.torch.versions import Versions
 
 
@@ -60,8 +61,8 @@ class Late:
         loans = []
         for p in late:
             mine = self._brought.pop(p, None)
-            wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-            mine = torch.zeros_like(p, dtype=wide) if mine is None else mine.to(wide)
+            real = as_real(torch.zeros_like(p) if mine is None else mine)
+            mine = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
             engine.count(mine)
             name = f"{engine.name}.late.{names[p]}"
             loans.append((p, lending.allreduce(mine.contiguous(), name, group, 1.0, average)))
@@ -69,7 +70,8 @@ class Late:
         for p, loan in loans:
             while not loan.ready():
                 yield
-            total = loan.wait().to(p.dtype)
+            total = loan.wait().view(as_real(p.detach()).shape)
+            total = torch.view_as_complex(total) if p.is_complex() else total.to(p.dtype)
             if not bool(total.isfinite().all()):
                 poisoned.append(names[p])
             _add(p, total)

@@ -24,18 +24,28 @@ from hvd_gradcomp.foundation.layers import Layer, Weight, convolving
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.buckets import Bucket
 
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have hooks
+optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Distributed optimizers that may have hooks."""
 
 
 def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Layer]:
-    """(name, shape, dtype) of each, with what the module that holds it makes of it."""
-    kernels = _kernels([p for _, p in named_parameters if p.dim() > 2])
+    """(name, shape, dtype) of each, with what the module that holds it makes of it.
+
+    A complex parameter is a real one of shape [..., 2].
+    """
+    kernels = _kernels([p for _, p in named_parameters if p.dim() > 2 and not p.is_complex()])
     layers: list[Layer] = []
     for name, p in named_parameters:
-        described = name, tuple(p.shape), str(p.dtype).removeprefix("torch.")
+        real = as_real(p.detach())
+        described = name, tuple(real.shape), str(real.dtype).removeprefix("torch.")
         known = kernels.get(id(p))
         layers.append(described if known is None else Weight(*described, convolves=known))
     return layers
+
+
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as a real one, [..., 2]; others as they are."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
@@ -61,10 +71,10 @@ def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:
     Those would begin exchanges of their own for as long as they are not collected, which is longer
     on one rank than on another.
     """
-    for earlier in _optimizers:
+    for earlier in optimizers:
         if earlier is not optimizer:
             earlier._arrivals.leave(new)
-    _optimizers.add(optimizer)
+    optimizers.add(optimizer)
 
 
 def name(optimizer: Any, group: dict[str, Any]) -> None:

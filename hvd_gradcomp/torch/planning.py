@@ -80,6 +80,11 @@ class Planned(Exchange):
         self.sources.watch(self.buckets)
 
     @property
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """All of them with their names, in the user's order."""
+        return list(self._named)
+
+    @property
     def ordered_parameters(self) -> list[torch.nn.Parameter]:
         """All of them, in an order that is the same on all ranks."""
         return [p for _, p in self._named]

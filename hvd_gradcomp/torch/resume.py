@@ -97,6 +97,16 @@ def hand_out(
         _report(engine, root_rank, others if alone and not elastic else [], anew)
 
 
+def hand_out_plain(optimizer: Any, root_rank: int, process_set: Any) -> None:
+    """Hands out the state of the optimizer that was wrapped, and nothing of its exchange."""
+    here = horovod.rank() == root_rank
+    given = handout.from_root(plain_state(optimizer) if here else None, root_rank, process_set)
+    if not here:
+        _put(optimizer, given)
+    if optimizer._takeover is not None:
+        optimizer._takeover.take()
+
+
 class _Exchange(NamedTuple):
     """What a rank says of the exchange of an optimizer."""
 

@@ -11,7 +11,10 @@ alone, so all ranks come to the same conclusion:
   only if a rank that is not in `step` lacks a layer that came to it too late in the last step.
 - A gradient that comes after the end is late: it is added up as it is, and awaited from then on.
 - As long as a rank may have late ones, `step` begins with a round.
-- A rank that has called `hvd.join()` says nothing, and lacks nothing: Horovod lets it add zeros.
+- A rank that has called `hvd.join()` lacks nothing, and what it says of itself does not count: it
+  takes part with zeros and what its compressor keeps. Where gradients are only added up it says
+  nothing: Horovod lets it add zeros.
+- A layer that no rank has used has no gradient, if nothing that was kept has arrived for it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ LATE = 4  # it came after the exchange had ended
 CHANGED = 8  # somebody has changed it since it was taken or reduced
 
 _KIND = HERE | SPARSE
-_LAST, _ENDED, _PLAIN, _SPEAKS, _TOLD = 1, 2, 4, 8, 16
+_LAST, _ENDED, _PLAIN, _SPEAKS, _TOLD, _JOINED = 1, 2, 4, 8, 16, 32
 
 
 class OutOfStepError(RuntimeError):
@@ -53,7 +56,7 @@ class Word(NamedTuple):
         settings: a digest of what has to be equal on all ranks in this step; 0 before it begins.
         summed: a digest of what was added up in the exchange before, below 2**31; 0 for none.
         told: this rank has told that it waits, and not all have; see `deadlock`.
-        joined: nobody said this; the rank has joined.
+        joined: the rank has joined, and has no gradients of its own any more.
     """
 
     step: int
@@ -73,6 +76,7 @@ class Word(NamedTuple):
         """
         plain = tuple(self.layers) == usual(len(self.layers), sparse)
         flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * plain + _TOLD * self.told
+        flags += _JOINED * self.joined
         return [_SPEAKS + flags, self.step % 2**31, self.settings, self.summed]
 
     def absent(self) -> list[int]:
@@ -100,8 +104,8 @@ def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> lis
     words = []
     for (flags, step, settings, summed), codes in zip(heads, layers):
         if flags & _SPEAKS:
-            last, ended = bool(flags & _LAST), bool(flags & _ENDED)
-            words.append(Word(step, last, ended, tuple(codes), settings, summed))
+            last, ended, joined = (bool(flags & bit) for bit in (_LAST, _ENDED, _JOINED))
+            words.append(Word(step, last, ended, tuple(codes), settings, summed, joined=joined))
         else:
             words.append(Word(0, True, True, (HERE,) * len(codes), joined=True))
     return words
@@ -140,6 +144,8 @@ class Rounds:
         closed: no rank can have a late gradient any more.
         mixed: the exchange ended with some ranks at the end of backward and others in `step`.
         ragged: it ended with zeros for a layer that a rank lacked which may still bring it.
+        joined: in the last round a rank had joined.
+        unused: layers of which no rank had a gradient in this step.
         awaited: (rank, layer) of what came late in an earlier step.
         sparse: layers whose gradient was sparse on a rank when the exchange ended last.
         both: those of them whose gradient was dense on another.
@@ -149,6 +155,8 @@ class Rounds:
     closed: bool = False
     mixed: bool = False
     ragged: bool = False
+    joined: bool = False
+    unused: set[int] = field(default_factory=set)
     awaited: set[tuple[int, int]] = field(default_factory=set)
     sparse: set[int] = field(default_factory=set)
     both: set[int] = field(default_factory=set)
@@ -161,6 +169,7 @@ class Rounds:
     def begin(self) -> None:
         """Begins a step."""
         self.ended = self.closed = self.mixed = self.ragged = False
+        self.unused.clear()
 
     def hear(self, words: Sequence[Word], names: Sequence[str], ranks: Sequence[int]) -> list[int]:
         """Takes one round's words in; the exchange ends where `ended` becomes true.
@@ -183,6 +192,7 @@ class Rounds:
             self.sparse = {i for codes in taken for i, c in enumerate(codes) if c & SPARSE}
             self.both = {i for i in self.sparse for codes in taken if codes[i] & _KIND == HERE}
         self._check(words, names, ranks)
+        self.joined = any(word.joined for word in words)
         late = {(r, i) for r, w in enumerate(words) for i, c in enumerate(w.layers) if c & LATE}
         if not self.ended:
             lacking = {(r, i) for r, word in enumerate(words) for i in word.absent()}
@@ -191,9 +201,12 @@ class Rounds:
                 return []
             self.awaited -= lacking
             self.ended = True
+            absent = [set(word.absent()) for word in words if not word.joined]
+            self.unused = set.intersection(*absent) if absent else set()
             self.ragged = any(not words[rank].last for rank, _ in lacking)
             self.mixed = any(last) and not all(last)
         self.awaited |= late
+        self.unused -= {i for _, i in late}
         self.closed = not self.ragged or all(word.last for word in words)
         return sorted({i for _, i in late})
 
@@ -228,8 +241,8 @@ class Rounds:
                 f"the gradient of {name} was changed on rank {rank} before it was reduced, which "
                 "the other ranks cannot know. The exchange had not ended with backward(): fewer "
                 "than backward_passes_per_step passes have come, or one that came late in the "
-                "last step has not, or compiled autograd runs it. Call optimizer.synchronize() "
-                "before gradients are clipped, scaled or replaced"
+                "last step has not, or it has raised an error, or compiled autograd runs it. Call "
+                "optimizer.synchronize() before gradients are clipped, scaled or replaced"
             )
         late = any(code & LATE for word in words for code in word.layers)
         if self.mixed or late:

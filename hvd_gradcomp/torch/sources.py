@@ -13,6 +13,7 @@ from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.torch import moments
 from hvd_gradcomp.torch.buckets import Bucket, Named
+from hvd_gradcomp.torch.parameters import as_real
 from hvd_gradcomp.torch.scaling import LossScaling
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -107,7 +108,7 @@ class Sources:
         bucket, slot = self.places[parameter]
         square = bucket.moment_views[slot]
         dense = contribution.to_dense() if contribution.is_sparse else contribution
-        dense = dense.detach().to(square.dtype)
+        dense = as_real(dense.detach()).to(square.dtype)
         # Without a gradient nothing was accumulated: earlier passes were thrown away.
         counted = 0 if parameter.grad is None else self._counted.get(parameter, 0)
         if counted == 0:

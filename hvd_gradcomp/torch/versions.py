@@ -21,6 +21,10 @@ class Versions:
         assert p.grad is not None
         self._known[p] = p.grad, p.grad._version
 
+    def forget(self, p: torch.nn.Parameter) -> None:
+        """Knows nothing of the gradient of a parameter."""
+        self._known.pop(p, None)
+
     def only(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Knows what gradients these have, and no others."""
         self.clear()

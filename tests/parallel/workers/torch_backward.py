@@ -7,6 +7,7 @@ of what backward gives on every rank, treated in the same way, and a plain optim
 from __future__ import annotations
 
 import copy
+import io
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.aggregator import leaves
-from tests.methods import EVERY
+from hvd_gradcomp.core.protocols.carrying import correction
+from tests.methods import EVERY, ONE_OF_EACH
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, errors_of, finish
 
@@ -418,7 +420,7 @@ def dropped(compressor):
         )
         for step in range(STEPS):
             if how != "never":
-                (1e4 * model(batch(hvd.rank(), 50 + step))).backward()
+                (30 * model(batch(hvd.rank(), 50 + step))).backward()
                 drop(model, optimizer)
             model(batch(hvd.rank(), step)).backward()
             optimizer.step()
@@ -476,6 +478,96 @@ def joins():
             reference.step()
     pairs = zip(model.parameters(), plain.parameters())
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+class Both(NamedTuple):
+    """Two optimizers over two models, stepped in turns; the second not in each step."""
+
+    optimizers: list[Any]
+
+    def step(self, models, rank, step):
+        for turn, (model, optimizer) in enumerate(zip(models, self.optimizers)):
+            if turn == 0 or step % 2 == 0:
+                optimizer.zero_grad()
+                model(batch(rank, step)).backward()
+                clip(model)
+                optimizer.step()
+
+
+def joined_compressed(compressor):
+    """Ranks with less data than others: nothing kept is lost, and all end with the same replica."""
+    models = [Towers(), Towers()]
+    for model in models:
+        hvd.track_moments(model)
+    both = Both(
+        [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum),
+                model.named_parameters(),
+                compression=compressor,
+                verify_every=2,
+            )
+            for model, momentum in zip(models, (0.0, 0.9 * (correction(compressor) is None)))
+        ]
+    )
+    last = []
+    for _ in range(2):  # epochs
+        for step in range(2 + hvd.rank() + 2 * (hvd.rank() == 1)):
+            both.step(models, hvd.rank(), step)
+        last.append(hvd.join())
+    for optimizer in both.optimizers:
+        hvd.verify(optimizer)
+    steps = [hvd.compression_stats(one).steps for one in both.optimizers]
+    momenta = [s for o in both.optimizers for state in o.state.values() for s in state.values()]
+    tensors = [x for x in momenta if isinstance(x, torch.Tensor)]
+    return last, steps, digest(arrays([*models[0].parameters(), *models[1].parameters(), *tensors]))
+
+
+def unused(optimizer_class, **options):
+    """How far a layer moves that no rank uses any more, and whether it has a gradient."""
+    model = Towers()
+    optimizer = hvd.DistributedOptimizer(
+        optimizer_class(model.parameters(), lr=LR, **options),
+        model.named_parameters(),
+        compression=hvd.StromCompressor(tau=0.01),
+    )
+    used_before = [p.detach().clone() for p in model.left.parameters()]
+    before = [p.detach().clone() for p in model.unused.parameters()]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if hvd.rank() == 0 or step % 2:
+            model(batch(hvd.rank(), step), right=False).backward()
+        optimizer.synchronize()
+        clip(model)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert all(p.grad is None for p in model.unused.parameters())
+    assert not any(torch.equal(p, q) for p, q in zip(model.left.parameters(), used_before))
+    pairs = zip(model.unused.parameters(), before)
+    return max(float((p - q).detach().abs().max()) for p, q in pairs)
+
+
+def copied():
+    """A copy of a model with its optimizer is one of the optimizer that was wrapped."""
+    model = Towers()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9),
+        model.named_parameters(),
+        compression=hvd.DGCCompressor(density=0.2),
+    )
+    other, plain = copy.deepcopy((model, optimizer))
+    for step in range(2):
+        for one, steps in ((model, optimizer), (other, plain)):
+            steps.zero_grad()
+            one(batch(0, step)).backward()
+            steps.step()
+    saved = io.BytesIO()
+    torch.save(optimizer, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    hvd.verify(optimizer)
+    kinds = [type(one) is torch.optim.SGD for one in (plain, loaded)]
+    return kinds, [group["momentum"] for one in (plain, loaded) for group in one.param_groups]
 
 
 def synchronized(how):
@@ -660,12 +752,18 @@ def main(folder: str, device: str = "cpu") -> None:
     result["both"] = sparse_here_dense_there()
     result["kept"] = {repr(compressor): kept(compressor) for compressor in EVERY}
     result["swapped"] = swapped()
-    result["dropped"] = {repr(one): dropped(one) for one in (None, *EVERY)}
+    result["dropped"] = {repr(one): dropped(one) for one in ONE_OF_EACH}
     result["guarded"] = {
         "kept": guarded(hvd.SparseGDCompressor(density=0.01)),
         "not kept": guarded(hvd.SparseGDCompressor(density=0.01), rollback=False),
     }
     result["joined"] = joins()
+    result["joined compressed"] = {repr(one): joined_compressed(one) for one in ONE_OF_EACH}
+    result["unused"] = [
+        unused(torch.optim.AdamW, weight_decay=0.1),
+        unused(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+    ]
+    result["copied"] = copied()
     ways = ("never", "once", "twice", "in a closure", "dropped")
     result["synchronized"] = {how: synchronized(how) for how in ways}
     by_hand_after_a_dropped_step()

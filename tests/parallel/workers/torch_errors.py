@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
+import time
 
 import torch
 from torch import nn
@@ -83,6 +86,67 @@ def joined_alone():
     optimizer = make(model := nn.Linear(3, 200), compression=hvd.NoneCompressor())
     late = nn.Parameter(torch.ones(7))
     two_steps(optimizer, model, lambda: optimizer.add_param_group({"params": [late]}))
+
+
+def a_batch_less(collective):
+    """Rank 1 has one batch less than rank 0, and goes on to a collective of its own."""
+
+    def case():
+        optimizer = make(model := nn.Linear(3, 2))
+        for _ in range(2 - hvd.rank()):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        collective(optimizer)
+
+    return case
+
+
+def metrics_of_a_slow_rank():
+    """Rank 1 computes for longer than the patience: neither an error, nor names that part."""
+    optimizer = make(model := nn.Linear(3, 2))
+    for _ in range(2):
+        time.sleep(1.5 * deadlock.PATIENCE + 1.0 if hvd.rank() == 1 else 0.0)
+        assert float(hvd.allreduce(torch.tensor(1.0 + hvd.rank()))) == 1.5
+        hvd.barrier()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fails_in_backward():
+    """A backward of rank 1 raises an error; its gradients are dropped, and `step` is called."""
+    optimizer = make(model := nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    hidden = model[0](torch.ones(2, 3))
+    if hvd.rank() == 1:
+        hidden.register_hook(lambda _: 1 / 0)  # the second layer's gradients have come by then
+        with contextlib.suppress(ZeroDivisionError):
+            model[1](hidden).sum().backward()
+        model.zero_grad()
+    else:
+        model[1](hidden).sum().backward()
+    optimizer.step()
+
+
+def complex_parameters():
+    """A complex parameter is two real ones."""
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2, dtype=torch.complex64)
+    optimizer = make(model, compression=hvd.NoneCompressor())
+    x = [torch.randn(4, 3, dtype=torch.complex64) for _ in range(hvd.size())]
+    whole = copy.deepcopy(model)
+    model(x[hvd.rank()]).abs().square().sum().backward()
+    (sum(whole(each).abs().square().sum() for each in x) / hvd.size()).backward()
+    for p, q in zip(model.parameters(), whole.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+    optimizer.step()
+    for compression in (hvd.QSGDCompressor(), hvd.DGCCompressor(density=0.3, momentum=0.0)):
+        optimizer = make(model, compression=compression)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x[hvd.rank()]).abs().sum().backward()
+            optimizer.step()
+        hvd.verify(optimizer)
 
 
 def frozen_alone():
@@ -211,7 +275,7 @@ def main(folder: str) -> None:
         before_init = str(error)
     hvd.init()
     torch.set_num_threads(1)
-    deadlock.PATIENCE = 2.0
+    deadlock.PATIENCE = 1.0
     found = errors_of(
         {
             "groups": lambda: make(groups=2),
@@ -224,7 +288,7 @@ def main(folder: str) -> None:
             "repeated names": repeated_names,
             "wrapped twice": wrapped_twice,
             "no optimizer": lambda: hvd.DistributedOptimizer("adam"),
-            "integers": lambda: make(nn.Linear(3, 2).to(torch.complex64)),
+            "integers": lambda: make(nn.Linear(3, 2).to(torch.float8_e5m2)),
             "elsewhere": lambda: make(nn.Linear(3, 2, device="meta")),
             "stats": lambda: hvd.compression_stats(torch.optim.SGD([torch.ones(1)], lr=1)),
             "different models": different_models,
@@ -244,6 +308,13 @@ def main(folder: str) -> None:
             "signs overflow": lambda: overflow(hvd.OneBitCompressor()),
             "values overflow": lambda: overflow(hvd.SparseGDCompressor(density=0.1)),
             "degenerate": degenerate,
+            "complex": complex_parameters,
+            "fails in backward": fails_in_backward,
+            "slow": metrics_of_a_slow_rank,
+            "metric": a_batch_less(lambda _: hvd.allreduce(torch.ones(1), name="metric")),
+            "objects": a_batch_less(lambda _: hvd.allgather_object(1, name="objects")),
+            "verify": a_batch_less(hvd.verify),
+            "barrier": a_batch_less(lambda _: hvd.barrier()),  # last: it stays where it is
         }
     )
     found["before init"] = before_init
