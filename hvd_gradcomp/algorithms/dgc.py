@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hvd_gradcomp.codecs import clipping
 from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
-from hvd_gradcomp.codecs.sums import sum_of_layers
 from hvd_gradcomp.core.aggregator import Context, Program, State
 from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.foundation.collectives import Switch
@@ -102,7 +102,8 @@ class DGCCompressor(MomentumCorrected):
     ) -> Program:
         del extra
         if self.clip_norm is not None:
-            gradient = self._clipped(ops, context, gradient)
+            factor = clipping.shrinking(ops, context, gradient, self.clip_norm)
+            gradient = clipping.scaled(ops, context, gradient, factor)
         steady = super().aggregate
         if not self.phases:
             return (yield from steady(ops, context, gradient, state))
@@ -114,13 +115,3 @@ class DGCCompressor(MomentumCorrected):
         ]
         phase = ops.bisect([end for end, _ in self.phases], context.step + 1)
         return (yield Switch(phase, (*branches, lambda: steady(ops, context, gradient, state))))
-
-    def _clipped(self, ops: Ops, context: Context, gradient: Tensor) -> Tensor:
-        assert self.clip_norm is not None
-        layout = context.layout
-        norm = ops.sqrt(sum_of_layers(ops, layout, ops.square(gradient)))
-        limit = self.clip_norm / context.size**0.5
-        factor = ops.cast(limit / ops.maximum(norm, limit), "float32")
-        rows = ops.reshape(gradient, (-1, layout.block))
-        of_block = ops.gather(factor, ops.table(layout, "layer_of_block"))
-        return ops.reshape(ops.scale(rows, ops.reshape(of_block, (-1, 1))), (layout.size,))

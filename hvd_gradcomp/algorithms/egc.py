@@ -26,7 +26,7 @@ class EGCState(NamedTuple):
     quota: Tensor  # int64 [layers], elements to send of each layer; rank-local
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EGCCompressor(MomentumCorrected):
     """Sends the `n * H / K` largest elements of each layer (Kuang et al. 2019, IV.A).
 
@@ -53,6 +53,9 @@ class EGCCompressor(MomentumCorrected):
         nesterov: the look-ahead variant; None takes it over as well.
         masking: also stop the velocity of what was sent.
         index_coding: "delta", packed, or "int32", plain.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Residual and momentum correction are those of section IV.C, which takes them from DGC.
 
@@ -74,6 +77,7 @@ class EGCCompressor(MomentumCorrected):
     nesterov: bool | None = None
     masking: bool = True
     index_coding: str = "delta"
+    max_norm: float | None = None
 
     begins_anew = frozenset({"hint", "quota"})
 
@@ -83,6 +87,7 @@ class EGCCompressor(MomentumCorrected):
         validate.whole(self, "entropy_interval", low=1)
         self._validate_momentum()
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_max_norm()
 
     def count(self, size: int) -> int:
         return min(size, max(1, int(size * log2(self.bins) / self.K + 0.5)))

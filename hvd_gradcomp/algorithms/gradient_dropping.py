@@ -9,7 +9,7 @@ from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.foundation import validate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradientDroppingCompressor(ResidualTopK):
     """Drops all but the largest elements of the model (Aji and Heafield 2017, Algorithm 1).
 
@@ -25,6 +25,9 @@ class GradientDroppingCompressor(ResidualTopK):
     Args:
         ratio: share of elements to drop, in (0, 1); larger sends less. The paper uses 0.99.
         index_coding: "delta", packed, or "int32", plain.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: the threshold is exact, not of a sample; zeros are not sent; layer
     normalisation, which makes one threshold fair, is the model's affair.
@@ -38,6 +41,7 @@ class GradientDroppingCompressor(ResidualTopK):
 
     ratio: float = 0.99
     index_coding: str = "delta"
+    max_norm: float | None = None
 
     whole_model = True
     of_model = True
@@ -45,6 +49,7 @@ class GradientDroppingCompressor(ResidualTopK):
     def __post_init__(self) -> None:
         validate.real(self, "ratio", low=0, high=1)
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_max_norm()
 
     def count(self, size: int) -> int:
         return count_of(size, 1 - self.ratio)

@@ -15,7 +15,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.rules import Rule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HybridCompressor(WordCompressor):
     """Sends a threshold's worth of an element once it is large and clear (Tsuzuku et al. 2018).
 
@@ -32,6 +32,9 @@ class HybridCompressor(WordCompressor):
         alpha: how unambiguous an element must be, positive; larger sends less.
         zeta: decay of `v` each step, in (0, 1]; smaller sends delayed elements sooner.
         moments: where `q` comes from; see `VarianceCompressor`.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: Algorithm 2 lists `r -= sign(r)*tau` above the correction of `v`; the
     derivation in section 4.5, the sum of squares of `a - b`, needs the `r` from before.
@@ -47,6 +50,7 @@ class HybridCompressor(WordCompressor):
     alpha: float = 2.0
     zeta: float = 0.999
     moments: str = "auto"
+    max_norm: float | None = None
 
     uses_moments = True
 
@@ -55,6 +59,7 @@ class HybridCompressor(WordCompressor):
         validate.real(self, "alpha", low=0)
         validate.real(self, "zeta", low=0, high=1, closed="]")
         validate.one_of(self, "moments", MOMENTS)
+        self.validate_max_norm()
 
     @property
     def quantizer(self) -> Quantizer:

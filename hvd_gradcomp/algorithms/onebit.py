@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.quantized import EXCHANGES, Into, Payload, QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
+from hvd_gradcomp.core.aggregator import Context, Program
 from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.foundation.bands import Bands
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True)
-class OneBitCompressor(QuantizedCompressor):
+@dataclass(frozen=True, repr=False)
+class OneBitCompressor(Clipping, QuantizedCompressor):
     """Sends the sign of each element and two means for each column (Seide et al. 2014).
 
     Each step: `r += g`; an element is sent as the mean of the elements of its column that have its
@@ -32,6 +34,9 @@ class OneBitCompressor(QuantizedCompressor):
         exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
             elements are those of the elements themselves, by allreduce. The two-shot exchange
             quantizes the sum of a shard by the columns that lie in it.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: nothing but the exchange.
 
@@ -43,6 +48,7 @@ class OneBitCompressor(QuantizedCompressor):
     """
 
     exchange: str = "auto"
+    max_norm: float | None = None
 
     outputs_first = True
     bits = 1
@@ -51,6 +57,7 @@ class OneBitCompressor(QuantizedCompressor):
 
     def __post_init__(self) -> None:
         validate.one_of(self, "exchange", EXCHANGES)
+        self.validate_max_norm()
 
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         columns = shape[0] if len(shape) > 1 else 1
@@ -58,6 +65,12 @@ class OneBitCompressor(QuantizedCompressor):
 
     def init(self, ops: Ops, layout: Layout) -> Residual:
         return Residual(ops.zeros((layout.size,)))
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: Residual, **extra: Tensor
+    ) -> Program:
+        gradient, _ = self.clipped(ops, context, gradient, extra)
+        return super().aggregate(ops, context, gradient, state)
 
     def collect(self, ops: Ops, gradient: Tensor, state: Residual) -> Tensor:
         return ops.accumulate(gradient, state.r)

@@ -25,7 +25,7 @@ class ScaleComState(NamedTuple):
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScaleComCompressor(ResidualTopK):
     """Sends each rank's values where one rank's are the largest (Chen et al. 2020, CLT-k).
 
@@ -44,6 +44,9 @@ class ScaleComCompressor(ResidualTopK):
         beta: of the low-pass filter on the residual, in (0, 1]; 1 keeps all that was not sent,
             smaller forgets by design.
         index_coding: "delta", packed, or "int32", plain.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: the selection is exact, not by chunks; zeros of the leader are not sent.
 
@@ -57,6 +60,7 @@ class ScaleComCompressor(ResidualTopK):
     density: float = 0.01
     beta: float = 1.0
     index_coding: str = "delta"
+    max_norm: float | None = None
 
     replicated = frozenset({"sent"})
 
@@ -64,6 +68,7 @@ class ScaleComCompressor(ResidualTopK):
         validate.real(self, "density", low=0, high=1, closed="]")
         validate.real(self, "beta", low=0, high=1, closed="]")
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_max_norm()
 
     def count(self, size: int) -> int:
         return count_of(size, self.density)
@@ -75,7 +80,7 @@ class ScaleComCompressor(ResidualTopK):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
     ) -> Program:
-        del extra
+        gradient, _ = self.clipped(ops, context, gradient, extra)
         if self.sends_all(context.layout, context.size):
             return self._all(ops, context, gradient, state)
         return exchanges.leader(self, ops, context, gradient, state)

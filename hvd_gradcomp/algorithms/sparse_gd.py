@@ -30,7 +30,7 @@ class ResidualTopK(LargestCompressor):
         return Residual(ops.put(memory.r, index, 0.0))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SparseGDCompressor(ResidualTopK):
     """Sends a fixed share of each layer, the largest (Aji and Heafield 2017, by layer).
 
@@ -46,6 +46,9 @@ class SparseGDCompressor(ResidualTopK):
         density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent
             dense.
         index_coding: "delta", packed, or "int32", plain.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: the selection is exact, not by a sampled threshold; zeros are not sent.
 
@@ -58,10 +61,12 @@ class SparseGDCompressor(ResidualTopK):
 
     density: float = 0.001
     index_coding: str = "delta"
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_max_norm()
 
     def count(self, size: int) -> int:
         return count_of(size, self.density)

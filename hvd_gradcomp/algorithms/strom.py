@@ -15,7 +15,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.rules import Rule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StromCompressor(WordCompressor):
     """Sends plus or minus a threshold wherever the residual exceeds it (Strom 2015).
 
@@ -29,6 +29,9 @@ class StromCompressor(WordCompressor):
     Args:
         tau: the threshold, in units of the gradient, positive; larger sends less. The variance
             paper's tables use 0.001 to 0.1.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Raises:
         ValueError: `tau` is not a positive number.
@@ -38,9 +41,11 @@ class StromCompressor(WordCompressor):
     """
 
     tau: float = 0.1
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)
+        self.validate_max_norm()
 
     @property
     def quantizer(self) -> Quantizer:

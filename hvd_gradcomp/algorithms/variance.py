@@ -66,7 +66,7 @@ class Ambiguity(NamedTuple):
         return Ambiguity(r, ops.accumulate(self.v, moment))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VarianceCompressor(WordCompressor):
     """Sends an element once it is unambiguous (Tsuzuku et al. 2018, Algorithm 1).
 
@@ -89,6 +89,9 @@ class VarianceCompressor(WordCompressor):
             step is the sample, and then the first step of an element never passes for
             `alpha >= 1`; "auto": the first of these that is set up.
         feedback_rounding: keep in `r` what rounding to a power of two takes.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: an element that the 4-bit code cannot express (`d > 7`) stays in `r`
     and `v`; the paper drops it. Rounding errors are dropped as in the paper unless
@@ -105,6 +108,7 @@ class VarianceCompressor(WordCompressor):
     zeta: float = 0.999
     moments: str = "auto"
     feedback_rounding: bool = False
+    max_norm: float | None = None
 
     uses_moments = True
     quantizer = PowerOfTwo()
@@ -114,6 +118,7 @@ class VarianceCompressor(WordCompressor):
         validate.real(self, "zeta", low=0, high=1, closed="]")
         validate.one_of(self, "moments", MOMENTS)
         validate.boolean(self, "feedback_rounding")
+        self.validate_max_norm()
 
     def remember(self, ops: Ops, layout: Layout) -> Ambiguity:
         return Ambiguity.none(ops, layout)

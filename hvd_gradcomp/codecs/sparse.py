@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
+from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core import exchanges, wire
 from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State
 from hvd_gradcomp.core.ladder import Ladder, LadderState
@@ -57,7 +58,7 @@ class Encoded(NamedTuple):
     settle: Callable[[], None] = lambda: None  # what is left to do once the exchange has succeeded
 
 
-class SparseCompressor(Compressor):
+class SparseCompressor(Clipping, Compressor):
     """Base of the family; see the head of this file.
 
     Attributes:
@@ -180,6 +181,7 @@ class SparseCompressor(Compressor):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
+        gradient, extra = self.clipped(ops, context, gradient, extra)
         return program(Given(self, ops, context, gradient, state, extra.get("moment")))
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:

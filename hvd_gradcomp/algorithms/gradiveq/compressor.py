@@ -22,7 +22,7 @@ from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradiVeQCompressor(GradiVeQSettings):
     """Projects slices of convolutions onto their principal components (Yu et al. 2018).
 
@@ -74,6 +74,9 @@ class GradiVeQCompressor(GradiVeQSettings):
             would throw the model off. Sampling sends nothing of `r`; what the codes of QSGD or
             TernGrad miss there is added to it, and what FP16 rounds off on each rank (not what it
             rounds off in their sum: that no rank knows).
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: samples come from all slices that share a basis, not from the first
     only, and each sampling step counts alike, whatever its energy. So 25 samples are enough, and
@@ -114,7 +117,7 @@ class GradiVeQCompressor(GradiVeQSettings):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: GradiVeQState, **extra: Tensor
     ) -> Program:
-        del extra
+        gradient, _ = self.clipped(ops, context, gradient, extra)
         start, drifted = ops.staged(state.start), ops.staged(state.drifted)
         over = (context.step - start >= self.cycle_steps) | (drifted > 0)
         start = ops.pick(over, context.step, start)

@@ -12,6 +12,7 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq.slices import Slices, sizes_of
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
 from hvd_gradcomp.algorithms.wrappers import part
+from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.protocols import layering
@@ -48,8 +49,8 @@ class GradiVeQState(NamedTuple):
     r: Any  # float32 [size] with feedback, else ()
 
 
-@dataclass(frozen=True)
-class GradiVeQSettings(Composite, registered=False):
+@dataclass(frozen=True, repr=False)
+class GradiVeQSettings(Clipping, Composite, registered=False):
     """Base of `GradiVeQCompressor`: its fields, and what follows from them."""
 
     slice_size: int | None = None
@@ -64,6 +65,7 @@ class GradiVeQSettings(Composite, registered=False):
     sampling: Any = "none"
     other: Any = None
     feedback: bool = False
+    max_norm: float | None = None
 
     state_format = 2  # the samples of all slices in turn, and their energy
     whole_model = False
@@ -93,6 +95,7 @@ class GradiVeQSettings(Composite, registered=False):
         if self.resample_loss is not None:
             validate.real(self, "resample_loss", low=0, high=1, closed="]")
         validate.boolean(self, "feedback")
+        self.validate_max_norm()
         if isinstance(self.sampling, str):
             validate.one_of(self, "sampling", tuple(SAMPLING))
         for name in ("between", "others"):

@@ -25,7 +25,7 @@ _NOT_CONVERGED = (
 _LEARNED = ("encoder", "decoder", "late", "seen", "loss")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LGCCompressor(LGCSettings):
     """Sends a learned code of the largest accumulated velocities (Abrahamyan et al. 2021).
 
@@ -86,6 +86,9 @@ class LGCCompressor(LGCSettings):
         retrain_every: train it again after so many steps with codes, at least 1; None never. It
             goes on from the parameters that it has.
         seed: of the draws and of the autoencoder's first parameters.
+        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
+            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+            residual; positive; smaller clips more. None clips nothing.
 
     *Exact feedback.* What a rank selected less the mean that came back is for the most part what
     this rank has and others have not. It adds up to zero over ranks, so no exchange ever takes it
@@ -191,7 +194,7 @@ class LGCCompressor(LGCSettings):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: LGCState, **extra: Tensor
     ) -> Program:
-        del extra
+        gradient, _ = self.clipped(ops, context, gradient, extra)
         start, ready = ops.staged(state.start), ops.staged(state.ready)
         again = ops.staged(state.drifted) > 0
         if self.retrain_every is not None:

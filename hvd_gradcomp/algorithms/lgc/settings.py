@@ -49,7 +49,7 @@ class LGCState(NamedTuple):
     hint: Tensor  # float32 [layers], where to look first in the next step; rank-local
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LGCSettings(MomentumCorrected, registered=False):
     """What `LGCCompressor` is given, see there, and what follows from it for a layout."""
 
@@ -77,6 +77,7 @@ class LGCSettings(MomentumCorrected, registered=False):
     retrain_loss: float | None = None
     retrain_every: int | None = None
     seed: int = 0
+    max_norm: float | None = None
 
     state_format = 2  # what is owed beside the residual, and what the loss is sampled from
     replicated = frozenset({"start", "ready", "drifted"})
@@ -110,6 +111,7 @@ class LGCSettings(MomentumCorrected, registered=False):
         if self.retrain_every is not None:
             validate.whole(self, "retrain_every", low=1)
         validate.whole(self, "seed", low=0)
+        self.validate_max_norm()
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         self.check_ranks(ranks)
@@ -128,6 +130,7 @@ class LGCSettings(MomentumCorrected, registered=False):
             density=self.alpha,
             momentum=self.momentum,
             nesterov=self.nesterov,
+            clip_norm=self.max_norm,
             masking=self.masking,
             index_coding=self.index_coding,
         )
