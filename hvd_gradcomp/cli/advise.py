@@ -236,7 +236,11 @@ def _way(
     world = horovod.global_process_set
     everywhere = gather_objects(mine, list[list[list[Bucket]]], "gradcomp.costs", world)
     by_ranks = {count: [found[i] for found in everywhere] for i, count in enumerate(costs)}
-    sent = [sum(size for bucket in one for _, size in bucket.asks) for one in costs[ranks].rounds]
+    own = {"alltoall": 1 - 1 / ranks}  # a part of an alltoall stays where it is
+    sent = [
+        sum(size * own.get(kind, 1.0) for bucket in one for kind, size in bucket.asks)
+        for one in costs[ranks].rounds
+    ]
     mean = statistics.fmean(sent)
     ratio = 4 * gradients.elements / mean if mean else math.inf
     return Found(Way(brief(compressor), by_ranks), costs[ranks].element_ratio, ratio)
