@@ -49,6 +49,7 @@ class HybridCompressor(WordCompressor):
     moments: str = "auto"
 
     uses_moments = True
+    stated = frozenset({"alpha"})
 
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)

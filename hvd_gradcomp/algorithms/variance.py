@@ -107,6 +107,7 @@ class VarianceCompressor(WordCompressor):
     feedback_rounding: bool = False
 
     uses_moments = True
+    stated = frozenset({"alpha"})
     quantizer = PowerOfTwo()
 
     def __post_init__(self) -> None:
