@@ -134,6 +134,8 @@ def command(
     """
     options.check_png(png_path)
     horovod = options.started()
+    from torch.optim import SGD
+
     from hvd_gradcomp.planning.models import USUAL_OPTIMIZERS, ModelError, load, optimizer_of
     from hvd_gradcomp.torch.engine import gather_objects
     from hvd_gradcomp.torch.measure import (
@@ -146,7 +148,6 @@ def command(
         link,
         measure,
     )
-    from hvd_gradcomp.torch.momentum import momentum_of
 
     ranks = horovod.size()
     if ranks == 1 and bandwidth is None:
@@ -214,12 +215,12 @@ def command(
             "bandwidth": found.bandwidth,
             "link": {"ranks": found.ranks, "latency": found.latency, "curves": found.curves},
             "probes": probed,
-            "moments": "sample" if gradients.squares else "step",
+            "moments": gradients.moments,
             "optimizer": None if trained_with is None else type(trained_with).__name__,
             "for_hosts": for_hosts,
         }
         everything = [(dense, times), *ways]
-        gentle = trained_with is not None and momentum_of(trained_with) is None
+        gentle = not (trained_with is None or isinstance(trained_with, SGD))
         rows, verdict = _advice(everything, found, pass_, for_hosts or found.ranks, gentle)
         content |= {"rows": rows, **_said(rows, verdict)}
         content["takes_over"] = trained_with is None and any(

@@ -37,8 +37,7 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
     if advised["probes"]:
         parts.append(options.wrapped(probes(advised["probes"])))
     parts.append(table(rows, measured and not beyond))
-    if any(way in row["way"] for row in rows for way in ("Variance(", "Hybrid(")):
-        parts.append(options.wrapped(_MOMENTS[advised["moments"]]))
+    parts += options.moments_used([row["way"] for row in rows], advised["moments"])
     parts.append(hosts(rows[1:]))
     parts.append(options.wrapped(by_hosts(rows)))
     if measured:
@@ -58,12 +57,6 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
         )
     parts.append(options.wrapped(told))
     return "\n\n".join(parts)
-
-
-_MOMENTS = {
-    "sample": "Variance and Hybrid: with per-sample moments, as the factory tracks them.",
-    "step": "Variance and Hybrid: with moments of the step, as without hvd.track_moments.",
-}
 
 
 def probes(found: dict[str, Any]) -> str:

@@ -110,8 +110,9 @@ def command(
     if horovod.rank() == 0:
         size = 4 * gradients.elements
         figures = [figures_of(way, row, dense, size) for way, row in rows.items()]
-        content = {**about(horovod, model_name), "rows": figures}
-        output.report(json_path, content, table(figures))
+        content = {**about(horovod, model_name), "moments": gradients.moments, "rows": figures}
+        notes = options.moments_used(rows, gradients.moments)
+        output.report(json_path, content, "\n\n".join([table(figures), *notes]))
         if png_path is not None:
             _draw(png_path, figures, f"{model_name}, {counted(horovod.size(), 'rank')}")
     horovod.shutdown()
@@ -185,6 +186,6 @@ def _draw(path: Path, figures: Sequence[dict[str, Any]], title: str) -> None:
             label = f" {figure(f['ms'])} ms, {f['times_faster']:.2f}x"
             axes.text(left[place], place, label, va="center", fontsize=8)
         axes.invert_yaxis()
-        axes.margins(x=0.12)
+        axes.margins(x=0.25)  # room for the labels
         axes.set(xlabel="ms an exchange, median", title=title)
-        axes.legend(loc="lower right")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

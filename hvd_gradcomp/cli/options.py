@@ -320,3 +320,18 @@ def wrapped(text: str) -> str:
 def between(low: float, high: float) -> str:
     """From where to where; one figure where both read alike."""
     return figure(low) if figure(low) == figure(high) else f"{figure(low)}-{figure(high)}"
+
+
+def moments_used(ways: Iterable[str], source: str) -> list[str]:
+    """Which second moments Variance and Hybrid were measured with; nothing if neither was.
+
+    >>> moments_used(["DGC()"], "step"), moments_used(["DGC()", "Variance(alpha=2.0)"], "sample")
+    ([], ['Variance and Hybrid: with per-sample moments, as the factory tracks them.'])
+    """
+    if not any(name in way for way in ways for name in ("Variance(", "Hybrid(")):
+        return []
+    known = {
+        "sample": "with per-sample moments, as the factory tracks them.",
+        "step": "with moments of the step, as without hvd.track_moments.",
+    }
+    return [wrapped(f"Variance and Hybrid: {known[source]}")]

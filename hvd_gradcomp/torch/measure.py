@@ -94,6 +94,11 @@ class Gradients:
             self._generator = torch.Generator().manual_seed(1000 + horovod.rank())
             self._noise = torch.randn(self.elements + _SHIFTS, generator=self._generator)
 
+    @property
+    def moments(self) -> str:
+        """Names what methods that use second moments are given: "sample", or "step"."""
+        return "sample" if self.squares else "step"
+
     def draw(self) -> list[torch.Tensor]:
         """The next step's."""
         self._turn += 1
