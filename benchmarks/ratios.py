@@ -75,7 +75,7 @@ def moved(compressor: Compressor, shapes: Sequence[tuple[int, ...]], ranks: int)
 
 
 def _of(requests: Sequence[Any], ranks: int) -> Moved:
-    """One round: what each rank has asked for."""
+    """Counts one round, by what each rank has asked for."""
     size = float(requests[0].tensor.numel() * requests[0].tensor.element_size())
     kind = type(requests[0]).__name__.lower()
     sent = size / ranks if isinstance(requests[0], Broadcast) else size

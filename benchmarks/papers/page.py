@@ -79,7 +79,7 @@ GISTS = {
 
 
 def _summary(every: list[Found]) -> str:
-    """How many claims hold, and of what kind, before all else."""
+    """Counts the claims that hold, by part, before all else."""
     lines, held, known = [], 0, 0
     for found in every:
         verdicts = [claim.holds for claim in found.part.claims(found)]

@@ -297,7 +297,7 @@ def _draw_otherwise(rank: int) -> None:
 
 
 def _takes_over(compressor: Compressor) -> bool:
-    """Whether it takes the momentum over from the optimizer."""
+    """Says whether it takes the momentum over from the optimizer."""
     return (correction(compressor) or (0.0,))[0] is None
 
 
@@ -306,7 +306,7 @@ def _suited(
     optimizer: Any,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Compressor]:
-    """Those that run with an optimizer, without a momentum of their own if need be; in order.
+    """Picks those that run with an optimizer, without a momentum of their own if need be; in order.
 
     Args:
         compressors: that were asked for.

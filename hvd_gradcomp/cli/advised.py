@@ -60,7 +60,7 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
 
 
 def probes(found: dict[str, Any]) -> str:
-    """What probes have found in the gradients, in words."""
+    """Says in words what probes have found in the gradients."""
     told = (
         "gradients, by probes: an element has {entropy:.1f} bits (entropy of a histogram of 32 "
         "bins); would send: Variance(alpha=2) {density_variance:.2%}, EGC {density_egc:.2%}, DGC "
@@ -78,14 +78,15 @@ def probes(found: dict[str, Any]) -> str:
 
 
 def by_hosts(rows: Sequence[dict[str, Any]]) -> str:
-    """Which way is fastest on which numbers of hosts, in one sentence.
+    """Names the fastest way by numbers of hosts; of those that send something.
 
-    >>> dense = {"way": "dense", "hosts": dict.fromkeys(HOSTS, 1.0)}
-    >>> dgc = {"way": "DGC()", "hosts": {n: 64 / n for n in HOSTS}}
+    >>> dense = {"way": "dense", "element_ratio": 1.0, "hosts": dict.fromkeys(HOSTS, 1.0)}
+    >>> dgc = {"way": "DGC()", "element_ratio": 960.0, "hosts": {n: 64 / n for n in HOSTS}}
     >>> by_hosts([dense, dgc])
     'fastest by hosts: DGC() 2-32, dense 64-1024'
     """
-    fastest = {n: max(rows, key=lambda row: row["hosts"][n])["way"] for n in HOSTS}
+    sending = [row for row in rows if row["element_ratio"]]
+    fastest = {n: max(sending, key=lambda row: row["hosts"][n])["way"] for n in HOSTS}
     fastest = {n: "dense" if way == rows[0]["way"] else way for n, way in fastest.items()}
     runs: list[tuple[str, list[int]]] = []
     for n, way in fastest.items():

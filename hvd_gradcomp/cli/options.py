@@ -323,7 +323,7 @@ def between(low: float, high: float) -> str:
 
 
 def moments_used(ways: Iterable[str], source: str) -> list[str]:
-    """Which second moments Variance and Hybrid were measured with; nothing if neither was.
+    """Says which second moments Variance and Hybrid were measured with; nothing if neither was.
 
     >>> moments_used(["DGC()"], "step"), moments_used(["DGC()", "Variance(alpha=2.0)"], "sample")
     ([], ['Variance and Hybrid: with per-sample moments, as the factory tracks them.'])
