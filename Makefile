@@ -40,7 +40,7 @@ triton := $(if $(kernels),$(VENV_TRITON)/bin/python,$(PYTHON))
 # `horovodrun` and what it starts come from the same environment.
 run = PATH="$(path)" $(python)
 pages = $(addprefix docs/tutorial/,first-run.md hosts.md choosing.md mixed-precision.md \
-	checkpoints.md) docs/extending.md
+	checkpoints.md watching.md) docs/extending.md
 pip = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --progress-bar off \
 	--constraint docker/constraints.txt
 

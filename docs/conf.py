@@ -19,7 +19,16 @@ author = "the hvd_gradcomp authors"
 copyright = author
 version = release = hvd_gradcomp.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "  # commands are copied, not what they print
+copybutton_prompt_is_regexp = True
+copybutton_here_doc_delimiter = "EOF"
 exclude_patterns = ["_build", "generated"]
 nitpicky = False  # types of other projects cannot be looked up without a network
 myst_enable_extensions = ["colon_fence", "dollarmath"]

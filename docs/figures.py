@@ -340,9 +340,10 @@ def measured(name):
     return json.loads((MEASURED / name).read_text())
 
 
-def overview(path):
+def overview(path, stacked=False):
     """What bytes do to accuracy, and to the time of an exchange, by what was measured."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    rows, columns, size = (2, 1, (4.4, 7.2)) if stacked else (1, 2, (9, 3.8))
+    figure, (left, right) = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
     shown = {  # (part, row without compression): rows
         ("variance", "adam/none"): {
             "adam/variance-1": "Variance",
@@ -471,6 +472,7 @@ def draw(folder: Path, *names: str) -> list[Path]:
         "lgc": autoencoder,
         "hierarchy": hierarchy,
         "overview": overview,
+        "overview-narrow": lambda p: overview(p, stacked=True),  # for a phone
         "architecture": architecture,
     }
     paths = {name: folder / f"{name}.svg" for name in names or figures}

@@ -53,6 +53,7 @@ class HybridCompressor(WordCompressor):
     max_norm: float | None = None
 
     uses_moments = True
+    stated = frozenset({"alpha"})
 
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)

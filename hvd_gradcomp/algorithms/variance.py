@@ -111,6 +111,7 @@ class VarianceCompressor(WordCompressor):
     max_norm: float | None = None
 
     uses_moments = True
+    stated = frozenset({"alpha"})
     quantizer = PowerOfTwo()
 
     def __post_init__(self) -> None:

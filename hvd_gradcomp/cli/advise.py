@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
 from hvd_gradcomp.cli import advised, launching, options, output
 from hvd_gradcomp.cli.advised import HOSTS
 from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
+from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.protocols.carrying import correction
 from hvd_gradcomp.foundation.cost import Bucket, Dense, Link, Way
 from hvd_gradcomp.planning import advice
 from hvd_gradcomp.planning.advice import Case, Verdict
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from hvd_gradcomp.planning.models import Model
     from hvd_gradcomp.torch.measure import Backward, Gradients
 
+_GENTLE = (QuantizedCompressor, FP16Compressor)  # send every element, in fewer bits
 ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among others
 
 
@@ -63,6 +68,18 @@ ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among
     help="From host to host, for more hosts than are here.",
 )
 @click.option(
+    "--for-hosts",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Say it for so many hosts, one rank each, from what is measured here with fewer.",
+)
+@click.option(
+    "--optimizer",
+    metavar="NAME",
+    help="A class of torch.optim that you train with, such as sgd or adamw: some methods run with "
+    "SGD only. Default: that of your factory, if it returns one.",
+)
+@click.option(
     "--measure/--no-measure",
     "measures",
     default=True,
@@ -77,6 +94,8 @@ def command(
     batch_size: int,
     bandwidth: float | None,
     latency: float,
+    for_hosts: int | None,
+    optimizer: str | None,
     measures: bool,
     json_path: Path | None,
     png_path: Path | None,
@@ -89,6 +108,7 @@ def command(
         hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model resnet50
         hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory
         hvd-gradcomp advise --model train:factory --bandwidth 1000
+        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory --for-hosts 16
 
     It measures forward and backward, whole exchanges, each compressor's own work without any link,
     and the link by collectives of several sizes, all on CPUs. From the last three a model predicts
@@ -102,13 +122,21 @@ def command(
     which a step takes as long as without. A compressor is recommended if it saves a tenth of a step
     in the worst case; if some would in the best case only, it says so.
 
-    The second table is how many times faster a step is on other numbers of hosts, one rank each. Of
-    a model of your own with a loss, probes say what is in its gradients. It says nothing about
-    accuracy: `hvd-gradcomp compare` trains with each.
+    The second table is how many times faster a step is on other numbers of hosts, one rank each;
+    with --for-hosts the first table and the answer are for so many, predicted from what is measured
+    here.
+
+    Methods that take the momentum over from the optimizer are measured, and recommended, without
+    one where yours has none to give: "adam" and its kind. With these a quantizer that pays goes
+    before a faster method, since the latter trained transformers worse. For the rest it says
+    nothing about accuracy: `hvd-gradcomp compare` trains with each. Of a model of your own with a
+    loss, probes say what is in its gradients.
     """
     options.check_png(png_path)
     horovod = options.started()
-    from hvd_gradcomp.planning.models import ModelError, load
+    from torch.optim import SGD
+
+    from hvd_gradcomp.planning.models import USUAL_OPTIMIZERS, ModelError, load, optimizer_of
     from hvd_gradcomp.torch.engine import gather_objects
     from hvd_gradcomp.torch.measure import (
         Backward,
@@ -131,10 +159,14 @@ def command(
         click.echo("several ranks on a host: what is called hosts below are ranks", err=True)
     measures = measures and ranks > 1 and bandwidth is None
     try:
+        usual = optimizer or USUAL_OPTIMIZERS.get(model_name)
+        trained_with = optimizer_of(usual) if usual else None
         model = load(model_name, batch_size=batch_size)
+        trained_with = trained_with or model.optimizer
+        _draw_otherwise(horovod.rank())  # than other ranks, where the factory has set a seed
         passes = [backward(model)[1] for _ in range(3 if model.loss else 0)]
-        probed = _probed(model) if model.real else {}
         gradients = Gradients(model, real=8 if model.real else 0)
+        probed = _probed(model, gradients) if model.real else {}
     except ModelError as error:
         raise click.UsageError(str(error)) from error
     compressors = options.chosen(texts, gradients.scale)
@@ -144,9 +176,10 @@ def command(
     pass_ = _middle(everybody, len(gradients.layers))
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
     ways: list[tuple[Found, list[float]]] = []
-    with Progress(len(compressors) + 2, first) as progress:
+    with Progress(len(_suited(compressors, trained_with)) + 2, first) as progress:
         size = counted(gradients.elements, "element")
         progress.say(f"{model_name}: {size}, {counted(ranks, 'rank')}")
+        compressors = _suited(compressors, trained_with, progress.say)
         progress.begin("the link")
         if bandwidth is None:
             found = link(rounds=rounds, latency=1e-6 * latency)
@@ -163,7 +196,7 @@ def command(
             else:
                 times = []
                 if measures:
-                    exchange = CompressedExchange(compressor, gradients.layers)
+                    exchange = CompressedExchange(compressor, gradients.layers, gradients)
                     row = measure(exchange, gradients, rounds, warm_up_rounds(compressor))
                     times = [one.total for one in row.times]
                 ways.append((way, times))
@@ -173,7 +206,7 @@ def command(
             plain.times += measure(DenseExchange(), gradients, rounds // 2).times
         progress.end()
     if first:
-        dense = Found(Dense(DENSE, list(zip(pass_.ready, sizes))), 1.0, 1.0)
+        dense = Found(Dense(DENSE, list(zip(pass_.ready, sizes))), NoneCompressor(), 1.0, 1.0)
         times = [one.total for one in plain.times] if plain else []
         content = {
             **about(horovod, model_name),
@@ -182,9 +215,17 @@ def command(
             "bandwidth": found.bandwidth,
             "link": {"ranks": found.ranks, "latency": found.latency, "curves": found.curves},
             "probes": probed,
+            "moments": gradients.moments,
+            "optimizer": None if trained_with is None else type(trained_with).__name__,
+            "for_hosts": for_hosts,
         }
-        rows, verdict = _advice([(dense, times), *ways], found, pass_)
+        everything = [(dense, times), *ways]
+        gentle = not (trained_with is None or isinstance(trained_with, SGD))
+        rows, verdict = _advice(everything, found, pass_, for_hosts or found.ranks, gentle)
         content |= {"rows": rows, **_said(rows, verdict)}
+        content["takes_over"] = trained_with is None and any(
+            one.way.name == content["use"] and _takes_over(one.compressor) for one, _ in ways
+        )
         output.report(json_path, content, advised.text(content, verdict))
         if png_path is not None:
             advised.draw(png_path, content)
@@ -196,10 +237,12 @@ class Found(NamedTuple):
 
     Attributes:
         way: what it costs, for the model.
+        compressor: what runs.
         elements, bytes: of the gradient over those that are sent; inf if nothing is.
     """
 
     way: Way | Dense
+    compressor: Compressor
     elements: float
     bytes: float
 
@@ -236,27 +279,76 @@ def _way(
     world = horovod.global_process_set
     everywhere = gather_objects(mine, list[list[list[Bucket]]], "gradcomp.costs", world)
     by_ranks = {count: [found[i] for found in everywhere] for i, count in enumerate(costs)}
-    sent = [sum(size for bucket in one for _, size in bucket.asks) for one in costs[ranks].rounds]
+    own = {"alltoall": 1 - 1 / ranks}  # a part of an alltoall stays where it is
+    sent = [
+        sum(size * own.get(kind, 1.0) for bucket in one for kind, size in bucket.asks)
+        for one in costs[ranks].rounds
+    ]
     mean = statistics.fmean(sent)
     ratio = 4 * gradients.elements / mean if mean else math.inf
-    return Found(Way(brief(compressor), by_ranks), costs[ranks].element_ratio, ratio)
+    return Found(Way(brief(compressor), by_ranks), compressor, costs[ranks].element_ratio, ratio)
 
 
-def _probed(model: Model, steps: int = 8) -> dict[str, float | None]:
+def _draw_otherwise(rank: int) -> None:
+    """Gives the rank random numbers, and so batches, of its own."""
+    import torch
+
+    torch.manual_seed(1000 + rank)
+
+
+def _takes_over(compressor: Compressor) -> bool:
+    """Says whether it takes the momentum over from the optimizer."""
+    return (correction(compressor) or (0.0,))[0] is None
+
+
+def _suited(
+    compressors: Sequence[Compressor],
+    optimizer: Any,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Compressor]:
+    """Picks those that run with an optimizer, without a momentum of their own if need be; in order.
+
+    Args:
+        compressors: that were asked for.
+        optimizer: of `torch.optim`; None if it is not known.
+        say: is told what is left out, and what is run otherwise.
+    """
+    from hvd_gradcomp.torch.momentum import hand_over
+
+    found: dict[Compressor, None] = {}
+    for compressor in compressors:
+        try:
+            if optimizer is not None:
+                hand_over(optimizer, compressor)
+        except ValueError as error:
+            if not hasattr(compressor, "momentum"):
+                say(f"left out: {error}")
+                continue
+            other: Any = replace(compressor, momentum=0.0)  # type: ignore[type-var]
+            kind = type(optimizer).__name__
+            say(f"{brief(compressor)} cannot take {kind}'s momentum over: it is {brief(other)}")
+            compressor = other
+        found[compressor] = None
+    return list(found)
+
+
+def _probed(model: Model, gradients: Gradients, steps: int = 8) -> dict[str, float | None]:
     """What probes find in so many steps' gradients: means over elements; None if unknown."""
     from hvd_gradcomp.torch.probing import Probe
 
+    trained = [p for p in model.module.parameters() if p.requires_grad]
     probe = Probe(model.module.named_parameters(), every=1)
     for _ in range(steps):
-        model.module.zero_grad(set_to_none=True)
-        model.loss().backward()  # type: ignore[misc]
-        probe.step()
+        for p, gradient in zip(trained, gradients.draw()):
+            p.grad = gradient
+        probe.step(gradients.squares or None)
     model.module.zero_grad(set_to_none=True)
     last = [reading for reading in probe.readings if reading.step == probe.readings[-1].step]
     weights = [reading.size for reading in last]
     fields: dict[str, list[Any]] = {
         "entropy": [reading.entropy for reading in last],
         "mutual_information": [reading.mutual_information for reading in last],
+        "chance": [reading.chance for reading in last],
         "density_variance": [reading.density_variance for reading in last],
         "density_egc": [reading.density_egc for reading in last],
         "density_dgc": [reading.density_dgc for reading in last],
@@ -268,20 +360,40 @@ def _probed(model: Model, steps: int = 8) -> dict[str, float | None]:
 
 
 def _advice(
-    found: Sequence[tuple[Found, Sequence[float]]], link: Link, pass_: Backward
+    found: Sequence[tuple[Found, Sequence[float]]],
+    link: Link,
+    pass_: Backward,
+    ranks: int,
+    gentle: bool = False,
 ) -> tuple[list[dict[str, Any]], Verdict]:
-    """A row for each way, the dense one first, and what to do."""
-    ranks, compute = link.ranks, pass_.forward + pass_.seconds
+    """A row for each way, the dense one first, and what to do.
+
+    Args:
+        found: the ways, and what whole exchanges took over the link.
+        link, pass_: as measured.
+        ranks: how many to say it for. Where these are others than those of the link, what was
+            measured differs from the model there by as many seconds as here.
+        gentle: whether quantizers go before what is faster.
+    """
+    compute = pass_.forward + pass_.seconds
 
     def case(way: Way | Dense, measured: Sequence[float]) -> Case:
+        beyond = ranks != link.ranks
+        aside = 0.0
+        if beyond and measured:
+            aside = statistics.median(measured) - way.seconds(link, link.ranks)
+
         def step_at(bandwidth: float) -> float:
             there = link.with_bandwidth(bandwidth)
-            return pass_.forward + way.seconds(there, ranks, pass_.seconds)
+            seconds = way.seconds(there, ranks, pass_.seconds)
+            return pass_.forward + max(seconds + aside, pass_.seconds)
 
         exchange = way.seconds(link, ranks)
         exposed = way.seconds(link, ranks, pass_.seconds) - pass_.seconds
         hidden = max(exchange - exposed, 0.0)
-        return Case(way.name, exchange, hidden, measured, step_at, compute, pass_.seconds)
+        exchange = max(exchange + aside, 1e-9)
+        known = () if beyond else measured
+        return Case(way.name, exchange, hidden, known, step_at, compute, pass_.seconds)
 
     cases = [case(one.way, measured) for one, measured in found]
     estimates = [advice.estimate(one, cases[0], link.bandwidth) for one in cases]
@@ -295,7 +407,7 @@ def _advice(
                 "byte_ratio": one.bytes,
                 "predicted_ms": 1e3 * what.predicted,
                 "measured_ms": None if took is None else 1e3 * took,
-                "error": None if took is None else what.predicted / took - 1,
+                "error": None if took is None else one.way.seconds(link, link.ranks) / took - 1,
                 "exchange_span_ms": [1e3 * x for x in estimate.exchange],
                 "step_ms": 1e3 * estimate.step.middle,
                 "step_span_ms": [1e3 * x for x in estimate.step],
@@ -304,25 +416,32 @@ def _advice(
                 "pays_below_span": None if what is cases[0] else list(estimate.pays_below),
             }
         )
-    _elsewhere(rows, [one.way for one, _ in found], link, pass_)
+    _elsewhere(rows, [one.way for one, _ in found], link, pass_, ranks)
     sending = [
         estimate
         for (one, _), estimate in zip(found[1:], estimates[1:])
         if math.isfinite(one.elements)
     ]
-    return rows, advice.decide(sending, link.bandwidth)
+    quantizers = [
+        one.way.name for one, _ in found if gentle and isinstance(one.compressor, _GENTLE)
+    ]
+    return rows, advice.decide(sending, link.bandwidth, quantizers)
 
 
 def _elsewhere(
-    rows: Sequence[dict[str, Any]], ways: Sequence[Way | Dense], link: Link, pass_: Backward
+    rows: Sequence[dict[str, Any]],
+    ways: Sequence[Way | Dense],
+    link: Link,
+    pass_: Backward,
+    ranks: int,
 ) -> None:
     """How many times faster a step is on other numbers of hosts: by the model, from here on."""
 
     def steps(place: int) -> dict[int, float]:
-        seconds = {n: ways[place].seconds(link, n, pass_.seconds) for n in (*HOSTS, link.ranks)}
+        seconds = {n: ways[place].seconds(link, n, pass_.seconds) for n in (*HOSTS, ranks)}
         here = 1e-3 * rows[place]["step_ms"]
         least = pass_.forward + pass_.seconds
-        return {n: max(here + seconds[n] - seconds[link.ranks], least, 1e-9) for n in HOSTS}
+        return {n: max(here + seconds[n] - seconds[ranks], least, 1e-9) for n in HOSTS}
 
     dense = steps(0)
     for place, row in enumerate(rows):
@@ -334,9 +453,10 @@ def _said(rows: Sequence[dict[str, Any]], verdict: Verdict) -> dict[str, Any]:
     """The verdict, for JSON."""
     errors = [abs(row["error"]) for row in rows if row["error"] is not None]
     best = None if verdict.best is None else verdict.best.name
+    faster = None if verdict.faster is None else verdict.faster.name
     return {
         "answer": verdict.answer,
         "use": best if verdict.answer == "use" else None,
-        "fastest": best,
+        "fastest": faster or best,
         "median_error": statistics.median(errors) if errors else None,
     }

@@ -20,26 +20,81 @@ HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 def text(advised: dict[str, Any], verdict: Verdict) -> str:
     """All that is printed; `advised` is what JSON gets."""
     rows, measured = advised["rows"], advised["median_error"] is not None
+    here = advised["link"]["ranks"]
+    beyond = advised["for_hosts"] not in (None, here)
     parts = [
-        f"link: {_rate(advised['bandwidth'])} at {advised['link']['ranks']} ranks; forward: "
+        f"link: {_rate(advised['bandwidth'])} at {here} ranks; forward: "
         f"{figure(advised['forward_ms'])} ms, backward: {figure(advised['backward_ms'])} ms"
         + ("" if advised["backward_ms"] else " (no loss: a step is an exchange)")
     ]
-    if advised["probes"]:
-        found = advised["probes"]
-        probes = (
-            "gradients, by probes: {entropy:.1f} bits an element; would send: Variance "
-            "{density_variance:.2%}, EGC {density_egc:.2%}, DGC {density_dgc:.2%}".format(**found)
+    if beyond:
+        parts.append(
+            options.wrapped(
+                f"The table and the answer are for {advised['for_hosts']} hosts, extrapolated from "
+                f"{here} ranks: nothing was measured among so many."
+            )
         )
-        if found["mutual_information"] is not None:
-            probes += "; two ranks share {mutual_information:.1f} bits".format(**found)
-        parts.append(options.wrapped(probes))
-    parts.append(table(rows, measured))
+    if advised["probes"]:
+        parts.append(options.wrapped(probes(advised["probes"])))
+    parts.append(table(rows, measured and not beyond))
+    parts += options.moments_used([row["way"] for row in rows], advised["moments"])
     parts.append(hosts(rows[1:]))
+    parts.append(options.wrapped(by_hosts(rows)))
     if measured:
         parts.append(f"median error of the model: {advised['median_error']:.0%}")
-    parts.append(options.wrapped(said(verdict, rows[0], advised["bandwidth"])))
+    told = said(verdict, rows[0], advised["bandwidth"], beyond)
+    if verdict.faster is not None:
+        told += (
+            f" Faster yet is {_written(verdict.faster.name)}, "
+            f"{_span([1e3 * x for x in verdict.faster.step], 'ms')}; with "
+            f"{advised['optimizer']}, methods that send few elements trained transformers worse: "
+            "compare first."
+        )
+    if advised["takes_over"]:
+        told += (
+            " It takes the momentum of SGD over; if yours is another optimizer, say so "
+            "(--optimizer)."
+        )
+    parts.append(options.wrapped(told))
     return "\n\n".join(parts)
+
+
+def probes(found: dict[str, Any]) -> str:
+    """Says in words what probes have found in the gradients."""
+    told = (
+        "gradients, by probes: an element has {entropy:.1f} bits (entropy of a histogram of 32 "
+        "bins); would send: Variance(alpha=2) {density_variance:.2%}, EGC {density_egc:.2%}, DGC "
+        "{density_dgc:.2%}".format(**found)
+    )
+    if found["mutual_information"] is not None:
+        told += (
+            ". Ranks 0 and 1 share {mutual_information:.1f} bits: so much does an element of one "
+            "rank's gradient tell of the same element of the other's; {chance:.1f} bits are shared "
+            "by chance, with elements that do not belong together".format(**found)
+        )
+        if found["mutual_information"] > 0.95 * found["entropy"]:
+            told += ". That is all there is: do your ranks draw the same batches?"
+    return told
+
+
+def by_hosts(rows: Sequence[dict[str, Any]]) -> str:
+    """Names the fastest way by numbers of hosts; of those that send something.
+
+    >>> dense = {"way": "dense", "element_ratio": 1.0, "hosts": dict.fromkeys(HOSTS, 1.0)}
+    >>> dgc = {"way": "DGC()", "element_ratio": 960.0, "hosts": {n: 64 / n for n in HOSTS}}
+    >>> by_hosts([dense, dgc])
+    'fastest by hosts: DGC() 2-32, dense 64-1024'
+    """
+    sending = [row for row in rows if row["element_ratio"]]
+    fastest = {n: max(sending, key=lambda row: row["hosts"][n])["way"] for n in HOSTS}
+    fastest = {n: "dense" if way == rows[0]["way"] else way for n, way in fastest.items()}
+    runs: list[tuple[str, list[int]]] = []
+    for n, way in fastest.items():
+        if not runs or runs[-1][0] != way:
+            runs.append((way, []))
+        runs[-1][1].append(n)
+    told = (f"{way} {ns[0]}" + (f"-{ns[-1]}" if len(ns) > 1 else "") for way, ns in runs)
+    return f"fastest by hosts: {', '.join(told)}"
 
 
 def table(rows: Sequence[dict[str, Any]], measured: bool) -> str:
@@ -80,8 +135,8 @@ def hosts(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float) -> str:
-    """The sentence at the end."""
+def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float, beyond: bool = False) -> str:
+    """The sentence at the end; `beyond` what was measured, for other numbers of hosts."""
     best = verdict.best
     plain = _span(dense["step_span_ms"], "ms")
     if best is None:
@@ -104,7 +159,9 @@ def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float) -> str:
         )
     # Rounds narrow what was measured, and nothing else.
     more = f"Take more rounds (--rounds {4 * advice.ROUNDS}) while nothing else runs here"
-    if dense["measured_ms"] is None:
+    if beyond:
+        more = "Measure among so many hosts (-np, -H)"
+    elif dense["measured_ms"] is None:
         more = "Let it measure whole exchanges, on hosts that have this link (-np, -H)"
     return (
         f"Cannot say: with {_written(best.name)} a step takes {step}, without compression {plain}; "

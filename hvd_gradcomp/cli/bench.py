@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hvd_gradcomp.torch.measure import Row
 
 DENSE = "dense (stock Horovod)"
+PARTS = ("encode", "collective", "decode")  # of an exchange, in turn
 WARM_UP = 64  # steps until thresholds of noise let through what they will
 
 
@@ -58,11 +59,12 @@ def command(
 
     Each round begins together and ends with the slowest rank. "ms" is the median, "+-" half of
     least to most; "encode" the time until all gradients are handed over, "wait" for what travels,
-    "decode" the rest; "faster" compares medians with stock Horovod's dense allreduce, of which half
-    the rounds are run at the beginning and half at the end; "bytes" and "elements" are those of the
-    gradients over those that were sent. Gradients are noise of variance 1, but those of your own
-    model with a loss, and all is on CPUs. Methods that learn have learned nothing useful, which
-    costs the same.
+    "decode" the rest, as shares of "ms"; "faster" compares medians with stock Horovod's dense
+    allreduce, of which half the rounds are run at the beginning and half at the end; "bytes" and
+    "elements" are those of the gradients over those that were sent. Gradients are noise of variance
+    1, but those of your own model with a loss, and all is on CPUs. Second moments are those of
+    samples where your factory calls hvd.track_moments, else those of the step. Methods that learn
+    have learned nothing useful, which costs the same.
     """
     options.check_png(png_path)
     horovod = options.started()
@@ -95,7 +97,7 @@ def command(
             progress.begin(brief(compressor))
             before = warm_up_rounds(compressor) if uncounted is None else uncounted
             try:
-                way = CompressedExchange(compressor, gradients.layers)
+                way = CompressedExchange(compressor, gradients.layers, gradients)
             except UnmeasurableError as error:
                 progress.say(f"left out: {error}")
             else:
@@ -108,8 +110,9 @@ def command(
     if horovod.rank() == 0:
         size = 4 * gradients.elements
         figures = [figures_of(way, row, dense, size) for way, row in rows.items()]
-        content = {**about(horovod, model_name), "rows": figures}
-        output.report(json_path, content, table(figures))
+        content = {**about(horovod, model_name), "moments": gradients.moments, "rows": figures}
+        notes = options.moments_used(rows, gradients.moments)
+        output.report(json_path, content, "\n\n".join([table(figures), *notes]))
         if png_path is not None:
             _draw(png_path, figures, f"{model_name}, {counted(horovod.size(), 'rank')}")
     horovod.shutdown()
@@ -133,16 +136,19 @@ def about(horovod: Any, model_name: str) -> dict[str, Any]:
 
 
 def figures_of(way: str, row: Row, dense: Row, size: int) -> dict[str, Any]:
-    """A row in milliseconds and bytes; `size` is that of the gradients."""
+    """A row in milliseconds and bytes; `size` is that of the gradients.
+
+    Parts are shares of the median: medians of each part need not add up to that of all.
+    """
     totals = [t.total for t in row.times]
+    parts = {part: row.median(part) for part in PARTS}
+    share = row.median() / (sum(parts.values()) or 1.0)
     return {
         "way": way,
         "ms": 1e3 * row.median(),
         "min": 1e3 * min(totals),
         "max": 1e3 * max(totals),
-        "encode": 1e3 * row.median("encode"),
-        "collective": 1e3 * row.median("collective"),
-        "decode": 1e3 * row.median("decode"),
+        **{part: 1e3 * share * seconds for part, seconds in parts.items()},
         "times_faster": dense.median() / row.median(),
         "bytes": row.bytes_sent,
         "byte_ratio": size / row.bytes_sent if row.bytes_sent else math.inf,
@@ -169,20 +175,17 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def _draw(path: Path, figures: Sequence[dict[str, Any]], title: str) -> None:
-    """Bars: encode, collective, decode."""
+    """Bars: encode, collective, decode, as long together as the median."""
     with options.drawing(path, 9, 0.4 * len(figures) + 1.2) as axes:
         names, left = [f["way"] for f in figures], [0.0] * len(figures)
-        for part, colour in (
-            ("encode", style.COLOURS[0]),
-            ("collective", style.COLOURS[4]),
-            ("decode", style.COLOURS[3]),
-        ):
+        for part, colour in zip(PARTS, (style.COLOURS[place] for place in (0, 4, 3))):
             widths = [f[part] for f in figures]
             axes.barh(names, widths, left=left, label=part, color=colour)
             left = [a + b for a, b in zip(left, widths)]
         for place, f in enumerate(figures):
-            axes.text(left[place], place, f" {f['times_faster']:.1f}x", va="center", fontsize=8)
+            label = f" {figure(f['ms'])} ms, {f['times_faster']:.2f}x"
+            axes.text(left[place], place, label, va="center", fontsize=8)
         axes.invert_yaxis()
-        axes.margins(x=0.12)
+        axes.margins(x=0.25)  # room for the labels
         axes.set(xlabel="ms an exchange, median", title=title)
-        axes.legend(loc="lower right")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

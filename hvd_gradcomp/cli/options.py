@@ -53,16 +53,16 @@ _MAKERS: dict[str, Callable[..., Any]] = {  # beside the classes of compressors
 
 
 def usual(scale: float = 1.0) -> dict[str, Compressor]:
-    """Every method of this package by a short name, with settings at which it is usual.
+    """Every method of this package by a short name, with settings that people train with.
 
     Args:
-        scale: root mean square of the gradients. Methods with a threshold get one that about one
-            element in 560 of noise of that size passes.
+        scale: root mean square of the gradients, which thresholds are given in: Hybrid's is a tenth
+            of it, and Strom's one that about one element in 560 of noise of that size passes.
     """
     return {
         "fp16": FP16Compressor(),
-        "variance": VarianceCompressor(alpha=4.3),
-        "hybrid": HybridCompressor(tau=_rounded(0.1 * scale), alpha=11.9),
+        "variance": VarianceCompressor(alpha=2.0),
+        "hybrid": HybridCompressor(tau=_rounded(0.1 * scale), alpha=2.0),
         "strom": StromCompressor(tau=_rounded(19.1 * scale)),
         "egc": EGCCompressor(K=1024),
         "dgc": DGCCompressor(density=0.001),
@@ -197,7 +197,8 @@ def with_model(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         metavar="MODEL",
         help="resnet50, vgg16, bert-base, lstm; or module:factory, a function of your own that "
-        "returns a torch.nn.Module, or (module, loss) where loss() returns the loss of a batch.",
+        "returns a torch.nn.Module, or (module, loss) where loss() returns the loss of a batch, "
+        "or (module, loss, optimizer).",
     )(command)
 
 
@@ -319,3 +320,18 @@ def wrapped(text: str) -> str:
 def between(low: float, high: float) -> str:
     """From where to where; one figure where both read alike."""
     return figure(low) if figure(low) == figure(high) else f"{figure(low)}-{figure(high)}"
+
+
+def moments_used(ways: Iterable[str], source: str) -> list[str]:
+    """Says which second moments Variance and Hybrid were measured with; nothing if neither was.
+
+    >>> moments_used(["DGC()"], "step"), moments_used(["DGC()", "Variance(alpha=2.0)"], "sample")
+    ([], ['Variance and Hybrid: with per-sample moments, as the factory tracks them.'])
+    """
+    if not any(name in way for way in ways for name in ("Variance(", "Hybrid(")):
+        return []
+    known = {
+        "sample": "with per-sample moments, as the factory tracks them.",
+        "step": "with moments of the step, as without hvd.track_moments.",
+    }
+    return [wrapped(f"Variance and Hybrid: {known[source]}")]

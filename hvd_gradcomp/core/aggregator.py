@@ -77,6 +77,7 @@ class Compressor(stock.Refuses, ABC):
         runs: whether it has programs of its own; a partition only chooses among others.
         adds_up: whether it does nothing but to add up gradients, or what they are cast to.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
+        stated: names of hyper-parameters that messages and tables show at their defaults as well.
         needs_order: whether who compresses a layer depends on the order in which the model uses
             its layers; see `protocols.layering`.
     """
@@ -94,6 +95,7 @@ class Compressor(stock.Refuses, ABC):
     adds_up: bool = False
     uses_moments: bool = False
     needs_order: bool = False
+    stated: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:
         """Makes a method known by its name.
@@ -137,13 +139,15 @@ class Compressor(stock.Refuses, ABC):
 
 
 class _Brief(ast.NodeTransformer):
-    """Drops the arguments of compressors that are as they are by default."""
+    """Drops the arguments of compressors that are as they are by default, unless `stated`."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = getattr(node.func, "id", "")
-        known = getattr(registry.known().get(name), "__dataclass_fields__", {})
-        defaults = {key: repr(field.default) for key, field in known.items()}
+        kind = registry.known().get(name)
+        known = getattr(kind, "__dataclass_fields__", {})
+        stated = getattr(kind, "stated", ())
+        defaults = {k: repr(field.default) for k, field in known.items() if k not in stated}
         node.keywords = [
             given
             for given in node.keywords

@@ -54,7 +54,7 @@ class Ledger(Protocol):
     """Where it is written down what this rank has moved."""
 
     def sent(self, tensor: Tensor) -> None:
-        """Was handed to a collective."""
+        """Was handed to a collective for other ranks."""
 
     def received(self, tensor: Tensor) -> None:
         """Was handed back by one."""
@@ -109,7 +109,7 @@ class Dispatch:
         if not isinstance(inner, (Allgather, Allreduce, Alltoall, Broadcast, Gather)):
             raise TypeError(f"{inner!r} is no collective; {bucket} has asked for it")
         if counts and _root(inner) in (None, group.rank()):
-            self.ledger.sent(inner.tensor)
+            self.ledger.sent(_for_others(inner))
         return Sent(inner, group, counts, self._begin(inner, name, group))
 
     def _begin(self, request: Any, name: str, group: Any) -> Any:
@@ -133,6 +133,11 @@ class Dispatch:
         if sent.counts and _root(sent.request) != sent.group.rank():
             self.ledger.received(reply)
         return reply
+
+
+def _for_others(request: Any) -> Tensor:
+    """As many bytes as leave this rank: of an alltoall one row stays where it is."""
+    return request.tensor[1:] if isinstance(request, Alltoall) else request.tensor
 
 
 def _root(request: Any) -> int | None:

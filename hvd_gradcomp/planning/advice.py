@@ -8,13 +8,15 @@ Every number is a `Span`, and only what holds over whole spans is said:
 - a method is recommended only if at worst it saves a tenth of the step that is the best case
   without it, and only on links slower than its own break-even at worst;
 - none is, if at best no method saves a tenth; between the two it cannot be said.
+
+Time is not all: `decide` may be told of ways that go before faster ones.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from hvd_gradcomp.foundation.cost import break_even
@@ -79,10 +81,12 @@ class Verdict(NamedTuple):
         answer: "use", "none" or "cannot say".
         best: the estimate that the answer is about: the one to use, or the one that comes closest;
             None if there is nothing but dense gradients.
+        faster: what is faster than `best`, and comes behind it.
     """
 
     answer: str
     best: Estimate | None
+    faster: Estimate | None = None
 
 
 def median(samples: Sequence[float]) -> Span:
@@ -157,18 +161,22 @@ def _on_links(case: Case, step: float, here: float) -> Callable[[float], float]:
     return lambda there: case.compute + share * (case.step_at(there) - case.compute)
 
 
-def decide(ways: Sequence[Estimate], bandwidth: float) -> Verdict:
+def decide(ways: Sequence[Estimate], bandwidth: float, first: Collection[str] = ()) -> Verdict:
     """Whether to compress, and by which way.
 
     Args:
         ways: all that compress.
         bandwidth: of the link, in bits a second.
+        first: names of ways that go before others, however fast, where they pay.
     """
     if not ways:
         return Verdict("none", None)
     sure = [way for way in ways if pays(way, bandwidth)]
     if sure:
-        return Verdict("use", min(sure, key=lambda way: way.step.middle))
+        fastest = min(sure, key=lambda way: way.step.middle)
+        ahead = [way for way in sure if way.name in first] or [fastest]
+        best = min(ahead, key=lambda way: way.step.middle)
+        return Verdict("use", best, None if fastest is best else fastest)
     best = max(ways, key=lambda way: way.faster.middle)
     if all(way.faster.high * WORTH <= 1 for way in ways):
         return Verdict("none", best)

@@ -17,6 +17,15 @@ from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.planning.worth import at_work, goes_dense
 
 
+class Table(str):
+    """Text that an interactive session and a notebook show as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def describe(
     compressor: Compressor,
     layers: Sequence[Layer],
@@ -24,7 +33,7 @@ def describe(
     ranks: int = 1,
     moments: Sequence[str] = (),
     filters_last: bool = False,
-) -> str:
+) -> Table:
     """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it.
 
     Args:
@@ -56,7 +65,7 @@ def describe(
     if moments:
         rows = [(*row, said) for row, said in zip(rows, (*moments, ""))]
         head, align = (*head, "moments"), (*align, "left")
-    return tabulate(rows, head, colalign=align)
+    return Table(tabulate(rows, head, colalign=align))
 
 
 def _unknown(one: Compressor) -> str:
@@ -73,10 +82,11 @@ def _of(
     return Layout(names, tuple(map(tuple, shapes)), block=one.block, filters_last=filters_last)
 
 
-def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> str:
+def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> Table:
     """A table: parameter, shape, the class of what holds it, how its moments are found."""
     said = [(name, "x".join(map(str, shape)), *rest) for name, shape, *rest in rows]
-    return tabulate(said, ("parameter", "shape", "held by", "moments"), disable_numparse=True)
+    head = ("parameter", "shape", "held by", "moments")
+    return Table(tabulate(said, head, disable_numparse=True))
 
 
 def brief(compressor: Compressor) -> str:

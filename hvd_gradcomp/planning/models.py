@@ -30,12 +30,14 @@ class Model(NamedTuple):
         module: has the parameters.
         loss: the loss of a batch, for backward; None where only shapes are known.
         real: whether the batches are of real data, so that their gradients say something.
+        optimizer: that it is trained with, where that is known.
     """
 
     name: str
     module: nn.Module
     loss: Loss | None
     real: bool
+    optimizer: torch.optim.Optimizer | None = None
 
 
 def load(name: str, shapes_only: bool = False, batch_size: int = 4) -> Model:
@@ -43,8 +45,8 @@ def load(name: str, shapes_only: bool = False, batch_size: int = 4) -> Model:
 
     Args:
         name: one of `BUILT_IN`, or `module:factory`: a function without arguments, found from the
-            current folder, that returns an `nn.Module`, or a pair of it and a function that
-            returns the loss of the next batch.
+            current folder, that returns an `nn.Module`; or a pair of it and a function that
+            returns the loss of the next batch; or these two and the optimizer.
         shapes_only: a built-in one takes no memory, and has no loss.
         batch_size: samples of the built-in ones' loss.
 
@@ -60,16 +62,46 @@ def load(name: str, shapes_only: bool = False, batch_size: int = 4) -> Model:
         inputs, target = batch(batch_size)
         return Model(name, module, lambda: _loss(module, inputs, target), real=False)
     made = _factory(name)()
-    module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(module, nn.Module) or not (loss is None or callable(loss)):
+    parts = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
+    module, loss, optimizer = (*parts, None, None)[:3]
+    if not (
+        isinstance(module, nn.Module)
+        and (loss is None or callable(loss))
+        and (optimizer is None or isinstance(optimizer, torch.optim.Optimizer))
+    ):
         raise ModelError(
             f"{name} has to return a torch.nn.Module, or (module, loss) with a function loss() "
-            f"that returns the loss of the next batch; it returned {made!r}"
+            "that returns the loss of the next batch, or (module, loss, optimizer) with one of "
+            f"torch.optim; it returned {made!r}"
         )
     elsewhere = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
     if elsewhere:
         raise ModelError(f"{name} is on {', '.join(sorted(elsewhere))}; what is measured is a CPU")
-    return Model(name, module, loss, real=loss is not None)
+    return Model(name, module, loss, loss is not None, optimizer)
+
+
+def optimizer_of(name: str) -> torch.optim.Optimizer:
+    """Makes an optimizer by the name of its class, in any case, for a parameter of its own.
+
+    "sgd" has a momentum of 0.9.
+
+    Raises:
+        ModelError: `torch.optim` has none of that name.
+    """
+    kinds = {
+        kind.lower(): found
+        for kind, found in vars(torch.optim).items()
+        if isinstance(found, type)
+        and issubclass(found, torch.optim.Optimizer)
+        and found is not torch.optim.Optimizer
+    }
+    if name.lower() not in kinds:
+        raise ModelError(f"no optimizer {name!r}; torch.optim has {', '.join(sorted(kinds))}")
+    parameters = [nn.Parameter(torch.zeros(1, 1))]
+    if name.lower() == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    made: torch.optim.Optimizer = kinds[name.lower()](parameters)
+    return made
 
 
 def resnet50() -> list[tuple[str, tuple[int, ...]]]:
@@ -205,3 +237,5 @@ BUILT_IN: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "bert-base": (_BERT, _tokens(30522, 128)),
     "lstm": (_LSTM, _tokens(10_000, 35)),
 }
+
+USUAL_OPTIMIZERS = {"resnet50": "sgd", "vgg16": "sgd", "bert-base": "adamw", "lstm": "sgd"}

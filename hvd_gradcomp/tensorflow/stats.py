@@ -25,7 +25,9 @@ def compression_stats(source: Any) -> CompressionStats:
 
 
 def describe(source: Any) -> str:
-    """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
+    """Returns a table of what each layer gets: compressor and bytes a step; nothing is sent.
+
+    A script prints it, `print(hvd.describe(optimizer))`; a notebook shows it.
 
     Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload; or of
     its elements, where payloads are summed among so many ranks. For compressors whose rule decides
@@ -38,11 +40,9 @@ def describe(source: Any) -> str:
         TypeError: as in `compression_stats`.
     """
     engine = engine_of(source)
-    table = description.describe(
+    return description.describe(
         engine.compressor, engine.layers, len(engine.layouts), engine.seat[1], filters_last=True
     )
-    print(table)
-    return table
 
 
 def retrain(source: Any) -> None:

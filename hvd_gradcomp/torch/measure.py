@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,6 +34,7 @@ from hvd_gradcomp.foundation.cost import Bucket as Cost
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.models import Model, ModelError, shapes
 from hvd_gradcomp.planning.worth import idle
+from hvd_gradcomp.torch import moments
 from hvd_gradcomp.torch.buckets import Bucket
 from hvd_gradcomp.torch.engine import TITLES, Engine
 from hvd_gradcomp.watching.stats import CompressionStats
@@ -59,6 +60,8 @@ class Gradients:
 
     Attributes:
         layers: (name, shape) of each.
+        squares: sums of squared sample gradients of what was drawn last, in the model's order,
+            where the model's are tracked (`track_moments`); otherwise none.
         tensors: what `draw` fills.
         scale: the root mean square over layers' elements.
 
@@ -72,7 +75,17 @@ class Gradients:
             raise ModelError(f"{model.name} has no parameter that requires a gradient")
         self.tensors = [torch.empty(shape) for _, shape in self.layers]
         self.elements = sum(tensor.numel() for tensor in self.tensors)
-        self._steps = [backward(model)[0] for _ in range(real)]
+        trained = [p for p in model.module.parameters() if p.requires_grad]
+        tracked = all(map(moments.is_tracked, trained))
+        self._steps: list[list[torch.Tensor]] = []
+        self._squares: list[list[torch.Tensor]] = []
+        for _ in range(real):
+            for p in trained:
+                moments.discard(p)
+            gradients = backward(model)[0]
+            self._steps.append(gradients)
+            self._squares.append(list(map(_square, trained, gradients)) if tracked else [])
+        self.squares = self._squares[0] if real else []
         self._turn, self.scale = 0, 1.0
         if real:
             squares = [float(g.square().sum()) for g in self._steps[0]]
@@ -81,11 +94,17 @@ class Gradients:
             self._generator = torch.Generator().manual_seed(1000 + horovod.rank())
             self._noise = torch.randn(self.elements + _SHIFTS, generator=self._generator)
 
+    @property
+    def moments(self) -> str:
+        """Names what methods that use second moments are given: "sample", or "step"."""
+        return "sample" if self.squares else "step"
+
     def draw(self) -> list[torch.Tensor]:
         """The next step's."""
         self._turn += 1
         if self._steps:
             step = self._steps[self._turn % len(self._steps)]
+            self.squares = self._squares[self._turn % len(self._steps)]
         else:
             start = int(torch.randint(_SHIFTS, (), generator=self._generator))
             noise = self._noise[start : start + self.elements]
@@ -93,6 +112,12 @@ class Gradients:
         for tensor, gradient in zip(self.tensors, step):
             tensor.copy_(gradient.view_as(tensor))
         return self.tensors
+
+
+def _square(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The moment of a tracked parameter; that of the step where samples cannot be told apart."""
+    moment = moments.take(parameter, gradient)
+    return moment.clone() if isinstance(moment, torch.Tensor) else gradient.square()
 
 
 class UnmeasurableError(ValueError):
@@ -214,11 +239,14 @@ class CompressedExchange(Exchange):
     Args:
         compressor: what runs.
         layers: what is exchanged.
+        source: where moments are, of what `perform` is given; None for those of the step.
     """
 
-    def __init__(self, compressor: Compressor, layers: Layers) -> None:
-        ranks = horovod.global_process_set
-        self._engine = engine_of(compressor, layers, TimedEngine, ranks)
+    def __init__(
+        self, compressor: Compressor, layers: Layers, source: Gradients | None = None
+    ) -> None:
+        ranks, self._source = horovod.global_process_set, source
+        self._engine = engine_of(compressor, layers, TimedEngine, ranks, self._squares())
         self._parameters = [p for _, p in self._engine._named]
 
     def stats(self) -> CompressionStats:
@@ -226,6 +254,7 @@ class CompressedExchange(Exchange):
 
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
         engine, before = self._engine, self._engine.waited
+        _supply(self._parameters, self._squares())
         for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
             engine.give(p, gradient)
         given = time.perf_counter()
@@ -233,6 +262,15 @@ class CompressedExchange(Exchange):
             engine.take(p)
         engine.clear()
         return given, engine.waited - before
+
+    def _squares(self) -> Sequence[torch.Tensor]:
+        return () if self._source is None else self._source.squares
+
+
+def _supply(parameters: Iterable[torch.nn.Parameter], squares: Iterable[torch.Tensor]) -> None:
+    """Gives an engine's parameters their moments, where there are some."""
+    for p, square in zip(parameters, squares):
+        moments.supply(p, square)
 
 
 def slowest(seconds: float) -> float:
@@ -272,7 +310,13 @@ def measure(way: Exchange, gradients: Gradients, rounds: int, warm_up: int = 0) 
     return row
 
 
-def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_set: Any) -> Kind:
+def engine_of(
+    compressor: Compressor,
+    layers: Layers,
+    kind: type[Kind],
+    process_set: Any,
+    squares: Sequence[torch.Tensor] = (),
+) -> Kind:
     """The exchange of a compressor; a method that learns has learned, if nothing useful.
 
     A momentum that it would take over from the optimizer is 0.9: there is no optimizer here.
@@ -284,6 +328,7 @@ def engine_of(compressor: Compressor, layers: Layers, kind: type[Kind], process_
     if isinstance(compressor, Corrects) and (compressor.correction or (0.0,))[0] is None:
         compressor = compressor.corrected(0.9, False)
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
+    _supply((p for _, p in named), squares)
     try:
         engine = kind(
             named,
@@ -439,7 +484,9 @@ def alone(
         UnmeasurableError: it does not take these layers, or its ranks have different parts to
             play (a parameter server).
     """
-    engine = engine_of(compressor, gradients.layers, _AloneEngine, _Imagined(ranks))
+    engine = engine_of(
+        compressor, gradients.layers, _AloneEngine, _Imagined(ranks), gradients.squares
+    )
     parameters = [p for _, p in engine._named]
     there = dict(zip((name for name, _ in engine._named), ready or [0.0] * len(parameters)))
     costs = []
@@ -447,6 +494,7 @@ def alone(
     for turn in range(warm_up + rounds):
         before = engine.stats() if turn == warm_up else before
         tensors = gradients.draw()
+        _supply(parameters, gradients.squares)
         horovod.barrier()
         engine.forget()
         laid: dict[str, float] = {}

@@ -840,6 +840,13 @@ def take(parameter: nn.Parameter, gradient: Tensor | None = None) -> Tensor | St
     return None
 
 
+def supply(parameter: nn.Parameter, moment: Tensor) -> None:
+    """Sets what the next `take` returns, for a parameter that no model uses: for measurements."""
+    if parameter not in _records:
+        _records[parameter] = _Record("", "", 0, "error")
+    _records[parameter].moment = moment
+
+
 def discard(parameter: nn.Parameter) -> None:
     """Forgets what was accumulated, as `zero_grad` does with the gradient."""
     record = _records.get(parameter)

@@ -251,7 +251,9 @@ def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
 
 
 def describe(optimizer: torch.optim.Optimizer) -> str:
-    """Prints, and returns, what each layer gets: compressor and bytes a step; nothing is sent.
+    """Returns a table of what each layer gets: compressor and bytes a step; nothing is sent.
+
+    A script prints it, `print(hvd.describe(optimizer))`; a notebook shows it.
 
     Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload; or of
     its elements, where payloads are summed among so many ranks. For compressors whose rule decides
@@ -263,15 +265,13 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     engine = engine_of(optimizer)
-    table = description.describe(
+    return description.describe(
         engine.compressor,
         engine.used,
         len(engine.buckets),
         engine.seat[1],
         engine.moments_of_layers,
     )
-    print(table)
-    return table
 
 
 def retrain(optimizer: torch.optim.Optimizer) -> None:

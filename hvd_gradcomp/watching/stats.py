@@ -22,7 +22,7 @@ class CompressionStats:
             as it is, each value of its rows, as often as a row is there; indices are bytes only.
         bytes_dense: bytes of the same gradients as float32.
         bytes_sent: bytes that this rank handed to collectives; headers, padding and unused room
-            included.
+            included. Of an alltoall without the part that stays on this rank.
         bytes_received: bytes that collectives handed back.
         layers: elements sent by layer name.
         losses: what learned methods lose now, not since the start, as shares of the energy:

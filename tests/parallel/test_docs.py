@@ -37,9 +37,22 @@ def test_following(page, tmp_path, monkeypatch):
     assert not problems, "\n\n".join(problems)
 
 
+def formulas_not_drawn(html):
+    """Finds dollars beside code, as of a formula that a line's first `+` or `-` has cut in two."""
+    text = re.sub(r"<(pre|code|script|style|title)\b.*?</\1>", "", html, flags=re.DOTALL)
+    return re.findall(r"[^\n]{,40}\$[^\n]{,40}", re.sub(r"<[^>]*>", "", text))
+
+
+def test_a_formula_that_is_not_drawn_is_noticed():
+    html = "<p>then $r = r</p>\n<ul><li>g$.</li></ul>"
+    assert formulas_not_drawn(html) == ["then $r = r", "g$."]
+    assert not formulas_not_drawn("<p>a<code>$HOME</code></p><pre><span>$</span> ls</pre>")
+
+
 def test_site(tmp_path):
     """No warning, no network while it is built where that can be had, no asset from elsewhere."""
     pytest.importorskip("sphinx")
+    pytest.importorskip("sphinx_copybutton")
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
     alone = ["unshare", "--net", "--map-root-user"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode == 0:
@@ -54,5 +67,8 @@ def test_site(tmp_path):
         )
         away = [url for url in loaded if re.match(r"(?:https?:)?//", url)]
         assert not away, f"{page.name}: {away}"
+        if "_modules" not in page.parts:
+            raw = formulas_not_drawn(page.read_text())
+            assert not raw, f"{page.name} shows the source of a formula: {raw}"
     for style in tmp_path.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", style.read_text()), style.name

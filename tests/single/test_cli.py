@@ -72,6 +72,8 @@ def test_the_list_of_commands_has_whole_sentences():
         (("bench", "--png", "x.exe"), "ends in none of .png, .svg, .pdf"),
         (("bench", "-r", "0"), "0 is not in the range"),
         (("advise",), "--bandwidth"),
+        (("advise", "--bandwidth", "1", "--optimizer", "adum"), "torch.optim has adadelta"),
+        (("advise", "--for-hosts", "1"), "1 is not in the range"),
         (("advise", "--bandwidth", "0"), "0"),
         (("compare", "json:dumps"), "no generator function"),
         (("compare", "train"), "module:function"),

@@ -179,6 +179,7 @@ def test_rules_that_are_wrong_are_named():
 def test_the_dry_run_names_every_layer():
     compressor = partition([(role("embedding"), StromCompressor(0.01)), ("*", QSGDCompressor())])
     table = describe(compressor, LAYERS, 3)
+    assert repr(table) == str(table) == f"{table}", "a notebook shows what a script prints"
     for name, _, _ in LAYERS:
         assert name in table
     assert "100x16" in table and "Strom(tau=0.01)" in table and "QSGD()" in table

@@ -14,6 +14,7 @@ import torch
 
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
+from hvd_gradcomp.foundation.collectives import Alltoall
 from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.tensorflow import engine as engine_module
@@ -233,6 +234,10 @@ def outputs_first(exchange):
         assert torch.equal(world.flat([found[place] for place in places]), expected)
         ((kept,),) = engine.variables
         assert kept.numpy().tobytes() == world.states[hvd.rank()].r.numpy().tobytes()
+    requests = [requests[hvd.rank()] for requests in world.traffic]
+    leaving = [r.tensor[1:] if isinstance(r, Alltoall) else r.tensor for r in requests]
+    sent = sum(x.numel() * x.element_size() for x in leaving)
+    assert hvd.compression_stats(variables).bytes_sent == 4 * sent, exchange
     return digest(x.numpy() for x in found)
 
 

@@ -75,6 +75,18 @@ def sparse_gradients(as_dense):
     return model
 
 
+def counted_shots():
+    """Of an alltoall the part that stays on its rank is not sent: two shots are as many bytes."""
+    torch.manual_seed(1)
+    model = nn.Linear(256, 256, bias=False)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = distributed(model, plain, hvd.TernGradCompressor(exchange="two_shot"))
+    model(torch.randn(4, 256)).sum().backward()
+    optimizer.step()
+    assert 15.0 < hvd.compression_stats(optimizer).ratio < 16.0
+    return model
+
+
 def counted_rows():
     """Of a sparse gradient the values of its rows are elements; their indices are bytes as well."""
     torch.manual_seed(1)
@@ -482,6 +494,7 @@ def main(folder: str, ranks: str) -> None:
         "sparse": lambda: sparse_gradients(False),
         "sparse as dense": lambda: sparse_gradients(True),
         "counted rows": counted_rows,
+        "counted shots": counted_shots,
         "float16": lambda: reduced_precision(torch.float16),
         "bfloat16": lambda: reduced_precision(torch.bfloat16),
         "float64": lambda: reduced_precision(torch.float64),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 
 import torch
 from torch import nn
@@ -146,7 +148,9 @@ def main(folder: str) -> None:
     optimizer, _ = make(
         compression=hvd.partition([("0.*", None), ("*", hvd.DGCCompressor(density=0.1))])
     )
-    result["description"] = hvd.describe(optimizer)
+    with redirect_stdout(StringIO()) as printed:
+        result["description"] = hvd.describe(optimizer)
+    assert not printed.getvalue() and repr(result["description"]) == result["description"]
     adam, dgc = (lambda p: torch.optim.Adam(p)), hvd.DGCCompressor()
     groups = lambda p: torch.optim.SGD(  # noqa: E731
         [{"params": [q], "momentum": m} for q, m in zip(p, (0.5, 0.5, 0.9, 0.9))], lr=0.1

@@ -26,6 +26,13 @@ def factory() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return model, loss
 
 
+def tracked() -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
+    """With per-sample moments, and an optimizer that has no momentum to hand over."""
+    model, loss = factory()
+    hvd.track_moments(model)
+    return model, loss, torch.optim.AdamW(model.parameters())
+
+
 def broken() -> nn.Module:
     raise KeyError("no such data")
 

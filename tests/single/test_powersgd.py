@@ -1,0 +1,37 @@
+"""What `python -m benchmarks.powersgd` counts, of one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from hvd_gradcomp import QSGDCompressor
+
+powersgd = pytest.importorskip("benchmarks.powersgd", exc_type=ImportError)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_bytes_of_a_step_are_counted_alike(alone):
+    matrices, vectors = ((64, 256), (256, 256), (256, 10)), 256 + 256 + 10
+    dense = 4 * (sum(a * b for a, b in matrices) + vectors)
+    found = {
+        name: powersgd.train(method, "Adam", powersgd.WARM_UP + 2, 0).bytes
+        for name, method in (("none", "allreduce_hook"), ("rank 2", 2), ("ours", QSGDCompressor()))
+    }
+    assert found["none"] == dense == 340_008
+    assert found["rank 2"] == 4 * (2 * sum(a + b for a, b in matrices) + vectors)
+    assert dense / 7.95 < found["ours"] < dense / 7.8
+
+
+def test_what_is_shown():
+    runs = {name: [[97.0, 0.1, 400.0], [95.0, 0.3, 400.0]] for name in powersgd.OPTIMIZERS}
+    few = {name: [[90.0, 0.1, 40.0]] for name in powersgd.OPTIMIZERS}
+    lines = powersgd.table({"none": runs, "other": few}).splitlines()
+    assert "96.0 (95.0 to 97.0)" in lines[2] and "0.2000" in lines[2]
+    assert "| 40 " in lines[3] and "| 10.0 " in lines[3]
