@@ -65,7 +65,7 @@ def refuse_join(engines: WeakSet[Any]) -> None:
         kinds = ", ".join(sorted({type(one).__name__ for one in refused}))
         raise RuntimeError(
             f"hvd.join() cannot work with {kinds}: a rank that has joined has no payload to give. "
-            "Give all ranks the same number of batches, as "
-            "torch.utils.data.DistributedSampler and tf.data's shard with drop_remainder do, or "
-            f"stop together. In use: {', '.join(sorted(map(str, refused)))}"
+            "Give all ranks the same number of batches: hvd.even_batches(dataset) bounds a "
+            "tf.data.Dataset to what the rank with the fewest has."
+            f" In use: {', '.join(sorted(map(str, refused)))}"
         )

@@ -121,3 +121,17 @@ def traits_of(layers: Sequence[Layer]) -> list[Traits]:
         Traits(name, prod(shape), frozenset(found))
         for (name, shape, _), found in zip(layers, roles)
     ]
+
+
+def tables_of(layers: Sequence[Layer]) -> list[int]:
+    """The places of what is a table of embeddings by its name and shape.
+
+    >>> tables_of([("embedding/embeddings", (50, 4), "float32"), ("kernel", (4, 2), "float32")])
+    [0]
+    """
+    traits = traits_of(layers)
+    return [
+        place
+        for place, (_, shape, _) in enumerate(layers)
+        if len(shape) == 2 and "embedding" in traits[place].roles
+    ]

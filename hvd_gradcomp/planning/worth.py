@@ -9,7 +9,7 @@ what is sent nothing is said, but for a model of which no layer is left to them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
+from math import inf, prod
 from typing import NamedTuple
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
@@ -21,9 +21,13 @@ from hvd_gradcomp.algorithms.wrappers import After, MomentumAfter
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import SparseCompressor
+from hvd_gradcomp.codecs.words import WordCompressor
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.protocols.layering import layer_bytes
+from hvd_gradcomp.foundation.cost import gathers_rows
+from hvd_gradcomp.foundation.layers import Layer
+from hvd_gradcomp.foundation.layout import Layout, outputs_first
 
 Plan = Sequence[tuple[Compressor, Layout]]
 
@@ -92,6 +96,44 @@ def goes_dense(one: Compressor, layout: Layout, ranks: int) -> bool:
         ladder = one.ladder(layout, ranks)
         return ladder.summed and not ladder.capacities
     return False
+
+
+def most_rows(
+    one: Compressor, layer: Layer, ranks: int, index_bytes: int = 8, filters_last: bool = False
+) -> int:
+    """The most rows that any rank may have of a sparse gradient for gathering them to pay.
+
+    Methods that send the values they choose, one by one, send no more than those of these rows.
+
+    Args:
+        one: the layer's compressor.
+        layer: (name, shape, dtype); the first axis counts rows.
+        ranks: how many exchange.
+        index_bytes: that a row's index takes.
+        filters_last: see `Layout`.
+
+    Returns:
+        -1 where it never does; see `cost.gathers_rows`.
+    """
+    name, shape, dtype = layer
+    width = {"float64": 8, "float16": 2}.get(dtype, 4)  # as it travels
+    dense = prod(shape) * (width if dtype in one.native_dtypes else 4)
+    payload = layer_bytes(one, outputs_first(name, shape) if filters_last else shape)
+    if payload is None and isinstance(at_work(one), WordCompressor):
+        return -1
+
+    def pays(rows: int) -> bool:
+        length = prod(shape[1:])
+        widths = {"value_bytes": width, "index_bytes": index_bytes}
+        return gathers_rows(
+            rows, length, ranks, dense=dense, payload=payload, summed=one.adds_up, **widths
+        )
+
+    low, high = -1, dense  # it pays for `low`, if that is no -1, and not for `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
 
 
 def _of_dense(one: Compressor, dense: int, ranks: int) -> str:

@@ -23,12 +23,13 @@ from hvd_gradcomp import *  # noqa: F403
 from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.tensorflow import elastic
+from hvd_gradcomp.tensorflow.batches import even_batches
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.joining import join
 from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.reports import StatsWriter
-from hvd_gradcomp.tensorflow.stats import compression_stats, describe, retrain, verify
+from hvd_gradcomp.tensorflow.stats import compression_stats, describe, discard_step, retrain, verify
 from hvd_gradcomp.tensorflow.tape import (
     DistributedGradientTape,
     PartialDistributedGradientTape,

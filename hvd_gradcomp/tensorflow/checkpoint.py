@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as horovod
@@ -77,6 +78,11 @@ def save_checkpoint(
         if variables is None:
             meta["values"][name] = item
             continue
+        if getattr(item, "waits_for_build", False):
+            raise CheckpointError(
+                f"{name} was loaded and is not built yet, so what it keeps is not here to be "
+                "saved: save after its first step, or build it before load_checkpoint"
+            )
         entry: dict[str, Any] = {"variables": [_described(v) for v in variables]}
         meta["objects"][name] = entry
         for place, variable in enumerate(variables):
@@ -115,9 +121,11 @@ def load_checkpoint(
     """Resumes from a folder that `save_checkpoint` wrote; all ranks call it.
 
     No broadcast is needed after it: all ranks load the same. Only rank 0 has to see the shared
-    file. Models have to be built. Every byte is checked against the SHA-256 of what was saved. All
-    ranks load, or none: after an error all variables are what they were, on all ranks, for which a
-    copy of them is kept meanwhile.
+    file. Models have to be built. A `DistributedOptimizer` that is not, since it has not trained
+    yet, takes what was saved once it is: in its first step, which raises the error there may be.
+    Every byte is checked against the SHA-256 of what was saved. All ranks load, or none: after an
+    error all variables are what they were, on all ranks, for which a copy of them is kept
+    meanwhile.
 
     Args:
         folder: as in `save_checkpoint`.
@@ -135,13 +143,18 @@ def load_checkpoint(
     def prepare(whole: dict[str, Any], own: dict[str, Any] | None) -> Takeover:
         saved = whole["objects"]
         plan: list[tuple[Any, Any]] = []
+        later: list[tuple[Any, Callable[[], None]]] = []
         for name, item in objects.items():
             if name not in saved:
                 there = ", ".join((*saved, *whole["values"]))
                 raise CheckpointError(f"{name} is not in it; there are {there}")
             arrays = {**whole["arrays"], **(own["arrays"] if own is not None else {})}
+            how = (name, item, saved[name], arrays, whole["mode"], whole["size"])
             try:
-                plan += _restored(name, item, saved[name], arrays, whole["mode"], whole["size"])
+                if _is_unbuilt(item, saved[name]):
+                    later.append((item, partial(_take_late, *how)))
+                else:
+                    plan += _restored(*how)
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {error}") from None
         before: list[tuple[Any, Any]] = []
@@ -150,11 +163,16 @@ def load_checkpoint(
             for variable, value in plan:
                 before.append((variable, tf.identity(variable)))
                 variable.assign(value)
+            _commit(objects.values())
+            for optimizer, ready in later:
+                optimizer.when_built(ready)
             return dict(whole["values"])
 
         def undo() -> None:
             for variable, value in before:
                 variable.assign(value)
+            for optimizer, ready in later:
+                optimizer.forget_when_built(ready)
 
         return Takeover(take, undo)
 
@@ -304,6 +322,43 @@ def _summed(
 
 
 # -- and to load ---------------------------------------------------------------------------------
+
+
+def _commit(items: Iterable[Any]) -> None:
+    """Lets go of what steps before a checkpoint was loaded could be taken back to."""
+    for engine in filter(None, map(_engine_of, items)):
+        engine.commit()
+
+
+def _is_unbuilt(item: Any, saved: dict[str, Any]) -> bool:
+    """Whether it is an optimizer that has yet to make the variables that were saved.
+
+    Raises:
+        CheckpointError: it would not say when it has.
+    """
+    if getattr(item, "built", True) or not hasattr(item, "apply_gradients"):
+        return False
+    if hasattr(item, "when_built"):
+        return True
+    if len(saved["variables"]) > len(item.variables) or "exchange" in saved:
+        raise CheckpointError(
+            f"{type(item).__name__} is not built: call its build(model.trainable_variables) on all "
+            "ranks before load_checkpoint"
+        )
+    return False
+
+
+def _take_late(name: str, item: Any, saved: dict[str, Any], *how: Any) -> None:
+    """Takes what was saved of an optimizer that has just been built."""
+    try:
+        plan = _restored(name, item, saved, *how)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{name}, which was loaded before it was built, has not been taken: {error}"
+        ) from None
+    for variable, value in plan:
+        variable.assign(value)
+    _commit([item])
 
 
 def _restored(

@@ -124,22 +124,31 @@ class Variables(ObjectState):
         drop_engines(e for e, _, _ in engines_over(self._variables) if id(e.steps) not in known)
         for variable, value in self._copies:
             variable.assign(value)
+        for engine in self._engines():
+            engine.commit()
         ObjectState.restore(self)
 
     def sync(self) -> None:
         taped = [
-            (places, engine.compressor, [name for name, _, _ in engine.layers], engine.left_out, s)
-            for engine, places, s in engines_over(self._variables)
+            (
+                places,
+                engine.compressor,
+                [name for name, _, _ in engine.layers],
+                (engine.left_out, engine.apart, engine.settled),
+                settings,
+            )
+            for engine, places, settings in engines_over(self._variables)
         ]
         titles = [engine.name for engine in self._engines()]
         taped, titles, number = _broadcast_object((taped, titles, TITLES.draw()))
-        for places, compressor, layers, left_out, settings in taped:
+        for places, compressor, layers, (left_out, apart, settled), settings in taped:
             sources = [self._variables[place] for place in places]
             engine = engine_for(
                 sources, compressor, layers, process_set=horovod.global_process_set, **settings
             )
             assert engine is not None
-            engine.leave_out(left_out)
+            engine.leave_out(left_out, apart)
+            engine.settled = settled
         for engine, title in zip(self._engines(), titles):
             engine.rename(title)
         TITLES.go_on_from(number)

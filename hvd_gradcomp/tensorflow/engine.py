@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -37,7 +37,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.tensorflow.running import Running, as_dtype, times, values_of
-from hvd_gradcomp.tensorflow.states import Layers
+from hvd_gradcomp.tensorflow.states import GATHERED, Layers
 from hvd_gradcomp.tensorflow.variables import new_variable
 from hvd_gradcomp.watching.stats import CompressionStats
 
@@ -134,15 +134,17 @@ class Engine(Running):
         op: `Average` or `Sum`.
         predivide: splits the averaging before and after the sum.
         process_set: the ranks that take part.
-        sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise they are gathered as
-            they are.
+        sparse_as_dense: compress `IndexedSlices` as dense tensors (True), gather them as they are
+            (False), or what moves fewer bytes in the first step (None).
         hierarchical: compress only the sums of hosts; see `hierarchy`.
         nonfinite: what becomes of a step in which a gradient is not finite: "raise", or "skip" or
             "propagate", which are the same here: gradients are NaN and nothing else changes.
         settings: what else must be equal on all ranks, for the handshake.
         name: begins the name of everything that travels; see `Names`.
         make_variable: makes the variables that hold the state, for an owner that saves them.
-            Without an owner, layers whose first gradient is sparse get no state and no bucket.
+            Without an owner, layers whose rows are gathered get no state and no bucket.
+        tables: places of layers whose gradients are expected to be sparse.
+        rollback: keep what compressors held before the last exchange, so that it can be discarded.
 
     Attributes:
         layouts: the buckets.
@@ -162,12 +164,14 @@ class Engine(Running):
         op: Any,
         predivide: float = 1.0,
         process_set: Any = horovod.global_process_set,
-        sparse_as_dense: bool = False,
+        sparse_as_dense: bool | None = None,
         hierarchical: bool = False,
         nonfinite: str = "raise",
         settings: str = "",
         name: str | None = None,
         make_variable: Callable[[str, tf.Tensor], tf.Variable] | None = None,
+        tables: Collection[int] = (),
+        rollback: bool = False,
     ) -> None:
         average = op == horovod.Average
         super().__init__(
@@ -181,15 +185,20 @@ class Engine(Running):
             make_variable=make_variable,
             sparse_as_dense=sparse_as_dense,
             undoes=nonfinite != "raise",
+            rollback=rollback,
+            apart=tables if sparse_as_dense is None and not hierarchical else (),
         )
+        if sparse_as_dense is False and tables:
+            self.leave_out(tables)
         self.settings = (
             f"op={'Average' if average else 'Sum'}, gradient_predivide_factor={predivide}, "
             f"sparse_as_dense={sparse_as_dense}, hierarchical={hierarchical}, "
-            f"nonfinite={nonfinite}{settings}"
+            f"nonfinite={nonfinite}, rollback={rollback}{settings}"
         )
         self.agreed = self._judged = False
+        self.settled: set[int] = set()  # places of what once was sparse, and was decided about
         self.finite: Any = None  # whether the gradients of the last exchange were, on all ranks
-        self._eager = tf.function(self._reduce, autograph=False)
+        self._eager = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         living.add(self)
 
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
@@ -204,7 +213,7 @@ class Engine(Running):
         """Begins the names of what travels anew."""
         if name != self.name:
             self.name = name
-            self._eager = tf.function(self._reduce, autograph=False)
+            self._eager = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         self._name_buckets()
 
     @tf.autograph.experimental.do_not_convert
@@ -277,8 +286,8 @@ class Engine(Running):
         """Compares with the other ranks what is about to be trained, once."""
         kinds = [self._kind(gradient) for gradient in gradients]
         sparse = [place for place, kind in enumerate(kinds) if kind == ", sparse"]
-        if not (self.owned and any(self.variables)):
-            self.leave_out(sparse)
+        if self.sparse_as_dense is False and self._plans_anew:
+            self.leave_out({*self.left_out, *sparse})
         described = [
             (name, shape, f"{dtype}{kind}")
             for (name, shape, dtype), kind in zip(self.layers, kinds)
@@ -294,7 +303,9 @@ class Engine(Running):
         with tf.init_scope():
             every = self._gather_objects(mine, handshake.Description)
         handshake.agree(every, self.process_set.ranks)
-        if self.process_set.rank() == 0 and not self._judged:
+        if self.sparse_as_dense is None:
+            self._choose(gradients, sparse)
+        if self.process_set.rank() == 0 and not self._judged and self._planned:
             for line in worth.warnings(self.compressor, self._planned, self.seat[1]):
                 LOGGER.warning("%s", line)
         self._judged = True
@@ -305,14 +316,47 @@ class Engine(Running):
                 self.titles = self._gather_objects(own, list[str])
         self.agreed = True
 
+    @property
+    def _plans_anew(self) -> bool:
+        """Whether buckets may change in the first step, since nobody saves what they keep."""
+        return not (self.owned and any(self.variables))
+
+    def _choose(self, gradients: Sequence[Any], sparse: Sequence[int]) -> None:
+        """Settles what becomes of sparse gradients, once, or leaves it to the graph.
+
+        Where a number of rows is not known yet, as in a graph of batches of any size.
+        """
+        new = [p for p in sparse if p not in self.settled and p not in self.apart]
+        if not new:
+            return
+        left_out, apart = set(self.left_out), set(self.apart)
+        mine = [-1 if (n := gradients[p].values.shape[0]) is None else int(n) for p in new]
+        with tf.init_scope():
+            everybody = self._gather_objects(mine, list[int])
+        for place, rows in zip(new, zip(*everybody)):
+            most = self.most_rows(place, gradients[place].indices.dtype.size)
+            splits = self.place is None and not self.assigned[place].whole_model
+            if self._plans_anew and splits and min(rows) < 0:
+                apart.add(place)
+                continue
+            self.settled.add(place)
+            gathered = self._plans_anew and min(rows) >= 0 and max(rows) <= most
+            if gathered:
+                left_out.add(place)
+            if self.process_set.rank() == 0:
+                self.say_rows(place, gathered, max(rows))
+        self.leave_out(left_out, apart)
+
     def stats(self) -> CompressionStats:
         """Totals since the start; reads the device."""
         counted = {
             name: int(self.counters[name])
             for name in ("exchanges", "bytes_sent", "bytes_received", "skipped")
         }
-        mine = [bucket for bucket in range(len(self.layouts)) if self.leads(bucket)]
-        planned = {name for layout in self.layouts for name in layout.names}
+        gathered = {place for place, choice in self.choices.items() if int(choice) == GATHERED}
+        used = [b for b, places in enumerate(self.places) if not gathered.intersection(places)]
+        mine = [bucket for bucket in used if self.leads(bucket)]
+        planned = {name for bucket in used for name in self.layouts[bucket].names}
         theirs = planned - {name for bucket in mine for name in self.layouts[bucket].names}
         unbucketed = self.counters["unbucketed"].numpy().tolist()
         names = [name for name, _, _ in self.layers]
@@ -347,7 +391,7 @@ class Engine(Running):
         with tf.init_scope():
             self._norm = new_variable("gradcomp_norm", tf.constant(math.nan))
             self._asked = new_variable("gradcomp_asked", tf.constant(False))
-        self._eager = tf.function(self._reduce, autograph=False)
+        self._eager = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         return True
 
     def measure(self) -> None:
@@ -357,7 +401,7 @@ class Engine(Running):
 
     def resize(self) -> set[Compressor]:
         anew = super().resize()
-        self._eager = tf.function(self._reduce, autograph=False)
+        self._eager = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         self.agreed = False
         return anew
 

@@ -8,6 +8,7 @@ have been checked.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import weakref
 import zlib
@@ -26,8 +27,18 @@ from hvd_gradcomp.engine.stack import Stack, known, run
 from hvd_gradcomp.foundation.collectives import Allreduce, Gather, Switch
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
+from hvd_gradcomp.planning import worth
 from hvd_gradcomp.tensorflow import tracing
-from hvd_gradcomp.tensorflow.states import States
+from hvd_gradcomp.tensorflow.states import (
+    COMPRESSED,
+    DISCARDABLE,
+    GATHERED,
+    LEFT_OUT,
+    UNDECIDED,
+    States,
+)
+
+LOGGER = logging.getLogger("hvd_gradcomp")
 
 STEPPING, SAVING = 1, 2  # what a rank does that gives a word; see `meeting`
 _OTHER_CALL = (
@@ -61,11 +72,19 @@ class Running(States):
     _asked: tf.Variable  # whether somebody wants to know the norm
 
     def __init__(
-        self, layers: Any, compressor: Any, *, sparse_as_dense: bool, undoes: bool, **how: Any
+        self,
+        layers: Any,
+        compressor: Any,
+        *,
+        sparse_as_dense: bool | None,
+        undoes: bool,
+        **how: Any,
     ) -> None:
         super().__init__(layers, compressor, **how)
         self.sparse_as_dense, self.undoes = sparse_as_dense, undoes
         self.dispatch = Dispatch(tracing.Tracing(), weakref.proxy(self), weakref.proxy(self))
+        self._rows: dict[int, tf.Tensor] = {}  # of the layers apart, the most of any rank
+        self._chosen: dict[int, tf.Tensor] = {}  # what becomes of them in the step that is traced
         self._heard: list[tf.Tensor] = []  # of the bits of replies that all ranks have alike
         self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
 
@@ -80,12 +99,16 @@ class Running(States):
         self.ops.verdicts = [] if self.undoes or self.place is not None else None
         dense: list[Any] = list(gradients)
         sparse: dict[int, Any] = {}
+        undecided: dict[int, Any] = {}  # the graph chooses
         for place, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
-                if self.sparse_as_dense:
-                    dense[place] = tf.convert_to_tensor(gradient)
-                else:
+                if self.sparse_as_dense is None and place in self.apart:
+                    dense[place], undecided[place] = None, gradient
+                elif self.gathers(place):
                     dense[place], sparse[place] = None, gradient
+                else:
+                    dense[place] = tf.convert_to_tensor(gradient)
+        together = self._together(gradients)
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             with tf.control_dependencies([_still_valid()]):
                 dense = [None if g is None else tf.identity(g) for g in dense]
@@ -109,21 +132,19 @@ class Running(States):
                 self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]]
             )
             before.append(state)
+            place = self.places[bucket][0]
+            if place in undecided:
+                how = (bucket, context, state, extra)
+                stacks.append(Stack(self._rows_or(place, undecided[place], *how), known))
+                continue
             if trained[bucket] is not None:
                 nothing = with_leaves(state, [tf.zeros_like(x) for _, x in leaves(state)])
                 state = _where(trained[bucket], state, nothing)
             flat = self._flat(bucket, dense, layout.dtype)
-            one, how = self.compressors[bucket], (self.ops, context, flat, state)
-            if self.place is None:
-                program = one.aggregate(*how, **extra)
-            else:
-                leader = self.leader(bucket)
-                program = hierarchy.aggregate(one, *how, place=self.place, leader=leader, **extra)
-            stacks.append(Stack(program, known))
+            stacks.append(Stack(self._program(bucket, context, flat, state, extra), known))
         # All first rounds come before any second one, as far as an eager run is concerned.
         requests = [stack.send(None) for stack in stacks]
         self._heard = []
-        together = self._together(gradients)
         # In different phases a rank would wait for ever for what others do not ask for.
         phases = any(isinstance(request, Switch) for request in requests)
         with tf.control_dependencies(together if phases else []):
@@ -144,23 +165,117 @@ class Running(States):
             finite = tf.reduce_all(self.ops.require(facts, NonFiniteGradientError))
         one = tf.cast(finite, tf.int64)
         # The totals depend on the checks of the payloads: a step that fails leaves no trace.
-        with tf.control_dependencies([finite, *together, *(total for total, _ in results)]):
+        totals = [values_of(total) for total, _ in results]
+        with tf.control_dependencies([finite, *together, *totals]):
             for bucket, (total, state) in enumerate(results):
                 if trained[bucket] is not None:
                     state = _where(trained[bucket], state, before[bucket])
                 for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
                     variable.assign(tf.where(finite, value, variable) if self.undoes else value)
-                self._cut(bucket, total, dense, reduced)
+                for variable, (_, value) in zip(self._previous[bucket], leaves(before[bucket])):
+                    variable.assign(value)  # no copy: a buffer that is read is not written to
+                if isinstance(total, tf.IndexedSlices):
+                    reduced[self.places[bucket][0]] = total
+                else:
+                    self._cut(bucket, total, dense, reduced)
+            for place, rows in self._rows.items():
+                self._settle(place, rows, finite)
             self._summed.assign(tf.add_n(self._heard) if self._heard else 0)
             self.steps.assign_add(one)
+            self._last.assign(tf.where(finite, tf.constant(DISCARDABLE, tf.int64), LEFT_OUT))
             self.counters["exchanges"].assign_add(one)
             self.counters["skipped"].assign_add(1 - one)
         if self.undoes:
             reduced = [times(g, tf.where(finite, 1.0, float("nan"))) for g in reduced]
         if self._norm is not None:
-            with tf.control_dependencies([total for total, _ in results]):
+            with tf.control_dependencies(totals):
                 self._measure(reduced)
         return reduced, finite
+
+    def _program(
+        self, bucket: int, context: Context, flat: tf.Tensor, state: State, extra: Any
+    ) -> Program:
+        one, how = self.compressors[bucket], (self.ops, context, flat, state)
+        if self.place is None:
+            return one.aggregate(*how, **extra)
+        leader = self.leader(bucket)
+        return hierarchy.aggregate(one, *how, place=self.place, leader=leader, **extra)
+
+    # -- sparse gradients --------------------------------------------------------------------
+
+    def gathers(self, place: int) -> bool:
+        """Whether the rows of a sparse gradient are gathered as they are, as far as is known."""
+        if self.sparse_as_dense is None:
+            return place in self.left_out
+        return not self.sparse_as_dense
+
+    def most_rows(self, place: int, index_bytes: int) -> int:
+        """See `worth.most_rows`."""
+        return worth.most_rows(
+            self.assigned[place], self.layers[place], self.seat[1], index_bytes, filters_last=True
+        )
+
+    def _rows_or(
+        self,
+        place: int,
+        gradient: tf.IndexedSlices,
+        bucket: int,
+        context: Any,
+        state: Any,
+        extra: Any,
+    ) -> Program:
+        """Rows are gathered, or the layer goes as any other does; the result is of rows."""
+
+        def compressed() -> Program:
+            table = tf.convert_to_tensor(gradient)
+            layout = self.layouts[bucket]
+            flat = self.ops.flatten(layout, [table], layout.dtype)
+            total, after = yield from self._program(bucket, context, flat, state, extra)
+            (table,) = self.ops.cut(layout, total)
+            rows = tf.range(self.layers[place][1][0], dtype=gradient.indices.dtype)
+            return (tf.cast(table, gradient.dtype), rows, *(x for _, x in leaves(after)))
+
+        def gathered() -> Program:
+            yield from ()
+            found = self._gather(place, gradient)
+            return (found.values, found.indices, *(x for _, x in leaves(state)))
+
+        most = self.most_rows(place, gradient.indices.dtype.size)
+        choice = tf.identity(self.choices[place])
+        now = tf.where(self._rows[place] <= most, GATHERED, COMPRESSED)
+        chosen = tf.where(choice == UNDECIDED, tf.cast(now, tf.int64), choice)
+        index = tf.cast(chosen == GATHERED, tf.int32)
+        values, indices, *kept = yield Switch(index, (compressed, gathered))
+        self._chosen[place] = chosen
+        return tf.IndexedSlices(values, indices, gradient.dense_shape), with_leaves(state, kept)
+
+    def _settle(self, place: int, rows: tf.Tensor, finite: tf.Tensor) -> None:
+        """What the first step has chosen holds from then on; rank 0 says what it is."""
+        choice, chosen = self.choices[place], self._chosen.get(place)
+        if chosen is None:
+            return
+        first = tf.equal(choice, UNDECIDED) & finite
+        if self.process_set.rank() == 0:
+
+            def told(kind: Any, most: Any) -> int:
+                self.say_rows(place, int(kind) == GATHERED, int(most))
+                return 0
+
+            def say() -> tf.Tensor:
+                return tf.numpy_function(told, [chosen, rows], tf.int64)
+
+            tf.cond(first, say, lambda: tf.constant(0, tf.int64))
+        choice.assign(tf.where(first, chosen, choice))
+
+    def say_rows(self, place: int, gathered: bool, rows: int) -> None:
+        """Tells the user what became of a sparse gradient."""
+        LOGGER.warning(
+            "the gradient of %s is sparse, %d rows a rank at most: %s, which moves fewer bytes. "
+            "sparse_as_dense=True or False decides otherwise",
+            self.layers[place][0],
+            rows,
+            "its rows are gathered as they are" if gathered else "it goes as other layers do",
+        )
 
     def _finish(self, stacks: Sequence[Stack], requests: list[Any]) -> None:
         """Runs all programs from their first requests to their ends."""
@@ -185,12 +300,19 @@ class Running(States):
         in a place of its own, since that is what works with `hvd.join()`.
         """
         rank, ranks = self.process_set.rank(), self.process_set.size()
+        rows = [
+            tf.shape(gradients[p].values, tf.int64)[0]
+            if isinstance(gradients[p], tf.IndexedSlices)
+            else tf.constant(0, tf.int64)
+            for p in self.apart
+        ]
+        self._rows, self._chosen = dict(zip(self.apart, rows)), {}
         if ranks == 1:
             return []
         kinds = repr([self._kind(gradient) for gradient in gradients]).encode()
         mine = [tf.constant(STEPPING, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
         mine += [tf.identity(self.steps), tf.identity(self._summed)]
-        word = tf.stack([*mine, *(tf.cast(v, tf.int64) for v in self._alike)])
+        word = tf.stack([*mine, *(tf.cast(v, tf.int64) for v in self._alike), *rows])
         table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * word
         everybody = mpi_ops._allreduce(
             table,
@@ -199,6 +321,10 @@ class Running(States):
             ignore_name_scope=True,
             process_set=self.process_set,
         )
+        of_rows = self.word_size - len(rows)  # which ranks need not have alike
+        most = tf.reduce_max(everybody[:, of_rows:], 0)
+        self._rows = {place: most[i] for i, place in enumerate(self.apart)}
+        everybody, word = everybody[:, :of_rows], word[:of_rows]
         joined = everybody[:, 0] == 0
         alike = joined[:, None] | (everybody == word)
         summed = alike[:, 3] | (everybody[:, 3] == 0) | (word[3] == 0)

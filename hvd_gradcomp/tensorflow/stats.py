@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import Engine, distributed_in
@@ -57,6 +59,36 @@ def retrain(source: Any) -> None:
         TypeError: as in `compression_stats`.
     """
     engine_of(source).retrain()
+
+
+@tf.autograph.experimental.do_not_convert
+def discard_step(source: Any) -> None:
+    """Takes back the last exchange of a step that is left out, as if it had not been.
+
+    For guards such as "the norm of the reduced gradients is far too large": what the compressor
+    keeps is restored to what it was before, to the bit, so that a bad batch does not come back with
+    later gradients. The exchange is counted in `compression_stats(...).skipped`. Weights and the
+    optimizer's own variables stay as they are: do not apply the gradients.
+
+    All ranks call it, or none: otherwise the next exchange is an error on all of them. It works
+    eagerly and in a `tf.function`, there in a branch as well::
+
+        gradients = tape.gradient(loss, variables)
+        if tf.linalg.global_norm(gradients) > limit:
+            hvd.discard_step(tape)
+        else:
+            optimizer.apply_gradients(zip(gradients, variables))
+
+    Args:
+        source: as in `compression_stats`.
+
+    Raises:
+        RuntimeError: it was made with `rollback=False`, which is the default of a Keras optimizer;
+            or there is no exchange that was not discarded yet (in a graph: TensorFlow's
+            `InvalidArgumentError`, with the same message).
+        TypeError: as in `compression_stats`.
+    """
+    engine_of(source).discard()
 
 
 def verify(source: Any) -> None:

@@ -37,7 +37,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = None,
-    sparse_as_dense: bool = False,
+    sparse_as_dense: bool | None = None,
     op: Any = horovod.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
@@ -49,6 +49,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     moments: Sequence[Any] | None = None,
     nonfinite: str | None = None,
     loss_scale: Any = None,
+    rollback: bool = True,
 ) -> tf.GradientTape:
     """Wraps a tape so that `gradient` exchanges its results compressed.
 
@@ -60,14 +61,17 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
 
     A source without a gradient stays without one, and has to be one on all ranks. With
     `tf.UnconnectedGradients.ZERO` it has zeros, which are exchanged. On a rank that is not in the
-    process set gradients stay as they are.
+    process set gradients stay as they are. `jacobian` and `batch_jacobian` are a
+    NotImplementedError: ask the tape that was wrapped. `discard_step()` of the result is
+    `hvd.discard_step(tape)`.
 
     Args:
         gradtape: the tape that recorded the forward pass.
         device_dense, device_sparse: as in Horovod.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
-        sparse_as_dense: compress `IndexedSlices` as dense tensors. Otherwise they are gathered,
-            uncompressed.
+        sparse_as_dense: compress `IndexedSlices` as dense tensors (True), or gather their rows,
+            uncompressed (False). None: what moves fewer bytes in the first step, layer by layer;
+            rank 0 says what was chosen, and it stays.
         op: `hvd.Average` or `hvd.Sum`.
         gradient_predivide_factor: splits the averaging before and after the sum.
         num_groups, groups: refused.
@@ -87,6 +91,9 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             "raise".
         loss_scale: what the loss was multiplied with, and moments with its square, such as
             `optimizer.dynamic_scale`. What is kept from step to step is without it.
+        rollback: keep what the compressor held before the last exchange until the next one, so
+            that `discard_step` can restore it. It takes as much memory as the compressor's state;
+            False saves that.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; hosts or Horovod are
@@ -176,6 +183,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             sparse_as_dense=sparse_as_dense,
             hierarchical=hierarchical,
             nonfinite=policy,
+            rollback=rollback,
         )
         tape._gradcomp, tape._gradcomp_sources = engine, sources
         gradients = filled(gradients, sources)
@@ -184,7 +192,23 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         of_sources = None if moments is None else [moment_of.get(id(s)) for s in sources]
         return engine.reduce(gradients, of_sources, loss_scale)
 
-    tape._allreduce_grads = exchange
+    def refused(*arguments: Any, **named: Any) -> Any:
+        del arguments, named
+        raise NotImplementedError(
+            "a distributed tape exchanges gradients, which are reduced over ranks; it has no "
+            "jacobian, whose rows would each be an exchange. Ask the tf.GradientTape that it was "
+            "made from, and reduce what you need of the result with hvd.allreduce"
+        )
+
+    @tf.autograph.experimental.do_not_convert
+    def discard_step() -> None:
+        if not hasattr(tape, "_gradcomp"):
+            raise RuntimeError("discard_step() leaves out a step: call it after gradient()")
+        if tape._gradcomp is not None:
+            tape._gradcomp.discard()
+
+    tape._allreduce_grads, tape.discard_step = exchange, discard_step
+    tape.jacobian = tape.batch_jacobian = refused
     tape.gradient, tape.get_local_and_global_gradients = gradient, parted
     tape.register_local_source = register
     return tape
@@ -196,7 +220,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - the name that users of Horov
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = None,
-    sparse_as_dense: bool = False,
+    sparse_as_dense: bool | None = None,
     op: Any = horovod.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
@@ -483,10 +507,11 @@ def reduce_gradients(
     moments: Sequence[Any] | None = None,
     op: Any = horovod.Average,
     process_set: Any = horovod.global_process_set,
-    sparse_as_dense: bool = False,
+    sparse_as_dense: bool | None = None,
     hierarchical: bool = False,
     nonfinite: str | None = None,
     loss_scale: Any = None,
+    rollback: bool = True,
 ) -> list[Any]:
     """Exchanges gradients that were computed without a `DistributedGradientTape`.
 
@@ -504,6 +529,7 @@ def reduce_gradients(
         sparse_as_dense=sparse_as_dense,
         hierarchical=hierarchical,
         nonfinite=_policy(nonfinite, loss_scale),
+        rollback=rollback,
     )
     return list(gradients) if engine is None else engine.reduce(gradients, moments, loss_scale)
 
@@ -524,10 +550,11 @@ def tape_state(
     op: Any = horovod.Average,
     gradient_predivide_factor: float = 1.0,
     process_set: Any = horovod.global_process_set,
-    sparse_as_dense: bool = False,
+    sparse_as_dense: bool | None = None,
     hierarchical: bool = False,
     nonfinite: str | None = None,
     loss_scale: Any = None,
+    rollback: bool = True,
 ) -> TapeState:
     """What every `DistributedGradientTape` with these arguments keeps for these sources, to save.
 
@@ -539,6 +566,7 @@ def tape_state(
         compression, op, gradient_predivide_factor: as for the tapes.
         process_set, sparse_as_dense, hierarchical, nonfinite: as for the tapes.
         loss_scale: as for the tapes; only whether there is one counts.
+        rollback: as for the tapes.
     """
     engine = engine_for(
         sources,
@@ -549,6 +577,7 @@ def tape_state(
         sparse_as_dense=sparse_as_dense,
         hierarchical=hierarchical,
         nonfinite=_policy(nonfinite, loss_scale),
+        rollback=rollback,
     )
     if engine is not None:
         engine.owned = True

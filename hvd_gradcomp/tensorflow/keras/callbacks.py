@@ -7,6 +7,7 @@ from typing import Any
 
 import horovod.tensorflow as horovod
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.schedule import EGCCorrection
@@ -131,6 +132,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the metrics of an epoch over all ranks, so that all ranks log the same.
 
+    A metric may be a number or an array, such as `F1Score(average=None)`, whose mean is one, too.
     Put it before callbacks that read metrics (learning rate on a plateau, early stopping).
 
     Args:
@@ -156,7 +158,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not takes_part(self.process_set):
             return
         for name in sorted(logs or {}):
-            value = float(logs[name])  # type: ignore[index]
+            value = logs[name]  # type: ignore[index]
             with tf.device(self.device or None):
                 logs[name] = _mean(value, f"metric.{name}", self.process_set)  # type: ignore[index]
 
@@ -471,8 +473,10 @@ def _built_by(model: keras.Model, iterator: Any) -> bool:
     return True
 
 
-def _mean(value: float, name: str, process_set: Any) -> float:
+def _mean(value: Any, name: str, process_set: Any) -> Any:
+    """The mean over ranks of a number, as a float, or of an array."""
+    given = np.asarray(value)
     mean = horovod.allreduce(
-        tf.constant(value, tf.float64), name=name, op=horovod.Average, process_set=process_set
-    )
-    return float(mean)
+        tf.constant(given, tf.float64), name=name, op=horovod.Average, process_set=process_set
+    ).numpy()
+    return mean.astype(given.dtype) if given.ndim else float(mean)

@@ -27,6 +27,7 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.foundation.layers import tables_of
 from hvd_gradcomp.tensorflow import digests
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -49,7 +50,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = None,
-    sparse_as_dense: bool = False,
+    sparse_as_dense: bool | None = None,
     gradient_predivide_factor: float = 1.0,
     op: Any = horovod.Average,
     backward_passes_per_step: int = 1,
@@ -63,6 +64,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     hierarchical: bool = False,
     nonfinite: str | None = None,
     verify_every: int = 0,
+    rollback: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Wraps a Keras optimizer so that gradients are exchanged compressed before each update.
 
@@ -80,7 +82,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         name: of the new optimizer; the old one's if None.
         device_dense, device_sparse: accepted for compatibility, unused.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
-        sparse_as_dense: compress `IndexedSlices` as dense tensors.
+        sparse_as_dense: compress the sparse gradients of embeddings (`IndexedSlices`) as dense
+            tensors (True), or gather their rows, uncompressed (False). None: what moves fewer
+            bytes in the first step, layer by layer; rank 0 says what was chosen, and it stays.
         gradient_predivide_factor: splits the averaging before and after the sum.
         op: `hvd.Average` or `hvd.Sum`.
         backward_passes_per_step: gradients are added up over this many calls of `apply`; the
@@ -106,6 +110,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         verify_every: after the update of every so many exchanges, `verify` the optimizer; 0 for
             never. In a graph, as in `fit`, the error is TensorFlow's, with the same message in it;
             `callbacks.VerifyCallback` raises it as it is.
+        rollback: keep what the compressor held before the last exchange until the next one, for
+            `optimizer.discard_step()`, which is `hvd.discard_step(optimizer)`. Exchange and update
+            are one call here, so weights are for the caller to restore. It takes as much memory as
+            the compressor's state.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
@@ -128,6 +136,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         "hierarchical": hierarchical,
         "nonfinite": nonfinite,
         "verify_every": verify_every,
+        "rollback": rollback,
     }
     validate.count("verify_every", verify_every)
     del device_dense, device_sparse
@@ -184,6 +193,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
         hierarchical=hierarchical,
+        rollback=rollback,
     )
     of = distributed.inner_optimizer if inner is not optimizer else distributed
     for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
@@ -207,7 +217,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = None,
-    sparse_as_dense: bool = False,
+    sparse_as_dense: bool | None = None,
     gradient_predivide_factor: float = 1.0,
     op: Any = horovod.Average,
     groups: Any = None,
@@ -319,6 +329,27 @@ class _Reducing:
         else:
             self._when_built.append(ready)
 
+    @tf.autograph.experimental.do_not_convert
+    def discard_step(self) -> None:
+        """Restores what the compressor kept before the last exchange; see `hvd.discard_step`.
+
+        Raises:
+            RuntimeError: it was made without `rollback=True`, or has exchanged nothing since.
+        """
+        if not self.built:
+            raise RuntimeError("discard_step() leaves out a step: call it after apply()")
+        if self._gradcomp is not None:
+            self._gradcomp.discard()
+
+    def forget_when_built(self, ready: Callable[[], None]) -> None:
+        """Takes back what `when_built` was given."""
+        self._when_built = [each for each in self._when_built if each is not ready]
+
+    @property
+    def waits_for_build(self) -> bool:
+        """Whether something is to be done once it is built, such as to take a checkpoint."""
+        return bool(self._when_built)
+
     @property
     def pass_of_step(self) -> Any:
         """How many passes of the next exchange are accumulated."""
@@ -382,6 +413,7 @@ class _Reducing:
             nonfinite="skip" if self._skips else self._nonfinite or "raise",
             settings=f", backward_passes_per_step={self._passes}, "
             f"verify_every={self._verify_every}",
+            tables=[] if self._passes > 1 else tables_of([layers[i] for i in self._exchanged]),
             **self._settings,
         )
         self._sharing = Sharing(self._gradcomp, self._exchanged, self._local, self._scale_local)

@@ -19,7 +19,7 @@ from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.tensorflow import engine as engine_module
 from hvd_gradcomp.testing import World
-from tests.parallel.workers.results import digest, finish, write
+from tests.parallel.workers.results import digest, errors_of, finish, write
 
 STROM = hvd.StromCompressor(tau=0.05)
 
@@ -181,6 +181,209 @@ def sparse_gradients():
     assert stats.elements_sent == 4 + 200, stats
     assert stats.bytes_sent == 4 * 4 + 4 + 4 * 200, stats  # a row and its index; the table
     return results
+
+
+def embedded(vocabulary, batch, compressor, **options):
+    """What `fit` of a model with an `Embedding` has moved; a batch is 8 rows a sample."""
+    keras.utils.set_random_seed(3)
+    table = keras.layers.Embedding(vocabulary, 16)
+    model = keras.Sequential([keras.Input((8,)), table, keras.layers.Flatten()])
+    model.add(keras.layers.Dense(4))
+    optimizer = hvd_keras.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=compressor, **options
+    )
+    model.compile(optimizer, "mse")
+    random = np.random.default_rng(30 + hvd.rank())
+    x = random.integers(0, vocabulary, (96, 8))
+    y = random.standard_normal((96, 4)).astype("f4")
+    model.fit(x, y, batch_size=batch, epochs=2, verbose=0)  # the last batch may be another
+    return hvd.compression_stats(optimizer), weights_of(model)
+
+
+def picked(rows, compressor, graph):
+    """What a tape has moved, of rows of a table; in a graph for any number of them."""
+    table = tf.Variable(tf.ones((500, 4)))
+
+    def step(which):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(tf.square(tf.gather(table, which)))
+        tape = hvd.DistributedGradientTape(tape, compression=compressor)
+        (gradient,) = tape.gradient(value, [table])
+        table.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+
+    signature = [tf.TensorSpec((None,), tf.int32)]
+    run = tf.function(step, input_signature=signature) if graph else step
+    for count in (rows, rows // 2):
+        run(tf.range(count, dtype=tf.int32) % 500)
+    return hvd.compression_stats([table]), digest([table.numpy()])
+
+
+def embeddings():
+    """No method moves more bytes than dense gradients, and rows go where they are fewer."""
+    results = []
+    for compressor, small in ((hvd.NoneCompressor(), 0.99), (hvd.QSGDCompressor(), 6.0)):
+        # 256 rows a step of 50: they would be more than the table.
+        stats, weights = embedded(50, 32, compressor)
+        assert stats.ratio > small, stats
+        assert stats.bytes_received <= 1.01 * stats.bytes_dense, stats
+        # 16 rows of 5,000: gathered, which takes fewer bytes than 4 bits an element.
+        few, others = embedded(5000, 2, compressor)
+        assert few.ratio > 40, few
+        assert few.density["embedding/embeddings"] < 0.01, few
+        asked, same = embedded(5000, 2, compressor, sparse_as_dense=False)
+        assert (asked.bytes_sent <= few.bytes_sent) and same == others, (asked, few)
+        dense, _ = embedded(5000, 2, compressor, sparse_as_dense=True)
+        assert small < dense.ratio < 8, dense
+        results += [weights, others]
+        for rows, least in ((6, 20), (900, small)):
+            for graph in (False, True):
+                stats, table = picked(rows, compressor, graph)
+                assert stats.ratio > least, (rows, graph, stats)
+                results.append(table)
+    return results
+
+
+def left_out():
+    """A bad batch whose step is left out does not come back; what is kept is as before."""
+    counts = []
+    for compressor in (
+        hvd.SparseGDCompressor(density=0.1),
+        hvd.DGCCompressor(density=0.1, momentum=0.0),
+        hvd.EGCCompressor(momentum=0.0),
+    ):
+        for graph in (False, True):
+            weights = [tf.Variable(tf.zeros((200, 4))), tf.Variable(tf.zeros(300))]
+
+            def step(x, scale, weights=weights, compressor=compressor):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(x @ weights[0] - 1.0))
+                    loss = scale * (loss + tf.reduce_sum(tf.square(weights[1] - 0.1)))
+                tape = hvd.DistributedGradientTape(tape, compression=compressor)
+                gradients = tape.gradient(loss, weights)
+                if tf.linalg.global_norm(gradients) > 50.0:
+                    tape.discard_step()
+                    return 1
+                for variable, gradient in zip(weights, gradients):
+                    variable.assign_sub(0.01 * gradient)
+                return 0
+
+            run, random = tf.function(step) if graph else step, np.random.default_rng(hvd.rank())
+            count = 0
+            for number in range(16):
+                bad = number == 8
+                kept = digest(kept_by(weights)) if bad else None
+                x = tf.constant(random.standard_normal((8, 200)).astype("f4"))
+                count += int(run(x, tf.constant(1e4 if bad else 1.0)))
+                assert not bad or digest(kept_by(weights)) == kept, (compressor, graph)
+            stats = hvd.compression_stats(weights)
+            assert (count, stats.skipped, stats.steps) == (1, 1, 15), (compressor, graph, count)
+            counts.append(digest(v.numpy() for v in weights))
+    return counts
+
+
+def kept_by(weights):
+    engine = hvd_engine(weights)
+    return [engine.steps.numpy(), *(v.numpy() for some in engine.variables for v in some)]
+
+
+def discarded_wrongly():
+    """Twice, without what it takes, and on one rank alone."""
+    weight = tf.Variable(tf.ones(8))
+
+    def reduce(**options):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight)
+        tape = hvd.DistributedGradientTape(tape, compression=STROM, **options)
+        tape.gradient(loss, [weight])
+        return tape
+
+    def twice():
+        tape = reduce()
+        hvd.discard_step(tape)
+        hvd.discard_step(tape)
+
+    def alone():
+        tape = reduce()
+        if hvd.rank() == 1:
+            tape.discard_step()
+        reduce()
+
+    model = dense_model()
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=STROM)
+    model.compile(optimizer, "mse")
+    model.fit(*samples(), verbose=0)
+    again = hvd_keras.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=STROM, rollback=True
+    )
+    variables = [tf.Variable(tf.ones(3))]
+    again.apply([tf.ones(3)], variables)
+    kept = [v.numpy() for v in again._gradcomp.variables[0]]
+    again.apply([2 * tf.ones(3)], variables)
+    again.discard_step()
+    assert digest(kept) == digest(v.numpy() for v in again._gradcomp.variables[0])
+    with tf.GradientTape() as plain:
+        squares = weight * weight
+    errors = {
+        "twice": twice,
+        "no rollback": lambda: reduce(rollback=False).discard_step(),
+        "keras": optimizer.discard_step,
+        "alone": alone,
+        "jacobian": lambda: hvd.DistributedGradientTape(plain).jacobian(squares, weight),
+    }
+    return errors_of(errors)
+
+
+def unlike_lengths():
+    """Ranks whose data end at different batches end an epoch together; so do their callbacks."""
+    x, y = samples()
+    length = len(x) - 8 * hvd.rank()
+    model = dense_model()
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=STROM)
+    f1 = keras.metrics.F1Score(average=None, name="f1")
+    model.compile(optimizer, "mse", metrics=[f1])
+    y = np.eye(y.shape[-1], dtype="f4")[np.arange(len(y)) % y.shape[-1]]
+    data = tf.data.Dataset.from_tensor_slices((x[:length], y[:length])).batch(8)
+    callback = hvd_keras.callbacks.MetricAverageCallback()
+    said = model.fit(hvd_keras.even_batches(data), epochs=2, verbose=0, callbacks=[callback])
+    unknown = hvd_keras.even_batches(data.filter(lambda *_: True))
+    assert sum(1 for _ in unknown) == -(-(len(x) - 8) // 8)
+    steps = hvd.compression_stats(optimizer).steps
+    assert steps == 2 * -(-(len(x) - 8) // 8), steps
+    assert np.asarray(said.history["f1"][0]).shape == (y.shape[-1],)
+    return [weights_of(model), digest(np.asarray(f) for f in said.history["f1"])]
+
+
+def two_optimizers(folder):
+    """Those of a GAN, resumed in a process in which they have not trained."""
+
+    def made():
+        keras.utils.set_random_seed(5)
+        models = [keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]) for _ in range(2)]
+        pair = [
+            hvd_keras.DistributedOptimizer(kind, compression=STROM)
+            for kind in (keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.01))
+        ]
+        return models, pair
+
+    def train(models, pair, first, last):
+        for step in range(first, last):
+            x = np.random.default_rng([step, hvd.rank()]).standard_normal((8, 4)).astype("f4")
+            for model, optimizer in zip(models, pair):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(model(x) - 1.0))
+                weights = model.trainable_variables
+                optimizer.apply(tape.gradient(loss, weights), weights)
+        return digest(v.numpy() for m in models for v in m.trainable_variables)
+
+    whole, stopped, resumed = made(), made(), made()
+    straight = train(*whole, 0, 6)
+    train(*stopped, 0, 3)
+    names = ("generator", "critic", "first", "second")
+    path = str(Path(folder, "gan"))
+    hvd.save_checkpoint(path, **dict(zip(names, [*stopped[0], *stopped[1]])))
+    hvd.load_checkpoint(path, **dict(zip(names, [*resumed[0], *resumed[1]])))
+    assert train(*resumed, 3, 6) == straight
+    return straight
 
 
 KERNELS = {
@@ -358,6 +561,11 @@ def main(folder: str) -> None:
         "outputs first": [outputs_first(exchange) for exchange in ("allgather", "two_shot")],
         "process sets": process_sets(),
         "saving": saving(folder),
+        "embeddings": embeddings(),
+        "left out": left_out(),
+        "discarded wrongly": discarded_wrongly(),
+        "unlike lengths": unlike_lengths(),
+        "two optimizers": two_optimizers(folder),
     }
     own = broadcast()
     finish(hvd, folder, {"equal": result, "own": own})
