@@ -16,6 +16,7 @@ by bucket, in the same order on all ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core.aggregator import Compressor, leaves, with_leaves
@@ -44,10 +46,17 @@ from hvd_gradcomp.watching.stats import CompressionStats
 __all__ = ["CompressionState", "compress", "hook", "track_moments"]
 
 LOGGER = logging.getLogger("hvd_gradcomp")
+_WHO = "torch.distributed"  # in messages
+# By model, and by parameters of models whose hook was given a compressor. Weak: no model lives on.
+_states: weakref.WeakKeyDictionary[Any, CompressionState] = weakref.WeakKeyDictionary()
+_models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def compress(model: DistributedDataParallel, compression: Any = None, **options: Any) -> Any:
     """Lets a model exchange its gradients compressed; all ranks call it, before the first forward.
+
+    A copy of the model (`copy.deepcopy`, `torch.load`, `AveragedModel`) exchanges its gradients as
+    they are: `DistributedDataParallel` copies no hook. Call this on a copy that is to compress.
 
     Args:
         model: a `DistributedDataParallel`.
@@ -58,12 +67,67 @@ def compress(model: DistributedDataParallel, compression: Any = None, **options:
     """
     state = CompressionState(model, compression, **options)
     model.register_comm_hook(state, hook)
+    _states[model] = state
     return state
 
 
-def hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What `model.register_comm_hook(state, ddp.hook)` takes."""
+def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook itself, for `model.register_comm_hook(state, ddp.hook)` and libraries that call it.
+
+    Args:
+        state: a `CompressionState`; or a compressor, where a library makes the model. Then the
+            state is made with the first gradient, on all ranks: `state_of(model)` has it.
+        bucket: of `DistributedDataParallel`.
+
+    Raises:
+        TypeError: on all ranks, if the state is something else.
+        ValueError: the compressor needs more than it finds: an optimizer whose momentum it takes
+            over, or the order in which the model uses its layers (LGC). Call `ddp.compress`.
+    """
+    if not isinstance(state, CompressionState):
+        state = _made_for(state, bucket.parameters()[0])
     return state.take_in(bucket)
+
+
+def state_of(model: DistributedDataParallel) -> CompressionState:
+    """The state that compresses the gradients of a model.
+
+    Raises:
+        TypeError: nothing compresses them; of a copy of a model nothing does.
+    """
+    found = _states.get(model) if isinstance(model, DistributedDataParallel) else None
+    if found is None:
+        raise TypeError(
+            f"nothing compresses the gradients of this {type(model).__name__}: call "
+            "ddp.compress(model, ...) on what DistributedDataParallel(...) returns. A copy of a "
+            "model has no hook. A compressor that was given as the state of ddp.hook begins with "
+            "the first backward, if DistributedDataParallel was given the hook at all"
+        )
+    return found
+
+
+def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
+    """The state of the model that has a parameter, and was given something else as its state."""
+    model = _models.get(parameter, lambda: None)()
+    if model is None:
+        gc.collect()  # a model that nobody uses any more is none
+        found = [
+            each
+            for each in gc.get_objects()
+            if issubclass(type(each), DistributedDataParallel)
+            and any(p is parameter for p in each.parameters())
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f"{len(found)} models of DistributedDataParallel have the parameter whose gradient "
+                f"came, so what is kept for it is not known by {given}: call "
+                "ddp.compress(model, compressor) instead of giving ddp.hook a compressor"
+            )
+        (model,) = found
+        _states[model] = CompressionState._in_backward(model, given)
+        for p in model.parameters():
+            _models[p] = weakref.ref(model)
+    return _states[model]
 
 
 # DDP compares these with its classes, and takes no texts.
@@ -76,7 +140,7 @@ class _Exchange(Planned):
     """The programs of a model, over `torch.distributed`."""
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
-        return failures.named(RuntimeError, what, "torch.distributed")
+        return failures.named(RuntimeError, what, _WHO)
 
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
         raise NotImplementedError
@@ -101,6 +165,11 @@ class _Exchange(Planned):
         for bucket in self.buckets:
             bucket.refresh()
         return self._undoes
+
+    def follow(self, undoes: bool) -> None:
+        """Does with a gradient that is not finite what the ranks do that have batches."""
+        if self.nonfinite is None:
+            self._policy = "skip" if undoes else "raise"
 
     def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Takes a gradient; starts the program of its bucket when it was the last one."""
@@ -142,6 +211,20 @@ class _Exchange(Planned):
         self.end()
         self.sources.forget()
         self.scaling.forget()
+
+
+class _NoState:
+    """The place of a `CompressionState` in a copy of a model, which has no hook registered."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"this is the copy of a CompressionState, without {name}: copies of a model (deepcopy, "
+            "torch.load, AveragedModel) exchange their gradients as they are. Call "
+            "ddp.compress(copy, ...) to compress them too; save and load what is kept by "
+            "state_dict() and load_state_dict()"
+        )
 
 
 class CompressionState:
@@ -186,6 +269,40 @@ class CompressionState:
         nonfinite: str | None = None,
         scaler: Any = None,
     ) -> None:
+        self._make(
+            model,
+            compression,
+            process_group,
+            optimizer=optimizer,
+            backward_passes_per_step=backward_passes_per_step,
+            batch_size=batch_size,
+            bucket_bytes=bucket_bytes,
+            nonfinite=nonfinite,
+            scaler=scaler,
+        )
+
+    @classmethod
+    def _in_backward(cls, model: DistributedDataParallel, given: Any) -> CompressionState:
+        """The state of a model whose first gradients are there, from what its hook was given."""
+        made = cls.__new__(cls)
+        made._make(model, given, begun=True)
+        return made
+
+    def _make(
+        self,
+        model: DistributedDataParallel,
+        compression: Any,
+        process_group: Any = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        backward_passes_per_step: int = 1,
+        batch_size: int | None = None,
+        bucket_bytes: int | None = None,
+        nonfinite: str | None = None,
+        scaler: Any = None,
+        begun: bool = False,
+    ) -> None:
+        """Makes it; `begun` once the first backward has."""
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"a DistributedDataParallel is compressed, got {type(model).__name__}. Call "
@@ -201,6 +318,8 @@ class CompressionState:
                     f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
                     "cannot leave out the optimizer's step. A GradScaler does, by itself"
                 )
+            if begun:
+                _check_given(compression)
             compressor, gives_up = _with_momentum(compression, optimizer)
             self._run = _Exchange(
                 named,
@@ -243,6 +362,15 @@ class CompressionState:
         self._model = weakref.ref(model)
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
         self._error: Exception | None = None
+        self._joined, self._taking_part = False, self._group.size()
+        _states.setdefault(model, self)
+
+    def __reduce__(self) -> Any:
+        """Leaves of a copy only what says so: a copied model has no hook that it could be used by.
+
+        `state_dict` saves what the compressor keeps.
+        """
+        return _NoState, ()
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -253,6 +381,8 @@ class CompressionState:
         future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         pairs = list(zip(bucket.parameters(), bucket.gradients()))
         first = not self._waiting
+        if first:
+            self._joined = not _in_backward()  # `model.join()` calls the hook where no backward is
         self._waiting.append((future, buffer, pairs))
         try:
             if first:
@@ -279,20 +409,26 @@ class CompressionState:
                 "ranks again, from a checkpoint"
             )
         undoes = self._run.begin()
-        mine = torch.tensor([self._run.steps, undoes], device=self._group.device)
+        mine = torch.tensor([self._run.steps, undoes, self._joined], device=self._group.device)
         transport = self._run.dispatch.transport
-        with failures.named(RuntimeError, "the beginning of a step", "torch.distributed"):
+        with failures.named(RuntimeError, "the beginning of a step", _WHO):
             every = transport.wait(transport.allgather(mine, "begin", self._group)).tolist()
-        if any(one != every[0] for one in every):
-            said = {r: tuple(one) for r, one in zip(self._group.ranks, every)}
+        # Who has joined has no loss that a GradScaler could have scaled.
+        words = {(step, undone) for step, undone, joined in every if not joined}
+        if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
+            said = {r: tuple(one[:2]) for r, one in zip(self._group.ranks, every)}
             raise OutOfStepError(
                 "the ranks are in different steps, or only some of them use a GradScaler: load the "
                 f"same checkpoint on all ranks. By rank (step, whether it can be undone): {said}"
             )
+        if self._joined:
+            self._run.follow(any(undone for _, undone in words))
+        self._taking_part = sum(not joined for *_, joined in every)
         if not self._run.ordered and self._run.steps > 0:
             for one in self._hooks:
                 one.remove()
-            self._run.reorder(self._group.gather_objects(self._run.order, list[str])[0])
+            orders = self._group.gather_objects(self._run.order, list[str])
+            self._run.reorder(next(filter(None, orders), []))  # who had joined has seen none
         self._run.judge()
 
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
@@ -312,19 +448,26 @@ class CompressionState:
         waiting, self._waiting = self._waiting, []
         error, self._error = self._error, None
         given = [pair for _, _, pairs in waiting for pair in pairs]
+        model = self._model()
+        factor = 1.0
+        if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
+            factor = self._group.size() / max(self._taking_part, 1)
         for p, gradient in given if error is None else ():
             gradient.copy_(self._run.take(p))
+            if factor != 1.0:
+                gradient.mul_(factor)
         for future, buffer, _ in waiting:
             if error is not None:
                 (buffer._values() if buffer.is_sparse else buffer).fill_(float("nan"))
             future.set_result(buffer)
         if error is not None:
             self._run.fail()
+            if self._joined:
+                raise error
             _after_backward(lambda: _raise(error))
             return
         self._run.end()
-        model = self._model()
-        if self._run.undone or model is None:
+        if self._joined or self._run.undone or model is None:
             return
         if model.find_unused_parameters or model.static_graph:
             before = [(p, gradient, p.grad, _version(p.grad)) for p, gradient in given]
@@ -463,14 +606,47 @@ def _take_over(optimizer: Any, run: _Exchange) -> None:
     assert own is not None
     taken = momentum.Takeover(optimizer, *own)
 
+    def copied(protocol: Any) -> Any:
+        """Gives a copy its momentum back, for a model that exchanges gradients as they are."""
+        del protocol
+        state = taken.restored(torch.optim.Optimizer.__getstate__(optimizer))
+        return object.__new__, (type(optimizer),), state
+
     def before_step(*_: Any) -> None:
         taken.check()
         if not run.undone:
             taken.decay()
 
+    optimizer.__reduce_ex__ = copied  # where `copy` and `pickle` look for it first
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_state_dict_post_hook(lambda _, state: taken.restored(state))
     optimizer.register_load_state_dict_post_hook(lambda _: taken.take())
+
+
+def _check_given(compression: Any) -> None:
+    """Requires of what a hook was given that a state can be made of it in the first backward.
+
+    Raises:
+        TypeError: it is no compressor.
+        ValueError: the compressor would have to see the backward from its beginning.
+    """
+    makes = isinstance(compression, type) and issubclass(compression, Compressor)
+    if not makes and not isinstance(compression, Compressor):
+        raise TypeError(
+            "ddp.hook takes as its state a compressor of hvd_gradcomp, such as QSGDCompressor(), "
+            f"or a CompressionState, got {compression!r}"
+        )
+    if not makes and compression.needs_order:
+        raise ValueError(
+            "the compressor needs the order in which backward comes by the layers, and the first "
+            "backward has begun: call ddp.compress(model, compressor) before it, instead of giving "
+            f"ddp.hook a compressor. It is {compression}"
+        )
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

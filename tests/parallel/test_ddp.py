@@ -31,6 +31,8 @@ ON_TWO = [
     "settled_by_ddp",
     "waits_as_long",
     "fewer_batches",
+    "copies",
+    "given_to_the_hook",
     "not_finite",
     "one_fails",
     "scaled",

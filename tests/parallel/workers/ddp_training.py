@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import io
 import json
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from hvd_gradcomp import (
     DGCCompressor,
+    QSGDCompressor,
     StromCompressor,
     VarianceCompressor,
     partition,
@@ -298,18 +301,93 @@ def waits_as_long():
     assert ours.options._timeout == users.options._timeout == TIMEOUT
 
 
+def batches_of(rank):
+    """The last rank has the most; the first has none."""
+    return 3 * rank
+
+
+def with_zeros(model, optimizer, steps, scaler=None):
+    """As `join` has it: a rank that has no batches gives zeros, and does not step."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        share = float(step < batches_of(dist.get_rank()))
+        one = loss(model, step, dist.get_rank()) * share
+        (scaler.scale(one) if scaler else one).backward()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+
+
+def joined(model, optimizer, scaler=None, **how):
+    with model.join(**how):
+        for step in range(batches_of(dist.get_rank())):
+            optimizer.zero_grad()
+            one = loss(model, step, dist.get_rank())
+            (scaler.scale(one) if scaler else one).backward()
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+
+
 def fewer_batches():
-    """`join`, and a rank whose batch is empty."""
-    trained = []
-    for compression in (None, "plain", StromCompressor(tau=0.01), LGC_SERVER):
-        model = ddp_model()
-        if compression != "plain":
-            ddp.compress(model, compression)
-        with model.join():
-            train(model, sgd(model), 3 + dist.get_rank())
+    """`join` is what gradients of zero are, to the bit, with every compressor."""
+    most = batches_of(dist.get_world_size() - 1)
+    last = dist.get_rank() == dist.get_world_size() - 1  # its optimizer has made all steps
+    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, LGC_SERVER]:
+        trained, kept = [], []
+        for train_by in (with_zeros, joined):
+            model, state = wrapped(compression)
+            arguments = (most,) if train_by is with_zeros else ()
+            train_by(model, sgd(model), *arguments)
+            alike(vector(model))
+            assert state.steps == most, (compression, state.steps)
+            trained.append(vector(model))
+            kept.append(state.state_dict()["buckets"])
+        if not compression.needs_order:  # rank 0 has seen none
+            assert torch.equal(*trained), compression
+            for one, other in zip(*kept):
+                assert all(torch.equal(x, other["state"][k]) for k, x in one["state"].items())
+        train(model, sgd(model), 2, first=most)  # all together again
         alike(vector(model))
+    # Unused layers, moments of samples, a scaler; and a mean over those that take part.
+    for options, compression, before in (
+        ({"find_unused_parameters": True}, StromCompressor(tau=0.01), None),
+        ({}, VarianceCompressor(alpha=0.5, moments="sample"), ddp.track_moments),
+    ):
+        model, _ = wrapped(compression, before=before, of_ddp=options)
+        joined(model, sgd(model))
+        alike(vector(model))
+    trained = []
+    for scaler in (None, torch.amp.GradScaler("cpu")):
+        model, state = wrapped(StromCompressor(tau=0.01))
+        joined(model, sgd(model), scaler)
         trained.append(vector(model))
-    assert torch.allclose(trained[0], trained[1], atol=1e-6)
+        assert state.steps == most and state.stats().skipped == 0
+    assert torch.equal(*trained)
+    for initial in (True, False):
+        trained = []
+        for compress in (False, True):
+            model = ddp_model()
+            if compress:
+                ddp.compress(model, None)
+            joined(model, sgd(model), divide_by_initial_world_size=initial)
+            trained.append(vector(model))
+        assert torch.allclose(*trained, atol=1e-6), initial
+    # What fails, fails on all ranks: those that have joined, too.
+    model, _ = wrapped(StromCompressor(tau=0.01))
+    x = torch.full((2, 12), float("nan" if last else "1"))
+
+    def not_a_number():
+        with model.join():
+            if last:
+                model(x).sum().backward()
+
+    raises(NonFiniteGradientError, "", not_a_number)
+    # A batch may be empty.
     model, _ = wrapped(VarianceCompressor(alpha=0.5, moments="sample"), before=ddp.track_moments)
     optimizer = sgd(model)
     for _ in range(3):
@@ -317,6 +395,101 @@ def fewer_batches():
         model(torch.ones(8 * dist.get_rank(), 12)).square().sum().backward()
         optimizer.step()
     alike(vector(model))
+
+
+def saved_and_loaded(item):
+    file = io.BytesIO()
+    torch.save(item, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copies():
+    """A copy of a model exchanges gradients as they are; the original goes on as without it."""
+    how = {"momentum": 0.9}
+    for compression, before in (
+        (VarianceCompressor(alpha=0.5, moments="sample"), ddp.track_moments),
+        (DGCCompressor(density=0.1), None),
+        (LGC, None),
+        (QSGDCompressor(), None),
+    ):
+        plain = ddp_model(before)
+        trained = []
+        for copy_it in (None, copy.deepcopy, saved_and_loaded, AveragedModel):
+            model = ddp_model(before)
+            optimizer = sgd(model, **how)
+            own = compression.needs_order or compression == QSGDCompressor()
+            takes = {} if own or before else {"optimizer": optimizer}
+            state = ddp.compress(model, compression, **takes)
+            train(model, optimizer, 2)
+            if copy_it is not None:
+                copied = copy_it(model)
+                train(model, optimizer, 1, first=2)
+                again = copied.module if copy_it is AveragedModel else copied
+                plain.load_state_dict(again.state_dict())
+                for one in (plain, again):
+                    train(one, sgd(one), 2)
+                assert torch.allclose(vector(plain), vector(again), atol=1e-6), compression
+                raises(TypeError, "nothing compresses", lambda m=again: ddp.state_of(m))
+                train(model, optimizer, STEPS - 3, first=3)
+            else:
+                train(model, optimizer, STEPS - 2, first=2)
+            trained.append(vector(model))
+            assert state.steps == STEPS and ddp.state_of(model) is state
+        assert all(torch.equal(one, trained[0]) for one in trained), compression
+    # It is compressed if it is asked for, with what belongs to it alone.
+    model, state = wrapped(StromCompressor(tau=0.01))
+    train(model, sgd(model), 2)
+    again, none = copy.deepcopy((model, state))
+    raises(RuntimeError, "ddp.compress(copy", lambda: none.stats())
+    other = ddp.compress(again, StromCompressor(tau=0.01))
+    kept = copy.deepcopy(state.state_dict())
+    train(again, sgd(again), 2)
+    assert other.steps == state.steps == 2
+    for one, before in zip(state.state_dict()["buckets"], kept["buckets"]):
+        assert all(torch.equal(x, before["state"][k]) for k, x in one["state"].items())
+    # An optimizer has its momentum back, which a compressor has taken over from the original.
+    model = ddp_model()
+    optimizer = sgd(model, **how)
+    ddp.compress(model, DGCCompressor(density=0.1), optimizer=optimizer)
+    train(model, optimizer, 2)
+    for again in (copy.deepcopy(optimizer), saved_and_loaded(optimizer)):
+        assert again.param_groups[0]["momentum"] == 0.9
+        assert type(again) is torch.optim.SGD
+    assert optimizer.param_groups[0]["momentum"] == 0
+
+
+def given_to_the_hook():
+    """A compressor as the hook's state, where a library makes the model."""
+    for compression in (QSGDCompressor(), StromCompressor(tau=0.01), QSGDCompressor):
+        trained = []
+        for by_hook in (False, True):
+            pair = [ddp_model(), ddp_model()]  # such as a generator and a discriminator
+            for model in pair:
+                if by_hook:
+                    model.register_comm_hook(compression, ddp.hook)
+                    raises(TypeError, "nothing compresses", lambda m=model: ddp.state_of(m))
+                else:
+                    ddp.compress(model, compression)
+            for step in range(STEPS):
+                for place, model in enumerate(pair):
+                    train(model, sgd(model), 1, first=10 * place + step)
+            for model in pair:
+                alike(vector(model))
+                assert ddp.state_of(model).steps == STEPS
+            assert ddp.state_of(pair[0]) is not ddp.state_of(pair[1])
+            trained.append([vector(model) for model in pair])
+        assert all(torch.equal(*both) for both in zip(*trained)), compression
+    for given, kind, text in (
+        (None, TypeError, "such as QSGDCompressor()"),
+        ({"start": 3}, TypeError, "such as QSGDCompressor()"),
+        (LGC, ValueError, "ddp.compress(model, compressor)"),
+        (DGCCompressor(density=0.1), ValueError, "momentum"),
+        ((QSGDCompressor(), None)[dist.get_rank() % 2], MismatchError, "what is refused"),
+    ):
+        model = ddp_model()
+        model.register_comm_hook(given, ddp.hook)
+        raises(kind, text, lambda m=model: backward(m, 0))
 
 
 def not_finite():
