@@ -32,18 +32,44 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core.aggregator import Compressor, leaves, with_leaves
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.engine import failures, handshake, hierarchy
+from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.saving import checkpoint
-from hvd_gradcomp.saving.checkpoint import Source
-from hvd_gradcomp.torch import exchange, momentum
+from hvd_gradcomp.saving.checkpoint import CheckpointError, Source
+from hvd_gradcomp.torch import exchange, momentum, tools
 from hvd_gradcomp.torch.moments import track_moments
 from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.planning import Planned
+from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.process_groups import Distributed, Group
+from hvd_gradcomp.torch.reports import StatsWriter
 from hvd_gradcomp.torch.rounds import OutOfStepError
+from hvd_gradcomp.torch.tools import compression_stats, describe, retrain, verify
+from hvd_gradcomp.watching.reports import JSONLines, TensorBoard
 from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.watching.verify import DivergedError
 
-__all__ = ["CompressionState", "compress", "hook", "track_moments"]
+__all__ = [
+    "CheckpointError",
+    "CompressionState",
+    "CompressionStats",
+    "DivergedError",
+    "JSONLines",
+    "MismatchError",
+    "NonFiniteGradientError",
+    "OutOfStepError",
+    "Probe",
+    "StatsWriter",
+    "TensorBoard",
+    "compress",
+    "compression_stats",
+    "describe",
+    "hook",
+    "retrain",
+    "state_of",
+    "track_moments",
+    "verify",
+]
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _WHO = "torch.distributed"  # in messages
@@ -67,7 +93,7 @@ def compress(model: DistributedDataParallel, compression: Any = None, **options:
     """
     state = CompressionState(model, compression, **options)
     model.register_comm_hook(state, hook)
-    _states[model] = state
+    state._belongs_to(model)
     return state
 
 
@@ -124,7 +150,7 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
                 "ddp.compress(model, compressor) instead of giving ddp.hook a compressor"
             )
         (model,) = found
-        _states[model] = CompressionState._in_backward(model, given)
+        CompressionState._in_backward(model, given)._belongs_to(model)
         for p in model.parameters():
             _models[p] = weakref.ref(model)
     return _states[model]
@@ -141,6 +167,18 @@ class _Exchange(Planned):
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         return failures.named(RuntimeError, what, _WHO)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        transport = self.dispatch.transport
+        row = row.to(self.process_set.device)
+        return transport.wait(transport.allgather(row, f"{self.name}.verify", self.process_set))
+
+    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
+        return self.process_set.gather_objects(numbers, dict[str, int])
 
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
         raise NotImplementedError
@@ -363,7 +401,14 @@ class CompressionState:
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
         self._error: Exception | None = None
         self._joined, self._taking_part = False, self._group.size()
-        _states.setdefault(model, self)
+        tools.know(self, self._run)
+        if model not in _states:
+            self._belongs_to(model)
+
+    def _belongs_to(self, model: DistributedDataParallel) -> None:
+        """Lets it be found by the model whose hook it has."""
+        _states[model] = self
+        tools.know(model, self._run)
 
     def __reduce__(self) -> Any:
         """Leaves of a copy only what says so: a copied model has no hook that it could be used by.
@@ -534,7 +579,7 @@ class CompressionState:
         checkpoint.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
         rank, size = self._group.rank(), self._group.size()
         if saved["size"] != size:
-            raise checkpoint.CheckpointError(checkpoint.other_size(saved["size"], size))
+            raise CheckpointError(checkpoint.other_size(saved["size"], size))
         states = []
         for bucket, entry in zip(self._run.buckets, saved["buckets"]):
             how = saved["steps"], "sharded", saved["rank"], rank
@@ -545,7 +590,7 @@ class CompressionState:
                     continue
                 kept = entry["state"].get(path)
                 if kept is None or (kept.shape, kept.dtype) != (current.shape, current.dtype):
-                    raise checkpoint.CheckpointError(
+                    raise CheckpointError(
                         f"{path} of {bucket.name} is missing, or no {current.dtype} of shape "
                         f"{tuple(current.shape)}: load what state_dict() gave, as it is"
                     )

@@ -77,6 +77,17 @@ class Engine(Planned):
     def _explained(self, what: str) -> AbstractContextManager[None]:
         return failures.named(HorovodInternalError, what)
 
+    @property
+    def rank(self) -> int:
+        return int(mpi_ops.rank())
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        every: torch.Tensor = mpi_ops.allgather(row[None], f"{self.name}.verify", self.process_set)
+        return every
+
+    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
+        return gather_objects(numbers, dict[str, int], f"{self.name}.verify", self.process_set)
+
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
         return hierarchy.groups_of(mpi_ops, place, self._gather_objects)
 

@@ -23,7 +23,7 @@ from hvd_gradcomp.torch.buckets import (
     planned,
 )
 from hvd_gradcomp.torch.exchange import LOGGER, Exchange, stats_of
-from hvd_gradcomp.torch.parameters import layers_of
+from hvd_gradcomp.torch.parameters import layers_of, require_data
 from hvd_gradcomp.torch.sources import Sources, source_of
 from hvd_gradcomp.watching.stats import CompressionStats
 
@@ -63,6 +63,7 @@ class Planned(Exchange):
         **how: Any,
     ) -> None:
         super().__init__(transport, **how)
+        require_data(named_parameters)
         self.name = name
         self.compressor = compressor = leaving_dense(compressor, named_parameters)
         self.order: list[str] = []
@@ -83,6 +84,19 @@ class Planned(Exchange):
     def ordered_parameters(self) -> list[torch.nn.Parameter]:
         """All of them, in an order that is the same on all ranks."""
         return [p for _, p in self._named]
+
+    @property
+    def rank(self) -> int:
+        """This rank among all of the job."""
+        raise NotImplementedError
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Everybody's row of numbers, to compare what all have; all ranks call it."""
+        raise NotImplementedError
+
+    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
+        """Everybody's numbers, of ranks that do not all have the same."""
+        raise NotImplementedError
 
     def _plan(self, named_parameters: Named, placed: Collection[Bucket] = ()) -> Iterator[Bucket]:
         """Buckets for these; what has a place in buckets that are there already gets no other."""
@@ -113,6 +127,7 @@ class Planned(Exchange):
                 with it); second moments of the parameters are not tracked; a dtype is none that is
                 reduced.
         """
+        require_data(named_parameters)
         names = ", ".join(name for name, _ in named_parameters)
         if self.compressor.needs_order:
             raise ValueError(

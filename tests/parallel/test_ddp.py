@@ -33,6 +33,7 @@ ON_TWO = [
     "fewer_batches",
     "copies",
     "given_to_the_hook",
+    "tools_of_a_user",
     "not_finite",
     "one_fails",
     "scaled",
