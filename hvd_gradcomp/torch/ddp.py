@@ -36,7 +36,7 @@ from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.saving import checkpoint
 from hvd_gradcomp.saving.checkpoint import CheckpointError, Source
-from hvd_gradcomp.torch import exchange, momentum, tools
+from hvd_gradcomp.torch import callers, exchange, momentum, tools
 from hvd_gradcomp.torch.moments import track_moments
 from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.planning import Planned
@@ -581,12 +581,14 @@ class CompressionState:
         if saved["size"] != size:
             raise CheckpointError(checkpoint.other_size(saved["size"], size))
         states = []
+        left = set()
         for bucket, entry in zip(self._run.buckets, saved["buckets"]):
             how = saved["steps"], "sharded", saved["rank"], rank
             values = []
             for path, current in leaves(bucket.state):
                 if checkpoint.source_of(bucket.compressor, path, *how) is not Source.SAVED:
                     values.append(current)
+                    left.add(path)
                     continue
                 kept = entry["state"].get(path)
                 if kept is None or (kept.shape, kept.dtype) != (current.shape, current.dtype):
@@ -596,6 +598,15 @@ class CompressionState:
                     )
                 values.append(kept.to(current.device, copy=True))
             states.append(with_leaves(bucket.state, values))
+        if left and saved["rank"] != rank:
+            LOGGER.warning(
+                "rank %d was given what rank %d has saved: %s stay as they are here. Each rank "
+                "saves and loads its own, in a file of its own; with torch.distributed.checkpoint "
+                "under a name with the rank in it, such as f'compressor/{rank}'",
+                rank,
+                saved["rank"],
+                ", ".join(sorted(left)),
+            )
         for bucket, state in zip(self._run.buckets, states):
             bucket.state = state
         self._run.steps = saved["steps"]
@@ -659,7 +670,7 @@ def _take_over(optimizer: Any, run: _Exchange) -> None:
 
     def before_step(*_: Any) -> None:
         taken.check()
-        if not run.undone:
+        if not run.undone and not callers.from_checkpoint():  # which steps to make a first state
             taken.decay()
 
     optimizer.__reduce_ex__ = copied  # where `copy` and `pickle` look for it first

@@ -47,10 +47,9 @@ def require_data(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> 
     empty = [name for name, p in named_parameters if p.is_meta]
     if empty:
         raise ValueError(
-            f"{', '.join(empty[:8])} {'is' if len(empty) == 1 else 'are'} on the device meta, and "
-            "have no data: materialize them first, by model.to_empty(device=...) and an "
-            "initialisation or load_state_dict(..., assign=True), and make optimizer and "
-            "DistributedDataParallel after that"
+            f"on the device meta, where tensors have no data: {', '.join(empty[:8])}. Materialize "
+            "them first, by model.to_empty(device=...) and an initialisation or by "
+            "load_state_dict(..., assign=True); then make the optimizer"
         )
 
 

@@ -34,6 +34,7 @@ ON_TWO = [
     "copies",
     "given_to_the_hook",
     "tools_of_a_user",
+    "distributed_checkpoint",
     "not_finite",
     "one_fails",
     "scaled",
