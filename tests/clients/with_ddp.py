@@ -1,4 +1,4 @@
-"""The Trainer, Lightning and Accelerate under torchrun: `ddp.compress` takes the model they wrapped.
+"""The Trainer, Lightning and Accelerate under torchrun: they wrap a model, which we compress.
 
 Without compression the updates are those of `DistributedDataParallel`; with it replicas stay equal,
 and the loss falls. No Horovod.

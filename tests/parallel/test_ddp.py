@@ -72,6 +72,11 @@ def test_two_ranks(tmp_path):
     processes(tmp_path, 2, *ALWAYS, *ON_TWO)
 
 
+def test_three_ranks(tmp_path):
+    """Of which one has no batches, one has some, and one has most."""
+    processes(tmp_path, 3, "fewer_batches")
+
+
 def test_four_ranks(tmp_path):
     processes(tmp_path, 4, *ALWAYS)
 
