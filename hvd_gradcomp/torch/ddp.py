@@ -401,6 +401,7 @@ class CompressionState:
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
         self._error: Exception | None = None
         self._joined, self._taking_part = False, self._group.size()
+        self._said_unsaved = False
         tools.know(self, self._run)
         if model not in _states:
             self._belongs_to(model)
@@ -410,11 +411,20 @@ class CompressionState:
         _states[model] = self
         tools.know(model, self._run)
 
-    def __reduce__(self) -> Any:
-        """Leaves of a copy only what says so: a copied model has no hook that it could be used by.
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        """Leaves of a copy only what says so: a copied model has no hook that it could be used by."""
+        del known
+        return _NoState()
 
-        `state_dict` saves what the compressor keeps.
-        """
+    def __reduce__(self) -> Any:
+        """Leaves as much of what is saved, with a model or by itself, and says so once."""
+        if not self._said_unsaved and any(True for b in self._run.buckets for _ in leaves(b.state)):
+            self._said_unsaved = True
+            LOGGER.warning(
+                "what a compressor keeps is not saved with its model, or with its state as an "
+                "object: save state.state_dict(), each rank its own, to go on from there. It is %s",
+                self._run.compressor,
+            )
         return _NoState, ()
 
     # -- one step ------------------------------------------------------------------------------

@@ -253,12 +253,8 @@ def distributed_checkpoint(folder):
     train(again, second, 3, first=3)
     assert torch.equal(vector(model), vector(again))
     alike(vector(again))
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("hvd_gradcomp").addHandler(handler)
-    other.load_state_dict({**state.state_dict(), "rank": (rank + 1) % dist.get_world_size()})
-    logging.getLogger("hvd_gradcomp").removeHandler(handler)
+    foreign = {**state.state_dict(), "rank": (rank + 1) % dist.get_world_size()}
+    said = logged(lambda: other.load_state_dict(foreign))
     assert len(said) == 1 and "Each rank saves and loads its own" in said[0], said
     # A first state is made by a step with gradients of zero, which decay takes no part in.
     how = {"momentum": 0.9, "weight_decay": 0.01}
@@ -425,6 +421,16 @@ def fewer_batches():
             joined(model, sgd(model), divide_by_initial_world_size=initial)
             trained.append(vector(model))
         assert torch.allclose(*trained, atol=1e-6), initial
+    trained = []  # with a compressor as the hook's state, which rank 0 makes without a backward
+    for by_hook in (False, True):
+        model = ddp_model()
+        if by_hook:
+            model.register_comm_hook(QSGDCompressor(), ddp.hook)
+        else:
+            ddp.compress(model, QSGDCompressor())
+        joined(model, sgd(model))
+        trained.append(vector(model))
+    assert torch.equal(*trained)
     # What fails, fails on all ranks: those that have joined, too.
     model, _ = wrapped(StromCompressor(tau=0.01))
     x = torch.full((2, 12), float("nan" if last else "1"))
@@ -443,6 +449,17 @@ def fewer_batches():
         model(torch.ones(8 * dist.get_rank(), 12)).square().sum().backward()
         optimizer.step()
     alike(vector(model))
+
+
+def logged(function):
+    """What is logged meanwhile."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hvd_gradcomp").addHandler(handler)
+    function()
+    logging.getLogger("hvd_gradcomp").removeHandler(handler)
+    return said
 
 
 def saved_and_loaded(item):
@@ -485,6 +502,9 @@ def copies():
             trained.append(vector(model))
             assert state.steps == STEPS and ddp.state_of(model) is state
         assert all(torch.equal(one, trained[0]) for one in trained), compression
+    model, state = wrapped(StromCompressor(tau=0.01))
+    said = logged(lambda: (saved_and_loaded(model), saved_and_loaded(state), copy.deepcopy(state)))
+    assert len(said) == 1 and "save state.state_dict()" in said[0], said
     # It is compressed if it is asked for, with what belongs to it alone.
     model, state = wrapped(StromCompressor(tau=0.01))
     train(model, sgd(model), 2)
