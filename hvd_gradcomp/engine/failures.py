@@ -28,6 +28,11 @@ _CAUSES = {  # by what Horovod's text has in it
         "this rank has asked for it twice: two threads use one optimizer, or a step began before "
         "the last one had ended"
     ),
+    "Timed out waiting": (  # gloo's, of torch.distributed
+        "another rank has not come to it in the timeout= of the process group: it had fewer "
+        "batches (with model.join(): lets it take part to the end), or has failed, or waits in a "
+        "collective that this rank does not call"
+    ),
     "Mismatched": (
         "the ranks do different things: build the same model and compressor, and load the same "
         "checkpoint, on all ranks"

@@ -412,7 +412,7 @@ class CompressionState:
         tools.know(model, self._run)
 
     def __deepcopy__(self, known: dict[int, Any]) -> Any:
-        """Leaves of a copy only what says so: a copied model has no hook that it could be used by."""
+        """Leaves of a copy only what says so: a copied model has no hook that would use it."""
         del known
         return _NoState()
 

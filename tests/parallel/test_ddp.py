@@ -37,6 +37,7 @@ ON_TWO = [
     "distributed_checkpoint",
     "not_finite",
     "one_fails",
+    "left_alone",
     "scaled",
     "one_ends",
 ]

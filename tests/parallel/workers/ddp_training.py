@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -651,6 +652,44 @@ def scaled():
     state.load_state_dict(saved)
     x = torch.full((2, 12), float("nan"))
     raises(NonFiniteGradientError, "", model(x).sum().backward)
+
+
+def left_alone():
+    """Whoever waits for a rank that does something else waits for the timeout, and no longer.
+
+    With fewer batches, with a collective of the user's own on one rank, and an exception there.
+    """
+    seconds = 4
+    for does in ("nothing", "all_reduce", "raises"):
+        group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+        model, _ = wrapped(StromCompressor(tau=0.01), of_ddp={"process_group": group})
+        train(model, sgd(model), 2)
+        began = time.monotonic()
+        if dist.get_rank() == 0:
+            raises(
+                RuntimeError,
+                "has stopped" if does == "raises" else "fewer batches",
+                lambda m=model: train(m, sgd(m), 1),
+            )
+        elif does == "all_reduce":
+            raises(RuntimeError, "", lambda g=group: dist.all_reduce(torch.ones(3), group=g))
+        elif does == "raises":
+            state = ddp.state_of(model)
+            raises(ValueError, "sparse=False", lambda m=model, s=state: fails_in_backward(m, s))
+        else:
+            time.sleep(seconds + 2)
+        assert time.monotonic() - began < 5 * seconds
+        dist.barrier()
+
+
+def fails_in_backward(model, state):
+    """An error of this rank alone while it exchanges: its gradient cannot be taken."""
+
+    def refuse(*_):
+        raise ValueError("sparse=False")
+
+    state._run.give = refuse
+    backward(model, 5)
 
 
 def one_ends():
