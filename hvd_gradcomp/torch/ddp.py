@@ -29,14 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.core.aggregator import Compressor, leaves, with_leaves
+from hvd_gradcomp.core.aggregator import Compressor, leaves
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.engine import failures, handshake, hierarchy
 from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.saving import checkpoint
-from hvd_gradcomp.saving.checkpoint import CheckpointError, Source
-from hvd_gradcomp.torch import callers, exchange, momentum, tools
+from hvd_gradcomp.saving.checkpoint import CheckpointError
+from hvd_gradcomp.torch import callers, ddp_saving, exchange, momentum, tools
 from hvd_gradcomp.torch.moments import track_moments
 from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.planning import Planned
@@ -150,7 +149,7 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
                 "ddp.compress(model, compressor) instead of giving ddp.hook a compressor"
             )
         (model,) = found
-        CompressionState._in_backward(model, given)._belongs_to(model)
+        CompressionState(model, _Given(given))._belongs_to(model)
         for p in model.parameters():
             _models[p] = weakref.ref(model)
     return _states[model]
@@ -169,16 +168,8 @@ class _Exchange(Planned):
         return failures.named(RuntimeError, what, _WHO)
 
     @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        transport = self.dispatch.transport
-        row = row.to(self.process_set.device)
-        return transport.wait(transport.allgather(row, f"{self.name}.verify", self.process_set))
-
-    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
-        return self.process_set.gather_objects(numbers, dict[str, int])
+    def peers(self) -> Group:
+        return self.process_set
 
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
         raise NotImplementedError
@@ -307,40 +298,6 @@ class CompressionState:
         nonfinite: str | None = None,
         scaler: Any = None,
     ) -> None:
-        self._make(
-            model,
-            compression,
-            process_group,
-            optimizer=optimizer,
-            backward_passes_per_step=backward_passes_per_step,
-            batch_size=batch_size,
-            bucket_bytes=bucket_bytes,
-            nonfinite=nonfinite,
-            scaler=scaler,
-        )
-
-    @classmethod
-    def _in_backward(cls, model: DistributedDataParallel, given: Any) -> CompressionState:
-        """The state of a model whose first gradients are there, from what its hook was given."""
-        made = cls.__new__(cls)
-        made._make(model, given, begun=True)
-        return made
-
-    def _make(
-        self,
-        model: DistributedDataParallel,
-        compression: Any,
-        process_group: Any = None,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        backward_passes_per_step: int = 1,
-        batch_size: int | None = None,
-        bucket_bytes: int | None = None,
-        nonfinite: str | None = None,
-        scaler: Any = None,
-        begun: bool = False,
-    ) -> None:
-        """Makes it; `begun` once the first backward has."""
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"a DistributedDataParallel is compressed, got {type(model).__name__}. Call "
@@ -356,8 +313,6 @@ class CompressionState:
                     f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
                     "cannot leave out the optimizer's step. A GradScaler does, by itself"
                 )
-            if begun:
-                _check_given(compression)
             compressor, gives_up = _with_momentum(compression, optimizer)
             self._run = _Exchange(
                 named,
@@ -554,26 +509,7 @@ class CompressionState:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's compressor keeps. It belongs to this rank: each saves its own."""
-        exchange.synchronized(self._run)
-        return {
-            "format": checkpoint.FORMAT,
-            "compressor": repr(self._run.compressor),
-            "formats": checkpoint.formats(self._run.compressor),
-            "rank": self._group.rank(),
-            "size": self._group.size(),
-            "steps": self._run.steps,
-            "order": list(self._run.order),
-            "ordered": self._run.ordered,
-            "counters": list(self._run.ledger.counters),
-            "buckets": [
-                {
-                    "digest": bucket.layout.digest,
-                    "names": bucket.layout.names,
-                    "state": {path: x.detach().clone() for path, x in leaves(bucket.state)},
-                }
-                for bucket in self._run.buckets
-            ],
-        }
+        return ddp_saving.save(self._run)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; on all ranks, between the same two steps.
@@ -583,47 +519,7 @@ class CompressionState:
         Raises:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
-        run = self._run
-        if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
-            run.reorder(saved["order"])
-        checkpoint.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
-        rank, size = self._group.rank(), self._group.size()
-        if saved["size"] != size:
-            raise CheckpointError(checkpoint.other_size(saved["size"], size))
-        states = []
-        left = set()
-        for bucket, entry in zip(self._run.buckets, saved["buckets"]):
-            how = saved["steps"], "sharded", saved["rank"], rank
-            values = []
-            for path, current in leaves(bucket.state):
-                if checkpoint.source_of(bucket.compressor, path, *how) is not Source.SAVED:
-                    values.append(current)
-                    left.add(path)
-                    continue
-                kept = entry["state"].get(path)
-                if kept is None or (kept.shape, kept.dtype) != (current.shape, current.dtype):
-                    raise CheckpointError(
-                        f"{path} of {bucket.name} is missing, or no {current.dtype} of shape "
-                        f"{tuple(current.shape)}: load what state_dict() gave, as it is"
-                    )
-                values.append(kept.to(current.device, copy=True))
-            states.append(with_leaves(bucket.state, values))
-        if left and saved["rank"] != rank:
-            LOGGER.warning(
-                "rank %d was given what rank %d has saved: %s stay as they are here. Each rank "
-                "saves and loads its own, in a file of its own; with torch.distributed.checkpoint "
-                "under a name with the rank in it, such as f'compressor/{rank}'",
-                rank,
-                saved["rank"],
-                ", ".join(sorted(left)),
-            )
-        for bucket, state in zip(self._run.buckets, states):
-            bucket.state = state
-        self._run.steps = saved["steps"]
-        if saved["rank"] == rank:
-            self._run.ledger.counters = list(saved["counters"])
-        if not run.ordered:
-            run.order = list(saved["order"])
+        ddp_saving.load(self._run, saved)
 
 
 def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
@@ -648,6 +544,8 @@ def _with_momentum(
     compression: Any, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Compressor, bool]:
     """The compressor with its momentum decided, and whether the optimizer gives its up."""
+    if isinstance(compression, _Given):
+        compression = compression.compressor()
     if compression is None:
         return NoneCompressor(), False
     if isinstance(compression, type) and issubclass(compression, Compressor):
@@ -689,25 +587,37 @@ def _take_over(optimizer: Any, run: _Exchange) -> None:
     optimizer.register_load_state_dict_post_hook(lambda _: taken.take())
 
 
-def _check_given(compression: Any) -> None:
-    """Requires of what a hook was given that a state can be made of it in the first backward.
+class _Given:
+    """What a hook was given in the place of a state, once the first backward has begun."""
 
-    Raises:
-        TypeError: it is no compressor.
-        ValueError: the compressor would have to see the backward from its beginning.
-    """
-    makes = isinstance(compression, type) and issubclass(compression, Compressor)
-    if not makes and not isinstance(compression, Compressor):
-        raise TypeError(
-            "ddp.hook takes as its state a compressor of hvd_gradcomp, such as QSGDCompressor(), "
-            f"or a CompressionState, got {compression!r}"
-        )
-    if not makes and compression.needs_order:
-        raise ValueError(
-            "the compressor needs the order in which backward comes by the layers, and the first "
-            "backward has begun: call ddp.compress(model, compressor) before it, instead of giving "
-            f"ddp.hook a compressor. It is {compression}"
-        )
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __repr__(self) -> str:
+        return repr(self._given)
+
+    def compressor(self) -> Any:
+        """The compressor, if a state can be made of it now.
+
+        Raises:
+            TypeError: it is no compressor.
+            ValueError: the compressor would have to see the backward from its beginning.
+        """
+        given = self._given
+        makes = isinstance(given, type) and issubclass(given, Compressor)
+        if not makes and not isinstance(given, Compressor):
+            raise TypeError(
+                "ddp.hook takes as its state a compressor of hvd_gradcomp, such as "
+                f"QSGDCompressor(), or a CompressionState, got {given!r}"
+            )
+        compressor = given() if makes else given
+        if compressor.needs_order:
+            raise ValueError(
+                "the compressor needs the order in which backward comes by the layers, and the "
+                "first backward has begun: call ddp.compress(model, compressor) before it, instead "
+                f"of giving ddp.hook a compressor. It is {compressor}"
+            )
+        return compressor
 
 
 def _in_backward() -> bool:

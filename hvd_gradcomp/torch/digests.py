@@ -32,10 +32,10 @@ def check(engine: Planned) -> None:
     process_set = engine.process_set
     names = [name for name, _ in held]
     if engine.place is None:
-        digests = engine.gather_rows(mine.cpu()).tolist()
+        digests = engine.peers.gather_rows(mine.cpu()).tolist()
     else:  # a rank has the state of those buckets that it leads
         own = dict(zip(names, mine.tolist()))
-        everybody = engine.gather_named(own)
+        everybody = engine.peers.gather_named(own)
         names = list(dict.fromkeys(name for one in everybody for name in one))
         digests = [[one.get(name) for name in names] for one in everybody]
     ranks = process_set.ranks or range(process_set.size())

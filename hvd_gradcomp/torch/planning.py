@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,19 @@ from hvd_gradcomp.torch.exchange import LOGGER, Exchange, stats_of
 from hvd_gradcomp.torch.parameters import layers_of, require_data
 from hvd_gradcomp.torch.sources import Sources, source_of
 from hvd_gradcomp.watching.stats import CompressionStats
+
+
+class Peers(Protocol):
+    """The ranks of an exchange, for what looks into it."""
+
+    def global_rank(self) -> int:
+        """This rank among all of the job."""
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Everybody's row, to compare what all have; all ranks call it."""
+
+    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
+        """Everybody's numbers, of ranks that do not all have the same."""
 
 
 class Planned(Exchange):
@@ -86,16 +99,8 @@ class Planned(Exchange):
         return [p for _, p in self._named]
 
     @property
-    def rank(self) -> int:
-        """This rank among all of the job."""
-        raise NotImplementedError
-
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Everybody's row of numbers, to compare what all have; all ranks call it."""
-        raise NotImplementedError
-
-    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
-        """Everybody's numbers, of ranks that do not all have the same."""
+    def peers(self) -> Peers:
+        """Its ranks."""
         raise NotImplementedError
 
     def _plan(self, named_parameters: Named, placed: Collection[Bucket] = ()) -> Iterator[Bucket]:

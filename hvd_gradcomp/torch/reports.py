@@ -44,7 +44,7 @@ class StatsWriter(reports.StatsWriter):
         engine = exchange_of(source)
         super().__init__(
             engine.stats,
-            rank=engine.rank,
+            rank=engine.peers.global_rank(),
             first=engine.process_set.rank() == 0,
             writers=writers,
             every=every,
