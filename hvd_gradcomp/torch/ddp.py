@@ -140,12 +140,13 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
             each
             for each in gc.get_objects()
             if issubclass(type(each), DistributedDataParallel)
+            and "_modules" in vars(each)  # else its own constructor has failed
             and any(p is parameter for p in each.parameters())
         ]
         if len(found) != 1:
             raise ValueError(
                 f"{len(found)} models of DistributedDataParallel have the parameter whose gradient "
-                f"came, so what is kept for it is not known by {given}: call "
+                f"came, so it cannot be told which one {given} is for: call "
                 "ddp.compress(model, compressor) instead of giving ddp.hook a compressor"
             )
         (model,) = found
