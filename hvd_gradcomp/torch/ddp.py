@@ -40,7 +40,7 @@ from hvd_gradcomp.torch.moments import track_moments
 from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.planning import Planned
 from hvd_gradcomp.torch.probing import Probe
-from hvd_gradcomp.torch.process_groups import Distributed, Group
+from hvd_gradcomp.torch.process_groups import Distributed, Group, Reply
 from hvd_gradcomp.torch.reports import StatsWriter
 from hvd_gradcomp.torch.rounds import OutOfStepError
 from hvd_gradcomp.torch.tools import compression_stats, describe, retrain, verify
@@ -72,6 +72,7 @@ __all__ = [
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _WHO = "torch.distributed"  # in messages
+_VERIFY = -1  # said in the place of a step
 # By model, and by parameters of models whose hook was given a compressor. Weak: no model lives on.
 _states: weakref.WeakKeyDictionary[Any, CompressionState] = weakref.WeakKeyDictionary()
 _models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -162,6 +163,48 @@ hook.__annotations__.update(
 )
 
 
+class _Peers:
+    """The ranks of a model; see `planning.Peers`."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        said = _said_by_all(self._group, [_VERIFY, 0, 0], "verify")
+        if any(step != _VERIFY for step, *_ in said.values()):
+            raise _out_of_step(said)
+        return Reply.of(dist.all_gather, row.to(self._group.device), self._group).wait()
+
+    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
+        return self._group.gather_objects(numbers, dict[str, int])
+
+
+def _said_by_all(group: Group, words: list[int], what: str) -> dict[int, list[int]]:
+    """Everybody's three numbers, by rank: ranks meet by order, so they say what they begin."""
+    mine = torch.tensor(words, device=group.device)
+    with failures.named(RuntimeError, what, _WHO):
+        every = Reply.of(dist.all_gather, mine, group).wait().tolist()
+    return dict(zip(group.ranks, every))
+
+
+def _out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
+    """An error that says who is where."""
+    verifying = [str(rank) for rank, (step, *_) in said.items() if step == _VERIFY]
+    if verifying:
+        return OutOfStepError(
+            f"rank {', '.join(verifying)} calls verify, and the other ranks are in backward: call "
+            "it on all ranks, between the same two steps"
+        )
+    listed = {rank: tuple(words[:2]) for rank, words in said.items()}
+    return OutOfStepError(
+        "the ranks are in different steps, or only some of them use a GradScaler: load the same "
+        f"checkpoint on all ranks. By rank (step, whether it can be undone): {listed}"
+    )
+
+
 class _Exchange(Planned):
     """The programs of a model, over `torch.distributed`."""
 
@@ -169,8 +212,8 @@ class _Exchange(Planned):
         return failures.named(RuntimeError, what, _WHO)
 
     @property
-    def peers(self) -> Group:
-        return self.process_set
+    def peers(self) -> _Peers:
+        return _Peers(self.process_set)
 
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
         raise NotImplementedError
@@ -420,18 +463,13 @@ class CompressionState:
                 "ranks again, from a checkpoint"
             )
         undoes = self._run.begin()
-        mine = torch.tensor([self._run.steps, undoes, self._joined], device=self._group.device)
-        transport = self._run.dispatch.transport
-        with failures.named(RuntimeError, "the beginning of a step", _WHO):
-            every = transport.wait(transport.allgather(mine, "begin", self._group)).tolist()
+        mine = [self._run.steps, int(undoes), int(self._joined)]
+        said = _said_by_all(self._group, mine, "the beginning of a step")
+        every = list(said.values())
         # Who has joined has no loss that a GradScaler could have scaled.
         words = {(step, undone) for step, undone, joined in every if not joined}
         if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
-            said = {r: tuple(one[:2]) for r, one in zip(self._group.ranks, every)}
-            raise OutOfStepError(
-                "the ranks are in different steps, or only some of them use a GradScaler: load the "
-                f"same checkpoint on all ranks. By rank (step, whether it can be undone): {said}"
-            )
+            raise _out_of_step(said)
         if self._joined:
             self._run.follow(any(undone for _, undone in words))
         self._taking_part = sum(not joined for *_, joined in every)

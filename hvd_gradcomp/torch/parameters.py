@@ -38,21 +38,6 @@ def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> lis
     return layers
 
 
-def require_data(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Requires of parameters that there is something to train.
-
-    Raises:
-        ValueError: one is on the device "meta", where tensors have no data.
-    """
-    empty = [name for name, p in named_parameters if p.is_meta]
-    if empty:
-        raise ValueError(
-            f"on the device meta, where tensors have no data: {', '.join(empty[:8])}. Materialize "
-            "them first, by model.to_empty(device=...) and an initialisation or by "
-            "load_state_dict(..., assign=True); then make the optimizer"
-        )
-
-
 def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
     """Whether each belongs to a convolution; without those that only a user's own class knows.
 

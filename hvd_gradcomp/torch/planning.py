@@ -23,7 +23,7 @@ from hvd_gradcomp.torch.buckets import (
     planned,
 )
 from hvd_gradcomp.torch.exchange import LOGGER, Exchange, stats_of
-from hvd_gradcomp.torch.parameters import layers_of, require_data
+from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.sources import Sources, source_of
 from hvd_gradcomp.watching.stats import CompressionStats
 
@@ -76,7 +76,7 @@ class Planned(Exchange):
         **how: Any,
     ) -> None:
         super().__init__(transport, **how)
-        require_data(named_parameters)
+        _require_data(named_parameters)
         self.name = name
         self.compressor = compressor = leaving_dense(compressor, named_parameters)
         self.order: list[str] = []
@@ -132,7 +132,7 @@ class Planned(Exchange):
                 with it); second moments of the parameters are not tracked; a dtype is none that is
                 reduced.
         """
-        require_data(named_parameters)
+        _require_data(named_parameters)
         names = ", ".join(name for name, _ in named_parameters)
         if self.compressor.needs_order:
             raise ValueError(
@@ -243,3 +243,18 @@ class Planned(Exchange):
             return []
         known = dict(self._named)
         return [moments.how(known[name]) for name, _, _ in self.used]
+
+
+def _require_data(named_parameters: Named) -> None:
+    """Requires of parameters that there is something to train.
+
+    Raises:
+        ValueError: one is on the device "meta", where tensors have no data.
+    """
+    empty = [name for name, p in named_parameters if p.is_meta]
+    if empty:
+        raise ValueError(
+            f"on the device meta, where tensors have no data: {', '.join(empty[:8])}. Materialize "
+            "them first, by model.to_empty(device=...) and an initialisation or by "
+            "load_state_dict(..., assign=True); then make the optimizer"
+        )

@@ -63,18 +63,6 @@ class Group:
         """How many there are."""
         return len(self.ranks)
 
-    def global_rank(self) -> int:
-        """This rank among all of the job."""
-        return dist.get_rank()
-
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Everybody's row, to compare what all have; all ranks call it."""
-        return Reply.of(dist.all_gather, row.to(self.device), self).wait()
-
-    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
-        """Everybody's numbers, of ranks that do not all have the same."""
-        return self.gather_objects(numbers, dict[str, int])
-
     def hang_up(self) -> None:
         """Ends the connections: ranks that wait for this one fail."""
         handle, self.handle = self.handle, None
