@@ -18,6 +18,7 @@ from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
+from hvd_gradcomp.cli.without_horovod import Distributed
 from hvd_gradcomp.core.aggregator import Compressor
 from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.planning.description import brief
@@ -26,6 +27,7 @@ LAST = 0.1  # of the steps, whose mean loss is shown
 
 
 @click.command("compare", short_help="Train with one compressor after the other.")
+@launching.with_ddp
 @launching.with_ranks
 @click.argument("function", metavar="MODULE:FUNCTION")
 @options.with_methods
@@ -41,7 +43,8 @@ def command(
     """Train with one compressor after the other, for so many steps, and show what came of it.
 
     FUNCTION is your training as a generator: it takes the compressor, yields the distributed
-    optimizer once (with tapes, the list of variables), and after each step the loss:
+    optimizer once (with tapes, the list of variables; with DistributedDataParallel the model that
+    ddp.compress was given), and after each step the loss:
 
     \b
         def train(compression):
@@ -58,6 +61,7 @@ def command(
 
     \b
         hvd-gradcomp compare -np 2 -H host1:1,host2:1 train:train --steps 200
+        hvd-gradcomp compare -np 2 --ddp train:train_ddp
 
     It is called once for each compressor, the first time with none, and has to seed what is random.
     "loss" is the mean over ranks of the last tenth of the steps, "step" the median of the slowest
@@ -80,7 +84,7 @@ def command(
         source = _begun(run, compressor, horovod)
         if source is None and rows:
             continue
-        horovod = _frontend(source)
+        horovod = horovod or _frontend(source)
         first = horovod.rank() == 0
         with Progress(steps, first) as progress:
             progress.begin(f"{place + 1} of {len(compressors)}: {brief(compressor)}")
@@ -166,6 +170,8 @@ def _trained(
 
 def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
     """Everybody's item; see `hvd_gradcomp.engine.messages`."""
+    if isinstance(horovod, Distributed):
+        return horovod.gather_objects(item, kind)
     engine = importlib.import_module(f"{horovod.__name__}.engine")
     found = engine.gather_objects(item, kind, "gradcomp.compare", horovod.global_process_set)
     return list(found)
@@ -173,13 +179,17 @@ def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
 
 def _frontend(source: Any) -> Any:
     """The drop-in that the training uses, by what it yields first."""
+    distributed = Distributed.of(source)
+    if distributed is not None:
+        return distributed
     if hasattr(source, "_register_hooks"):  # as Horovod's optimizers for PyTorch have
         return importlib.import_module("hvd_gradcomp.torch")
     if "hvd_gradcomp.tensorflow" in sys.modules:
         return sys.modules["hvd_gradcomp.tensorflow"]
     raise click.ClickException(
         "the training has to yield its hvd_gradcomp optimizer before the first step (or the list "
-        f"of variables, where it uses tapes), not {source!r}"
+        "of variables, where it uses tapes; or the model that ddp.compress was given), not "
+        f"{source!r}"
     )
 
 

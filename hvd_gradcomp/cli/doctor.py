@@ -190,7 +190,7 @@ def _findings(
         yield from _framework(framework, facts[framework], needed)
     yield from _operations(facts)
     yield from _keras(facts)
-    yield from _horovod(horovod)
+    yield from _horovod(horovod, needed=not _facts_of("torch", facts).get("ddp"))
     if "built" in horovod:
         for framework in frameworks:
             yield from _horovod_for(framework, facts, horovod)
@@ -207,6 +207,10 @@ def _findings(
     for backend in backends:
         for framework in frameworks:
             yield from _self_test(framework, facts[framework], backend, timeout)
+    if _facts_of("torch", facts).get("ddp"):
+        program = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", "ddp"]
+        remedy = f"{' '.join(program)}  # shows all of it"
+        yield _tested("DistributedDataParallel", program, {}, timeout, remedy)
 
 
 def _python() -> Iterator[Finding]:
@@ -290,9 +294,16 @@ def _keras(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
         yield Finding("warn", "Keras", fact, install)
 
 
-def _horovod(horovod: Facts) -> Iterator[Finding]:
-    if not horovod:
+def _horovod(horovod: Facts, *, needed: bool) -> Iterator[Finding]:
+    """What there is; without it `DistributedDataParallel` compresses, where there is PyTorch."""
+    if not horovod and needed:
         yield Finding("fail", "Horovod", "not installed", _build())
+    elif not horovod:
+        fact = (
+            "not installed: hvd_gradcomp.torch.ddp compresses for DistributedDataParallel without "
+            "it; to use it with PyTorch or TensorFlow:"
+        )
+        yield Finding("warn", "Horovod", fact, _build())
     elif "built" not in horovod:
         said = _error(horovod)
         yield Finding("fail", "Horovod", f"does not import: {said}", _cure(said))
@@ -483,26 +494,32 @@ def _self_test(
         return
     program = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", framework.name]
     launch = ["-m", "horovod.runner.launch", f"--{backend}", "-np", "2", *program]
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = "-1"  # two ranks on one GPU are an error to NCCL
+    environment = {}
     # Two ranks where there is one core, and in a container, where the user often is root.
     environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
     environment.update({name: "1" for name in _AS_ROOT} if os.geteuid() == 0 else {})
+    remedy = f"{' '.join(['horovodrun', *launch[2:]])}  # shows all of it"
+    yield _tested(what, [sys.executable, *launch], environment, timeout, remedy)
+
+
+def _tested(
+    what: str, command: Sequence[str], settings: dict[str, str], timeout: float, remedy: str
+) -> Finding:
+    """How two ranks trained that a command starts; a rank that hangs says where, and ends."""
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **settings}
+    environment["CUDA_VISIBLE_DEVICES"] = "-1"  # two ranks on one GPU are an error to NCCL
     began = time.time()
-    until = str(began + timeout)  # when a rank that hangs says where, and ends
-    code, said = run([sys.executable, *launch, until], timeout + _GRACE, environment)
+    code, said = run([*command, str(began + timeout)], timeout + _GRACE, environment)
     if code == 0 and "2 equal replicas" in said:
         fact = f"self-test: two ranks trained, replicas are equal ({time.time() - began:.0f} s)"
-        yield Finding("ok", what, fact)
-        return
+        return Finding("ok", what, fact)
     hangs = code is None or "Timeout (" in said  # which a rank says for itself
     how = f"hangs: not done after {timeout:g} s" if hangs else f"fails with {code}"
     lines = said.strip().splitlines()
     of_ranks = [line for line in lines if re.match(r"\[[\d,]+\]<", line)]  # not the launcher's
     last = "\n".join(f"| {line}" for line in (of_ranks or lines)[-_LINES:])
-    remedy = f"{' '.join(['horovodrun', *launch[2:]])}  # shows all of it"
-    yield Finding("fail", what, f"self-test {how}; the end of what it printed:\n{last}", remedy)
+    return Finding("fail", what, f"self-test {how}; the end of what it printed:\n{last}", remedy)
 
 
 def _build() -> str:

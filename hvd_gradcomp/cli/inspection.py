@@ -118,6 +118,10 @@ def _torch() -> Iterator[Facts]:
 
     yield {"version": torch.__version__, "path": str(Path(torch.__file__).parent)}
     yield {"gpu": torch.cuda.is_available()}
+    if importlib.util.find_spec("torch.distributed") is not None:
+        import torch.distributed as dist
+
+        yield {"ddp": dist.is_available() and dist.is_gloo_available()}
     if importlib.util.find_spec("horovod") is None:
         return
     import horovod.torch as horovod

@@ -22,9 +22,35 @@ from typing import IO, Any
 import click
 
 TERMINAL = "HVD_GRADCOMP_TERMINAL"  # columns of the terminal that rank 0's stderr ends on
-_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_ID")
 _ENDED = "Terminated\n"  # as a shell says of ranks that horovodrun ends because another failed
-_PREFIX = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>:")  # of gloo, and of mpirun
+# Of gloo, of mpirun, and of torchrun.
+_PREFIX = re.compile(r"\[(?:\d+,|default)?(\d+)\](?:<std(?:out|err)>)?:")
+
+
+def with_ddp(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--ddp` beside `-np`, for ranks of `torch.distributed`; comes before `with_ranks`."""
+
+    @click.option(
+        "--ddp",
+        is_flag=True,
+        help="Start the ranks of -np here, by torchrun: for DistributedDataParallel, without "
+        "Horovod. On several hosts start torchrun yourself, with -m hvd_gradcomp.",
+    )
+    @functools.wraps(command)
+    def started(*, ddp: bool, **given: Any) -> Any:
+        if not ddp or any(name in os.environ for name in _RANK):
+            return command(**given)
+        ranks = given["ranks"] or 1
+        if given["hosts"] is not None:
+            raise click.UsageError("--ddp starts ranks here; on several hosts start torchrun")
+        if find_spec("torch") is None:
+            raise click.ClickException("--ddp starts ranks of PyTorch, which is not installed")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--tee", "3"]
+        program = ["--nproc-per-node", str(ranks), "-m", "hvd_gradcomp", *sys.argv[1:]]
+        sys.exit(run([*torchrun, *program]))
+
+    return started
 
 
 def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:

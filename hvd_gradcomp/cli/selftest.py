@@ -1,17 +1,24 @@
 """A few compressed steps on each rank, for `doctor`: one framework, and nothing but this package.
 
 horovodrun --gloo -np 2 python -m hvd_gradcomp.cli.selftest torch
+
+With "ddp" it starts its two ranks itself, for `DistributedDataParallel` over gloo, without Horovod.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import os
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 _STEPS = 4
+_RANK, _MET = "HVD_GRADCOMP_SELFTEST_RANK", "HVD_GRADCOMP_SELFTEST_MET"  # of ranks started here
 
 
 def _torch() -> int:
@@ -58,17 +65,64 @@ def _tensorflow() -> int:
     return ranks
 
 
+def _ddp() -> int:
+    """One rank of two; those are started by `_ranks_of_ddp`."""
+    import torch
+    import torch.distributed as dist
+
+    ddp: Any = importlib.import_module("hvd_gradcomp.torch.ddp")
+    compressors: Any = importlib.import_module("hvd_gradcomp")
+
+    rank = int(os.environ[_RANK])
+    dist.init_process_group("gloo", f"file://{os.environ[_MET]}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 16))
+    state = ddp.compress(model, compressors.StromCompressor(tau=0.01))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 256)).square().mean().backward()
+        optimizer.step()
+    ddp.verify(state)
+    ranks: int = dist.get_world_size()
+    return ranks
+
+
+def _start_ddp(until: str) -> None:
+    """Starts two ranks, ends both with the first that fails, and ends as they do."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", __spec__.name, "ddp", until]
+        places = {_MET: str(Path(folder, "met"))}
+        ranks = [
+            subprocess.Popen(command, env={**os.environ, **places, _RANK: str(rank)})
+            for rank in range(2)
+        ]
+        try:
+            while any(rank.poll() is None for rank in ranks):
+                if any(rank.poll() for rank in ranks):  # the other says what it makes of it
+                    time.sleep(2)
+                    break
+                time.sleep(0.05)
+        finally:
+            for rank in ranks:
+                rank.kill()
+    sys.exit(max(abs(rank.wait()) for rank in ranks))
+
+
 def main(framework: str, until: str = "inf") -> None:
     """Trains, compares replicas and prints how many there were.
 
     Args:
-        framework: "torch" or "tensorflow".
+        framework: "torch", "tensorflow" or "ddp".
         until: when to print where it is and to end, in seconds since the epoch.
     """
     left = float(until) - time.time()
     if left < float("inf"):
         faulthandler.dump_traceback_later(max(1.0, left), exit=True)
-    ranks = {"torch": _torch, "tensorflow": _tensorflow}[framework]()
+    if framework == "ddp" and _RANK not in os.environ:
+        _start_ddp(until)
+    ranks = {"torch": _torch, "tensorflow": _tensorflow, "ddp": _ddp}[framework]()
     if ranks < 2:
         sys.exit(f"the launcher started {ranks} rank: nothing was exchanged")
     print(f"{ranks} equal replicas after {_STEPS} steps", flush=True)

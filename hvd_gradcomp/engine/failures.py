@@ -10,8 +10,15 @@ from weakref import WeakSet
 
 _STOPPED = (
     "another rank has stopped, or raised an error, or had no more batches; look at what the other "
-    "ranks have written. To go on without a rank that dies use hvd.elastic"
+    "ranks have written. To go on without a rank that dies use "
 )
+_GOES_ON = {  # without a rank that has died, by who moves the bytes
+    "Horovod": "hvd.elastic",
+    "torch.distributed": (
+        "torchrun --max-restarts=N, which starts all ranks again: load a checkpoint there, with "
+        "what state.state_dict() of each rank has saved"
+    ),
+}
 _CAUSES = {  # by what Horovod's text has in it
     "with Join": (
         "another rank has called hvd.join(), which works only where gradients are added up as they "
@@ -20,6 +27,11 @@ _CAUSES = {  # by what Horovod's text has in it
     "same name as another": (
         "this rank has asked for it twice: two threads use one optimizer, or a step began before "
         "the last one had ended"
+    ),
+    "Timed out waiting": (  # gloo's, of torch.distributed
+        "another rank has not come to it in the timeout= of the process group: it had fewer "
+        "batches (with model.join(): lets it take part to the end), or has failed, or waits in a "
+        "collective that this rank does not call"
     ),
     "Mismatched": (
         "the ranks do different things: build the same model and compressor, and load the same "
@@ -34,7 +46,8 @@ def explained(what: str, said: str, who: str = "Horovod") -> str:
     >>> explained("the exchange", "Horovod has been shut down.")[:47]
     'the exchange failed: another rank has stopped, '
     """
-    cause = next((cause for mark, cause in _CAUSES.items() if mark in said), _STOPPED)
+    stopped = _STOPPED + _GOES_ON.get(who, _GOES_ON["Horovod"])
+    cause = next((cause for mark, cause in _CAUSES.items() if mark in said), stopped)
     return f"{what} failed: {cause}. {who} says: {said}"
 
 

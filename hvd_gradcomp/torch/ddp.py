@@ -16,6 +16,7 @@ by bucket, in the same order on all ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,29 +26,63 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.core.aggregator import Compressor, leaves, with_leaves
+from hvd_gradcomp.core.aggregator import Compressor, leaves
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.engine import failures, handshake, hierarchy
+from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.saving import checkpoint
-from hvd_gradcomp.saving.checkpoint import Source
-from hvd_gradcomp.torch import exchange, momentum
+from hvd_gradcomp.saving.checkpoint import CheckpointError
+from hvd_gradcomp.torch import callers, ddp_saving, exchange, momentum, tools
 from hvd_gradcomp.torch.moments import track_moments
 from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.planning import Planned
-from hvd_gradcomp.torch.process_groups import Distributed, Group
+from hvd_gradcomp.torch.probing import Probe
+from hvd_gradcomp.torch.process_groups import Distributed, Group, Reply
+from hvd_gradcomp.torch.reports import StatsWriter
 from hvd_gradcomp.torch.rounds import OutOfStepError
+from hvd_gradcomp.torch.tools import compression_stats, describe, retrain, verify
+from hvd_gradcomp.watching.reports import JSONLines, TensorBoard
 from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.watching.verify import DivergedError
 
-__all__ = ["CompressionState", "compress", "hook", "track_moments"]
+__all__ = [
+    "CheckpointError",
+    "CompressionState",
+    "CompressionStats",
+    "DivergedError",
+    "JSONLines",
+    "MismatchError",
+    "NonFiniteGradientError",
+    "OutOfStepError",
+    "Probe",
+    "StatsWriter",
+    "TensorBoard",
+    "compress",
+    "compression_stats",
+    "describe",
+    "hook",
+    "retrain",
+    "state_of",
+    "track_moments",
+    "verify",
+]
 
 LOGGER = logging.getLogger("hvd_gradcomp")
+_WHO = "torch.distributed"  # in messages
+_VERIFY = -1  # said in the place of a step
+# By model, and by parameters of models whose hook was given a compressor. Weak: no model lives on.
+_states: weakref.WeakKeyDictionary[Any, CompressionState] = weakref.WeakKeyDictionary()
+_models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def compress(model: DistributedDataParallel, compression: Any = None, **options: Any) -> Any:
     """Lets a model exchange its gradients compressed; all ranks call it, before the first forward.
+
+    A copy of the model (`copy.deepcopy`, `torch.load`, `AveragedModel`) exchanges its gradients as
+    they are: `DistributedDataParallel` copies no hook. Call this on a copy that is to compress.
 
     Args:
         model: a `DistributedDataParallel`.
@@ -58,12 +93,68 @@ def compress(model: DistributedDataParallel, compression: Any = None, **options:
     """
     state = CompressionState(model, compression, **options)
     model.register_comm_hook(state, hook)
+    state._belongs_to(model)
     return state
 
 
-def hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What `model.register_comm_hook(state, ddp.hook)` takes."""
+def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook itself, for `model.register_comm_hook(state, ddp.hook)` and libraries that call it.
+
+    Args:
+        state: a `CompressionState`; or a compressor, where a library makes the model. Then the
+            state is made with the first gradient, on all ranks: `state_of(model)` has it.
+        bucket: of `DistributedDataParallel`.
+
+    Raises:
+        TypeError: on all ranks, if the state is something else.
+        ValueError: the compressor needs more than it finds: an optimizer whose momentum it takes
+            over, or the order in which the model uses its layers (LGC). Call `ddp.compress`.
+    """
+    if not isinstance(state, CompressionState):
+        state = _made_for(state, bucket.parameters()[0])
     return state.take_in(bucket)
+
+
+def state_of(model: DistributedDataParallel) -> CompressionState:
+    """The state that compresses the gradients of a model.
+
+    Raises:
+        TypeError: nothing compresses them; of a copy of a model nothing does.
+    """
+    found = _states.get(model) if isinstance(model, DistributedDataParallel) else None
+    if found is None:
+        raise TypeError(
+            f"nothing compresses the gradients of this {type(model).__name__}: call "
+            "ddp.compress(model, ...) on what DistributedDataParallel(...) returns. A copy of a "
+            "model has no hook. A compressor that was given as the state of ddp.hook begins with "
+            "the first backward, if DistributedDataParallel was given the hook at all"
+        )
+    return found
+
+
+def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
+    """The state of the model that has a parameter, and was given something else as its state."""
+    model = _models.get(parameter, lambda: None)()
+    if model is None:
+        gc.collect()  # a model that nobody uses any more is none
+        found = [
+            each
+            for each in gc.get_objects()
+            if issubclass(type(each), DistributedDataParallel)
+            and "_modules" in vars(each)  # else its own constructor has failed
+            and any(p is parameter for p in each.parameters())
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f"{len(found)} models of DistributedDataParallel have the parameter whose gradient "
+                f"came, so it cannot be told which one {given} is for: call "
+                "ddp.compress(model, compressor) instead of giving ddp.hook a compressor"
+            )
+        (model,) = found
+        CompressionState(model, _Given(given))._belongs_to(model)
+        for p in model.parameters():
+            _models[p] = weakref.ref(model)
+    return _states[model]
 
 
 # DDP compares these with its classes, and takes no texts.
@@ -72,11 +163,57 @@ hook.__annotations__.update(
 )
 
 
+class _Peers:
+    """The ranks of a model; see `planning.Peers`."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        said = _said_by_all(self._group, [_VERIFY, 0, 0], "verify")
+        if any(step != _VERIFY for step, *_ in said.values()):
+            raise _out_of_step(said)
+        return Reply.of(dist.all_gather, row.to(self._group.device), self._group).wait()
+
+    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
+        return self._group.gather_objects(numbers, dict[str, int])
+
+
+def _said_by_all(group: Group, words: list[int], what: str) -> dict[int, list[int]]:
+    """Everybody's three numbers, by rank: ranks meet by order, so they say what they begin."""
+    mine = torch.tensor(words, device=group.device)
+    with failures.named(RuntimeError, what, _WHO):
+        every = Reply.of(dist.all_gather, mine, group).wait().tolist()
+    return dict(zip(group.ranks, every))
+
+
+def _out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
+    """An error that says who is where."""
+    verifying = [str(rank) for rank, (step, *_) in said.items() if step == _VERIFY]
+    if verifying:
+        return OutOfStepError(
+            f"rank {', '.join(verifying)} calls verify, and the other ranks are in backward: call "
+            "it on all ranks, between the same two steps"
+        )
+    listed = {rank: tuple(words[:2]) for rank, words in said.items()}
+    return OutOfStepError(
+        "the ranks are in different steps, or only some of them use a GradScaler: load the same "
+        f"checkpoint on all ranks. By rank (step, whether it can be undone): {listed}"
+    )
+
+
 class _Exchange(Planned):
     """The programs of a model, over `torch.distributed`."""
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
-        return failures.named(RuntimeError, what, "torch.distributed")
+        return failures.named(RuntimeError, what, _WHO)
+
+    @property
+    def peers(self) -> _Peers:
+        return _Peers(self.process_set)
 
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
         raise NotImplementedError
@@ -101,6 +238,11 @@ class _Exchange(Planned):
         for bucket in self.buckets:
             bucket.refresh()
         return self._undoes
+
+    def follow(self, undoes: bool) -> None:
+        """Does with a gradient that is not finite what the ranks do that have batches."""
+        if self.nonfinite is None:
+            self._policy = "skip" if undoes else "raise"
 
     def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Takes a gradient; starts the program of its bucket when it was the last one."""
@@ -142,6 +284,20 @@ class _Exchange(Planned):
         self.end()
         self.sources.forget()
         self.scaling.forget()
+
+
+class _NoState:
+    """The place of a `CompressionState` in a copy of a model, which has no hook registered."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"this is the copy of a CompressionState, without {name}: copies of a model (deepcopy, "
+            "torch.load, AveragedModel) exchange their gradients as they are. Call "
+            "ddp.compress(copy, ...) to compress them too; save and load what is kept by "
+            "state_dict() and load_state_dict()"
+        )
 
 
 class CompressionState:
@@ -243,6 +399,32 @@ class CompressionState:
         self._model = weakref.ref(model)
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
         self._error: Exception | None = None
+        self._joined, self._taking_part = False, self._group.size()
+        self._said_unsaved = False
+        tools.know(self, self._run)
+        if model not in _states:
+            self._belongs_to(model)
+
+    def _belongs_to(self, model: DistributedDataParallel) -> None:
+        """Lets it be found by the model whose hook it has."""
+        _states[model] = self
+        tools.know(model, self._run)
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        """Leaves of a copy only what says so: a copied model has no hook that would use it."""
+        del known
+        return _NoState()
+
+    def __reduce__(self) -> Any:
+        """Leaves as much of what is saved, with a model or by itself, and says so once."""
+        if not self._said_unsaved and any(True for b in self._run.buckets for _ in leaves(b.state)):
+            self._said_unsaved = True
+            LOGGER.warning(
+                "what a compressor keeps is not saved with its model, or with its state as an "
+                "object: save state.state_dict(), each rank its own, to go on from there. It is %s",
+                self._run.compressor,
+            )
+        return _NoState, ()
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -253,6 +435,8 @@ class CompressionState:
         future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         pairs = list(zip(bucket.parameters(), bucket.gradients()))
         first = not self._waiting
+        if first:
+            self._joined = not _in_backward()  # `model.join()` calls the hook where no backward is
         self._waiting.append((future, buffer, pairs))
         try:
             if first:
@@ -279,20 +463,21 @@ class CompressionState:
                 "ranks again, from a checkpoint"
             )
         undoes = self._run.begin()
-        mine = torch.tensor([self._run.steps, undoes], device=self._group.device)
-        transport = self._run.dispatch.transport
-        with failures.named(RuntimeError, "the beginning of a step", "torch.distributed"):
-            every = transport.wait(transport.allgather(mine, "begin", self._group)).tolist()
-        if any(one != every[0] for one in every):
-            said = {r: tuple(one) for r, one in zip(self._group.ranks, every)}
-            raise OutOfStepError(
-                "the ranks are in different steps, or only some of them use a GradScaler: load the "
-                f"same checkpoint on all ranks. By rank (step, whether it can be undone): {said}"
-            )
+        mine = [self._run.steps, int(undoes), int(self._joined)]
+        said = _said_by_all(self._group, mine, "the beginning of a step")
+        every = list(said.values())
+        # Who has joined has no loss that a GradScaler could have scaled.
+        words = {(step, undone) for step, undone, joined in every if not joined}
+        if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
+            raise _out_of_step(said)
+        if self._joined:
+            self._run.follow(any(undone for _, undone in words))
+        self._taking_part = sum(not joined for *_, joined in every)
         if not self._run.ordered and self._run.steps > 0:
             for one in self._hooks:
                 one.remove()
-            self._run.reorder(self._group.gather_objects(self._run.order, list[str])[0])
+            orders = self._group.gather_objects(self._run.order, list[str])
+            self._run.reorder(next(filter(None, orders), []))  # who had joined has seen none
         self._run.judge()
 
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
@@ -312,19 +497,26 @@ class CompressionState:
         waiting, self._waiting = self._waiting, []
         error, self._error = self._error, None
         given = [pair for _, _, pairs in waiting for pair in pairs]
+        model = self._model()
+        factor = 1.0
+        if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
+            factor = self._group.size() / max(self._taking_part, 1)
         for p, gradient in given if error is None else ():
             gradient.copy_(self._run.take(p))
+            if factor != 1.0:
+                gradient.mul_(factor)
         for future, buffer, _ in waiting:
             if error is not None:
                 (buffer._values() if buffer.is_sparse else buffer).fill_(float("nan"))
             future.set_result(buffer)
         if error is not None:
             self._run.fail()
+            if self._joined:
+                raise error
             _after_backward(lambda: _raise(error))
             return
         self._run.end()
-        model = self._model()
-        if self._run.undone or model is None:
+        if self._joined or self._run.undone or model is None:
             return
         if model.find_unused_parameters or model.static_graph:
             before = [(p, gradient, p.grad, _version(p.grad)) for p, gradient in given]
@@ -356,26 +548,7 @@ class CompressionState:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's compressor keeps. It belongs to this rank: each saves its own."""
-        exchange.synchronized(self._run)
-        return {
-            "format": checkpoint.FORMAT,
-            "compressor": repr(self._run.compressor),
-            "formats": checkpoint.formats(self._run.compressor),
-            "rank": self._group.rank(),
-            "size": self._group.size(),
-            "steps": self._run.steps,
-            "order": list(self._run.order),
-            "ordered": self._run.ordered,
-            "counters": list(self._run.ledger.counters),
-            "buckets": [
-                {
-                    "digest": bucket.layout.digest,
-                    "names": bucket.layout.names,
-                    "state": {path: x.detach().clone() for path, x in leaves(bucket.state)},
-                }
-                for bucket in self._run.buckets
-            ],
-        }
+        return ddp_saving.save(self._run)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; on all ranks, between the same two steps.
@@ -385,36 +558,7 @@ class CompressionState:
         Raises:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
-        run = self._run
-        if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
-            run.reorder(saved["order"])
-        checkpoint.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
-        rank, size = self._group.rank(), self._group.size()
-        if saved["size"] != size:
-            raise checkpoint.CheckpointError(checkpoint.other_size(saved["size"], size))
-        states = []
-        for bucket, entry in zip(self._run.buckets, saved["buckets"]):
-            how = saved["steps"], "sharded", saved["rank"], rank
-            values = []
-            for path, current in leaves(bucket.state):
-                if checkpoint.source_of(bucket.compressor, path, *how) is not Source.SAVED:
-                    values.append(current)
-                    continue
-                kept = entry["state"].get(path)
-                if kept is None or (kept.shape, kept.dtype) != (current.shape, current.dtype):
-                    raise checkpoint.CheckpointError(
-                        f"{path} of {bucket.name} is missing, or no {current.dtype} of shape "
-                        f"{tuple(current.shape)}: load what state_dict() gave, as it is"
-                    )
-                values.append(kept.to(current.device, copy=True))
-            states.append(with_leaves(bucket.state, values))
-        for bucket, state in zip(self._run.buckets, states):
-            bucket.state = state
-        self._run.steps = saved["steps"]
-        if saved["rank"] == rank:
-            self._run.ledger.counters = list(saved["counters"])
-        if not run.ordered:
-            run.order = list(saved["order"])
+        ddp_saving.load(self._run, saved)
 
 
 def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
@@ -439,6 +583,8 @@ def _with_momentum(
     compression: Any, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Compressor, bool]:
     """The compressor with its momentum decided, and whether the optimizer gives its up."""
+    if isinstance(compression, _Given):
+        compression = compression.compressor()
     if compression is None:
         return NoneCompressor(), False
     if isinstance(compression, type) and issubclass(compression, Compressor):
@@ -463,14 +609,59 @@ def _take_over(optimizer: Any, run: _Exchange) -> None:
     assert own is not None
     taken = momentum.Takeover(optimizer, *own)
 
+    def copied(protocol: Any) -> Any:
+        """Gives a copy its momentum back, for a model that exchanges gradients as they are."""
+        del protocol
+        state = taken.restored(torch.optim.Optimizer.__getstate__(optimizer))
+        return object.__new__, (type(optimizer),), state
+
     def before_step(*_: Any) -> None:
         taken.check()
-        if not run.undone:
+        if not run.undone and not callers.from_checkpoint():  # which steps to make a first state
             taken.decay()
 
+    optimizer.__reduce_ex__ = copied  # where `copy` and `pickle` look for it first
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_state_dict_post_hook(lambda _, state: taken.restored(state))
     optimizer.register_load_state_dict_post_hook(lambda _: taken.take())
+
+
+class _Given:
+    """What a hook was given in the place of a state, once the first backward has begun."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __repr__(self) -> str:
+        return repr(self._given)
+
+    def compressor(self) -> Any:
+        """The compressor, if a state can be made of it now.
+
+        Raises:
+            TypeError: it is no compressor.
+            ValueError: the compressor would have to see the backward from its beginning.
+        """
+        given = self._given
+        makes = isinstance(given, type) and issubclass(given, Compressor)
+        if not makes and not isinstance(given, Compressor):
+            raise TypeError(
+                "ddp.hook takes as its state a compressor of hvd_gradcomp, such as "
+                f"QSGDCompressor(), or a CompressionState, got {given!r}"
+            )
+        compressor = given() if makes else given
+        if compressor.needs_order:
+            raise ValueError(
+                "the compressor needs the order in which backward comes by the layers, and the "
+                "first backward has begun: call ddp.compress(model, compressor) before it, instead "
+                f"of giving ddp.hook a compressor. It is {compressor}"
+            )
+        return compressor
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

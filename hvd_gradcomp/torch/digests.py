@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 
-import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.torch.engine import Engine, gather_objects
+from hvd_gradcomp.torch.planning import Planned
 from hvd_gradcomp.watching import verify
 
 
-def check(engine: Engine) -> None:
-    """Compares parameters and replicated state over the ranks of an engine.
+def check(engine: Planned) -> None:
+    """Compares parameters and replicated state over the ranks of an exchange.
 
     Raises:
         DivergedError: on all ranks, if they differ.
@@ -31,12 +30,12 @@ def check(engine: Engine) -> None:
         torch.cuda.synchronize(device)  # part of the state may still be on its way to the host
     mine = torch.stack([_digest(x).to(device) for _, x in held])
     process_set = engine.process_set
-    names, title = [name for name, _ in held], f"{engine.name}.verify"
+    names = [name for name, _ in held]
     if engine.place is None:
-        digests = horovod.allgather(mine[None].cpu(), title, process_set).tolist()
+        digests = engine.peers.gather_rows(mine.cpu()).tolist()
     else:  # a rank has the state of those buckets that it leads
         own = dict(zip(names, mine.tolist()))
-        everybody = gather_objects(own, dict[str, int], title, process_set)
+        everybody = engine.peers.gather_named(own)
         names = list(dict.fromkeys(name for one in everybody for name in one))
         digests = [[one.get(name) for name in names] for one in everybody]
     ranks = process_set.ranks or range(process_set.size())

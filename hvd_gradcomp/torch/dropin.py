@@ -20,18 +20,13 @@ from hvd_gradcomp.torch.deadlock import DeadlockError
 from hvd_gradcomp.torch.handout import broadcast_parameters
 from hvd_gradcomp.torch.joining import join
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments
-from hvd_gradcomp.torch.optimizer import (
-    DistributedOptimizer,
-    compression_stats,
-    describe,
-    retrain,
-    verify,
-)
+from hvd_gradcomp.torch.optimizer import DistributedOptimizer
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reports import StatsWriter
 from hvd_gradcomp.torch.resume import broadcast_optimizer_state
 from hvd_gradcomp.torch.rounds import GradientChangedError, OutOfStepError
 from hvd_gradcomp.torch.schedulers import EGCScheduler
+from hvd_gradcomp.torch.tools import compression_stats, describe, retrain, verify
 from hvd_gradcomp.watching.stats import CompressionStats
 from hvd_gradcomp.watching.verify import DivergedError
 

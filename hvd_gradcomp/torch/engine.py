@@ -46,6 +46,28 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
     return messages.gathered(item, kind, allgather, process_set.ranks)
 
 
+class Peers:
+    """The ranks of an engine; see `planning.Peers`.
+
+    Args:
+        name: of what travels.
+        process_set: the ranks.
+    """
+
+    def __init__(self, name: str, process_set: Any) -> None:
+        self._name, self._set = name, process_set
+
+    def global_rank(self) -> int:
+        return int(mpi_ops.rank())
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        every: torch.Tensor = mpi_ops.allgather(row[None], self._name, self._set)
+        return every
+
+    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
+        return gather_objects(numbers, dict[str, int], self._name, self._set)
+
+
 class Engine(Planned):
     """The exchange of one optimizer.
 
@@ -75,6 +97,10 @@ class Engine(Planned):
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         return failures.named(HorovodInternalError, what)
+
+    @property
+    def peers(self) -> Peers:
+        return Peers(f"{self.name}.verify", self.process_set)
 
     def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
         return hierarchy.groups_of(mpi_ops, place, self._gather_objects)

@@ -20,6 +20,7 @@ from horovod.torch import optimizer as _stock
 
 from hvd_gradcomp.torch import (
     arriving,
+    callers,
     checkpoint,
     digests,
     ending,
@@ -178,6 +179,9 @@ class Exchanging:
         """Applies the reduced gradients; ends the exchange first if it has not ended."""
         if self._takeover is not None:
             self._takeover.check()
+        if not self.exchanging and callers.from_checkpoint():
+            # It makes the first state, of zeros: exchanged, they would take along what is kept.
+            return self._plain().step(closure)
         self._gradcomp.scaling.check_stepped(self)
         loss = self._step(closure)
         verifies = self._verify_every and self._gradcomp.steps % self._verify_every == 0
@@ -340,6 +344,8 @@ class Exchanging:
         plain = self.plain_state_dict()
         if self._takeover is not None:
             plain = self._takeover.restored(plain)
+        if callers.from_checkpoint():
+            callers.warn_of_loss(self._gradcomp.buckets)
         return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -18,11 +18,9 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.engine import hierarchy
 from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.planning import description
-from hvd_gradcomp.torch import digests, exchange, lending, momentum
+from hvd_gradcomp.torch import lending, momentum
 from hvd_gradcomp.torch.engine import TITLES, Engine
 from hvd_gradcomp.torch.exchanging import class_of, derived
-from hvd_gradcomp.watching.stats import CompressionStats
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
 
@@ -241,68 +239,11 @@ def check_seam(cls: type) -> None:
         )
 
 
-def compression_stats(optimizer: torch.optim.Optimizer) -> CompressionStats:
-    """What this rank's exchanges have moved so far, measured; see `CompressionStats`.
-
-    Raises:
-        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
-    """
-    return engine_of(optimizer).stats()
-
-
-def describe(optimizer: torch.optim.Optimizer) -> str:
-    """Returns a table of what each layer gets: compressor and bytes a step; nothing is sent.
-
-    A script prints it, `print(hvd.describe(optimizer))`; a notebook shows it.
-
-    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload; or of
-    its elements, where payloads are summed among so many ranks. For compressors whose rule decides
-    how much is sent, 4 bytes for each element that will be; what a method does not say is not
-    known. With per-sample moments the table says how each layer's are found, as far as it has been
-    used.
-
-    Raises:
-        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
-    """
-    engine = engine_of(optimizer)
-    return description.describe(
-        engine.compressor,
-        engine.used,
-        len(engine.buckets),
-        engine.seat[1],
-        engine.moments_of_layers,
-    )
-
-
-def retrain(optimizer: torch.optim.Optimizer) -> None:
-    """Lets the compressor learn anew from the next step on: GradiVeQ's basis, LGC's autoencoder.
-
-    To be called by all ranks at the same step. Other compressors have nothing to learn.
-
-    Raises:
-        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
-    """
-    exchange.retrain(engine_of(optimizer))
-
-
-def verify(optimizer: torch.optim.Optimizer) -> None:
-    """Compares parameters and replicated state of the compressor over the ranks, bit by bit.
-
-    To be called by all ranks of the process set at the same place, between steps. Buffers, such as
-    the running means of a batch normalization, are each rank's own and not looked at.
-
-    Raises:
-        DivergedError: on all ranks, naming the first tensor that differs, and where.
-        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
-    """
-    digests.check(engine_of(optimizer))
-
-
 def engine_of(optimizer: Any) -> Engine:
     """The engine behind an optimizer.
 
     Raises:
-        TypeError: as in `compression_stats`.
+        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
     """
     engine = getattr(optimizer, "_gradcomp", None)
     if engine is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,19 @@ from hvd_gradcomp.torch.exchange import LOGGER, Exchange, stats_of
 from hvd_gradcomp.torch.parameters import layers_of
 from hvd_gradcomp.torch.sources import Sources, source_of
 from hvd_gradcomp.watching.stats import CompressionStats
+
+
+class Peers(Protocol):
+    """The ranks of an exchange, for what looks into it."""
+
+    def global_rank(self) -> int:
+        """This rank among all of the job."""
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Everybody's row, to compare what all have; all ranks call it."""
+
+    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
+        """Everybody's numbers, of ranks that do not all have the same."""
 
 
 class Planned(Exchange):
@@ -63,6 +76,7 @@ class Planned(Exchange):
         **how: Any,
     ) -> None:
         super().__init__(transport, **how)
+        _require_data(named_parameters)
         self.name = name
         self.compressor = compressor = leaving_dense(compressor, named_parameters)
         self.order: list[str] = []
@@ -88,6 +102,11 @@ class Planned(Exchange):
     def ordered_parameters(self) -> list[torch.nn.Parameter]:
         """All of them, in an order that is the same on all ranks."""
         return [p for _, p in self._named]
+
+    @property
+    def peers(self) -> Peers:
+        """Its ranks."""
+        raise NotImplementedError
 
     def _plan(self, named_parameters: Named, placed: Collection[Bucket] = ()) -> Iterator[Bucket]:
         """Buckets for these; what has a place in buckets that are there already gets no other."""
@@ -118,6 +137,7 @@ class Planned(Exchange):
                 with it); second moments of the parameters are not tracked; a dtype is none that is
                 reduced.
         """
+        _require_data(named_parameters)
         names = ", ".join(name for name, _ in named_parameters)
         if self.compressor.needs_order:
             raise ValueError(
@@ -228,3 +248,18 @@ class Planned(Exchange):
             return []
         known = dict(self._named)
         return [moments.how(known[name]) for name, _, _ in self.used]
+
+
+def _require_data(named_parameters: Named) -> None:
+    """Requires of parameters that there is something to train.
+
+    Raises:
+        ValueError: one is on the device "meta", where tensors have no data.
+    """
+    empty = [name for name, p in named_parameters if p.is_meta]
+    if empty:
+        raise ValueError(
+            f"on the device meta, where tensors have no data: {', '.join(empty[:8])}. Materialize "
+            "them first, by model.to_empty(device=...) and an initialisation or by "
+            "load_state_dict(..., assign=True); then make the optimizer"
+        )

@@ -2,22 +2,25 @@
 
 A gradient is exchanged within backward, in place; after backward `p.grad` is reduced. So what is
 looked at is copied by a hook of the parameter, which runs once the gradient is accumulated and
-before Horovod's. Hooks are there only where the next step is probed.
+before Horovod's, or DistributedDataParallel's. Hooks are there only where the next step is probed.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol
 
-import horovod.torch as horovod
 import torch
+import torch.distributed as dist
 
 from hvd_gradcomp.engine.stack import run
 from hvd_gradcomp.foundation.collectives import Allreduce
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.torch.parameters import layers_of
+from hvd_gradcomp.torch.process_groups import Distributed, Group
 from hvd_gradcomp.watching import probe
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
@@ -44,11 +47,13 @@ class Probe(probe.Probe):
     Args:
         named_parameters: usually `model.named_parameters()`; those that are trained are probed.
         every: a step in so many is probed, the first one too.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part, of Horovod; or a process group of
+            `torch.distributed`. None for all ranks of Horovod, if it is initialized, else for all
+            of `torch.distributed`.
         **options: those of `watching.probe.Probe`; ranks of `pair` are those in the set.
 
     Raises:
-        ValueError: Horovod is not initialized, or an argument is out of range.
+        ValueError: neither is initialized, or an argument is out of range.
     """
 
     def __init__(
@@ -56,18 +61,16 @@ class Probe(probe.Probe):
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         every: int = 50,
         *,
-        process_set: Any = horovod.global_process_set,
+        process_set: Any = None,
         **options: Any,
     ) -> None:
-        if not horovod.is_initialized():
-            raise ValueError("call hvd.init() before Probe(...)")
+        ranks = _ranks_of(process_set)
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         super().__init__(layers_of(trained), every, **options)
-        if _takes_part(process_set):
-            self.require_pair(process_set.size())
-        self.process_set = process_set
+        if ranks.takes_part:
+            self.require_pair(ranks.size())
+        self._ranks = ranks
         self.steps = 0
-        self._name = next(_names)
         self._parameters = [p for _, p in trained]
         self._taken: list[torch.Tensor | None] = [None] * len(trained)
         self._index: dict[int, torch.Tensor] = {}
@@ -95,11 +98,11 @@ class Probe(probe.Probe):
             squares = None
             if moments is not None:
                 squares = self._on_host([self._cut(i, q) for i, q in enumerate(moments)])
-            rank, size = self.process_set.rank(), self.process_set.size()
+            rank, size = self._ranks.rank(), self._ranks.size()
             here = TorchOps(_HOST)
             with torch.no_grad():
                 program = self.program(here, step, self._on_host(taken), rank, size, squares)
-                readings = tuple(run(program, self._sum))
+                readings = tuple(run(program, self._ranks.sum))
         self._prepare()
         return readings
 
@@ -111,7 +114,7 @@ class Probe(probe.Probe):
 
     def _prepare(self) -> None:
         """Hooks, where the next step is probed."""
-        if not self.due(self.steps) or not _takes_part(self.process_set):
+        if not self.due(self.steps) or not self._ranks.takes_part:
             return
         for i, parameter in enumerate(self._parameters):
 
@@ -142,13 +145,82 @@ class Probe(probe.Probe):
         ]
         return torch.cat(rows)
 
-    def _sum(self, request: Allreduce) -> torch.Tensor:
-        return horovod.allreduce(
-            request.tensor, name=self._name, op=horovod.Sum, process_set=self.process_set
+
+class _Ranks(Protocol):
+    """The ranks that a probe exchanges with.
+
+    Attributes:
+        takes_part: whether this rank is one of them.
+    """
+
+    takes_part: bool
+
+    def rank(self) -> int:
+        """This rank's place among them."""
+
+    def size(self) -> int:
+        """How many there are."""
+
+    def sum(self, request: Allreduce) -> torch.Tensor:
+        """Adds a tensor up over them."""
+
+
+class _OfHorovod:
+    def __init__(self, horovod: Any, process_set: Any) -> None:
+        self._horovod = horovod
+        everybody = process_set is None or process_set is horovod.global_process_set
+        self._set = horovod.global_process_set if everybody else process_set
+        self.takes_part = everybody or horovod.rank() in (process_set.ranks or ())
+        self._name = next(_names)
+
+    def rank(self) -> int:
+        return int(self._set.rank())
+
+    def size(self) -> int:
+        return int(self._set.size())
+
+    def sum(self, request: Allreduce) -> torch.Tensor:
+        total: torch.Tensor = self._horovod.allreduce(
+            request.tensor, name=self._name, op=self._horovod.Sum, process_set=self._set
         )
+        return total
 
 
-def _takes_part(process_set: Any) -> bool:
-    if process_set is horovod.global_process_set:
-        return True
-    return horovod.rank() in (process_set.ranks or ())
+class _OfDistributed:
+    """Connections of its own: what a user, or a model, sends meanwhile is something else."""
+
+    def __init__(self, group: Any) -> None:
+        self.takes_part = dist.get_rank(group) >= 0
+        if self.takes_part:
+            self._group, self._transport = Group(group), Distributed()
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def sum(self, request: Allreduce) -> torch.Tensor:
+        there = request._replace(tensor=request.tensor.to(self._group.device))
+        total = self._transport.wait(self._transport.allreduce(there, "probe", self._group))
+        return total.to(_HOST)
+
+
+def _ranks_of(process_set: Any) -> _Ranks:
+    """The ranks of a process set, or of a process group; of what is initialized where it is None.
+
+    Raises:
+        ValueError: nothing is.
+    """
+    of_horovod = hasattr(process_set, "process_set_id")
+    found = "horovod.torch" in sys.modules
+    horovod: Any = import_module("horovod.torch") if found else None
+    started = found and getattr(horovod, "is_initialized", bool)()
+    if started and (of_horovod or process_set is None):
+        return _OfHorovod(horovod, process_set)
+    if not of_horovod and dist.is_available() and dist.is_initialized():
+        return _OfDistributed(process_set)
+    raise ValueError(
+        "call hvd.init() before Probe(...); with DistributedDataParallel "
+        "torch.distributed.init_process_group(...)"
+    )

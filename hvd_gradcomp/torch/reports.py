@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import horovod.torch as horovod
-import torch
-
-from hvd_gradcomp.torch.optimizer import engine_of
+from hvd_gradcomp.torch.tools import exchange_of
 from hvd_gradcomp.watching import reports
 
 
 class StatsWriter(reports.StatsWriter):
-    """Writes an optimizer's `compression_stats` every so many steps, and a line each epoch.
+    """Writes `compression_stats` every so many steps, and a line each epoch.
 
     ::
 
@@ -27,25 +25,26 @@ class StatsWriter(reports.StatsWriter):
     Each record is of the steps since the last one. Make it after a checkpoint is loaded.
 
     Args:
-        optimizer: a `DistributedOptimizer` of this package.
+        source: a `DistributedOptimizer` of this package; with `DistributedDataParallel` the model,
+            or the state that `ddp.compress` returned.
         every: steps in a span, at least 1.
         writers: of `JSONLines`, `TensorBoard`, and others that are a `Writer`.
 
     Raises:
-        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
+        TypeError: it is none of these.
         ValueError, OSError: as in `hvd_gradcomp.watching.reports.StatsWriter`.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        source: Any,
         every: int = 100,
         writers: Sequence[reports.Writer] = (),
     ) -> None:
-        engine = engine_of(optimizer)
+        engine = exchange_of(source)
         super().__init__(
             engine.stats,
-            rank=horovod.rank(),
+            rank=engine.peers.global_rank(),
             first=engine.process_set.rank() == 0,
             writers=writers,
             every=every,

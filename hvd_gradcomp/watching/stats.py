@@ -53,6 +53,43 @@ class CompressionStats:
     residual_norm: float | None = None
     gradient_norm: float | None = None
 
+    def __str__(self) -> str:
+        """A table of what was moved, for `print`.
+
+        >>> print(CompressionStats(20, 1000, 125, 4000, 500, 1000, losses={"basis": 0.25}))
+        steps            20
+        bytes            4,000 of gradient, 500 sent (ratio 8.0), 1,000 received
+        elements         1,000 of gradients, 125 sent (ratio 8.0)
+        basis loss       0.25
+        """
+        rows = {"steps": f"{self.steps:,}"}
+        if self.skipped:
+            rows["steps"] += f", and {self.skipped:,} left out"
+        rows["bytes"] = (
+            f"{self.bytes_dense:,} of gradient, {self.bytes_sent:,} sent{_ratio(self.ratio)}, "
+            f"{self.bytes_received:,} received"
+        )
+        rows["elements"] = (
+            f"{self.elements:,} of gradients, {self.elements_sent:,} sent"
+            f"{_ratio(self.element_ratio)}"
+        )
+        if self.rung_changes:
+            rows["room"] = f"changed {self.rung_changes:,} times"
+        if self.gradient_norm is not None:
+            rows["gradient norm"] = f"{self.gradient_norm:.4g}"
+        if self.residual_norm is not None:
+            rows["residual norm"] = f"{self.residual_norm:.4g}"
+            if self.residual_ratio is not None:
+                rows["residual norm"] += f", {self.residual_ratio:.3g} times the gradient's"
+        rows.update({f"{name} loss": f"{value:.3g}" for name, value in self.losses.items()})
+        lines = [f"{name:<15}  {said}" for name, said in rows.items()]
+        density = self.density
+        if density:
+            lines.append("elements sent, by layer:")
+            wide = max(map(len, density))
+            lines += [f"  {name:<{wide}}  {100 * share:.3g} %" for name, share in density.items()]
+        return "\n".join(lines)
+
     @property
     def element_ratio(self) -> float:
         """Parameters over parameters sent, the papers' compression ratio; inf if none was sent."""
@@ -93,6 +130,11 @@ class CompressionStats:
             self.residual_norm,
             self.gradient_norm,
         )
+
+
+def _ratio(ratio: float) -> str:
+    """The ratio of what was there to what was sent; nothing where none was."""
+    return f" (ratio {ratio:,.1f})" if 0 < ratio < math.inf else ""
 
 
 def mean_losses(several: Iterable[Mapping[str, float]]) -> dict[str, float]:

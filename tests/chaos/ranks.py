@@ -31,7 +31,7 @@ CAUSES = re.compile(
     "|NonFiniteGradientError|another rank has stopped, or raised an error|this rank has failed"
     "|NaN or an infinity|another step|another phase|damaged payload|payloads of different sizes"
     "|saves or loads a checkpoint|Horovod has been shut down|gradients of other layers"
-    "|the ranks do different things"
+    "|the ranks do different things|Timed out waiting"
 )
 
 
@@ -71,6 +71,7 @@ JOBS = (
         HOSTS,
         cases="Strom|dense|scaler|compressor|kill",
     ),
+    Job("DistributedDataParallel, 2 ranks, gloo", "ddp_trials", 2, "gloo"),
     Job("TensorFlow, 2 ranks, gloo", "tensorflow_trials", 2, "gloo"),
     Job("TensorFlow, 2 ranks, MPI", "tensorflow_trials", 2, "mpi", cases="Strom|modes|kill"),
 )

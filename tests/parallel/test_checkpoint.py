@@ -29,6 +29,10 @@ def test_pytorch_resumes_to_the_bit(tmp_path):
         assert faults["refusing"] == 0 and not faults["ran"]
         assert_seen(faults["flips"])
         assert faults["as before flips"]
+        before, after = result["asked"]["digests"]
+        assert before == after, "torch.distributed.checkpoint has made an exchange"
+        (said,) = result["asked"]["said"]
+        assert "leaves out of an optimizer's state what its compressor keeps" in said
 
 
 def assert_seen(flips):

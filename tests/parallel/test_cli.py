@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,13 @@ PROGRAM = (sys.executable, "-m", "hvd_gradcomp")
 METHODS = ("qsgd", "DGCCompressor(density=0.01)", "ScaleComCompressor()")
 
 
-def command(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, ranks: int = 2, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*((*HOROVODRUN, "--gloo", "-np", "2") if ranks == 2 else ()), *PROGRAM, *arguments],
         cwd=ROOT,
-        env=environment(),
+        env=environment(**({} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"})),
         capture_output=True,
         text=True,
         timeout=200,
@@ -134,6 +137,25 @@ def test_compare(tmp_path: Path):
     assert none["losses"][0] == qsgd["losses"][0] == dgc["losses"][0]  # all begin alike
     assert abs(qsgd["loss"] - none["loss"]) < 0.1
     assert dgc["element_ratio"] > 50
+
+
+def test_compare_over_torch_distributed_starts_its_ranks_itself(tmp_path: Path):
+    """With DistributedDataParallel, where importing Horovod is an error."""
+    (tmp_path / "horovod.py").write_text("raise ImportError('no Horovod here')\n")
+    figures = tmp_path / "compare.json"
+    done = command(
+        *("compare", "-np", "2", "--ddp", "tests.parallel.workers.trained_ddp:train"),
+        *("--steps", "12", "--json", str(figures), *chosen("QSGDCompressor(bits=8)", "lgc")),
+        ranks=1,
+        path=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    assert found["ranks"] == 2
+    none, qsgd = found["rows"][:2]
+    assert len(none["losses"]) == 12 and none["losses"][0] == qsgd["losses"][0]
+    assert abs(qsgd["loss"] - none["loss"]) < 0.1 and qsgd["ratio"] > 3.5
+    assert "default0" not in done.stdout + done.stderr
 
 
 def test_compare_says_what_the_function_lacks():

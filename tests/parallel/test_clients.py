@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
+
 import pytest
 
-from tests.parallel.launch import launch, says
+from tests.parallel.launch import ROOT, environment, launch, says
 
 pytestmark = pytest.mark.parallel
 
@@ -43,3 +48,34 @@ def test_updates_are_those_of_plain_pytorch(client, tmp_path):
         says(result["errors"], {name: MESSAGES[name] for name in result["errors"]})
         for kind in ("cases", "methods"):  # with digests of all parameters
             assert result[kind] == results[0][kind]
+
+
+def test_libraries_that_wrap_the_model_themselves(tmp_path):
+    """Under torchrun, with `ddp.compress`; the recipes of docs/tutorial/libraries.md."""
+    packages = {"trainer": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
+    there = [name for name, package in packages.items() if importlib.util.find_spec(package)]
+    if not there:
+        pytest.skip("none of them is installed")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "tests.clients.with_ddp", str(tmp_path), *there],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert list(results[0]) == there
+    for library, methods in results[0].items():
+        for name, found in methods.items():
+            assert found == results[1][library][name] or name.startswith("Variance"), name
+            assert found["digest"] == results[1][library][name]["digest"], "replicas differ"
+            assert found["steps"] == 4, (library, name, found)
+            assert 0 < found["moved"] < 1.0001 * 4 * BOUND, f"{library}: {name} is not clipped"
+            if name == "NoneCompressor()":
+                assert found["off"] < 1e-6, (library, found)
+            else:
+                assert found["off"] > 0 and found["ratio"] > 1.2, (library, name, found)
+                assert found["losses"][1] < found["losses"][0], (library, name, found)

@@ -31,8 +31,13 @@ ON_TWO = [
     "settled_by_ddp",
     "waits_as_long",
     "fewer_batches",
+    "copies",
+    "given_to_the_hook",
+    "tools_of_a_user",
+    "distributed_checkpoint",
     "not_finite",
     "one_fails",
+    "left_alone",
     "scaled",
     "one_ends",
 ]
@@ -66,6 +71,11 @@ def processes(folder, ranks, *parts):
 
 def test_two_ranks(tmp_path):
     processes(tmp_path, 2, *ALWAYS, *ON_TWO)
+
+
+def test_three_ranks(tmp_path):
+    """Of which one has no batches, one has some, and one has most."""
+    processes(tmp_path, 3, "fewer_batches")
 
 
 def test_four_ranks(tmp_path):

@@ -25,12 +25,25 @@ def test_a_sound_installation_passes():
     marks = {finding["what"]: finding["mark"] for finding in found}
     for what in ("PyTorch", "TensorFlow", "Keras", "Horovod", "gloo", "exchange of TensorFlow"):
         assert marks[what] == "ok", found
-    for what in ("PyTorch over gloo", "TensorFlow over gloo"):
+    for what in ("PyTorch over gloo", "TensorFlow over gloo", "DistributedDataParallel"):
         (ranks,) = (finding for finding in found if finding["what"] == what)
         assert "two ranks trained, replicas are equal" in ranks["fact"]
     (code,) = (finding for finding in found if finding["what"] == "your code")
     assert code["mark"] == "warn"
     assert "Keras 3" in code["fact"]
+
+
+def test_ddp_needs_no_horovod(tmp_path, monkeypatch):
+    """Its self-test runs where importing Horovod is an error; one that fails is told."""
+    (tmp_path / "horovod.py").write_text("raise ImportError('no Horovod here')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    program = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", "ddp"]
+    found = doctor._tested("DistributedDataParallel", program, {}, 100, "")
+    assert found.mark == "ok", found.fact
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    found = doctor._tested("DistributedDataParallel", program, {}, 100, "again")
+    assert (found.mark, found.remedy) == ("fail", "again")
+    assert "no torch here" in found.fact and found.fact.startswith("self-test fails with 1")
 
 
 def test_ranks_that_hang_are_ended_and_named(tmp_path, monkeypatch):

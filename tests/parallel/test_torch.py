@@ -67,7 +67,7 @@ MESSAGES = {
     "half named": "were not named",
     "repeated names": "must be unique",
     "integers": "weight has dtype torch.float8_e5m2; what is reduced is float16, bfloat16",
-    "elsewhere": "weight is on meta, and this Horovod was built without collectives",
+    "elsewhere": "on the device meta, where tensors have no data: weight, bias. Materialize",
     "stats": "pass the optimizer that hvd_gradcomp.torch.DistributedOptimizer returned",
     "different models": "parameter 0.weight: (3, 4) float32 on rank 0, (4, 4) float32 on rank 1",
     "different compressors": "StromCompressor(tau=1.1) on rank 1",

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 import datetime
+import io
 import json
+import logging
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from hvd_gradcomp import (
     DGCCompressor,
+    QSGDCompressor,
     StromCompressor,
     VarianceCompressor,
     partition,
@@ -223,6 +230,47 @@ def state_goes_on():
         assert other.steps == 6 and other.stats() == state.stats()
 
 
+def distributed_checkpoint(folder):
+    """A state under a name of each rank; that of another rank is told; and no step is made."""
+    rank = dist.get_rank()
+    model, state = wrapped(VARIANCE)
+    optimizer = sgd(model)
+    train(model, optimizer, 3)
+    optimizer.zero_grad()
+    weights, others = get_state_dict(model, optimizer)
+    assert state.steps == 3
+    parts = {"model": weights, "optimizer": others, f"compressor/{rank}": state.state_dict()}
+    dcp.save(parts, checkpoint_id=folder / "dcp")
+    train(model, optimizer, 3, first=3)
+    again, other = wrapped(VARIANCE)
+    second = sgd(again)
+    weights, others = get_state_dict(again, second)
+    parts = {"model": weights, "optimizer": others, f"compressor/{rank}": other.state_dict()}
+    dcp.load(parts, checkpoint_id=folder / "dcp")
+    set_state_dict(
+        again, second, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
+    )
+    other.load_state_dict(parts[f"compressor/{rank}"])
+    train(again, second, 3, first=3)
+    assert torch.equal(vector(model), vector(again))
+    alike(vector(again))
+    foreign = {**state.state_dict(), "rank": (rank + 1) % dist.get_world_size()}
+    said = logged(lambda: other.load_state_dict(foreign))
+    assert len(said) == 1 and "Each rank saves and loads its own" in said[0], said
+    # A first state is made by a step with gradients of zero, which decay takes no part in.
+    how = {"momentum": 0.9, "weight_decay": 0.01}
+    trained = []
+    for asked in (False, True):
+        model = ddp_model()
+        optimizer = sgd(model, **how)
+        ddp.compress(model, DGCCompressor(density=0.1), optimizer=optimizer)
+        if asked:
+            get_state_dict(model, optimizer)
+        train(model, optimizer, 3)
+        trained.append(vector(model))
+    assert torch.equal(*trained)
+
+
 def raises(kind, text, function):
     try:
         function()
@@ -298,18 +346,103 @@ def waits_as_long():
     assert ours.options._timeout == users.options._timeout == TIMEOUT
 
 
+def batches_of(rank):
+    """The last rank has the most; the first has none."""
+    return 3 * rank
+
+
+def with_zeros(model, optimizer, steps, scaler=None):
+    """As `join` has it: a rank that has no batches gives zeros, and does not step."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        share = float(step < batches_of(dist.get_rank()))
+        one = loss(model, step, dist.get_rank()) * share
+        (scaler.scale(one) if scaler else one).backward()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+
+
+def joined(model, optimizer, scaler=None, **how):
+    with model.join(**how):
+        for step in range(batches_of(dist.get_rank())):
+            optimizer.zero_grad()
+            one = loss(model, step, dist.get_rank())
+            (scaler.scale(one) if scaler else one).backward()
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+
+
 def fewer_batches():
-    """`join`, and a rank whose batch is empty."""
-    trained = []
-    for compression in (None, "plain", StromCompressor(tau=0.01), LGC_SERVER):
-        model = ddp_model()
-        if compression != "plain":
-            ddp.compress(model, compression)
-        with model.join():
-            train(model, sgd(model), 3 + dist.get_rank())
+    """`join` is what gradients of zero are, to the bit, with every compressor."""
+    most = batches_of(dist.get_world_size() - 1)
+    last = dist.get_rank() == dist.get_world_size() - 1  # its optimizer has made all steps
+    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, LGC_SERVER]:
+        trained, kept = [], []
+        for train_by in (with_zeros, joined):
+            model, state = wrapped(compression)
+            arguments = (most,) if train_by is with_zeros else ()
+            train_by(model, sgd(model), *arguments)
+            alike(vector(model))
+            assert state.steps == most, (compression, state.steps)
+            trained.append(vector(model))
+            kept.append(state.state_dict()["buckets"])
+        if not compression.needs_order:  # rank 0 has seen none
+            assert torch.equal(*trained), compression
+            for one, other in zip(*kept):
+                assert all(torch.equal(x, other["state"][k]) for k, x in one["state"].items())
+        train(model, sgd(model), 2, first=most)  # all together again
         alike(vector(model))
+    # Unused layers, moments of samples, a scaler; and a mean over those that take part.
+    for options, compression, before in (
+        ({"find_unused_parameters": True}, StromCompressor(tau=0.01), None),
+        ({}, VarianceCompressor(alpha=0.5, moments="sample"), ddp.track_moments),
+    ):
+        model, _ = wrapped(compression, before=before, of_ddp=options)
+        joined(model, sgd(model))
+        alike(vector(model))
+    trained = []
+    for scaler in (None, torch.amp.GradScaler("cpu")):
+        model, state = wrapped(StromCompressor(tau=0.01))
+        joined(model, sgd(model), scaler)
         trained.append(vector(model))
-    assert torch.allclose(trained[0], trained[1], atol=1e-6)
+        assert state.steps == most and state.stats().skipped == 0
+    assert torch.equal(*trained)
+    for initial in (True, False):
+        trained = []
+        for compress in (False, True):
+            model = ddp_model()
+            if compress:
+                ddp.compress(model, None)
+            joined(model, sgd(model), divide_by_initial_world_size=initial)
+            trained.append(vector(model))
+        assert torch.allclose(*trained, atol=1e-6), initial
+    trained = []  # with a compressor as the hook's state, which rank 0 makes without a backward
+    for by_hook in (False, True):
+        model = ddp_model()
+        if by_hook:
+            model.register_comm_hook(QSGDCompressor(), ddp.hook)
+        else:
+            ddp.compress(model, QSGDCompressor())
+        joined(model, sgd(model))
+        trained.append(vector(model))
+    assert torch.equal(*trained)
+    # What fails, fails on all ranks: those that have joined, too.
+    model, _ = wrapped(StromCompressor(tau=0.01))
+    x = torch.full((2, 12), float("nan" if last else "1"))
+
+    def not_a_number():
+        with model.join():
+            if last:
+                model(x).sum().backward()
+
+    raises(NonFiniteGradientError, "", not_a_number)
+    # A batch may be empty.
     model, _ = wrapped(VarianceCompressor(alpha=0.5, moments="sample"), before=ddp.track_moments)
     optimizer = sgd(model)
     for _ in range(3):
@@ -317,6 +450,163 @@ def fewer_batches():
         model(torch.ones(8 * dist.get_rank(), 12)).square().sum().backward()
         optimizer.step()
     alike(vector(model))
+
+
+def logged(function):
+    """What is logged meanwhile."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hvd_gradcomp").addHandler(handler)
+    function()
+    logging.getLogger("hvd_gradcomp").removeHandler(handler)
+    return said
+
+
+def saved_and_loaded(item):
+    file = io.BytesIO()
+    torch.save(item, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copies():
+    """A copy of a model exchanges gradients as they are; the original goes on as without it."""
+    how = {"momentum": 0.9}
+    for compression, before in (
+        (VarianceCompressor(alpha=0.5, moments="sample"), ddp.track_moments),
+        (DGCCompressor(density=0.1), None),
+        (LGC, None),
+        (QSGDCompressor(), None),
+    ):
+        plain = ddp_model(before)
+        trained = []
+        for copy_it in (None, copy.deepcopy, saved_and_loaded, AveragedModel):
+            model = ddp_model(before)
+            optimizer = sgd(model, **how)
+            own = compression.needs_order or compression == QSGDCompressor()
+            takes = {} if own or before else {"optimizer": optimizer}
+            state = ddp.compress(model, compression, **takes)
+            train(model, optimizer, 2)
+            if copy_it is not None:
+                copied = copy_it(model)
+                train(model, optimizer, 1, first=2)
+                again = copied.module if copy_it is AveragedModel else copied
+                plain.load_state_dict(again.state_dict())
+                for one in (plain, again):
+                    train(one, sgd(one), 2)
+                assert torch.allclose(vector(plain), vector(again), atol=1e-6), compression
+                raises(TypeError, "nothing compresses", lambda m=again: ddp.state_of(m))
+                train(model, optimizer, STEPS - 3, first=3)
+            else:
+                train(model, optimizer, STEPS - 2, first=2)
+            trained.append(vector(model))
+            assert state.steps == STEPS and ddp.state_of(model) is state
+        assert all(torch.equal(one, trained[0]) for one in trained), compression
+    model, state = wrapped(StromCompressor(tau=0.01))
+    said = logged(lambda: (saved_and_loaded(model), saved_and_loaded(state), copy.deepcopy(state)))
+    assert len(said) == 1 and "save state.state_dict()" in said[0], said
+    # It is compressed if it is asked for, with what belongs to it alone.
+    model, state = wrapped(StromCompressor(tau=0.01))
+    train(model, sgd(model), 2)
+    again, none = copy.deepcopy((model, state))
+    raises(RuntimeError, "ddp.compress(copy", lambda: none.stats())
+    other = ddp.compress(again, StromCompressor(tau=0.01))
+    kept = copy.deepcopy(state.state_dict())
+    train(again, sgd(again), 2)
+    assert other.steps == state.steps == 2
+    for one, before in zip(state.state_dict()["buckets"], kept["buckets"]):
+        assert all(torch.equal(x, before["state"][k]) for k, x in one["state"].items())
+    # An optimizer has its momentum back, which a compressor has taken over from the original.
+    model = ddp_model()
+    optimizer = sgd(model, **how)
+    ddp.compress(model, DGCCompressor(density=0.1), optimizer=optimizer)
+    train(model, optimizer, 2)
+    for again in (copy.deepcopy(optimizer), saved_and_loaded(optimizer)):
+        assert again.param_groups[0]["momentum"] == 0.9
+        assert type(again) is torch.optim.SGD
+    assert optimizer.param_groups[0]["momentum"] == 0
+
+
+def tools_of_a_user(folder):
+    """What looks into an exchange takes a model, or its state; and `Probe` needs no Horovod."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, state = wrapped(StromCompressor(tau=0.01))
+    writers = [
+        ddp.StatsWriter(source, every=2, writers=[ddp.JSONLines(folder / name, all_ranks=True)])
+        for source, name in ((model, "model.jsonl"), (state, "state.jsonl"))
+    ]
+    probe = ddp.Probe(model.named_parameters(), 2, slice_sizes=(8,))
+    pair = ddp.Probe(model.named_parameters(), 1, process_set=dist.group.WORLD)
+    optimizer = sgd(model)
+    readings = []
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step)
+        readings.append(probe.step())
+        assert pair.step()
+        optimizer.step()
+        for writer in writers:
+            writer.step()
+    for writer, name in zip(writers, ("model", "state")):
+        writer.close()
+        lines = (folder / f"{name}.{rank}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [2, 4]
+    assert [bool(each) for each in readings] == [True, False, True, False]
+    assert readings[0][0].mutual_information is not None and readings[0][0].entropy > 0
+    entropies = torch.tensor([each.entropy for each in readings[0]])
+    alike(entropies)
+    # The same to the bit as without: `every_method` trains without.
+    plain, _ = wrapped(StromCompressor(tau=0.01))
+    train(plain, sgd(plain), 4)
+    assert torch.equal(vector(plain), vector(model))
+    for source in (model, state, torch.compile(model)):
+        assert ddp.compression_stats(source) == state.stats()
+        assert "Strom(tau=0.01)" in ddp.describe(source)
+        ddp.retrain(source)
+        ddp.verify(source)
+    said = str(state.stats())
+    assert said.startswith("steps ") and "first.weight" in said, said
+    assert repr(state.stats()).startswith("CompressionStats(steps=4")
+    for other in (model.module, optimizer, None, 3, [], "model"):
+        raises(TypeError, "ddp.compress", lambda x=other: ddp.describe(x))
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    raises(ddp.DivergedError, "", lambda: ddp.verify(state))
+    assert size > 1
+
+
+def given_to_the_hook():
+    """A compressor as the hook's state, where a library makes the model."""
+    for compression in (QSGDCompressor(), StromCompressor(tau=0.01), QSGDCompressor):
+        trained = []
+        for by_hook in (False, True):
+            pair = [ddp_model(), ddp_model()]  # such as a generator and a discriminator
+            for model in pair:
+                if by_hook:
+                    model.register_comm_hook(compression, ddp.hook)
+                    raises(TypeError, "nothing compresses", lambda m=model: ddp.state_of(m))
+                else:
+                    ddp.compress(model, compression)
+            for step in range(STEPS):
+                for place, model in enumerate(pair):
+                    train(model, sgd(model), 1, first=10 * place + step)
+            for model in pair:
+                alike(vector(model))
+                assert ddp.state_of(model).steps == STEPS
+            assert ddp.state_of(pair[0]) is not ddp.state_of(pair[1])
+            trained.append([vector(model) for model in pair])
+        assert all(torch.equal(*both) for both in zip(*trained)), compression
+    for given, kind, text in (
+        (None, TypeError, "such as QSGDCompressor()"),
+        ({"start": 3}, TypeError, "such as QSGDCompressor()"),
+        (LGC, ValueError, "ddp.compress(model, compressor)"),
+        (DGCCompressor(density=0.1), ValueError, "momentum"),
+        ((QSGDCompressor(), None)[dist.get_rank() % 2], MismatchError, "what is refused"),
+    ):
+        model = ddp_model()
+        model.register_comm_hook(given, ddp.hook)
+        raises(kind, text, lambda m=model: backward(m, 0))
 
 
 def not_finite():
@@ -364,12 +654,50 @@ def scaled():
     raises(NonFiniteGradientError, "", model(x).sum().backward)
 
 
+def left_alone():
+    """Whoever waits for a rank that does something else waits for the timeout, and no longer.
+
+    With fewer batches, with a collective of the user's own on one rank, and an exception there.
+    """
+    seconds = 2
+    for does in ("nothing", "all_reduce", "raises"):
+        group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+        model, _ = wrapped(StromCompressor(tau=0.01), of_ddp={"process_group": group})
+        train(model, sgd(model), 2)
+        began = time.monotonic()
+        if dist.get_rank() == 0:
+            raises(
+                RuntimeError,
+                "has stopped" if does == "raises" else "fewer batches",
+                lambda m=model: train(m, sgd(m), 1),
+            )
+        elif does == "all_reduce":
+            raises(RuntimeError, "", lambda g=group: dist.all_reduce(torch.ones(3), group=g))
+        elif does == "raises":
+            state = ddp.state_of(model)
+            raises(ValueError, "sparse=False", lambda m=model, s=state: fails_in_backward(m, s))
+        else:
+            time.sleep(seconds + 2)
+        assert time.monotonic() - began < 5 * seconds
+        dist.barrier()
+
+
+def fails_in_backward(model, state):
+    """An error of this rank alone while it exchanges: its gradient cannot be taken."""
+
+    def refuse(*_):
+        raise ValueError("sparse=False")
+
+    state._run.give = refuse
+    backward(model, 5)
+
+
 def one_ends():
     """The last part of all: a rank that is gone is an error on the others."""
     model, _ = wrapped(StromCompressor(tau=0.01))
     train(model, sgd(model), 2)
     if dist.get_rank() == 0:
-        raises(RuntimeError, "another rank has stopped", lambda: train(model, sgd(model), 9))
+        raises(RuntimeError, "torchrun --max-restarts", lambda: train(model, sgd(model), 9))
 
 
 def one_fails():
@@ -398,8 +726,8 @@ def main():
     dist.init_process_group("gloo", met, timeout=TIMEOUT, rank=rank, world_size=size)
     done = []
     for name in sys.argv[4:]:
-        if name == "compared":
-            compared(folder)
+        if name in ("compared", "tools_of_a_user", "distributed_checkpoint"):
+            globals()[name](folder)
         else:
             globals()[name]()
         done.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import resource
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.protocols import carrying
@@ -231,6 +233,31 @@ def faults(folder):
     }
 
 
+def asked_by_torch():
+    """`torch.distributed.checkpoint` makes no exchange, and what it leaves out is said."""
+    said, digests = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    for asked in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        plain = torch.optim.SGD(model.parameters(), lr=0.01)  # has no state, so is made to step
+        optimizer = hvd.DistributedOptimizer(
+            plain, model.named_parameters(), compression=hvd.StromCompressor(tau=0.05)
+        )
+        train(model, optimizer, 0, 3)
+        optimizer.zero_grad()
+        if asked:
+            logging.getLogger("hvd_gradcomp").addHandler(handler)
+            weights, state = get_state_dict(model, optimizer)
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+            logging.getLogger("hvd_gradcomp").removeHandler(handler)
+        made = hvd.compression_stats(optimizer).steps
+        train(model, optimizer, 3, 6)
+        digests.append([made, everything(model, optimizer)])
+    return {"digests": digests, "said": said}
+
+
 class Hostile:
     """What leaves a file behind where it is unpickled."""
 
@@ -258,7 +285,7 @@ def main(folder: str, what: str, steps: str) -> None:
             repr(c): stopped(c, int(steps), here / f"stopped-{place}")
             for place, c in enumerate(methods)
         }
-        result = {"pairs": pairs, "faults": faults(folder)}
+        result = {"pairs": pairs, "faults": faults(folder), "asked": asked_by_torch()}
     finish(hvd, folder, result)
 
 

@@ -1,0 +1,206 @@
+"""The Trainer, Lightning and Accelerate under torchrun: they wrap a model, which we compress.
+
+Without compression the updates are those of `DistributedDataParallel`; with it replicas stay equal,
+and the loss falls. No Horovod.
+
+torchrun --standalone --nproc-per-node 2 -m tests.clients.with_ddp FOLDER [LIBRARY ...]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from hvd_gradcomp import Compressor, NoneCompressor, QSGDCompressor, VarianceCompressor
+from hvd_gradcomp.torch import ddp
+
+METHODS = (NoneCompressor(), QSGDCompressor(), VarianceCompressor(alpha=0.5, moments="step"))
+SAMPLES, BATCH, RATE = 64, 4, 0.1
+PASSES = 2  # for each step
+CLIPPED = 0.05
+
+
+class Net(nn.Module):
+    """Returns its loss beside its output, as the Trainer wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layers(x)
+        return {"loss": cross_entropy(y, labels), "logits": y}
+
+
+def network() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def points() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    return x, x[:, :4].argmax(1)
+
+
+def by_trainer(compressor: Compressor | None) -> tuple[nn.Module, Any]:
+    """Six lines: a callback that compresses the model that the Trainer has wrapped."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Compress(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.state = ddp.compress(
+                trainer.model_wrapped, compressor, backward_passes_per_step=PASSES
+            )
+
+    model, compress = network(), Compress()
+    arguments = TrainingArguments(
+        output_dir="unused",
+        use_cpu=True,
+        ddp_backend="gloo",
+        save_strategy="no",
+        report_to="none",
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=PASSES,
+        max_grad_norm=CLIPPED,
+        train_sampling_strategy="sequential",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=[{"x": x, "labels": y} for x, y in zip(*points())],
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        callbacks=[] if compressor is None else [compress],
+    )
+    trainer.train()
+    return model, compress.state if compressor is not None else None
+
+
+def by_lightning(compressor: Compressor | None) -> tuple[nn.Module, Any]:
+    """A callback, too. Lightning itself registers the hook of a `DDPStrategy` on CUDA alone."""
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = network()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            x, y = batch
+            return self.model(x, y)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    class Compress(lightning.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.state = ddp.compress(
+                trainer.strategy.model, compressor, backward_passes_per_step=PASSES
+            )
+
+    module, compress = Module(), Compress()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size() if dist.is_initialized() else 2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        max_epochs=1,
+        accumulate_grad_batches=PASSES,
+        gradient_clip_val=CLIPPED,
+        use_distributed_sampler=False,
+        callbacks=[] if compressor is None else [compress],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = TensorDataset(*points())
+    rank, size = trainer.global_rank, trainer.world_size
+    sampler = DistributedSampler(data, size, rank, shuffle=False)
+    trainer.fit(module, DataLoader(data, BATCH, sampler=sampler))
+    return module.model, compress.state if compressor is not None else None
+
+
+def by_accelerate(compressor: Compressor | None) -> tuple[nn.Module, Any]:
+    """What `prepare` returns is the model to compress."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PASSES)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loader = DataLoader(TensorDataset(*points()), BATCH)
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    state = None
+    if compressor is not None:
+        state = ddp.compress(wrapped, compressor, backward_passes_per_step=PASSES)
+    for x, y in loader:
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(wrapped(x, y)["loss"])
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(wrapped.parameters(), CLIPPED)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, state
+
+
+LIBRARIES: dict[str, Callable[..., tuple[nn.Module, Any]]] = {
+    "trainer": by_trainer,
+    "lightning": by_lightning,
+    "accelerate": by_accelerate,
+}
+
+
+def vector(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def loss(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(model(*points())["loss"])
+
+
+def main(folder: str, *libraries: str) -> None:
+    assert not isinstance(network(), DistributedDataParallel)
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {}
+    for library in libraries or LIBRARIES:
+        train = LIBRARIES[library]
+        plain, _ = train(None)
+        first, found = loss(network()), {}
+        for compressor in METHODS:
+            model, state = train(compressor)
+            moved = vector(model) - vector(network())
+            found[repr(compressor)] = {
+                "off": float((vector(model) - vector(plain)).abs().max()),
+                "moved": float(moved.norm()),
+                "losses": [first, loss(model)],
+                "steps": state.steps,
+                "ratio": state.stats().ratio,
+                "digest": hashlib.sha256(vector(model).numpy().tobytes()).hexdigest(),
+            }
+        result[library] = found
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    assert not [name for name in sys.modules if name.startswith("horovod.")]
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
