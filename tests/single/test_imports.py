@@ -156,13 +156,13 @@ def test_the_package_imports_without_any_framework():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_classes_are_small(module):
-    """At most 300 lines and 20 methods."""
+def test_classes_are_not_large(module):
+    """A rough bound, not a goal: a class that is cut in two to meet it is no smaller."""
     for node in ast.walk(ast.parse((ROOT / module).read_text())):
         if isinstance(node, ast.ClassDef):
             methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
             size = node.end_lineno - node.lineno + 1
-            assert size <= 300 and len(methods) <= 20, f"{node.name}: {size} lines"
+            assert size <= 450 and len(methods) <= 25, f"{node.name}: {size} lines"
 
 
 @pytest.mark.parametrize("module", MODULES)
