@@ -162,7 +162,7 @@ def test_classes_are_not_large(module):
         if isinstance(node, ast.ClassDef):
             methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
             size = node.end_lineno - node.lineno + 1
-            assert size <= 450 and len(methods) <= 25, f"{node.name}: {size} lines"
+            assert size <= 450 and len(methods) <= 30, f"{node.name}: {size} lines"
 
 
 @pytest.mark.parametrize("module", MODULES)
