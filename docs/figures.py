@@ -342,7 +342,7 @@ def measured(name):
 
 def overview(path):
     """What bytes do to accuracy, and to the time of an exchange, by what was measured."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     shown = {  # (part, row without compression): rows
         ("variance", "adam/none"): {
             "adam/variance-1": "Variance, alpha 1 and 2",

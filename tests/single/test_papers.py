@@ -155,6 +155,25 @@ def test_steps_of_phases():
     assert row.lengths(Scale(images=640, epochs=1)) == [2, 3]
 
 
+def test_a_row_may_have_another_length():
+    part = PARTS["transformer"]
+    steps = {row.at(Scale()).steps for row in part.rows}
+    assert steps == {300, 1200}
+    assert all(f"{row.at(Scale()).steps:,} steps" in row.title for row in part.rows)
+    assert part.row("qsgd-1200").settings["length"] == 3
+    assert "length" not in PARTS["variance"].rows[0].settings  # or older rows would not count
+
+
+def test_a_part_without_a_paper_has_no_column_for_one(tmp_path):
+    found = Found(PARTS["transformer"], tmp_path)
+    found.add(found.part.row("none-300"), Scale(), 1, result(2.2, 1.0))
+    found.add(found.part.row("qsgd-300"), Scale(), 1, result(2.2181, 1.0))
+    text = page.text([found], Path("measured"))
+    assert "| method | ranks | here | beside none |" in text
+    assert "| `QSGDCompressor(bits=4)`, 300 steps | 2 | 2.218 | +0.018 | 1.0x |" in text
+    assert "| claim | advice | here | |" in text
+
+
 def test_the_lines_of_the_readme_are_among_the_rows():
     found = Found(PARTS["variance"], ROOT / papers.FOLDER)
     text = (ROOT / "README.md").read_text()
