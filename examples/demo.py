@@ -87,7 +87,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def links(path: Path = HOSTS) -> Table:
-    """What exchanges took between two hosts: ms, and how many times faster than dense ones."""
+    """Lists exchanges between two hosts: ms, and how many times faster than dense ones."""
     runs = {run["rate"]: run["exchange"] for run in json.loads(path.read_text())["runs"]}
     shown = Table(title="Noise in the shapes of ResNet-50, between two hosts (make hosts)")
     for title in ("method", "one element in", *(f"{rate}, ms" for rate in RATES.values())):

@@ -141,7 +141,7 @@ def _cells(found: Found, row: Row) -> list[str]:
 
 
 def _papers(part: Part) -> bool:
-    """Whether a paper has numbers to stand beside those of the rows."""
+    """Tells whether a paper has numbers to stand beside those of the rows."""
     return any(row.paper for row in part.rows)
 
 

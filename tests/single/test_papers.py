@@ -188,7 +188,8 @@ def test_losses_of_the_readme_are_among_the_rows():
     found = Found(PARTS["transformer"], ROOT / papers.FOLDER)
     text = (ROOT / "README.md").read_text()
     methods = {row.key.rpartition("-")[0]: row.compressor for row in found.part.rows}
-    for method in ("none", "qsgd", "terngrad", "variance-1", "variance-2-samples", "sparse-gd"):
+    shown = ("none", "qsgd", "terngrad", "onebit", "variance-1", "variance-2-samples", "sparse-gd")
+    for method in shown:
         short, long = f"{method}-300", f"{method}-1200"
         losses = [found.middle(short)]
         losses += [found.middle(long)] if long in [row.key for row in found.part.rows] else []
