@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, Scale, said, times
+from hvd_gradcomp.cli import style
 
 # By key: the compressor, and whether moments are those of single samples.
 METHODS = {
@@ -114,10 +115,10 @@ def draw(found: Found, figure: Any) -> None:
             curves.plot(steps, losses, color=f"C{place}", label=METHODS[method][0])
     curves.set_title("loss on held-out text, nats a character")
     curves.set_xlabel("step")
-    for method, (compressor, _) in METHODS.items():
+    for look, (method, (compressor, _)) in zip(style.lines(len(METHODS)), METHODS.items()):
         for result in found[f"{method}-{SHORT}"][:1]:
             label = compressor + _moments(method)
-            points.plot([result["ratio"]], [result["score"]], "o", label=label)
+            points.plot([result["ratio"]], [result["score"]], label=label, **look)
     points.set_xscale("log")
     points.set_title(f"loss after {SHORT} steps")
     points.set_xlabel("times fewer bytes")
