@@ -346,18 +346,21 @@ def overview(path, stacked=False):
     figure, (left, right) = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
     shown = {  # (part, row without compression): rows
         ("variance", "adam/none"): {
-            "adam/variance-1": "Variance",
-            "adam/variance-2": "Variance",
-            "adam/strom-0.1": "Strom",
-            "adam/hybrid-0.1": "Hybrid",
+            "adam/variance-1": "Variance, alpha 1 and 2",
+            "adam/variance-2": "Variance, alpha 1 and 2",
+            "adam/strom-0.1": "Strom, tau 0.1",
+            "adam/hybrid-0.1": "Hybrid, tau 0.1, alpha 2",
         },
         ("egc", "none-2"): {
-            "dropping-2": "Gradient Dropping",
-            "k-256": "EGC",
-            "egc-2": "EGC",
+            "dropping-2": "Gradient Dropping, 1 %",
+            "k-256": "EGC, K 256 and 1024",
+            "egc-2": "EGC, K 256 and 1024",
         },
-        ("gradiveq", "none"): {"qsgd": "QSGD"},
-        ("lgc", "none-2"): {"exponential": "DGC", "fixed": "DGC"},
+        ("gradiveq", "none"): {"qsgd": "QSGD, 4 bits"},
+        ("lgc", "none-2"): {
+            "exponential": "DGC, 0.1 %, warm-up and none",
+            "fixed": "DGC, 0.1 %, warm-up and none",
+        },
     }
     methods = dict.fromkeys(name for rows in shown.values() for name in rows.values())
     looks = dict(zip(methods, style.lines(len(methods))))
@@ -377,23 +380,30 @@ def overview(path, stacked=False):
     ways = {
         "dense (stock Horovod)": "stock Horovod",
         "FP16()": "half precision",
-        "QSGD()": "QSGD",
+        "QSGD()": "QSGD, 4 bits",
         "TernGrad()": "TernGrad",
         "OneBit()": "1-bit",
         "LGC()": "LGC",
         "DGC()": "DGC",
-        "Variance(alpha=4.3)": "Variance",
-        "Strom(tau=19.1)": "Strom",
+        "Variance(alpha=1.0)": "Variance, alpha 1",
+        "Variance(alpha=1.7)": "Variance, alpha 1.7",
+        "Variance(alpha=4.3)": "Variance, alpha 4.3",
+        "Strom(tau=19.1)": "Strom, tau 19.1",
     }
-    for place, run in enumerate(measured("hosts.json")["runs"]):
-        rows = {row["way"]: row["ms"] for row in run["exchange"]}
+    runs = measured("hosts.json")["runs"]
+    for row in runs[0]["exchange"]:
+        if row["way"] in ways and row["element_ratio"] > 1:
+            ways[row["way"]] += f": one in {row['element_ratio']:.0f}"
+    for place, run in enumerate(runs):
+        rows = dict.fromkeys(ways, np.nan)  # those that were not measured at this rate
+        rows |= {row["way"]: row["ms"] for row in run["exchange"]}
         rate = {"1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}[run["rate"]]
         at = np.arange(len(ways)) + 0.4 * (place - 0.5)
         right.barh(at, [rows[w] for w in ways], 0.38, label=rate, color=style.COLOURS[place])
     right.set_yticks(range(len(ways)), list(ways.values()), fontsize=8)
     right.invert_yaxis()
     right.set(xscale="log", xlabel="ms an exchange")
-    right.set_title("ResNet-50's gradients, two hosts", fontsize=9)
+    right.set_title("noise in ResNet-50's shapes, two hosts", fontsize=9)
     right.legend(fontsize=7, loc="lower right")
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

@@ -29,6 +29,13 @@ from rich.table import Table
 
 FRAMEWORKS = {"PyTorch": "examples.pytorch.digits", "Keras 3": "examples.keras.digits"}
 METHODS = ("none", "variance", "hybrid")
+HOSTS = Path(__file__).resolve().parents[1] / "docs/measured/hosts.json"
+WAYS = ("dense", "QSGD(", "Variance(", "Hybrid(")
+RATES = {"1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}
+ONE_MACHINE = (
+    "A compressed step is slower here. The ranks of one machine exchange by its memory, so what "
+    "compressing costs shows and what it saves does not."
+)
 
 
 def run(
@@ -76,6 +83,26 @@ def table(rows: list[dict[str, Any]]) -> Table:
             f"{row['ratio']:.1f}",
             f"{1e3 * row['seconds_per_step']:.1f}",
         )
+    return shown
+
+
+def links(path: Path = HOSTS) -> Table:
+    """Lists exchanges between two hosts: ms, and how many times faster than dense ones."""
+    runs = {run["rate"]: run["exchange"] for run in json.loads(path.read_text())["runs"]}
+    shown = Table(title="Noise in the shapes of ResNet-50, between two hosts (make hosts)")
+    for title in ("method", "one element in", *(f"{rate}, ms" for rate in RATES.values())):
+        shown.add_column(title, justify="left" if title == "method" else "right")
+    found = {(rate, one["way"]): one for rate, every in runs.items() for one in every}
+    for start in WAYS:
+        ways = {
+            way: one["element_ratio"] for (_, way), one in found.items() if way.startswith(start)
+        }
+        for way in sorted(ways, key=lambda way: ways[way]):
+            cells = [
+                f"{one['ms']:,.0f} ({one['times_faster']:.1f}x)" if one else ""
+                for one in (found.get((rate, way)) for rate in RATES)
+            ]
+            shown.add_row(way, f"{ways[way]:.0f}", *cells)
     return shown
 
 
@@ -130,6 +157,9 @@ def main() -> None:
     plot(rows, options.output / "demo.png")
     (options.output / "demo.json").write_text(json.dumps(rows, indent=1))
     console.print(table(rows))
+    if not options.hosts and HOSTS.exists():
+        console.print(ONE_MACHINE)
+        console.print(links())
     console.print(f"plot: {options.output / 'demo.png'}")
 
 

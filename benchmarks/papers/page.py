@@ -143,14 +143,14 @@ def _section(found: Found, figures: Path) -> str:
         f"with {several} seed{'' if several == '1' else 's'}.\n"
     )
     claims = part.claims(found)
-    lines.append("| claim | paper | here | |\n|---|---|---|---|")
+    lines.append(f"| claim | {part.source} | here | |\n|---|---|---|---|")
     for claim in claims:
         ours = claim.ours if re.search(r"\d", claim.ours) or NOT_RUN not in claim.ours else NOT_RUN
         lines.append(f"| {claim.text} | {claim.paper} | {ours} | {VERDICTS[claim.holds]} |")
     reasons = dict.fromkeys(claim.why for claim in claims if claim.holds is False and claim.why)
     lines += [f"\n{why}" for why in reasons]
-    heads = ["method", "ranks", "paper", "here", "beside none", "elements", "bytes", "behind"]
-    heads += [head for head, _ in part.columns]
+    heads = ["method", "ranks", *(["paper"] if _papers(part) else []), "here", "beside none"]
+    heads += ["elements", "bytes", "behind", *(head for head, _ in part.columns)]
     lines.append(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     lines += [f"| {' | '.join(_cells(found, row))} |" for row in part.rows]
     if done:
@@ -158,22 +158,34 @@ def _section(found: Found, figures: Path) -> str:
     return "\n".join(lines) + "\n\n"
 
 
+# By task.
+SCORES = {"images": "{:.2f} %", "text": "{:.2f}", "transformer": "{:.3f}"}
+
+
 def _cells(found: Found, row: Row) -> list[str]:
     results = found[row.key]
-    first = [row.title, str(row.ranks), row.paper]
+    first = [row.title, str(row.ranks), *([row.paper] if _papers(found.part) else [])]
     if not results:
         return [*first, NOT_RUN, *[""] * (4 + len(found.part.columns))]
     base = found.middle(row.base) if row.base and row.base != row.key else None
     score = middle(results, "score")
-    unit = " %" if row.task == "images" else ""
-    shown = f"{score:.2f}{unit}{_spread(results)}"
-    gap = "" if base is None else f"{score - base:+.2f}"
+    form = SCORES[row.task]
+    shown = f"{form.format(score)}{_spread(results, row)}"
+    signed = form.removesuffix(" %").replace(":", ":+")
+    gap = "" if base is None else signed.format(score - base)
     ratios = [times(middle(results, name)) for name in ("element_ratio", "ratio")]
     behind = middle(results, "behind")
     ratios.append("" if behind is None else f"{behind:.1f}")
     return [*first, shown, gap, *ratios, *(column(results) for _, column in found.part.columns)]
 
 
-def _spread(results: list[Result]) -> str:
+def _papers(part: Part) -> bool:
+    """Tells whether a paper has numbers to stand beside those of the rows."""
+    return any(row.paper for row in part.rows)
+
+
+def _spread(results: list[Result], row: Row) -> str:
     scores = [result["score"] for result in results]
-    return f" ({min(scores):.2f} to {max(scores):.2f})" if len(scores) > 1 else ""
+    form = SCORES[row.task].removesuffix(" %")
+    ends = form.format(min(scores)), form.format(max(scores))
+    return " ({} to {})".format(*ends) if len(scores) > 1 else ""

@@ -24,12 +24,14 @@ class Row:
         title: what the page calls it.
         compressor: an expression of hvd_gradcomp's names. `{0}`, `{1}` are steps of its phases.
         paper: what the paper has in its place.
-        task: "images" or "text".
+        task: "images", "text" or "transformer".
+        optimizer: "sgd" (with momentum), "adam" or "adamw".
         schedule: of the learning rate: "halved" at each fifth, "constant", or "corrected" as in
             Kuang et al. 2019, section IV.B.
         moments: whether the moments of single samples are tracked.
         phases: where one phase of the compressor ends and the next begins, as shares of all steps.
         watch: what looks at the gradients, a name of `watching.WATCHES`.
+        length: of the training, in lengths of those of the other parts.
         base: the row that it is compared with.
     """
 
@@ -45,14 +47,20 @@ class Row:
     moments: bool = False
     phases: tuple[float, ...] = ()
     watch: str = ""
+    length: float = 1.0
     base: str = ""
 
     @property
     def settings(self) -> dict[str, Any]:
         """What its result depends on, as JSON keeps it."""
         told = {"key", "title", "paper", "base"}
+        told |= {"length"} if self.length == 1 else set()  # rows of before have no length
         kept = {name: value for name, value in asdict(self).items() if name not in told}
         return {**kept, "phases": [*self.phases]}
+
+    def at(self, scale: Scale) -> Scale:
+        """The scale of this row where that of its part is `scale`."""
+        return Scale(round(scale.images * self.length), scale.epochs)
 
     def lengths(self, scale: Scale) -> list[int]:
         """Steps of each phase but the last."""
@@ -85,7 +93,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Part:
-    """A paper."""
+    """A paper, or advice of this project."""
 
     name: str
     title: str
@@ -94,6 +102,7 @@ class Part:
     claims: Callable[[Found], list[Claim]]
     draw: Callable[[Found, Any], None]
     columns: tuple[tuple[str, Callable[[list[Result]], str]], ...] = ()
+    source: str = "paper"  # what claims come from
 
     def row(self, key: str) -> Row:
         return next(row for row in self.rows if row.key == key)

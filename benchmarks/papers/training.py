@@ -14,17 +14,18 @@ from torch import nn
 
 import hvd_gradcomp
 import hvd_gradcomp.torch as hvd
+from benchmarks.moments import GPT
 from benchmarks.papers import data
 from benchmarks.papers.models import vgg
 from benchmarks.papers.parts import BATCH, Result, Row, Scale
 from benchmarks.papers.watching import WATCHES
 from examples.digits import shard
-from examples.pytorch.char_lstm import CharacterModel, loss_of
+from examples.pytorch.char_lstm import ALPHABET, CharacterModel, loss_of
 
 HELD_OUT = 1000  # images at the end of the 60,000, for learning curves and rates
 LOOKS = 10  # at them in a training
 NOTES = 50  # of the training's loss
-WINDOW, WIDTH = 64, 128  # characters; of the LSTM
+WIDTH = 128  # of the LSTM
 Loss = Callable[[], torch.Tensor]
 
 
@@ -75,12 +76,14 @@ class Text:
     """The next character of the Bible; the score is the perplexity on its last tenth."""
 
     decay, clip = 0.0, 1.0
+    window, windows = 64, BATCH // 2  # characters; of all ranks together
 
     def __init__(self, folder: Path | None, scale: Scale) -> None:
         characters = data.text(folder)
         cut = len(characters) * 9 // 10
         self.train, rest = characters[:cut], characters[cut:]
-        windows = rest[: len(rest) // (WINDOW + 1) * (WINDOW + 1)].view(-1, WINDOW + 1)
+        each = self.window + 1
+        windows = rest[: len(rest) // each * each].view(-1, each)
         spread = windows[:: max(1, len(windows) // 600)][:600]
         self.held_out, self.test = _mine((spread[0::6],)), _mine((spread[1:],))
         self.steps = scale.images // BATCH
@@ -90,10 +93,10 @@ class Text:
 
     def epoch(self, model: nn.Module, seed: int) -> Iterator[Loss]:
         generator = torch.Generator().manual_seed(1000 * seed + hvd.rank())
-        each = BATCH // 2 // hvd.size()
+        each = self.windows // hvd.size()
         for _ in range(self.steps):
-            starts = torch.randint(0, len(self.train) - WINDOW, (each,), generator=generator)
-            windows = torch.stack([self.train[s : s + WINDOW + 1] for s in starts.tolist()])
+            starts = torch.randint(0, len(self.train) - self.window, (each,), generator=generator)
+            windows = torch.stack([self.train[s : s + self.window + 1] for s in starts.tolist()])
             yield lambda w=windows: loss_of(model, w)
 
     def look(self, model: nn.Module) -> tuple[float, float]:
@@ -108,7 +111,24 @@ class Text:
         return total[0] / total[1], math.exp(total[0] / total[1])
 
 
-TASKS: dict[str, Any] = {"images": Images, "text": Text}
+class Transformer(Text):
+    """The same text and a small GPT; the score is the loss on the last tenth, in nats."""
+
+    decay = 0.01
+    window, windows = 32, BATCH // 4
+
+    def model(self) -> nn.Module:
+        model = GPT(words=ALPHABET, length=self.window)
+        nn.init.normal_(model.words.weight, std=0.02)
+        nn.init.normal_(model.places.weight, std=0.02)
+        return model
+
+    def score(self, model: nn.Module) -> float:
+        return self._measured(model, self.test[0])[0]
+
+
+OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+TASKS: dict[str, Any] = {"images": Images, "text": Text, "transformer": Transformer}
 
 
 def _mine(part: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -129,8 +149,8 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     watch = WATCHES[row.watch](model, scale.steps) if row.watch else None
     parameters = model.parameters()
     plain = (
-        torch.optim.Adam(parameters, lr=row.rate, weight_decay=task.decay)
-        if row.optimizer == "adam"
+        OPTIMIZERS[row.optimizer](parameters, lr=row.rate, weight_decay=task.decay)
+        if row.optimizer in OPTIMIZERS
         else torch.optim.SGD(parameters, lr=row.rate, momentum=0.9, weight_decay=task.decay)
     )
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=compressor)

@@ -26,17 +26,18 @@ def main() -> None:
     folder = Path(job["data"]) if job["data"] else None
     hvd.init()
     torch.set_num_threads(1)
-    tasks: dict[str, Any] = {}
+    tasks: dict[tuple[str, float], Any] = {}
     for key, seed in job["runs"]:
         row = part.row(key)
-        if row.task not in tasks:
-            tasks[row.task] = TASKS[row.task](folder, scale)
-        result = run(row, scale, seed, tasks[row.task])
+        kind, own = (row.task, row.length), row.at(scale)
+        if kind not in tasks:
+            tasks[kind] = TASKS[row.task](folder, own)
+        result = run(row, own, seed, tasks[kind])
         if hvd.rank() == 0:
             Found(part, Path(job["folder"])).add(row, scale, seed, result)
             loss = "" if result["lost"] is None else f", {result['lost']:.2f} of the energy lost"
             print(
-                f"{part.name} {key} seed {seed}: {result['score']:.2f}, elements / "
+                f"{part.name} {key} seed {seed}: {result['score']:.4g}, elements / "
                 f"{result['element_ratio']:,.1f}, bytes / {result['ratio']:,.1f}{loss}, "
                 f"{result['seconds']:.0f} s",
                 flush=True,
