@@ -75,6 +75,7 @@ GISTS = {
     "better at the same ratio",
     "lgc": "its code costs nothing beside what it selects, and selecting 0.1 % costs accuracy; "
     "bytes fall short of the paper's in networks this small",
+    "transformer": "QSGD is level with no compression; Variance sends more and loses more",
 }
 
 

@@ -320,6 +320,8 @@ class CompressionState:
             do the same. "raise": a NonFiniteGradientError from backward. "propagate": gradients are
             NaN, and what the compressor keeps is as before the step. None: "propagate" with a
             GradScaler, which then leaves the step out; else "raise".
+        rollback: keep the compressor's state from before an exchange until the next one, for
+            `discard_step`. Takes as much memory again as the compressor's state.
         scaler: the `GradScaler` that scales the loss; None finds it, False for none.
 
     Raises:
@@ -340,6 +342,7 @@ class CompressionState:
         batch_size: int | None = None,
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
+        rollback: bool = True,
         scaler: Any = None,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -371,11 +374,12 @@ class CompressionState:
                 prescale=1.0,
                 postscale=1.0 / self._group.size(),
                 nonfinite=nonfinite,
+                rollback=rollback,
                 scaler=scaler,
             )
         except (TypeError, ValueError) as error:
             refused = error
-        settings = f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}"
+        settings = f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}, {rollback=}"
         every = self._group.gather_objects(
             {
                 **handshake.describe(
@@ -541,6 +545,24 @@ class CompressionState:
         Without what ranks say of themselves at the beginning of each step, 16 bytes.
         """
         return self._run.stats()
+
+    def discard_step(self) -> None:
+        """Restores what the compressor kept before the last exchange, to the bit.
+
+        For a step that is left out: between backward and the optimizer's step, with `zero_grad()`
+        instead of that, on all ranks; otherwise the next exchange is an OutOfStepError on all. So a
+        bad batch does not come back with later gradients. The exchange is counted in
+        `stats().skipped`.
+
+        Raises:
+            RuntimeError: nothing was exchanged since the last call, or rollback is False.
+        """
+        run = self._run
+        if not run.discard() and not (run.compressor.adds_up and run.steps):
+            raise RuntimeError(
+                "discard_step() restores the state from before the last exchange: call it once, "
+                "after backward(), and make ddp.compress without rollback=False"
+            )
 
     def retrain(self) -> None:
         """Lets the compressor learn anew from the next step on; all ranks call it."""

@@ -711,6 +711,52 @@ def one_fails():
     raises(RuntimeError, "", lambda: backward(model, 4))
 
 
+def discarded():
+    """A step that all leave out leaves no trace; one that some leave out is an error on all."""
+    ends = []
+    for bad in (False, True):
+        for compression in (DGCCompressor(density=0.1, momentum=0.9), StromCompressor(tau=0.01)):
+            model, state = wrapped(compression)
+            optimizer = sgd(model)
+            for step in range(STEPS):
+                if bad:
+                    optimizer.zero_grad()
+                    (1e4 * loss(model, step + 50, dist.get_rank())).backward()
+                    state.discard_step()
+                train(model, optimizer, 1, step)
+            kept = [x for bucket in state.state_dict()["buckets"] for x in bucket["state"].values()]
+            ends.append([vector(model), *kept])
+            assert (state.steps, state.stats().skipped) == (STEPS, STEPS * bad)
+    half = len(ends) // 2
+    for one, other in zip(ends[:half], ends[half:]):
+        assert all(map(torch.equal, one, other))
+    raises(RuntimeError, "call it once, after backward", state.discard_step)
+    model, state = wrapped(StromCompressor(tau=0.01), rollback=False)
+    train(model, sgd(model), 1)
+    raises(RuntimeError, "without rollback=False", state.discard_step)
+    model, state = wrapped(StromCompressor(tau=0.01))
+    train(model, sgd(model), 1)
+    if dist.get_rank() == 0:
+        state.discard_step()
+    raises(OutOfStepError, "the ranks are in different steps", lambda: backward(model, 1))
+
+
+def complex_parameters():
+    """Two real ones, by the hook as by plain DistributedDataParallel."""
+    x = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    gradients = []
+    for compression in ("plain", None, QSGDCompressor(bits=8)):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(torch.nn.Linear(3, 2, dtype=torch.complex64))
+        if compression != "plain":
+            ddp.compress(model, compression)
+        model(x).abs().square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[2], rtol=0.05, atol=0.2)
+    alike(torch.view_as_real(gradients[2]))
+
+
 def compared(folder):
     """What `torch_compared` does over Horovod."""
     for place, compression in enumerate(ONE_OF_EACH):
