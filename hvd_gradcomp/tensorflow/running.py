@@ -26,7 +26,7 @@ from hvd_gradcomp.engine.stack import Stack, known, run
 from hvd_gradcomp.foundation.collectives import Allreduce, Gather, Switch
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
-from hvd_gradcomp.tensorflow import tracing
+from hvd_gradcomp.tensorflow import deadlock, tracing
 from hvd_gradcomp.tensorflow.states import States
 
 STEPPING, SAVING = 1, 2  # what a rank does that gives a word; see `meeting`
@@ -192,13 +192,14 @@ class Running(States):
         mine += [tf.identity(self.steps), tf.identity(self._summed)]
         word = tf.stack([*mine, *(tf.cast(v, tf.int64) for v in self._alike)])
         table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * word
-        everybody = mpi_ops._allreduce(
-            table,
-            op=horovod.Sum,
-            name=self.word_name,
-            ignore_name_scope=True,
-            process_set=self.process_set,
-        )
+        with deadlock.marked():
+            everybody = mpi_ops._allreduce(
+                table,
+                op=horovod.Sum,
+                name=self.word_name,
+                ignore_name_scope=True,
+                process_set=self.process_set,
+            )
         joined = everybody[:, 0] == 0
         alike = joined[:, None] | (everybody == word)
         summed = alike[:, 3] | (everybody[:, 3] == 0) | (word[3] == 0)

@@ -1,0 +1,332 @@
+"""Finds that ranks wait for each other for ever, where TensorFlow blocks whoever waits.
+
+A collective of Horovod's blocks its thread, or a graph, until it has come; nothing can look at the
+time there. So each is recorded while it is on its way: eager ones by the call, those in a graph by
+a variable that the graph changes before and after. A thread looks at these records. Where nothing
+has changed for `deadlock.PATIENCE` it tells, as the loops that wait do on PyTorch (see
+`engine/deadlock.py`). Where the ranks find that nothing can come, each notes why, and then Horovod
+is shut down: that ends what has blocked, with an error which is translated where it can be caught.
+
+Of an exchange the word of the step is enough, which all ranks ask for (see `running`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp.engine import deadlock
+from hvd_gradcomp.engine.deadlock import Asked, DeadlockError
+
+__all__ = ["DeadlockError", "init", "marked", "shutdown", "translated", "unmarked"]
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+_PREFIX = "horovod_"
+_RECORDED = frozenset(
+    f"{_PREFIX}{name}"
+    for name in (
+        "allreduce",
+        "grouped_allreduce",
+        "allgather",
+        "grouped_allgather",
+        "broadcast",
+        "broadcast_inplace_resource",
+        "alltoall",
+        "reducescatter",
+        "grouped_reducescatter",
+    )
+)
+_INTERVAL = 0.5  # seconds between two looks; less where the patience is little
+_GRACE = 0.5  # seconds in which all ranks hear what one has heard, before Horovod is shut down
+_END = ". Horovod has been shut down on all ranks"
+_STOCK: Any = mpi_ops.MPI_LIB
+_STOCK_INIT, _STOCK_SHUTDOWN = mpi_ops.init, mpi_ops.shutdown
+_marking = threading.local()  # whether collectives of this thread are recorded
+
+
+class _Set(NamedTuple):
+    """The ranks of a process set, as `deadlock.Watch` needs them."""
+
+    process_set_id: int
+    ranks: list[int]
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(horovod.rank())
+
+
+class _Site(NamedTuple):
+    """A collective in a graph.
+
+    Attributes:
+        asked: its name, and for whom it is.
+        turn: odd while it is on its way; a greater one each time.
+    """
+
+    asked: Asked
+    turn: tf.Variable
+
+    def begin(self) -> Any:
+        return self.turn.assign_add(1 + self.turn % 2)  # one that has failed has not ended
+
+    def end(self) -> Any:
+        return self.turn.assign_add(self.turn % 2)
+
+
+class _Answer:
+    """What a thread of its own waits for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run, self._result, self._error = run, None, ""
+        self._done = threading.Event()
+        self.ready = self._done.is_set
+        threading.Thread(target=self._target, daemon=True, name="gradcomp-told").start()
+
+    def _target(self) -> None:
+        try:
+            self._result = self._run()
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+        finally:
+            self._done.set()
+
+    def wait(self) -> Any:
+        self._done.wait()
+        if self._error:
+            raise RuntimeError(self._error)
+        return self._result
+
+
+class _Watcher:
+    """The records of this rank, and the thread that looks at them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._sites: dict[tuple[str, int], _Site] = {}
+        self._calls: dict[int, Asked] = {}
+        self._numbers = itertools.count()
+        self.drop()
+        atexit.register(self._stop.set)
+
+    def drop(self) -> None:
+        """Forgets all: Horovod begins or ends."""
+        self.message, self._found, self._telling = "", threading.Event(), False
+        self._calls.clear()
+        self._looked: tuple[Hashable, ...] = ()
+        self._since, self._turn = time.monotonic(), 0
+        self._watches: dict[int, tuple[list[int], deadlock.Watch]] = {}
+        self.settle()
+
+    def settle(self) -> None:
+        """Ends what graphs have left behind that have failed."""
+        for site in list(self._sites.values()):
+            site.end()
+
+    def site(self, name: str, shown: str, process_set: int) -> _Site:
+        """The record of a collective in a graph."""
+        self._start()
+        key = name, process_set
+        if key not in self._sites:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradcomp_waits")
+            asked = Asked(name, _Set(process_set, []), lambda: False, shown=shown)
+            self._sites[key] = _Site(asked, turn)
+        return self._sites[key]
+
+    @contextmanager
+    def call(self, name: str, shown: str, process_set: int) -> Iterator[None]:
+        """Records an eager collective while it blocks."""
+        self._start()
+        number = next(self._numbers)
+        ranks, thread = _Set(process_set, []), threading.get_ident()
+        self._calls[number] = Asked(name, ranks, lambda: False, thread, shown)
+        try:
+            yield
+        finally:
+            self._calls.pop(number, None)
+
+    def found(self) -> str:
+        """Why Horovod was shut down, if it was for a deadlock; empty otherwise."""
+        if self._telling:
+            self._found.wait(4 * _GRACE)
+        return self.message
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, daemon=True, name="gradcomp-deadlock"
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(_INTERVAL, deadlock.PATIENCE / 4)):
+            try:
+                if horovod.is_initialized() and not self.message:
+                    self._look()
+            except DeadlockError as error:
+                self._end(str(error))
+            except Exception as error:  # Horovod ends, say, while this looks
+                LOGGER.debug("the look for deadlocks has failed: %s", error)
+                self._watches.clear()
+
+    def _look(self) -> None:
+        calls = list(self._calls.items())
+        turns = [(key, int(site.turn.numpy())) for key, site in list(self._sites.items())]
+        waits = [(key, turn) for key, turn in turns if turn % 2]
+        signature = *waits, *(number for number, _ in calls)
+        if signature != self._looked:
+            self._looked, self._since = signature, time.monotonic()
+            self._turn += 1
+        asked = [self._sites[key].asked for key, _ in waits] + [one for _, one in calls]
+        self._telling = bool(asked) and time.monotonic() - self._since >= deadlock.PATIENCE
+        if not self._telling or len({one.thread for _, one in calls}) > 1:
+            return  # another thread may still ask for what other ranks wait for
+        for number in {0, *(one.process_set.process_set_id for one in asked)}:
+            ranks = _members().get(number)
+            if ranks and len(ranks) > 1 and horovod.rank() in ranks:
+                if number not in self._watches or self._watches[number][0] != ranks:
+                    watch = deadlock.Watch(_Set(number, ranks), _tell, _members)
+                    self._watches[number] = ranks, watch
+                self._watches[number][1].look(asked, self._turn)
+
+    def _end(self, why: str) -> None:
+        self.message = why + _END
+        LOGGER.error("%s", self.message)
+        self._found.set()
+        time.sleep(_GRACE)
+        _STOCK_SHUTDOWN()
+
+
+def _members() -> dict[int, list[int]]:
+    return dict(mpi_ops._basics._get_process_set_ids_and_ranks())
+
+
+def _tell(table: list[list[int]], name: str, process_set: _Set) -> _Answer:
+    def total() -> tf.Tensor:
+        return _STOCK.horovod_allreduce(
+            tf.constant(table, tf.int64),
+            name=name,
+            reduce_op=horovod.Sum,
+            prescale_factor=1.0,
+            postscale_factor=1.0,
+            ignore_name_scope=True,
+            process_set_id=process_set.process_set_id,
+        )
+
+    graph = tf.function(total, autograph=False).get_concrete_function()  # where names count
+    return _Answer(lambda: graph().numpy())
+
+
+_watcher = _Watcher()
+
+
+class _Recording:
+    """Horovod's operations, of which collectives are recorded."""
+
+    def __getattr__(self, name: str) -> Any:
+        stock = getattr(_STOCK, name)
+        return _recorded(name, stock) if name in _RECORDED else stock
+
+
+def _recorded(title: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    kind = title.removeprefix(_PREFIX)
+
+    @functools.wraps(stock)
+    def collective(*given: Any, **named: Any) -> Any:
+        process_set = int(named.get("process_set_id", 0))
+        if tf.executing_eagerly():
+            # Eager collectives pair by what they are, not by their names.
+            name = named.get("name") or "without a name"
+            with translated(), _watcher.call(kind, f"{kind} ({name})", process_set):
+                return stock(*given, **named)
+        in_function = tf.compat.v1.executing_eagerly_outside_functions()
+        if not getattr(_marking, "on", True) or not in_function:
+            return stock(*given, **named)
+        name = f"{kind}.{named.get('name') or 'without a name'}"
+        site = _watcher.site(name, named.get("name") or kind, process_set)
+        inputs = [x for x in tf.nest.flatten([*given]) if isinstance(x, tf.Tensor)]
+        with tf.control_dependencies(inputs):
+            begin = site.begin()
+        with tf.control_dependencies([begin]):
+            result = stock(*given, **named)
+        after = result if isinstance(result, tf.Operation) else tf.nest.flatten(result)
+        with tf.control_dependencies(after if isinstance(after, list) else [after]):
+            site.end()
+        return result
+
+    return collective
+
+
+@contextmanager
+def _marks(on: bool) -> Iterator[None]:
+    before = getattr(_marking, "on", True)
+    _marking.on = on
+    try:
+        yield
+    finally:
+        _marking.on = before
+
+
+def unmarked() -> Any:
+    """Leaves collectives that are traced meanwhile without records."""
+    return _marks(False)
+
+
+def marked() -> Any:
+    """Records collectives that are traced meanwhile."""
+    return _marks(True)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raises a DeadlockError where Horovod was shut down for one."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        _watcher.settle()
+        message = _watcher.found() if "Horovod" in (error.message or "") else ""
+        if not message:
+            raise
+        raise DeadlockError(message) from error
+
+
+@functools.wraps(_STOCK_INIT)
+def init(*given: Any, **named: Any) -> Any:
+    _watcher.drop()
+    return _STOCK_INIT(*given, **named)
+
+
+@functools.wraps(_STOCK_SHUTDOWN)
+def shutdown(*given: Any, **named: Any) -> Any:
+    result = _STOCK_SHUTDOWN(*given, **named)
+    _watcher.drop()
+    return result
+
+
+def _replace() -> None:
+    mpi_ops.MPI_LIB = _Recording()
+    for title, module in list(sys.modules.items()):
+        if title.startswith("horovod."):
+            for ours, stock in ((init, _STOCK_INIT), (shutdown, _STOCK_SHUTDOWN)):
+                if vars(module).get(stock.__name__) is stock:
+                    setattr(module, stock.__name__, ours)
+
+
+_replace()
