@@ -195,7 +195,7 @@ class Watch:
         listed = "; ".join(f"rank {r} waits for {t.text}" for r, t in told.items() if t is not None)
         raise DeadlockError(
             f"the ranks wait for each other, each for something else, and have done so for "
-            f"{PATIENCE:.0f} seconds: {listed}. What is done on one rank (a batch more or less, "
+            f"{PATIENCE:g} seconds: {listed}. What is done on one rank (a batch more or less, "
             "add_param_group, retrain, save_checkpoint, a branch that depends on the rank) has to "
             "be done on all, before the same step; for uneven data see hvd.join()"
         )

@@ -126,7 +126,8 @@ class _Watcher:
 
     def drop(self) -> None:
         """Forgets all: Horovod begins or ends."""
-        self.message, self._found, self._telling = "", threading.Event(), False
+        self.message, self._telling = "", False
+        self._found, self._ended = threading.Event(), threading.Event()
         self._calls.clear()
         self._looked: tuple[Hashable, ...] = ()
         self._since, self._turn = time.monotonic(), 0
@@ -162,9 +163,11 @@ class _Watcher:
             self._calls.pop(number, None)
 
     def found(self) -> str:
-        """Why Horovod was shut down, if it was for a deadlock; empty otherwise."""
+        """Why Horovod was shut down, once it is, if it was for a deadlock; empty otherwise."""
         if self._telling:
             self._found.wait(4 * _GRACE)
+        if self.message:
+            self._ended.wait()
         return self.message
 
     def _start(self) -> None:
@@ -211,7 +214,10 @@ class _Watcher:
         LOGGER.error("%s", self.message)
         self._found.set()
         time.sleep(_GRACE)
-        _STOCK_SHUTDOWN()
+        try:
+            _STOCK_SHUTDOWN()
+        finally:
+            self._ended.set()
 
 
 def _members() -> dict[int, list[int]]:
@@ -253,8 +259,8 @@ def _recorded(title: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         process_set = int(named.get("process_set_id", 0))
         if tf.executing_eagerly():
             # Eager collectives pair by what they are, not by their names.
-            name = named.get("name") or "without a name"
-            with translated(), _watcher.call(kind, f"{kind} ({name})", process_set):
+            shown = f"{kind} ({named['name']})" if named.get("name") else kind
+            with translated(), _watcher.call(kind, shown, process_set):
                 return stock(*given, **named)
         in_function = tf.compat.v1.executing_eagerly_outside_functions()
         if not getattr(_marking, "on", True) or not in_function:
