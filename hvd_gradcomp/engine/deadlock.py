@@ -8,7 +8,7 @@ by all ranks that it is for, nothing can come any more. Such a word may be old w
 the ranks tell once more, and raise if all have said the same: between the two they all waited.
 
 A word that not all ranks have told would lie with Horovod, which warns of that, and may stop what
-it takes for stalled. So on PyTorch the next round of a step (see `torch/rounds.py`) brings it to its
+it takes for stalled. So on PyTorch the next round of a step (`torch/rounds.py`) brings it to its
 end. A frontend says how a table of numbers is summed over ranks: see `Watch`.
 """
 
@@ -70,7 +70,9 @@ def word(asked: Sequence[Asked], turn: int = 0) -> list[int]:
         turn: of its waits; another one for the same collectives is another wait.
     """
     listed = [n for one in asked[:_MOST] for n in (_key(one.name), one.process_set.process_set_id)]
-    shown = ", ".join(one.shown or one.name for one in asked[-2:])  # what failed before may still be asked for
+    shown = ", ".join(
+        one.shown or one.name for one in asked[-2:]
+    )  # what failed before may still be asked for
     if len(asked) > 2:
         shown += f" and {len(asked) - 2} more"
     text = shown.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)

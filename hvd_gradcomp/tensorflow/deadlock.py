@@ -19,7 +19,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class _Set(NamedTuple):
     """The ranks of a process set, as `deadlock.Watch` needs them."""
 
     process_set_id: int
-    ranks: list[int]
+    ranks: Sequence[int]
 
     def size(self) -> int:
         return len(self.ranks)
@@ -131,7 +131,7 @@ class _Watcher:
         self._calls.clear()
         self._looked: tuple[Hashable, ...] = ()
         self._since, self._turn = time.monotonic(), 0
-        self._watches: dict[int, tuple[list[int], deadlock.Watch]] = {}
+        self._watches: dict[int, tuple[Sequence[int], deadlock.Watch]] = {}
         self.settle()
 
     def settle(self) -> None:
@@ -220,7 +220,7 @@ class _Watcher:
             self._ended.set()
 
 
-def _members() -> dict[int, list[int]]:
+def _members() -> dict[int, Sequence[int]]:
     return dict(mpi_ops._basics._get_process_set_ids_and_ranks())
 
 
@@ -315,12 +315,14 @@ def translated() -> Iterator[None]:
 
 @functools.wraps(_STOCK_INIT)
 def init(*given: Any, **named: Any) -> Any:
+    """Like Horovod's own; records begin anew."""
     _watcher.drop()
     return _STOCK_INIT(*given, **named)
 
 
 @functools.wraps(_STOCK_SHUTDOWN)
 def shutdown(*given: Any, **named: Any) -> Any:
+    """Like Horovod's own; what was recorded is forgotten."""
     result = _STOCK_SHUTDOWN(*given, **named)
     _watcher.drop()
     return result
@@ -328,11 +330,12 @@ def shutdown(*given: Any, **named: Any) -> Any:
 
 def _replace() -> None:
     mpi_ops.MPI_LIB = _Recording()
+    replaced = ("init", _STOCK_INIT, init), ("shutdown", _STOCK_SHUTDOWN, shutdown)
     for title, module in list(sys.modules.items()):
         if title.startswith("horovod."):
-            for ours, stock in ((init, _STOCK_INIT), (shutdown, _STOCK_SHUTDOWN)):
-                if vars(module).get(stock.__name__) is stock:
-                    setattr(module, stock.__name__, ours)
+            for name, stock, ours in replaced:
+                if vars(module).get(name) is stock:
+                    setattr(module, name, ours)
 
 
 _replace()
