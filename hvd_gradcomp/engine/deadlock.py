@@ -8,8 +8,8 @@ by all ranks that it is for, nothing can come any more. Such a word may be old w
 the ranks tell once more, and raise if all have said the same: between the two they all waited.
 
 A word that not all ranks have told would lie with Horovod, which warns of that, and may stop what
-it takes for stalled. So on PyTorch the next round of a step (`torch/rounds.py`) brings it to its
-end. A frontend says how a table of numbers is summed over ranks: see `Watch`.
+it takes for stalled. So the next round of a step, on PyTorch (`torch/rounds.py`), or the next step,
+on TensorFlow, brings it to its end. A frontend says how a table is summed over ranks: see `Watch`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from horovod.tensorflow import mpi_ops
 from hvd_gradcomp.engine import deadlock
 from hvd_gradcomp.engine.deadlock import Asked, DeadlockError
 
-__all__ = ["DeadlockError", "init", "marked", "shutdown", "translated", "unmarked"]
+__all__ = ["DeadlockError", "init", "marked", "rounds", "shutdown", "translated", "unmarked"]
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _PREFIX = "horovod_"
@@ -87,6 +87,37 @@ class _Site(NamedTuple):
         return self.turn.assign_add(self.turn % 2)
 
 
+class Rounds:
+    """How often the ranks of a process set have told what they wait for, for graphs to read.
+
+    What a rank has told and not all have would lie with Horovod, which takes it for stalled. So
+    the word of each step carries it, and where one has told, all tell.
+
+    Attributes:
+        told: the number of the round that this rank has told and that has not come; 0 for none.
+        due: that of the highest one of any rank, by the last word.
+        said: in how many rounds this rank has told.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self.told, self.due = (
+                tf.Variable(0, dtype=tf.int64, trainable=False, name=f"gradcomp_{name}")
+                for name in ("told", "due")
+            )
+        self.said = 0
+
+    def drop(self) -> None:
+        """Begins anew."""
+        self.said = 0
+        self.told.assign(0)
+        self.due.assign(0)
+
+    def is_due(self, pending: bool) -> bool:
+        """Whether all ranks have to tell now, given whether this rank has told."""
+        return int(self.due.numpy()) >= self.said + (not pending)
+
+
 class _Answer:
     """What a thread of its own waits for."""
 
@@ -120,6 +151,7 @@ class _Watcher:
         self._stop = threading.Event()
         self._sites: dict[tuple[str, int], _Site] = {}
         self._calls: dict[int, Asked] = {}
+        self._rounds: dict[int, Rounds] = {}
         self._numbers = itertools.count()
         self.drop()
         atexit.register(self._stop.set)
@@ -132,7 +164,15 @@ class _Watcher:
         self._looked: tuple[Hashable, ...] = ()
         self._since, self._turn = time.monotonic(), 0
         self._watches: dict[int, tuple[Sequence[int], deadlock.Watch]] = {}
+        for rounds in list(self._rounds.values()):
+            rounds.drop()
         self.settle()
+
+    def rounds(self, process_set: int) -> Rounds:
+        """Those of a process set."""
+        if process_set not in self._rounds:
+            self._rounds[process_set] = Rounds()
+        return self._rounds[process_set]
 
     def settle(self) -> None:
         """Ends what graphs have left behind that have failed."""
@@ -182,6 +222,7 @@ class _Watcher:
         while not self._stop.wait(min(_INTERVAL, deadlock.PATIENCE / 4)):
             try:
                 if horovod.is_initialized() and not self.message:
+                    self._answer()
                     self._look()
             except DeadlockError as error:
                 self._end(str(error))
@@ -202,12 +243,36 @@ class _Watcher:
         if not self._telling or len({one.thread for _, one in calls}) > 1:
             return  # another thread may still ask for what other ranks wait for
         for number in {0, *(one.process_set.process_set_id for one in asked)}:
-            ranks = _members().get(number)
-            if ranks and len(ranks) > 1 and horovod.rank() in ranks:
-                if number not in self._watches or self._watches[number][0] != ranks:
-                    watch = deadlock.Watch(_Set(number, ranks), _tell, _members)
-                    self._watches[number] = ranks, watch
-                self._watches[number][1].look(asked, self._turn)
+            watch = self._among(number)
+            if watch is not None:
+                try:
+                    watch.look(asked, self._turn)
+                finally:
+                    rounds = self.rounds(number)
+                    rounds.told.assign(rounds.said * watch.pending)
+
+    def _answer(self) -> None:
+        """Tells what all ranks have to tell, since one has."""
+        for number, rounds in list(self._rounds.items()):
+            watch = self._among(number)
+            if watch is not None and rounds.is_due(watch.pending):
+                watch.complete()
+                rounds.said = max(rounds.said, int(rounds.due.numpy()))
+                rounds.told.assign(0)
+
+    def _among(self, number: int) -> deadlock.Watch | None:
+        """Watches a process set; None where there is nobody to wait for."""
+        ranks = _members().get(number)
+        if not ranks or len(ranks) == 1 or horovod.rank() not in ranks:
+            return None
+        if number not in self._watches or self._watches[number][0] != ranks:
+            watch = deadlock.Watch(_Set(number, ranks), self._tell, _members)
+            self._watches[number] = ranks, watch
+        return self._watches[number][1]
+
+    def _tell(self, table: list[list[int]], name: str, process_set: _Set) -> _Answer:
+        self.rounds(process_set.process_set_id).said += 1
+        return _summed(table, name, process_set)
 
     def _end(self, why: str) -> None:
         self.message = why + _END
@@ -224,7 +289,7 @@ def _members() -> dict[int, Sequence[int]]:
     return dict(mpi_ops._basics._get_process_set_ids_and_ranks())
 
 
-def _tell(table: list[list[int]], name: str, process_set: _Set) -> _Answer:
+def _summed(table: list[list[int]], name: str, process_set: _Set) -> _Answer:
     def total() -> tf.Tensor:
         return _STOCK.horovod_allreduce(
             tf.constant(table, tf.int64),
@@ -288,6 +353,11 @@ def _marks(on: bool) -> Iterator[None]:
         yield
     finally:
         _marking.on = before
+
+
+def rounds(process_set: Any) -> Rounds:
+    """What the words of steps of these ranks carry."""
+    return _watcher.rounds(process_set.process_set_id)
 
 
 def unmarked() -> Any:

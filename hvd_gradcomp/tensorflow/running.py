@@ -190,7 +190,9 @@ class Running(States):
         kinds = repr([self._kind(gradient) for gradient in gradients]).encode()
         mine = [tf.constant(STEPPING, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
         mine += [tf.identity(self.steps), tf.identity(self._summed)]
-        word = tf.stack([*mine, *(tf.cast(v, tf.int64) for v in self._alike)])
+        rounds = deadlock.rounds(self.process_set)
+        alike = [tf.cast(v, tf.int64) for v in self._alike]
+        word = tf.stack([*mine, *alike, tf.identity(rounds.told)])
         table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * word
         with deadlock.marked():
             everybody = mpi_ops._allreduce(
@@ -200,6 +202,8 @@ class Running(States):
                 ignore_name_scope=True,
                 process_set=self.process_set,
             )
+        rounds.due.assign(tf.reduce_max(everybody[:, -1]))
+        everybody, word = everybody[:, :-1], word[:-1]
         joined = everybody[:, 0] == 0
         alike = joined[:, None] | (everybody == word)
         summed = alike[:, 3] | (everybody[:, 3] == 0) | (word[3] == 0)
