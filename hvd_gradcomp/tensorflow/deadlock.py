@@ -176,8 +176,9 @@ class _Watcher:
 
     def settle(self) -> None:
         """Ends what graphs have left behind that have failed."""
-        for site in list(self._sites.values()):
-            site.end()
+        with tf.init_scope():  # also where an error leaves a trace
+            for site in list(self._sites.values()):
+                site.end()
 
     def site(self, name: str, shown: str, process_set: int) -> _Site:
         """The record of a collective in a graph."""
@@ -207,7 +208,7 @@ class _Watcher:
         if self._telling:
             self._found.wait(4 * _GRACE)
         if self.message:
-            self._ended.wait()
+            self._ended.wait(20 * _GRACE)
         return self.message
 
     def _start(self) -> None:
