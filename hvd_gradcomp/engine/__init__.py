@@ -10,6 +10,7 @@
     messages    what ranks tell each other beside tensors
     names, timeline             what all that travels is called
     failures                    what it means when Horovod fails
+    deadlock                    ranks that wait for each other find that out
 
 A frontend gives a `Transport` of five collectives and keeps the tensors. There are four:
 `torch/lending.py` (Horovod, by handles), `torch/process_groups.py` (`torch.distributed`),

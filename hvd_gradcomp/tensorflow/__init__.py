@@ -26,6 +26,7 @@ from hvd_gradcomp.tensorflow import elastic
 from hvd_gradcomp.tensorflow.batches import even_batches
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.tensorflow.deadlock import DeadlockError, init, shutdown
 from hvd_gradcomp.tensorflow.joining import join
 from hvd_gradcomp.tensorflow.probing import Probe
 from hvd_gradcomp.tensorflow.reports import StatsWriter

@@ -22,14 +22,13 @@ from horovod.tensorflow import elastic as _stock
 from horovod.tensorflow.elastic import (
     broadcast_object,
     broadcast_object_fn,
-    init,
     rank,
-    shutdown,
 )
 
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.engine.membership import LOGGER, Lost, Membership, Seat
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
+from hvd_gradcomp.tensorflow.deadlock import init, shutdown
 from hvd_gradcomp.tensorflow.engine import TITLES, Engine, distributed_in, gather_objects
 from hvd_gradcomp.tensorflow.tape import drop_engines, engine_for, engines_over
 from hvd_gradcomp.tensorflow.variables import plain_variable

@@ -36,6 +36,7 @@ from hvd_gradcomp.foundation import validate
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.planning import worth
+from hvd_gradcomp.tensorflow import deadlock
 from hvd_gradcomp.tensorflow.running import Running, as_dtype, times, values_of
 from hvd_gradcomp.tensorflow.states import GATHERED, Layers
 from hvd_gradcomp.tensorflow.variables import new_variable
@@ -106,7 +107,8 @@ def distributed_in(source: Any) -> Any:
 def explained(what: str) -> Iterator[None]:
     """Horovod's failures as its own exception, with their likely cause."""
     try:
-        yield
+        with deadlock.translated():
+            yield
     except (tf.errors.UnknownError, tf.errors.FailedPreconditionError) as error:
         if "Horovod" not in error.message:
             raise
@@ -244,10 +246,11 @@ class Engine(Running):
         if moments is None or not self.compressor.uses_moments:
             moments = [None] * len(gradients)
         if not tf.executing_eagerly():
-            reduced, self.finite = self._reduce(list(gradients), list(moments))
+            with deadlock.unmarked():
+                reduced, self.finite = self._reduce(list(gradients), list(moments))
             return reduced
         try:
-            with explained("the exchange"):
+            with explained("the exchange"), deadlock.unmarked():
                 reduced, self.finite = self._eager(list(gradients), list(moments))
             return list(reduced)
         except tf.errors.InvalidArgumentError as error:

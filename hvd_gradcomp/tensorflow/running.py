@@ -28,7 +28,7 @@ from hvd_gradcomp.foundation.collectives import Allreduce, Gather, Switch
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.planning import worth
-from hvd_gradcomp.tensorflow import tracing
+from hvd_gradcomp.tensorflow import deadlock, tracing
 from hvd_gradcomp.tensorflow.states import (
     COMPRESSED,
     DISCARDABLE,
@@ -312,17 +312,21 @@ class Running(States):
         kinds = repr([self._kind(gradient) for gradient in gradients]).encode()
         mine = [tf.constant(STEPPING, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
         mine += [tf.identity(self.steps), tf.identity(self._summed)]
-        word = tf.stack([*mine, *(tf.cast(v, tf.int64) for v in self._alike), *rows])
+        rounds = deadlock.rounds(self.process_set)
+        counted = [tf.cast(v, tf.int64) for v in self._alike]
+        word = tf.stack([*mine, *counted, *rows, tf.identity(rounds.told)])
         table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * word
-        everybody = mpi_ops._allreduce(
-            table,
-            op=horovod.Sum,
-            name=self.word_name,
-            ignore_name_scope=True,
-            process_set=self.process_set,
-        )
-        of_rows = self.word_size - len(rows)  # which ranks need not have alike
-        most = tf.reduce_max(everybody[:, of_rows:], 0)
+        with deadlock.marked():
+            everybody = mpi_ops._allreduce(
+                table,
+                op=horovod.Sum,
+                name=self.word_name,
+                ignore_name_scope=True,
+                process_set=self.process_set,
+            )
+        rounds.due.assign(tf.reduce_max(everybody[:, -1]))
+        of_rows = len(mine) + len(counted)  # from there on what ranks need not have alike
+        most = tf.reduce_max(everybody[:, of_rows:-1], 0)
         self._rows = {place: most[i] for i, place in enumerate(self.apart)}
         everybody, word = everybody[:, :of_rows], word[:of_rows]
         joined = everybody[:, 0] == 0

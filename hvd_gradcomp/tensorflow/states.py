@@ -273,7 +273,7 @@ class States(Seated):
     @property
     def word_size(self) -> int:
         """Of how many numbers it is."""
-        return 4 + len(self._alike) + len(self.apart)
+        return 5 + len(self._alike) + len(self.apart)
 
     def resize(self) -> set[Compressor]:
         """Settles what depends on the number of ranks; what was traced before must not run again.

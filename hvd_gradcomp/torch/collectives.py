@@ -17,7 +17,7 @@ from typing import Any
 
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.torch.deadlock import Asked, Waiting
+from hvd_gradcomp.engine.deadlock import Asked, Waiting
 
 _PREFIXES = {  # of the names that Horovod pairs collectives by, by what enqueues them
     "_allreduce_async": "allreduce",

@@ -12,11 +12,11 @@ for _name in ("elastic", "optimizer"):
     globals().pop(_name, None)
 
 from hvd_gradcomp import *  # noqa: F403
+from hvd_gradcomp.engine.deadlock import DeadlockError
 from hvd_gradcomp.engine.handshake import MismatchError
 from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.torch import elastic
 from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
-from hvd_gradcomp.torch.deadlock import DeadlockError
 from hvd_gradcomp.torch.handout import broadcast_parameters
 from hvd_gradcomp.torch.joining import join
 from hvd_gradcomp.torch.moments import MomentTracker, track_moments

@@ -19,9 +19,10 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
+from hvd_gradcomp.engine import deadlock
 from hvd_gradcomp.foundation.collectives import Allreduce, Gather, goes_as_sum
 from hvd_gradcomp.ops import PayloadError
-from hvd_gradcomp.torch import collectives, deadlock
+from hvd_gradcomp.torch import collectives
 
 # Seconds between two looks at what is on its way. Horovod starts what it is given once in a
 # millisecond, and a look takes time from the core that its thread or another rank runs on: so the
@@ -122,8 +123,9 @@ def _unwatched(enqueue: Callable[..., int], *arguments: Any) -> Loan:
     return Loan(next(_keys), enqueue(*lent), references)
 
 
-def _told(tensor: torch.Tensor, name: str, process_set: Any) -> Loan:
+def _told(table: list[list[int]], name: str, process_set: Any) -> Loan:
     """The sum over ranks, of which nobody takes note."""
+    tensor = torch.tensor(table, dtype=torch.int64, device="cpu")
     sums = torch.empty_like(tensor), name, horovod.Sum, 1.0, 1.0, process_set
     return _unwatched(_stock["_allreduce_async"], tensor, *sums)
 

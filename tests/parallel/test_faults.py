@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.parallel.launch import launch, says
@@ -90,6 +92,36 @@ SAVED_ALONE = (
 def test_tensorflow_finds_differences(tmp_path):
     for rank, result in enumerate(launch("tensorflow_endured", 2, "gloo", tmp_path, deadline=120)):
         says(result, {**FOUND_BY_TENSORFLOW, "saved alone": SAVED_ALONE[rank]})
+
+
+DEADLOCKS = {
+    "slow": ("", ""),
+    "metric": (".step", "allreduce"),
+    "callback": (".step", "allreduce (metric.loss)"),
+    "early stopping": (".step", "allgather (after fit.sz)"),
+    "validation": ("allreduce (metric.val_loss)", ".step"),
+    "tape": (".step", "allreduce (metric)"),
+    "tf.function": (".step", "metric"),
+}
+
+
+@pytest.mark.parametrize(("backend", "names"), [("gloo", []), ("mpi", ["slow", "callback"])])
+def test_tensorflow_finds_that_ranks_wait_for_each_other(backend, names, tmp_path):
+    worker = "tensorflow_deadlocks"
+    results = launch(worker, 2, backend, tmp_path, backend, *names, deadline=150)
+    for result in results:
+        for name in names or DEADLOCKS:
+            first, second = DEADLOCKS[name]
+            if not first:
+                assert result[name] == "nothing was raised"
+                continue
+            assert re.search(
+                f"rank 0 waits for [^;]*{re.escape(first)}; rank 1 waits for {re.escape(second)}",
+                result["log"][name],
+            )
+            # In a function of the user's TensorFlow raises its own; the log says why.
+            kind = "" if name == "tf.function" else "DeadlockError: the ranks wait for each other"
+            assert result[name].startswith(kind) and "shut down" in result[name], result[name]
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])

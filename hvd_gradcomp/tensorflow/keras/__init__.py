@@ -32,8 +32,10 @@ from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.tensorflow.batches import even_batches
 from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.tensorflow.deadlock import DeadlockError, init, shutdown
 from hvd_gradcomp.tensorflow.joining import join
 from hvd_gradcomp.tensorflow.keras import callbacks, elastic
+from hvd_gradcomp.tensorflow.keras.fitting import translate as _translate
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
 from hvd_gradcomp.tensorflow.keras.optimizer import (
     DistributedOptimizer,
@@ -46,4 +48,5 @@ from hvd_gradcomp.tensorflow.stats import compression_stats, describe, discard_s
 from hvd_gradcomp.watching.stats import CompressionStats
 from hvd_gradcomp.watching.verify import DivergedError
 
+_translate()
 __all__ = [name for name in dir() if not name.startswith("_")]

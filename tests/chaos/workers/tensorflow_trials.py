@@ -22,6 +22,7 @@ from hvd_gradcomp import (
     after,
 )
 from hvd_gradcomp.tensorflow import engine as engines
+from hvd_gradcomp.tensorflow.keras.callbacks import MetricAverageCallback
 from tests.chaos.workers import trials
 from tests.chaos.workers.trials import Trial
 from tests.parallel.workers.results import digest
@@ -212,7 +213,69 @@ def faulty(mode: str | None, otherwise: str | None) -> Callable[[], str | None]:
     return lambda: mode if hvd.rank() == FAULTY else otherwise
 
 
+def uneven(how: Any, then: Callable[[], Any]) -> Callable[[Trial], str]:
+    """One rank has a batch less; a collective of the user's that ends the epoch on all."""
+
+    def case(trial: Trial) -> str:
+        training = how(STROM)
+        trial.now()
+        training.train(2 if hvd.rank() == FAULTY else 3)
+        then()
+        return training.replicas()
+
+    return case
+
+
+def fitted(
+    callbacks: Callable[[bool], list[Any]], validated: Callable[[bool], bool], size: int = 12
+) -> Callable[[Trial], str]:
+    """`fit` with callbacks and validation data that may be one rank's alone.
+
+    Args:
+        callbacks: given whether this is the faulty rank.
+        validated: whether a rank has validation data; as given.
+        size: samples of the faulty rank; others have 12.
+    """
+
+    def case(trial: Trial) -> str:
+        training, faulty = Fit(STROM), hvd.rank() == FAULTY
+        samples = size if faulty else 12
+        x, y = np.ones((samples, 12)), np.ones((samples, 4))
+        data = {"validation_data": (x, y)} if validated(faulty) else {}
+        trial.now()
+        how = {"batch_size": 4, "epochs": 3, "verbose": 0, **data}
+        training.model.fit(x, y, callbacks=callbacks(faulty), **how)
+        hvd.allgather_object(None)
+        return training.replicas()
+
+    return case
+
+
+def _averaging(_: bool) -> list[Any]:
+    return [MetricAverageCallback()]
+
+
+def _stopping(faulty: bool) -> list[Any]:
+    # Nothing gets better by so much, so one rank stops after its second epoch.
+    return [keras.callbacks.EarlyStopping("loss", min_delta=1e9)] if faulty else []
+
+
+COLLECTIVES: dict[str, Callable[[], Any]] = {
+    "allreduce": lambda: hvd.allreduce(tf.ones(1), name="metric"),
+    "allgather_object": lambda: hvd.allgather_object(1),
+    "broadcast": lambda: hvd.broadcast(tf.ones(1), 0, name="metric"),
+}
 CASES: dict[str, Callable[[Trial], Any]] = {
+    **{
+        f"a user's {name} on one rank{title}": around(lambda _, call=call: call(), how=how)
+        for name, call in COLLECTIVES.items()
+        for title, how in (("", Tape), (", Keras", Fit))
+    },
+    "uneven data, and an allreduce": uneven(Tape, COLLECTIVES["allreduce"]),
+    "uneven data, and an allreduce, Keras": uneven(Fit, COLLECTIVES["allreduce"]),
+    "uneven data, and metrics averaged, Keras": fitted(_averaging, lambda _: False, 8),
+    "EarlyStopping on one rank, Keras": fitted(_stopping, lambda _: False),
+    "validation on one rank, Keras": fitted(_averaging, lambda faulty: not faulty),
     **{
         f"another step on one rank, {name}": around(lambda t: t.engine.steps.assign_add(1), one)
         for name, one in METHODS.items()

@@ -243,7 +243,55 @@ def fails(model, optimizer):
     model[3](_Fails.apply(model[2](model[1](model[0](torch.ones(4, 1, 3, 4)))))).sum().backward()
 
 
+def uneven(then: Callable[[Any], Any]) -> Callable[[Trial], str]:
+    """One rank has a batch less; a collective, or none, that ends the epoch on all."""
+
+    def case(trial: Trial) -> str:
+        model, optimizer = build()
+        train(model, optimizer, 3)
+        trial.now()
+        train(model, optimizer, 2 if hvd.rank() == FAULTY else 3)
+        then(optimizer)
+        train(model, optimizer, 2)
+        return replicas(model)
+
+    return case
+
+
+def left_out(ranks: Callable[[int], bool]) -> Callable[[Trial], str]:
+    """Some ranks discard a step that has been exchanged."""
+
+    def case(trial: Trial) -> str:
+        model, optimizer = build(rollback=True)
+        train(model, optimizer, 3)
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        trial.now()
+        if ranks(hvd.rank()):
+            optimizer.discard_step()
+        else:
+            optimizer.step()
+        train(model, optimizer, 3)
+        return replicas(model)
+
+    return case
+
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "allreduce": lambda _: hvd.allreduce(torch.ones(1), name="metric"),
+    "allgather_object": lambda _: hvd.allgather_object(1),
+    "barrier": lambda _: hvd.barrier(),
+    "verify": hvd.verify,
+}
 CASES: dict[str, Callable[[Trial], Any]] = {
+    **{
+        f"a user's {name} on one rank": around(lambda _, o, call=call: call(o))
+        for name, call in COLLECTIVES.items()
+    },
+    "uneven data, and an allreduce": uneven(COLLECTIVES["allreduce"]),
+    "uneven data, and hvd.join()": uneven(lambda _: hvd.join()),
+    "a step discarded on all ranks": left_out(lambda _: True),
+    "a step discarded on one rank": left_out(lambda rank: rank == FAULTY),
     **{
         f"state_dict of another step, {name}, {steps}": apart(compressor, steps)
         for name, compressor in METHODS.items()

@@ -23,6 +23,7 @@ ENDS = (
     "saves or loads a checkpoint",
     "same name",
     "a loss scaler",
+    "Horovod has been shut down",
 )
 
 

@@ -743,7 +743,9 @@ def discarded():
 
 def complex_parameters():
     """Two real ones, by the hook as by plain DistributedDataParallel."""
-    x = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(
+        4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(dist.get_rank())
+    )
     gradients = []
     for compression in ("plain", None, QSGDCompressor(bits=8)):
         torch.manual_seed(1)
