@@ -21,6 +21,7 @@ from hvd_gradcomp.engine.names import Names
 from hvd_gradcomp.torch import lending, parameters
 from hvd_gradcomp.torch.agreement import Agreement
 from hvd_gradcomp.torch.buckets import Bucket, Named
+from hvd_gradcomp.torch.exchange import LOGGER
 from hvd_gradcomp.torch.parameters import as_real
 from hvd_gradcomp.torch.planning import Planned
 from hvd_gradcomp.torch.rounds import Rounds
@@ -74,12 +75,19 @@ class Engine(Planned):
     Args:
         named_parameters, compressor: see `Planned`.
         settings: what else must be equal on all ranks, for the handshake.
+        chose_rows: whether nobody has asked for sparse gradients to go as dense ones.
         how: for `Planned` and `Exchange`; nothing is sent among hosts, no scaler is given, and a
             step that is not finite is an error, unless it says so.
     """
 
     def __init__(
-        self, named_parameters: Named, compressor: Compressor, *, settings: str = "", **how: Any
+        self,
+        named_parameters: Named,
+        compressor: Compressor,
+        *,
+        settings: str = "",
+        chose_rows: bool = False,
+        **how: Any,
     ) -> None:
         super().__init__(
             named_parameters,
@@ -93,6 +101,7 @@ class Engine(Planned):
             myself, settings, lambda item, kind: myself._gather_objects(item, kind)
         )
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
+        self._chose_rows = chose_rows
         self.rounds = Rounds()
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
@@ -199,6 +208,16 @@ class Engine(Planned):
         # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
         nothing = (as_real(values) * 0).sum().to(as_real(parameter.detach()).dtype)
         self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
+
+    def say_rows_are_compressed(self, parameter: torch.nn.Parameter) -> None:
+        """Says once what becomes of sparse gradients, where that was left to be chosen."""
+        if self._chose_rows and self.process_set.rank() == 0:
+            LOGGER.info(
+                "the sparse gradient of %s is compressed as a dense one: its bucket has room for "
+                "it in any case, so gathered rows would come on top (sparse_as_dense=None)",
+                self._name_of[parameter],
+            )
+        self._chose_rows = False
 
     def take_sparse(self, gathered: torch.Tensor) -> torch.Tensor:
         """Takes note of what Horovod has gathered."""

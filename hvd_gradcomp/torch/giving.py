@@ -25,6 +25,8 @@ def give(optimizer: Any, p: torch.nn.Parameter) -> Reduced:
     if goes_sparse(optimizer, p):
         engine.give_sparse(p, p.grad)
         return _gather_rows(optimizer, p, p.grad)
+    if p.grad.is_sparse:
+        engine.say_rows_are_compressed(p)
     engine.give(p, p.grad.to_dense() if p.grad.is_sparse else p.grad)
     return lambda: engine.take(p)
 

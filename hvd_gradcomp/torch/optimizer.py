@@ -34,7 +34,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
-    sparse_as_dense: bool = False,
+    sparse_as_dense: bool | None = None,
     process_set: Any = horovod.global_process_set,
     *,
     batch_size: int | None = None,
@@ -72,8 +72,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         gradient_predivide_factor: splits the averaging before and after the sum; with
             compressors that gather, only the product counts.
         num_groups, groups: refused. Buckets already group the layers, see `bucket_bytes`.
-        sparse_as_dense: compress sparse gradients as dense ones. Otherwise they are gathered by
-            Horovod, uncompressed.
+        sparse_as_dense: with False the rows of sparse gradients are gathered by Horovod,
+            uncompressed, besides a bucket that has zeros in their place. None, as True, compresses
+            them as dense ones, which moves fewer bytes, and says so once; in `p.grad` they are
+            sparse again. With `torch.optim.SparseAdam`, which takes no other gradients on any
+            rank, None gathers.
         process_set: the ranks that take part.
         batch_size: samples that a rank sees for each step, over all passes. With it
             `moments="microbatch"` are right on average; without it batches count as large, and
@@ -160,6 +163,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         )
         alone.defaults = dict(optimizer.defaults)
         return alone
+    compresses_rows = sparse_as_dense is True
+    if sparse_as_dense is None:
+        compresses_rows = not isinstance(optimizer, torch.optim.SparseAdam)
     check_seam(_stock._DistributedOptimizer)
     distributed: Any = class_of(optimizer)(
         optimizer.param_groups,
@@ -169,7 +175,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         op,
         factor,
         None,
-        sparse_as_dense,
+        compresses_rows,
         process_set,
     )
     distributed.defaults = dict(optimizer.defaults)  # of groups that join; here, of the class
@@ -198,6 +204,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         scaler=scaler,
         place=place,
         settings=settings,
+        chose_rows=compresses_rows and sparse_as_dense is None,
     )
     takeover = None
     if gives_up:

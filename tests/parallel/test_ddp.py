@@ -38,6 +38,8 @@ ON_TWO = [
     "not_finite",
     "one_fails",
     "left_alone",
+    "discarded",
+    "complex_parameters",
     "scaled",
     "one_ends",
 ]

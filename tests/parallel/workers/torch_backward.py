@@ -295,7 +295,7 @@ def sparse_on_some():
     model = nn.ModuleDict({"table": nn.Embedding(20, 3, sparse=True), "head": nn.Linear(3, 2)})
     model.to(here())
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters()
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters(), sparse_as_dense=False
     )
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -307,12 +307,34 @@ def sparse_on_some():
     return digest(arrays(model.parameters()))
 
 
+def rows_or_all(compressor, batch_rows):
+    """Bytes of each step of an embedding with sparse gradients, and where training ended."""
+    torch.manual_seed(1)
+    table = nn.Embedding(64, 32, sparse=True)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=LR), table.named_parameters(), compression=compressor
+    )
+    sent, before = [], 0
+    for step in range(3):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+        table(torch.randint(0, 64, (batch_rows,), generator=generator)).square().sum().backward()
+        optimizer.step()
+        now = hvd.compression_stats(optimizer).bytes_sent
+        sent.append(now - before)
+        before = now
+    hvd.verify(optimizer)
+    return sent
+
+
 def sparse_here_dense_there():
     """A layer whose gradient is sparse on some ranks and dense on others, in changing roles."""
     ours, plain = torch.zeros(6, 3), torch.zeros(6, 3)
     ours, plain = (nn.Parameter(x.to(here())) for x in (ours, plain))
     head = [nn.Parameter(torch.ones(3, device=here())) for _ in range(2)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([ours, head[0]], lr=LR))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([ours, head[0]], lr=LR), sparse_as_dense=False
+    )
     theirs = torch.optim.SGD([plain, head[1]], lr=LR)
 
     def loss(table, last, step, rank):
@@ -750,6 +772,11 @@ def main(folder: str, device: str = "cpu") -> None:
     result["sparse"] = sparse_on_some()
     print("sparse here, dense there", flush=True)
     result["both"] = sparse_here_dense_there()
+    result["rows"] = [
+        rows_or_all(hvd.NoneCompressor(), 4),
+        rows_or_all(hvd.NoneCompressor(), 300),
+        rows_or_all(hvd.QSGDCompressor(), 60),
+    ]
     result["kept"] = {repr(compressor): kept(compressor) for compressor in EVERY}
     result["swapped"] = swapped()
     result["dropped"] = {repr(one): dropped(one) for one in ONE_OF_EACH}
