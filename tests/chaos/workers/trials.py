@@ -24,6 +24,7 @@ ENDS = (
     "same name",
     "a loss scaler",
     "Horovod has been shut down",
+    "waits for barrier",
 )
 
 
