@@ -268,13 +268,14 @@ class Running(States):
         choice.assign(tf.where(first, chosen, choice))
 
     def say_rows(self, place: int, gathered: bool, rows: int) -> None:
-        """Tells the user what became of a sparse gradient."""
+        """Tells the user what became of a sparse gradient; with -1 rows their number is unknown."""
         LOGGER.warning(
-            "the gradient of %s is sparse, %d rows a rank at most: %s, which moves fewer bytes. "
-            "sparse_as_dense=True or False decides otherwise",
+            "the gradient of %s is sparse%s: %s. sparse_as_dense=True or False decides otherwise",
             self.layers[place][0],
-            rows,
-            "its rows are gathered as they are" if gathered else "it goes as other layers do",
+            f", {rows} rows a rank at most" if rows >= 0 else "",
+            "its rows are gathered as they are, which moves fewer bytes than its compressor would"
+            if gathered
+            else "it is sent as other layers are, compressed where that pays",
         )
 
     def _finish(self, stacks: Sequence[Stack], requests: list[Any]) -> None:
