@@ -7,7 +7,6 @@ from typing import Any
 
 import horovod.tensorflow as horovod
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.schedule import EGCCorrection
@@ -475,8 +474,8 @@ def _built_by(model: keras.Model, iterator: Any) -> bool:
 
 def _mean(value: Any, name: str, process_set: Any) -> Any:
     """The mean over ranks of a number, as a float, or of an array."""
-    given = np.asarray(value)
+    given = value.numpy() if hasattr(value, "numpy") else value
     mean = horovod.allreduce(
         tf.constant(given, tf.float64), name=name, op=horovod.Average, process_set=process_set
-    ).numpy()
-    return mean.astype(given.dtype) if given.ndim else float(mean)
+    )
+    return mean.numpy() if mean.shape.rank else float(mean)
