@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -35,6 +36,7 @@ from hvd_gradcomp.tensorflow.variables import is_own, is_rank_local, plain_varia
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"
+_waiting: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # what was loaded so far
 _ALIKE = ("exchanges", "skipped")  # counters that are equal on all ranks
 
 
@@ -78,7 +80,7 @@ def save_checkpoint(
         if variables is None:
             meta["values"][name] = item
             continue
-        if getattr(item, "waits_for_build", False):
+        if _waits(item):
             raise CheckpointError(
                 f"{name} was loaded and is not built yet, so what it keeps is not here to be "
                 "saved: save after its first step, or build it before load_checkpoint"
@@ -143,7 +145,7 @@ def load_checkpoint(
     def prepare(whole: dict[str, Any], own: dict[str, Any] | None) -> Takeover:
         saved = whole["objects"]
         plan: list[tuple[Any, Any]] = []
-        later: list[tuple[Any, Callable[[], None]]] = []
+        later: list[tuple[Any, dict[str, Any], Callable[[], None]]] = []
         for name, item in objects.items():
             if name not in saved:
                 there = ", ".join((*saved, *whole["values"]))
@@ -152,7 +154,7 @@ def load_checkpoint(
             how = (name, item, saved[name], arrays, whole["mode"], whole["size"])
             try:
                 if _is_unbuilt(item, saved[name]):
-                    later.append((item, partial(_take_late, *how)))
+                    later.append((item, saved[name], partial(_take_late, *how)))
                 else:
                     plan += _restored(*how)
             except CheckpointError as error:
@@ -164,15 +166,16 @@ def load_checkpoint(
                 before.append((variable, tf.identity(variable)))
                 variable.assign(value)
             _commit(objects.values())
-            for optimizer, ready in later:
+            for optimizer, there, ready in later:
+                _waiting[optimizer] = there
                 optimizer.when_built(ready)
             return dict(whole["values"])
 
         def undo() -> None:
             for variable, value in before:
                 variable.assign(value)
-            for optimizer, ready in later:
-                optimizer.forget_when_built(ready)
+            for optimizer, *_ in later:
+                _waiting.pop(optimizer, None)
 
         return Takeover(take, undo)
 
@@ -330,6 +333,11 @@ def _commit(items: Iterable[Any]) -> None:
         engine.commit()
 
 
+def _waits(item: Any) -> bool:
+    """Whether it is an optimizer that has yet to take what was loaded."""
+    return hasattr(item, "when_built") and item in _waiting
+
+
 def _is_unbuilt(item: Any, saved: dict[str, Any]) -> bool:
     """Whether it is an optimizer that has yet to make the variables that were saved.
 
@@ -349,7 +357,10 @@ def _is_unbuilt(item: Any, saved: dict[str, Any]) -> bool:
 
 
 def _take_late(name: str, item: Any, saved: dict[str, Any], *how: Any) -> None:
-    """Takes what was saved of an optimizer that has just been built."""
+    """Takes what was saved of an optimizer that has just been built, unless all had to undo it."""
+    if _waiting.get(item) is not saved:
+        return
+    del _waiting[item]
     try:
         plan = _restored(name, item, saved, *how)
     except CheckpointError as error:

@@ -188,10 +188,9 @@ class Engine(Running):
             sparse_as_dense=sparse_as_dense,
             undoes=nonfinite != "raise",
             rollback=rollback,
+            left_out=tables if sparse_as_dense is False else (),
             apart=tables if sparse_as_dense is None and not hierarchical else (),
         )
-        if sparse_as_dense is False and tables:
-            self.leave_out(tables)
         self.settings = (
             f"op={'Average' if average else 'Sum'}, gradient_predivide_factor={predivide}, "
             f"sparse_as_dense={sparse_as_dense}, hierarchical={hierarchical}, "

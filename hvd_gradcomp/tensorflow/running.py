@@ -8,11 +8,11 @@ have been checked.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import weakref
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as horovod
@@ -27,18 +27,9 @@ from hvd_gradcomp.engine.stack import Stack, known, run
 from hvd_gradcomp.foundation.collectives import Allreduce, Gather, Switch
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
-from hvd_gradcomp.planning import worth
 from hvd_gradcomp.tensorflow import deadlock, tracing
-from hvd_gradcomp.tensorflow.states import (
-    COMPRESSED,
-    DISCARDABLE,
-    GATHERED,
-    LEFT_OUT,
-    UNDECIDED,
-    States,
-)
-
-LOGGER = logging.getLogger("hvd_gradcomp")
+from hvd_gradcomp.tensorflow.rows import Rows
+from hvd_gradcomp.tensorflow.states import DISCARDABLE, LEFT_OUT
 
 STEPPING, SAVING = 1, 2  # what a rank does that gives a word; see `meeting`
 _OTHER_CALL = (
@@ -60,31 +51,21 @@ _OTHER_PHASE = (
 )
 
 
-class Running(States):
+class Running(Rows):
     """An exchange as it is traced; the ledger of what it moves.
 
     Args:
         layers, compressor: see `Engine`.
-        sparse_as_dense, undoes: as there.
-        how: for `States`.
+        undoes: whether a step with a gradient that is not finite is undone.
+        how: for `Rows`.
     """
 
     _asked: tf.Variable  # whether somebody wants to know the norm
 
-    def __init__(
-        self,
-        layers: Any,
-        compressor: Any,
-        *,
-        sparse_as_dense: bool | None,
-        undoes: bool,
-        **how: Any,
-    ) -> None:
+    def __init__(self, layers: Any, compressor: Any, *, undoes: bool, **how: Any) -> None:
         super().__init__(layers, compressor, **how)
-        self.sparse_as_dense, self.undoes = sparse_as_dense, undoes
+        self.undoes = undoes
         self.dispatch = Dispatch(tracing.Tracing(), weakref.proxy(self), weakref.proxy(self))
-        self._rows: dict[int, tf.Tensor] = {}  # of the layers apart, the most of any rank
-        self._chosen: dict[int, tf.Tensor] = {}  # what becomes of them in the step that is traced
         self._heard: list[tf.Tensor] = []  # of the bits of replies that all ranks have alike
         self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
 
@@ -134,14 +115,15 @@ class Running(States):
             before.append(state)
             place = self.places[bucket][0]
             if place in undecided:
-                how = (bucket, context, state, extra)
-                stacks.append(Stack(self._rows_or(place, undecided[place], *how), known))
+                how = partial(self._program, bucket, context, state, extra)
+                either = self._rows_or(bucket, undecided[place], state, how)
+                stacks.append(Stack(either, known))
                 continue
             if trained[bucket] is not None:
                 nothing = with_leaves(state, [tf.zeros_like(x) for _, x in leaves(state)])
                 state = _where(trained[bucket], state, nothing)
             flat = self._flat(bucket, dense, layout.dtype)
-            stacks.append(Stack(self._program(bucket, context, flat, state, extra), known))
+            stacks.append(Stack(self._program(bucket, context, state, extra, flat), known))
         # All first rounds come before any second one, as far as an eager run is concerned.
         requests = [stack.send(None) for stack in stacks]
         self._heard = []
@@ -178,8 +160,7 @@ class Running(States):
                     reduced[self.places[bucket][0]] = total
                 else:
                     self._cut(bucket, total, dense, reduced)
-            for place, rows in self._rows.items():
-                self._settle(place, rows, finite)
+            self._settle(finite)
             self._summed.assign(tf.add_n(self._heard) if self._heard else 0)
             self.steps.assign_add(one)
             self._last.assign(tf.where(finite, tf.constant(DISCARDABLE, tf.int64), LEFT_OUT))
@@ -193,89 +174,13 @@ class Running(States):
         return reduced, finite
 
     def _program(
-        self, bucket: int, context: Context, flat: tf.Tensor, state: State, extra: Any
+        self, bucket: int, context: Context, state: State, extra: Any, flat: tf.Tensor
     ) -> Program:
         one, how = self.compressors[bucket], (self.ops, context, flat, state)
         if self.place is None:
             return one.aggregate(*how, **extra)
         leader = self.leader(bucket)
         return hierarchy.aggregate(one, *how, place=self.place, leader=leader, **extra)
-
-    # -- sparse gradients --------------------------------------------------------------------
-
-    def gathers(self, place: int) -> bool:
-        """Whether the rows of a sparse gradient are gathered as they are, as far as is known."""
-        if self.sparse_as_dense is None:
-            return place in self.left_out
-        return not self.sparse_as_dense
-
-    def most_rows(self, place: int, index_bytes: int) -> int:
-        """See `worth.most_rows`."""
-        return worth.most_rows(
-            self.assigned[place], self.layers[place], self.seat[1], index_bytes, filters_last=True
-        )
-
-    def _rows_or(
-        self,
-        place: int,
-        gradient: tf.IndexedSlices,
-        bucket: int,
-        context: Any,
-        state: Any,
-        extra: Any,
-    ) -> Program:
-        """Rows are gathered, or the layer goes as any other does; the result is of rows."""
-
-        def compressed() -> Program:
-            table = tf.convert_to_tensor(gradient)
-            layout = self.layouts[bucket]
-            flat = self.ops.flatten(layout, [table], layout.dtype)
-            total, after = yield from self._program(bucket, context, flat, state, extra)
-            (table,) = self.ops.cut(layout, total)
-            rows = tf.range(self.layers[place][1][0], dtype=gradient.indices.dtype)
-            return (tf.cast(table, gradient.dtype), rows, *(x for _, x in leaves(after)))
-
-        def gathered() -> Program:
-            yield from ()
-            found = self._gather(place, gradient)
-            return (found.values, found.indices, *(x for _, x in leaves(state)))
-
-        most = self.most_rows(place, gradient.indices.dtype.size)
-        choice = tf.identity(self.choices[place])
-        now = tf.where(self._rows[place] <= most, GATHERED, COMPRESSED)
-        chosen = tf.where(choice == UNDECIDED, tf.cast(now, tf.int64), choice)
-        index = tf.cast(chosen == GATHERED, tf.int32)
-        values, indices, *kept = yield Switch(index, (compressed, gathered))
-        self._chosen[place] = chosen
-        return tf.IndexedSlices(values, indices, gradient.dense_shape), with_leaves(state, kept)
-
-    def _settle(self, place: int, rows: tf.Tensor, finite: tf.Tensor) -> None:
-        """What the first step has chosen holds from then on; rank 0 says what it is."""
-        choice, chosen = self.choices[place], self._chosen.get(place)
-        if chosen is None:
-            return
-        first = tf.equal(choice, UNDECIDED) & finite
-        if self.process_set.rank() == 0:
-
-            def told(kind: Any, most: Any) -> int:
-                self.say_rows(place, int(kind) == GATHERED, int(most))
-                return 0
-
-            def say() -> tf.Tensor:
-                return tf.numpy_function(told, [chosen, rows], tf.int64)
-
-            tf.cond(first, say, lambda: tf.constant(0, tf.int64))
-        choice.assign(tf.where(first, chosen, choice))
-
-    def say_rows(self, place: int, gathered: bool, rows: int) -> None:
-        """Tells the user what became of a sparse gradient."""
-        LOGGER.warning(
-            "the gradient of %s is sparse, %d rows a rank at most: %s, which moves fewer bytes. "
-            "sparse_as_dense=True or False decides otherwise",
-            self.layers[place][0],
-            rows,
-            "its rows are gathered as they are" if gathered else "it goes as other layers do",
-        )
 
     def _finish(self, stacks: Sequence[Stack], requests: list[Any]) -> None:
         """Runs all programs from their first requests to their ends."""
@@ -350,30 +255,6 @@ class Running(States):
         verdicts, self.ops.verdicts = self.ops.verdicts, None
         return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
 
-    def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-        """Everybody's slices, as stock Horovod does it: nothing is compressed."""
-        name = f"{self.name}.sparse{place}.{timeline.readable(self.layers[place][0])}"
-        values = self._gather_rows(gradient.values, f"{name}.values")
-        indices = self._gather_rows(gradient.indices, f"{name}.indices")
-        if self.op == horovod.Average:
-            values = values / tf.cast(self.process_set.size(), values.dtype)
-        self._count(place, gradient.values)
-        if self.ops.verdicts is not None:  # all ranks see all values
-            self.ops.verdicts.append(self.ops.finite(values))
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-    def _gather_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        wire = tf.cast(rows, tf.float32) if rows.dtype == tf.bfloat16 else rows
-        reply = mpi_ops.allgather(
-            wire,
-            name=name,
-            ignore_name_scope=True,
-            process_set=self.process_set,
-        )
-        self.sent(wire)
-        self.received(reply)
-        return tf.cast(reply, rows.dtype)
-
     def _sum(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
         """A dense gradient that has no bucket."""
         wire = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
@@ -385,10 +266,6 @@ class Running(States):
         if self.ops.verdicts is not None:
             self.ops.verdicts.append(self.ops.finite(total))
         return tf.cast(total, gradient.dtype)
-
-    def _count(self, place: int, sent: tf.Tensor) -> None:
-        here = tf.one_hot(place, len(self.layers), dtype=tf.int64)
-        self.counters["unbucketed"].assign_add(here * tf.size(sent, tf.int64))
 
     def _flat(self, bucket: int, values: Sequence[Any], dtype: str) -> tf.Tensor:
         mine = [values[place] for place in self.places[bucket]]
@@ -443,14 +320,6 @@ class Running(States):
             here = sent.group.rank()
             reply = tf.reshape(reply, (sum(request.lengths) if request.root == here else 0,))
         return reply
-
-    def sent(self, tensor: tf.Tensor) -> None:
-        """Counts what is handed to a collective."""
-        self.counters["bytes_sent"].assign_add(tracing.bytes_of(tensor))
-
-    def received(self, tensor: tf.Tensor) -> None:
-        """Counts what is handed back."""
-        self.counters["bytes_received"].assign_add(tracing.bytes_of(tensor))
 
     def heard(self, reply: tf.Tensor) -> None:
         """Takes note of what is the same to the bit on all ranks."""

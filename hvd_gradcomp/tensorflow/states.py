@@ -37,7 +37,7 @@ class States(Seated):
         place: of this rank among hosts.
         name: begins the name of everything that travels.
         make_variable: see `Engine`.
-        apart: places of layers that get a bucket of their own; see `_plan`.
+        left_out, apart: places of layers that get no bucket, or one of their own; see `_plan`.
         rollback: see `Engine`.
     """
 
@@ -52,6 +52,7 @@ class States(Seated):
         place: hierarchy.Place | None,
         name: str,
         make_variable: Callable[[str, tf.Tensor], tf.Variable] | None,
+        left_out: Collection[int] = (),
         apart: Collection[int] = (),
         rollback: bool = False,
     ) -> None:
@@ -83,7 +84,7 @@ class States(Seated):
                 }.items()
             }
         self.sums: list[tf.Variable] = []
-        self._plan((), apart)
+        self._plan(left_out, apart)
 
     def leader(self, bucket: int) -> int:
         """The place in its host of the rank that compresses a bucket."""

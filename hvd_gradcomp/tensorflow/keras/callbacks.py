@@ -474,8 +474,8 @@ def _built_by(model: keras.Model, iterator: Any) -> bool:
 
 def _mean(value: Any, name: str, process_set: Any) -> Any:
     """The mean over ranks of a number, as a float, or of an array."""
-    given = tf.convert_to_tensor(value)
+    given = value.numpy() if hasattr(value, "numpy") else value
     mean = horovod.allreduce(
-        tf.cast(given, tf.float64), name=name, op=horovod.Average, process_set=process_set
+        tf.constant(given, tf.float64), name=name, op=horovod.Average, process_set=process_set
     )
-    return tf.cast(mean, given.dtype).numpy() if given.shape.rank else float(mean)
+    return mean.numpy() if mean.shape.rank else float(mean)

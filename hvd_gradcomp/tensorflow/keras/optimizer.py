@@ -341,15 +341,6 @@ class _Reducing:
         if self._gradcomp is not None:
             self._gradcomp.discard()
 
-    def forget_when_built(self, ready: Callable[[], None]) -> None:
-        """Takes back what `when_built` was given."""
-        self._when_built = [each for each in self._when_built if each is not ready]
-
-    @property
-    def waits_for_build(self) -> bool:
-        """Whether something is to be done once it is built, such as to take a checkpoint."""
-        return bool(self._when_built)
-
     @property
     def pass_of_step(self) -> Any:
         """How many passes of the next exchange are accumulated."""
@@ -451,7 +442,7 @@ class _Reducing:
             self._skips = self._gradcomp.undoes = True  # type: ignore[union-attr]
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            variables = self._those(trainable_variables)
+            variables = _those(self, trainable_variables)
             reduced = self._exchange(grads, variables, outer.dynamic_scale)
             self._reduced_outside = True
             try:
@@ -462,11 +453,6 @@ class _Reducing:
 
         # `apply` builds the scaler, and so this optimizer, before it calls this.
         outer._tf_apply = apply
-
-    def _those(self, variables: Any) -> list[Any]:
-        if variables is None:
-            variables = self._trainable_variables  # type: ignore[attr-defined]
-        return list(variables)
 
     def _state_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         """One of the optimizer's own variables, so that saving the model saves it."""
@@ -492,7 +478,7 @@ class _Reducing:
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchanges the gradients, then updates the variables with the result."""
-        variables = self._those(trainable_variables)
+        variables = _those(self, trainable_variables)
         if self._refusal:
             raise ValueError(f"this optimizer cannot train: {self._refusal}")
         if not tf.executing_eagerly():
@@ -715,6 +701,10 @@ def _take(optimizer: Any, store: Any, plain: int, same: bool) -> None:
         )
     optimizer.own()
     optimizer._gradcomp.forget()
+
+
+def _those(optimizer: Any, variables: Any) -> list[Any]:
+    return list(optimizer._trainable_variables if variables is None else variables)
 
 
 def _restored(config: dict[str, Any], base: Any = None) -> Any:

@@ -563,12 +563,11 @@ def main(folder: str) -> None:
         "saving": saving(folder),
         "embeddings": embeddings(),
         "left out": left_out(),
-        "discarded wrongly": discarded_wrongly(),
         "unlike lengths": unlike_lengths(),
         "two optimizers": two_optimizers(folder),
     }
     own = broadcast()
-    finish(hvd, folder, {"equal": result, "own": own})
+    finish(hvd, folder, {"equal": result, "own": own, "errors": discarded_wrongly()})
 
 
 if __name__ == "__main__":
