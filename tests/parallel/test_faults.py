@@ -108,7 +108,7 @@ DEADLOCKS = {
 @pytest.mark.parametrize(("backend", "names"), [("gloo", []), ("mpi", ["slow", "callback"])])
 def test_tensorflow_finds_that_ranks_wait_for_each_other(backend, names, tmp_path):
     worker = "tensorflow_deadlocks"
-    results = launch(worker, 2, backend, tmp_path, backend, *names, deadline=150)
+    results = launch(worker, 2, backend, tmp_path, *names, deadline=150)
     for result in results:
         for name in names or DEADLOCKS:
             first, second = DEADLOCKS[name]

@@ -113,7 +113,7 @@ class Log(logging.Handler):
         self.found[self.case] = record.getMessage()
 
 
-def main(folder: str, backend: str, *names: str) -> None:
+def main(folder: str, *names: str) -> None:
     hvd.init()
     rank = hvd.rank()
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -122,9 +122,9 @@ def main(folder: str, backend: str, *names: str) -> None:
     logging.getLogger("hvd_gradcomp").addHandler(log)
     found = {"log": log.found}
     for log.case in names or CASES:
-        found.update(errors_of({log.case: CASES[log.case]}))
-        if not hvd.is_initialized() and backend == "gloo":
+        if not hvd.is_initialized():
             hvd.init()  # over MPI it cannot begin again
+        found.update(errors_of({log.case: CASES[log.case]}))
     write(folder, rank, found)
     if hvd.is_initialized():
         hvd.shutdown()
