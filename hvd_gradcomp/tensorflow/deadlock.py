@@ -49,7 +49,7 @@ _RECORDED = frozenset(
     )
 )
 _INTERVAL = 0.5  # seconds between two looks; less where the patience is little
-_GRACE = 0.5  # seconds in which all ranks hear what one has heard, before Horovod is shut down
+_GRACE = 1.5  # seconds in which all ranks hear what one has heard, before Horovod is shut down
 _END = ". Horovod has been shut down on all ranks"
 _STOCK: Any = mpi_ops.MPI_LIB
 _STOCK_INIT, _STOCK_SHUTDOWN = mpi_ops.init, mpi_ops.shutdown
@@ -164,6 +164,7 @@ class _Watcher:
         self._looked: tuple[Hashable, ...] = ()
         self._since, self._turn = time.monotonic(), 0
         self._watches: dict[int, tuple[Sequence[int], deadlock.Watch]] = {}
+        self._sets: dict[int, Sequence[int]] = {}
         for rounds in list(self._rounds.values()):
             rounds.drop()
         self.settle()
@@ -263,13 +264,21 @@ class _Watcher:
 
     def _among(self, number: int) -> deadlock.Watch | None:
         """Watches a process set; None where there is nobody to wait for."""
-        ranks = _members().get(number)
+        ranks = self._members().get(number)
         if not ranks or len(ranks) == 1 or horovod.rank() not in ranks:
             return None
         if number not in self._watches or self._watches[number][0] != ranks:
-            watch = deadlock.Watch(_Set(number, ranks), self._tell, _members)
+            watch = deadlock.Watch(_Set(number, ranks), self._tell, self._members)
             self._watches[number] = ranks, watch
         return self._watches[number][1]
+
+    def _members(self) -> dict[int, Sequence[int]]:
+        """The ranks of each process set; as last known where another rank has ended Horovod."""
+        try:
+            self._sets = dict(mpi_ops._basics._get_process_set_ids_and_ranks())
+        except ValueError:
+            LOGGER.debug("Horovod has ended; process sets are those from before")
+        return self._sets
 
     def _tell(self, table: list[list[int]], name: str, process_set: _Set) -> _Answer:
         self.rounds(process_set.process_set_id).said += 1
@@ -284,10 +293,6 @@ class _Watcher:
             _STOCK_SHUTDOWN()
         finally:
             self._ended.set()
-
-
-def _members() -> dict[int, Sequence[int]]:
-    return dict(mpi_ops._basics._get_process_set_ids_and_ranks())
 
 
 def _summed(table: list[list[int]], name: str, process_set: _Set) -> _Answer:

@@ -18,6 +18,7 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
+from hvd_gradcomp.core.aggregator import leaves
 from hvd_gradcomp.torch import (
     arriving,
     callers,
@@ -73,7 +74,7 @@ class Exchanging:
         self._rounds: Rounds = engine.rounds
         lending.waiting.among(engine.process_set)
         self._versions, self._reduced = Versions(), Versions()
-        self._said_dropped = False
+        self._said_dropped = self._discarding = False
         self._late = Late(self._versions)
         self._arrivals = arriving.Arrivals(self)
         self._arrivals.watch(engine.parameters)
@@ -126,27 +127,29 @@ class Exchanging:
         for p in self._allreduce_delay:
             self._allreduce_delay[p] = self.backward_passes_per_step
 
-    def _drop(self) -> None:
-        """Begins a step, where the last one was reduced and its gradients were dropped."""
+    def _drop(self, asked: bool = False) -> None:
+        """Begins a step; if the last one was reduced and not applied, takes its exchange back.
+
+        Args:
+            asked: somebody has called `discard_step`.
+        """
+        engine = self._gradcomp
         if self._rounds.ended or self._synchronized:
-            self._take_back(
-                "zero_grad() dropped gradients that were reduced, so step() was left out"
-            )
+            undone = engine.discard()
+            keeps = any(True for bucket in engine.buckets for _ in leaves(bucket.state))
+            if keeps and not (asked or self._said_dropped) and engine.process_set.rank() == 0:
+                LOGGER.warning(
+                    "gradients that were reduced were dropped, without step(): %s. The compressor "
+                    "is %s",
+                    "what it keeps is as before their exchange. If they were applied by hand, pass "
+                    "rollback=False to DistributedOptimizer"
+                    if undone
+                    else "with rollback=False what it keeps of that step goes with later gradients",
+                    engine.compressor,
+                )
+            self._said_dropped = True
         self._begin()
         self._synchronized = False
-
-    def _take_back(self, why: str) -> None:
-        engine = self._gradcomp
-        if engine.discard() or engine.compressor.adds_up:
-            return
-        if not self._said_dropped and engine.process_set.rank() == 0:
-            LOGGER.warning(
-                "%s. With rollback=False what was sent is lost, and what the compressor keeps of "
-                "that step goes with later gradients. It is %s",
-                why,
-                engine.compressor,
-            )
-        self._said_dropped = True
 
     def _abandon(self) -> None:
         """The exchange has failed: the next backward begins a step."""
@@ -256,7 +259,7 @@ class Exchanging:
                 "error the other ranks wait for this one: call step() to go on with the gradients "
                 "that there are, or end the process"
             )
-        self._drop()
+        self._drop(asked=self._discarding)
         self._gradcomp.sources.forget()
         for parameter in self._parameter_names:
             moments.discard(parameter)
@@ -304,7 +307,11 @@ class Exchanging:
                 "discard_step() needs the state from before the exchange: make "
                 "DistributedOptimizer without rollback=False"
             )
-        self.zero_grad()
+        self._discarding = True
+        try:
+            self.zero_grad()
+        finally:
+            self._discarding = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As PyTorch's; the parameters join the exchange, on all ranks before the same step.
