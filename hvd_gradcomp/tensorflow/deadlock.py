@@ -276,7 +276,7 @@ class _Watcher:
         """The ranks of each process set; as last known where another rank has ended Horovod."""
         try:
             self._sets = dict(mpi_ops._basics._get_process_set_ids_and_ranks())
-        except ValueError:
+        except (ValueError, RuntimeError):
             LOGGER.debug("Horovod has ended; process sets are those from before")
         return self._sets
 

@@ -37,7 +37,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.torch import callers, ddp_saving, exchange, momentum, tools
 from hvd_gradcomp.torch.moments import track_moments
-from hvd_gradcomp.torch.parameters import layers_of
+from hvd_gradcomp.torch.parameters import as_real, layers_of
 from hvd_gradcomp.torch.planning import Planned
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.process_groups import Distributed, Group, Reply
@@ -437,7 +437,7 @@ class CompressionState:
         """Takes the gradients of one of DDP's buckets; with the last one the exchange ends."""
         buffer = bucket.buffer()
         future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        pairs = list(zip(bucket.parameters(), bucket.gradients()))
+        pairs = _gradients(bucket)
         first = not self._waiting
         if first:
             self._joined = not _in_backward()  # `model.join()` calls the hook where no backward is
@@ -581,6 +581,23 @@ class CompressionState:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
         ddp_saving.load(self._run, saved)
+
+
+def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Each parameter of a bucket of DDP's, with its gradient there.
+
+    Complex ones lie in it as real ones of shape [..., 2], which `gradients()` does not know.
+    """
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if buffer.is_sparse or not any(p.is_complex() for p in parameters):
+        return list(zip(parameters, bucket.gradients()))
+    pairs, start = [], buffer.storage_offset()
+    for p in parameters:
+        real = as_real(p.detach())
+        view = buffer.as_strided(real.shape, real.stride(), start)
+        pairs.append((p, torch.view_as_complex(view) if p.is_complex() else view))
+        start += real.numel()
+    return pairs
 
 
 def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
