@@ -730,6 +730,7 @@ def discarded():
     half = len(ends) // 2
     for one, other in zip(ends[:half], ends[half:]):
         assert all(map(torch.equal, one, other))
+    state.discard_step()
     raises(RuntimeError, "call it once, after backward", state.discard_step)
     model, state = wrapped(StromCompressor(tau=0.01), rollback=False)
     train(model, sgd(model), 1)
