@@ -12,8 +12,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.aggregator import leaves
-from hvd_gradcomp.engine import handshake
-from hvd_gradcomp.torch import deadlock
+from hvd_gradcomp.engine import deadlock, handshake
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import errors_of, finish
 
