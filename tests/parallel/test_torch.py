@@ -167,7 +167,7 @@ def test_gradients_are_reduced_when_backward_returns(ranks, backend, device, tmp
         assert all(result["kept"].values()), result["kept"]
         few, many, quantized = result["rows"]
         dense = 4 * 64 * 32
-        assert max(*few, *many) <= dense and max(quantized) < dense / 7
+        assert max(*few, *many) <= dense and max(quantized) < dense / 6.5
         for ends in result["dropped"].values():
             assert len(set(ends.values())) == 1, ends
         (once_only, loss), (for_long, _) = result["guarded"].values()
