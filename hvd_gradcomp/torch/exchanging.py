@@ -134,7 +134,7 @@ class Exchanging:
             asked: somebody has called `discard_step`.
         """
         engine = self._gradcomp
-        if self._rounds.ended or self._synchronized:
+        if (self._rounds.ended or self._synchronized) and not engine.undone:
             undone = engine.discard()
             keeps = any(True for bucket in engine.buckets for _ in leaves(bucket.state))
             if keeps and not (asked or self._said_dropped) and engine.process_set.rank() == 0:
