@@ -97,8 +97,6 @@ def train(fault):
             elif fault == "ends early":
                 time.sleep(0.5)  # the other has enqueued its first payload by now
                 return
-            elif fault == "joins":
-                hvd.join()
             elif fault == "received":
                 damaged(optimizer)
         if hvd.rank() != FAULTY and step == STEP and fault == "ends early":
