@@ -201,9 +201,11 @@ def diverged():
 
 
 def joining():
-    made = distributed(STROM)
-    hvd.join()
-    del made  # it is in use until here
+    """Ranks with other numbers of batches, in one host and in the other."""
+    model, optimizer = distributed(STROM)
+    train(model, optimizer, batches(1 + hvd.rank()))
+    assert hvd.join() == hvd.size() - 1
+    hvd.verify(optimizer)
 
 
 def sharded_elsewhere(folder):
