@@ -334,12 +334,12 @@ def _commit(items: Iterable[Any]) -> None:
 
 
 def _waits(item: Any) -> bool:
-    """Whether it is an optimizer that has yet to take what was loaded."""
+    """Return True if it is an optimizer that has yet to take what was loaded."""
     return hasattr(item, "when_built") and item in _waiting
 
 
 def _is_unbuilt(item: Any, saved: dict[str, Any]) -> bool:
-    """Whether it is an optimizer that has yet to make the variables that were saved.
+    """Return True if it is an optimizer that has yet to make the variables that were saved.
 
     Raises:
         CheckpointError: it would not say when it has.

@@ -114,7 +114,7 @@ class Rounds:
         self.due.assign(0)
 
     def is_due(self, pending: bool) -> bool:
-        """Whether all ranks have to tell now, given whether this rank has told."""
+        """Return True if all ranks have to tell now, given whether this rank has told."""
         return int(self.due.numpy()) >= self.said + (not pending)
 
 

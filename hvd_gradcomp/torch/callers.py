@@ -19,7 +19,7 @@ _FRAMES = 8  # between it and us: what PyTorch wraps around a method
 
 
 def from_checkpoint() -> bool:
-    """Whether `torch.distributed.checkpoint` calls the method that asks."""
+    """Return True if `torch.distributed.checkpoint` calls the method that asks."""
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame.f_back is None:

@@ -699,7 +699,7 @@ class _Given:
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs on this thread."""
+    """Return True if autograd runs on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -155,14 +155,20 @@ def test_the_package_imports_without_any_framework():
     assert done.returncode == 0, done.stderr
 
 
+# What steps can be discarded and ranks that join have added, until one reducer by composition takes
+# the place of these: cut in two to meet the bound they would be no smaller.
+LARGER = {"Exchanging": (324, 24), "Engine": (300, 21), "Exchange": (300, 22)}
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_classes_are_not_large(module):
-    """A rough bound, not a goal: a class that is cut in two to meet it is no smaller."""
+def test_classes_are_small(module):
+    """At most 300 lines and 20 methods, but for those that are named."""
     for node in ast.walk(ast.parse((ROOT / module).read_text())):
         if isinstance(node, ast.ClassDef):
             methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
             size = node.end_lineno - node.lineno + 1
-            assert size <= 450 and len(methods) <= 30, f"{node.name}: {size} lines"
+            lines, most = LARGER.get(node.name, (300, 20)) if "torch" in module else (300, 20)
+            assert size <= lines and len(methods) <= most, f"{node.name}: {size} lines"
 
 
 @pytest.mark.parametrize("module", MODULES)
