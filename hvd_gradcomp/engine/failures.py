@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakSet
 
 _STOPPED = (
     "another rank has stopped, or raised an error, or had no more batches; look at what the other "
@@ -21,8 +18,8 @@ _GOES_ON = {  # without a rank that has died, by who moves the bytes
 }
 _CAUSES = {  # by what Horovod's text has in it
     "with Join": (
-        "another rank has called hvd.join(), which works only where gradients are added up as they "
-        "are. Give all ranks the same number of batches"
+        "another rank has called hvd.join(). Until all have, call nothing but what optimizers and "
+        "tapes exchange; or give all ranks the same number of batches"
     ),
     "same name as another": (
         "this rank has asked for it twice: two threads use one optimizer, or a step began before "
@@ -58,27 +55,3 @@ def named(kind: type[Exception], what: str, who: str = "Horovod") -> Iterator[No
         yield
     except kind as error:
         raise kind(explained(what, str(error), who)) from error
-
-
-def refuse_join(engines: WeakSet[Any]) -> None:
-    """Raises where `hvd.join()` cannot work.
-
-    Args:
-        engines: of this rank.
-    """
-    gc.collect()  # what nobody refers to would be refused on some ranks, while the others wait
-    if any(engine.place is not None for engine in engines):
-        raise RuntimeError(
-            "hvd.join() cannot work with hierarchical=True: Horovod stands in for a rank that has "
-            "joined among all ranks, but not in process sets. Give all ranks the same number of "
-            "batches"
-        )
-    refused = {e.compressor for e in engines if not e.compressor.adds_up}
-    if refused:
-        kinds = ", ".join(sorted({type(one).__name__ for one in refused}))
-        raise RuntimeError(
-            f"hvd.join() cannot work with {kinds}: a rank that has joined has no payload to give. "
-            "Give all ranks the same number of batches: hvd.even_batches(dataset) bounds a "
-            "tf.data.Dataset to what the rank with the fewest has."
-            f" In use: {', '.join(sorted(map(str, refused)))}"
-        )

@@ -37,8 +37,15 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.tensorflow import deadlock
-from hvd_gradcomp.tensorflow.running import Running, as_dtype, times, values_of
+from hvd_gradcomp.tensorflow.running import (
+    Running,
+    as_dtype,
+    nothing_like,
+    times,
+    values_of,
+)
 from hvd_gradcomp.tensorflow.states import GATHERED, Layers
+from hvd_gradcomp.tensorflow.step_sync import JOINED
 from hvd_gradcomp.tensorflow.variables import new_variable
 from hvd_gradcomp.watching.stats import CompressionStats
 
@@ -114,6 +121,19 @@ def explained(what: str) -> Iterator[None]:
             raise
         said = error.message.rpartition("\n\n")[2]  # behind where in the graph it happened
         raise HorovodInternalError(failures.explained(what, said)) from error
+
+
+@contextmanager
+def _explained_checks() -> Iterator[None]:
+    """Checks of payloads and of ranks that have failed in a graph, as this package's exceptions."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if ASSERTION not in error.message:
+            raise
+        said = error.message.partition("assertion failed: ")[2].partition("\n")[0]
+        kind = NonFiniteGradientError if wire.IS_NOT_FINITE in said else PayloadError
+        raise kind(said or error.message) from None
 
 
 def takes_part(process_set: Any) -> bool:
@@ -197,6 +217,7 @@ class Engine(Running):
             f"nonfinite={nonfinite}, rollback={rollback}{settings}"
         )
         self.agreed = self._judged = False
+        self._specs: list[Any] = [True] * len(self.layers)  # of the last gradients
         self.settled: set[int] = set()  # places of what once was sparse, and was decided about
         self.finite: Any = None  # whether the gradients of the last exchange were, on all ranks
         self._eager = tf.function(self._reduce, autograph=False, reduce_retracing=True)
@@ -244,20 +265,39 @@ class Engine(Running):
             self._agree(gradients)
         if moments is None or not self.compressor.uses_moments:
             moments = [None] * len(gradients)
+        self._specs = [None if g is None else tf.type_spec_from_value(g) for g in gradients]
         if not tf.executing_eagerly():
             with deadlock.unmarked():
                 reduced, self.finite = self._reduce(list(gradients), list(moments))
             return reduced
-        try:
-            with explained("the exchange"), deadlock.unmarked():
-                reduced, self.finite = self._eager(list(gradients), list(moments))
-            return list(reduced)
-        except tf.errors.InvalidArgumentError as error:
-            if ASSERTION not in error.message:
-                raise
-            said = error.message.partition("assertion failed: ")[2].partition("\n")[0]
-            kind = NonFiniteGradientError if wire.IS_NOT_FINITE in said else PayloadError
-            raise kind(said or error.message) from None
+        return self._run_eagerly(list(gradients), list(moments), None)
+
+    def _run_eagerly(
+        self, gradients: list[Any], moments: list[Any], everybody: tf.Tensor | None
+    ) -> list[Any]:
+        with _explained_checks(), explained("the exchange"), deadlock.unmarked():
+            reduced, self.finite = self._eager(gradients, moments, everybody)
+        return list(reduced)
+
+    def take_part(self) -> int:
+        """Exchanges nothing but what the compressor keeps, until all ranks have joined.
+
+        Returns:
+            In how many exchanges this rank took part.
+
+        Raises:
+            DeadlockError: on all ranks, if a rank waits for something else.
+        """
+        ask = tf.function(self._gather_joined, autograph=False)
+        taken = 0
+        while True:
+            with explained("hvd.join()"):
+                everybody = ask()
+            if tf.reduce_all(everybody[:, 0] == JOINED):
+                return taken
+            taken += 1
+            nothing = [nothing_like(s, *layer[1:]) for s, layer in zip(self._specs, self.layers)]
+            self._run_eagerly(nothing, [None] * len(nothing), everybody)
 
     def _reduce_scaled(
         self, gradients: Sequence[Any], moments: Sequence[Any] | None, scale: tf.Tensor

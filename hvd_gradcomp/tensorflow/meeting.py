@@ -1,7 +1,7 @@
 """Ranks that save or load meet those that train, and say so, instead of waiting for each other.
 
 A step waits in TensorFlow's graph, where nothing looks at the time; but it always asks for a word
-of all ranks, by a name that its engine gives (see `running.Running._together`). So a rank that has
+of all ranks, by a name that its engine gives (see `step_sync`). So a rank that has
 waited for `PATIENCE` seconds to save gives a word of its own by the name of each step that another
 rank may be in. Those in a step hear that this one is not, and it hears of them. A rank that has
 merely come late hears nothing: before all go on they bring these words to an end.
@@ -23,7 +23,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.saving.checkpoint import CheckpointError
 from hvd_gradcomp.tensorflow.engine import gather_objects, living
-from hvd_gradcomp.tensorflow.running import SAVING, STEPPING
+from hvd_gradcomp.tensorflow.step_sync import SAVING, STEPPING
 
 PATIENCE = 10.0  # seconds of waiting, after which a rank gives its words
 _NAME = "gradcomp.checkpoint"
@@ -104,11 +104,11 @@ def _sum(tensor: tf.Tensor, name: str, process_set: Any) -> Future[Any]:
         )
 
     graph = tf.function(summed, autograph=False).get_concrete_function()
-    return _started(lambda: graph().numpy())
+    return started(lambda: graph().numpy())
 
 
-def _started(run: Callable[[], Any]) -> Future[Any]:
-    """What a thread comes to, for which the end of the process does not wait."""
+def started(run: Callable[[], Any]) -> Future[Any]:
+    """Runs something in a thread, for which the end of the process does not wait."""
     future: Future[Any] = Future()
 
     def target() -> None:

@@ -27,28 +27,9 @@ from hvd_gradcomp.engine.stack import Stack, known, run
 from hvd_gradcomp.foundation.collectives import Allreduce, Gather, Switch
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
-from hvd_gradcomp.tensorflow import deadlock, tracing
+from hvd_gradcomp.tensorflow import step_sync, tracing
 from hvd_gradcomp.tensorflow.rows import Rows
 from hvd_gradcomp.tensorflow.states import DISCARDABLE, LEFT_OUT
-
-STEPPING, SAVING = 1, 2  # what a rank does that gives a word; see `meeting`
-_OTHER_CALL = (
-    "rank {ranks} saves or loads a checkpoint while others train; call save_checkpoint and "
-    "load_checkpoint on all ranks, between the same two steps"
-)
-_OTHER_GRADIENTS = (
-    "rank {ranks} has gradients of other layers; freeze and thaw the same ones on all ranks, "
-    "before the same step"
-)
-_OTHER_SUMS = (
-    "rank {ranks} has heard another sum in the exchange before, so replicas have diverged: a reply "
-    "was damaged on its way. Load the last checkpoint on all ranks; if it happens again, suspect "
-    "memory or the network"
-)
-_OTHER_PHASE = (
-    "rank {ranks} is in another phase of a compressor that learns; load the same checkpoint and "
-    "call hvd.retrain on all ranks, before the same step"
-)
 
 
 class Running(Rows):
@@ -75,7 +56,9 @@ class Running(Rows):
         sparse = isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense
         return ", sparse" if sparse else ""
 
-    def _reduce(self, gradients: list[Any], moments: list[Any]) -> tuple[list[Any], Any]:
+    def _reduce(
+        self, gradients: list[Any], moments: list[Any], everybody: tf.Tensor | None = None
+    ) -> tuple[list[Any], Any]:
         # Where a leader finds that a gradient is not finite, its host has to hear of it first.
         self.ops.verdicts = [] if self.undoes or self.place is not None else None
         dense: list[Any] = list(gradients)
@@ -89,7 +72,7 @@ class Running(Rows):
                     dense[place], sparse[place] = None, gradient
                 else:
                     dense[place] = tf.convert_to_tensor(gradient)
-        together = self._together(gradients)
+        together = self._together(gradients, everybody)
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             with tf.control_dependencies([_still_valid()]):
                 dense = [None if g is None else tf.identity(g) for g in dense]
@@ -198,13 +181,13 @@ class Running(Rows):
                     requests[bucket] = stacks[bucket].send(reply)
             rounds += 1
 
-    def _together(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+    def _together(self, gradients: Sequence[Any], everybody: tf.Tensor | None) -> list[tf.Tensor]:
         """Fails, on all ranks, unless they are in the same step and phase; nothing for one rank.
 
-        Phases go by the step and by what states count alike on all ranks. Added up, each rank's
-        in a place of its own, since that is what works with `hvd.join()`.
+        Args:
+            gradients: of this rank.
+            everybody: the words of all ranks; None asks for them.
         """
-        rank, ranks = self.process_set.rank(), self.process_set.size()
         rows = [
             tf.shape(gradients[p].values, tf.int64)[0]
             if isinstance(gradients[p], tf.IndexedSlices)
@@ -212,43 +195,24 @@ class Running(Rows):
             for p in self.apart
         ]
         self._rows, self._chosen = dict(zip(self.apart, rows)), {}
-        if ranks == 1:
+        if self.process_set.size() == 1:
             return []
         kinds = repr([self._kind(gradient) for gradient in gradients]).encode()
-        mine = [tf.constant(STEPPING, tf.int64), tf.constant(zlib.crc32(kinds), tf.int64)]
-        mine += [tf.identity(self.steps), tf.identity(self._summed)]
-        rounds = deadlock.rounds(self.process_set)
-        counted = [tf.cast(v, tf.int64) for v in self._alike]
-        word = tf.stack([*mine, *counted, *rows, tf.identity(rounds.told)])
-        table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * word
-        with deadlock.marked():
-            everybody = mpi_ops._allreduce(
-                table,
-                op=horovod.Sum,
-                name=self.word_name,
-                ignore_name_scope=True,
-                process_set=self.process_set,
-            )
-        rounds.due.assign(tf.reduce_max(everybody[:, -1]))
-        of_rows = len(mine) + len(counted)  # from there on what ranks need not have alike
-        most = tf.reduce_max(everybody[:, of_rows:-1], 0)
-        self._rows = {place: most[i] for i, place in enumerate(self.apart)}
-        everybody, word = everybody[:, :of_rows], word[:of_rows]
-        joined = everybody[:, 0] == 0
-        alike = joined[:, None] | (everybody == word)
-        summed = alike[:, 3] | (everybody[:, 3] == 0) | (word[3] == 0)
-        alike = tf.concat((alike[:, :3], alike[:, 4:]), 1)
-        return [
-            self.ops.require(
-                {
-                    _OTHER_CALL: everybody[:, 0] != SAVING,
-                    _OTHER_GRADIENTS: alike[:, 1],
-                    wire.OTHER_STEP: alike[:, 2],
-                    _OTHER_PHASE: tf.reduce_all(alike, 1),
-                    _OTHER_SUMS: summed,
-                }
-            )
-        ]
+        word = self._word(step_sync.STEPPING, zlib.crc32(kinds), rows)
+        if everybody is None:
+            everybody = step_sync.gather(word, self.word_name, self.process_set)
+        self._rows = dict(zip(self.apart, step_sync.most_rows(word, everybody)))
+        return [step_sync.check(word, everybody, self.ops)]
+
+    def _word(self, does: int, kinds: int, rows: Sequence[tf.Tensor]) -> step_sync.Word:
+        return step_sync.Word(
+            does, kinds, tf.identity(self.steps), tf.identity(self._summed), self._alike, rows
+        )
+
+    def _gather_joined(self) -> tf.Tensor:
+        """The words of all ranks, of which this one has joined."""
+        word = self._word(step_sync.JOINED, 0, [tf.constant(0, tf.int64)] * len(self.apart))
+        return step_sync.gather(word, self.word_name, self.process_set)
 
     def _verdict(self) -> Any:
         """Whether all gradients of the step were finite, as far as it has not been an error."""
@@ -393,3 +357,16 @@ def as_dtype(gradient: Any, dtype: Any) -> Any:
 def values_of(gradient: Any) -> tf.Tensor:
     """A gradient, or the rows of a sparse one."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def nothing_like(spec: Any, shape: Sequence[int], dtype: str) -> Any:
+    """A gradient of zero, or of no rows.
+
+    Args:
+        spec: the type specification of a gradient; None for one that there is not.
+        shape, dtype: of the layer.
+    """
+    if isinstance(spec, tf.IndexedSlicesSpec):
+        indices = tf.zeros((0,), spec._indices_dtype)
+        return tf.IndexedSlices(tf.zeros((0, *shape[1:]), dtype), indices, tf.constant(shape))
+    return None if spec is None else tf.zeros(shape, dtype)

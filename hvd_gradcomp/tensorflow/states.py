@@ -17,6 +17,7 @@ from hvd_gradcomp.engine.seat import Seated
 from hvd_gradcomp.foundation.layers import Layer
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.planning import assignment
+from hvd_gradcomp.tensorflow import step_sync
 from hvd_gradcomp.tensorflow.variables import is_rank_local, keep_local, new_variable
 from hvd_gradcomp.watching import verify
 
@@ -274,7 +275,7 @@ class States(Seated):
     @property
     def word_size(self) -> int:
         """Of how many numbers it is."""
-        return 5 + len(self._alike) + len(self.apart)
+        return step_sync.FIELDS + len(self._alike) + len(self.apart)
 
     def resize(self) -> set[Compressor]:
         """Settles what depends on the number of ranks; what was traced before must not run again.

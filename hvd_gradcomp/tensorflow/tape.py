@@ -334,8 +334,7 @@ def engine_for(
     key = (identity, compressor, process_set.process_set_id, tuple(sorted(settings.items())))
     if key in _known and all(ref() is not None for ref in _known[key][0]):
         return _known[key][1]
-    for stale in [k for k, (refs, _) in _known.items() if any(ref() is None for ref in refs)]:
-        del _known[stale]
+    drop_stale()
     plain = [plain_variable(source) for source in sources]
     refs = [weakref.ref(p) for p in plain if isinstance(p, tf.Variable)]
     name = TITLES.take()  # taken on all ranks, or later names would differ
@@ -378,6 +377,12 @@ def engines_over(variables: Sequence[Any]) -> list[tuple[Engine, list[int], dict
         if engine is not None and all(i in places for i in identity)
         if all(ref() is not None for ref in refs)
     ]
+
+
+def drop_stale() -> None:
+    """Drops the engines of variables that are no more."""
+    for stale in [k for k, (refs, _) in _known.items() if any(ref() is None for ref in refs)]:
+        del _known[stale]
 
 
 def drop_engines(engines: Iterable[Engine]) -> None:

@@ -79,7 +79,6 @@ FOUND_BY_TENSORFLOW = {
     "rung": "state ladder.rung of bucket 0 (dense/bias, dense/kernel) on rank 1",
     "version": "wire format: 1 on rank 0, 2 on rank 1\nInstall the same versions",
     "saved late": "nothing was raised",
-    "join": "hvd.join() cannot work with",
 }
 SAVED_ALONE = (
     "a rank saves or loads a checkpoint while others train",

@@ -139,7 +139,6 @@ def main(folder: str) -> None:
             "rung": other_rung,
             "version": other_version,
             "saved late": lambda: saved_late(saved),
-            "join": hvd.join,
             "saved alone": lambda: saved_alone(saved),  # the last: it ends the run
         }
     )

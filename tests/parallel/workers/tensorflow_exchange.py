@@ -353,6 +353,52 @@ def unlike_lengths():
     return [weights_of(model), digest(np.asarray(f) for f in said.history["f1"])]
 
 
+def joined():
+    """A rank without batches joins: as if it had given zeros, and what it keeps, itself.
+
+    Over a tape, eager and in a graph, with rows that are gathered, and by an optimizer of Keras.
+    """
+    longest, missing = 6, 2 * hvd.rank()
+
+    def spent(compressor, graph, by_join):
+        table, weight = tf.Variable(tf.ones((2000, 4))), tf.Variable(tf.ones((4, 30)))
+        optimizer = hvd_keras.DistributedOptimizer(
+            keras.optimizers.Adam(0.1), compression=compressor
+        )
+        trained = keras.Variable(np.ones(40, "f4"))
+
+        def step(rows, factor):
+            with tf.GradientTape() as tape:
+                loss = factor * tf.reduce_sum(tf.tanh(tf.gather(table, rows) @ weight))
+            tape = hvd.DistributedGradientTape(tape, compression=compressor)
+            sparse, dense = tape.gradient(loss, [table, weight])
+            table.assign_sub(0.1 * tf.convert_to_tensor(sparse))
+            weight.assign_sub(0.1 * dense)
+            optimizer.apply([factor * trained.value], [trained])
+
+        run = tf.function(step) if graph else step
+        steps = longest - (missing if by_join else 0)
+        for place in range(steps):
+            rows = np.random.default_rng([place, hvd.rank()]).integers(0, 2000, 3)
+            run(tf.constant(rows), tf.constant(float(place < longest - missing)))
+        if by_join:
+            last = int(hvd.join())
+            assert last == 0, last
+            hvd.broadcast_variables([table, weight, trained], root_rank=last)
+            hvd.broadcast_variables(optimizer.variables, root_rank=last)
+        stats = hvd.compression_stats(optimizer)
+        assert stats.steps == longest, stats
+        return digest(v.numpy() for v in (table, weight, trained))
+
+    ends = []
+    methods = (STROM, False), (hvd.QSGDCompressor(), True), (hvd.SparseGDCompressor(), True)
+    for compressor, graph in methods:
+        plain, by_join = (spent(compressor, graph, each) for each in (False, True))
+        assert plain == by_join, compressor
+        ends.append(by_join)
+    return ends
+
+
 def two_optimizers(folder):
     """Those of a GAN, resumed in a process in which they have not trained."""
 
@@ -564,6 +610,7 @@ def main(folder: str) -> None:
         "embeddings": embeddings(),
         "left out": left_out(),
         "unlike lengths": unlike_lengths(),
+        "joined": joined(),
         "two optimizers": two_optimizers(folder),
     }
     own = broadcast()
