@@ -33,12 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import points
 from hvd_gradcomp import Compressor
-from hvd_gradcomp.core.aggregator import Context, leaves
-from hvd_gradcomp.engine.stack import Stack
-from hvd_gradcomp.foundation.collectives import Allgather
-from hvd_gradcomp.foundation.layout import plan_buckets
+from hvd_gradcomp.core.collectives import Allgather
+from hvd_gradcomp.core.compressor import Context, leaves
+from hvd_gradcomp.core.layout import plan_buckets
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.planning.models import resnet50
+from hvd_gradcomp.runtime.program_runner import Stack
+from hvd_gradcomp.tuning.models import resnet50
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
 FIRST, BEGINNINGS = 30, 3  # steps that are looked at one by one, and how often

@@ -36,7 +36,7 @@ def torch_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
     from torch import nn
 
     import hvd_gradcomp.torch as hvd
-    from hvd_gradcomp.torch import ending, exchange
+    from hvd_gradcomp.torch import backward_end, exchange
 
     torch.set_num_threads(1)
     x = torch.randn(BATCH, SHAPES[0][0])
@@ -54,7 +54,7 @@ def torch_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
                 if without:
                     for module, name, value in (
                         (exchange, "_sum_of_bits", nothing),
-                        (ending, "digest_of", 0),
+                        (backward_end, "digest_of", 0),
                     ):
                         stack.enter_context(mock.patch.object(module, name, lambda _, v=value: v))
                 optimizer.zero_grad()
@@ -77,7 +77,7 @@ def tensorflow_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
     import tensorflow as tf
 
     import hvd_gradcomp.tensorflow as hvd
-    from hvd_gradcomp.tensorflow import engine, tracing
+    from hvd_gradcomp.tensorflow import comm, engine
 
     x = tf.random.normal((BATCH, SHAPES[0][0]))
 
@@ -100,7 +100,7 @@ def tensorflow_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
                 nothing = mock.patch.object(engine.Engine, "_together", lambda *_: [])
                 stack.enter_context(nothing)
                 zero = tf.constant(0, tf.int64)
-                stack.enter_context(mock.patch.object(tracing, "sum_of_bits", lambda _: zero))
+                stack.enter_context(mock.patch.object(comm, "sum_of_bits", lambda _: zero))
             step()
         return step, weights
 

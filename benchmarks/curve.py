@@ -70,7 +70,7 @@ def codecs(asked: Sequence[Point], options: argparse.Namespace) -> Iterator[tupl
 
 def exchanges(asked: Sequence[Point], options: argparse.Namespace) -> Result:
     """What `benchmarks.exchanges` writes: as far as it came, if it fails."""
-    from hvd_gradcomp.planning.models import resnet50
+    from hvd_gradcomp.tuning.models import resnet50
 
     listed = [
         {

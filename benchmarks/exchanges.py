@@ -35,9 +35,9 @@ import torch
 import hvd_gradcomp
 from benchmarks.points import DENSE, PYTORCH, SETTLE, TAPE, Noise
 from hvd_gradcomp import Compressor, NoneCompressor
-from hvd_gradcomp.codecs.words import WordCompressor
-from hvd_gradcomp.torch.measure import CompressedExchange, DenseExchange, Exchange, Layers
-from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.tuning.measure import CompressedExchange, DenseExchange, Exchange, Layers
 
 
 class Feed:

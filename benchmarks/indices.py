@@ -19,7 +19,7 @@ from torch import nn
 
 from examples import digits
 from hvd_gradcomp import SparseGDCompressor
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 

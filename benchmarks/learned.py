@@ -29,11 +29,11 @@ from hvd_gradcomp import GradiVeQCompressor, LGCCompressor
 from hvd_gradcomp.algorithms.gradiveq import projection
 from hvd_gradcomp.algorithms.lgc import training
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.protocols.resizing import start
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
-from hvd_gradcomp.planning.models import resnet50
+from hvd_gradcomp.tuning.models import resnet50
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
 

@@ -22,14 +22,14 @@ import torch
 from hvd_gradcomp import DGCCompressor, SparseGDCompressor
 from hvd_gradcomp.cli import bench
 from hvd_gradcomp.planning.description import brief
-from hvd_gradcomp.planning.models import load
-from hvd_gradcomp.torch.measure import (
+from hvd_gradcomp.tuning.measure import (
     CompressedExchange,
     DenseExchange,
     Exchange,
     Gradients,
     measure,
 )
+from hvd_gradcomp.tuning.models import load
 
 DENSITY = 0.001
 PLAIN = "torch.topk 0.1 %, int64 indices"

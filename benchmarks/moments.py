@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
 
-from hvd_gradcomp.torch import moments
+from hvd_gradcomp.torch.moments import tracker
 
 
 class Block(nn.Module):
@@ -122,7 +122,7 @@ def measured(name: str, batch: int, chunk: int, steps: int, tracked: bool) -> tu
     model, x = make(), draw(batch)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if tracked:
-        moments.track_moments(model, chunk=chunk)
+        tracker.track_moments(model, chunk=chunk)
     times = []
     for _ in range(steps + 2):
         model.zero_grad()
@@ -130,7 +130,7 @@ def measured(name: str, batch: int, chunk: int, steps: int, tracked: bool) -> tu
         model(x).square().mean().backward()
         times.append(time.perf_counter() - begin)
         for p in model.parameters():
-            moments.take(p)
+            tracker.take(p)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return statistics.median(times[2:]), (most - before) / 1024
 

@@ -29,7 +29,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 

@@ -34,9 +34,9 @@ from hvd_gradcomp import (
     StromCompressor,
     TernGradCompressor,
 )
-from hvd_gradcomp.foundation.collectives import Alltoall, Broadcast
-from hvd_gradcomp.foundation.cost import volume
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.collectives import Alltoall, Broadcast
+from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.testing import World

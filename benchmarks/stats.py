@@ -28,8 +28,8 @@ import torch
 
 import hvd_gradcomp
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.planning.models import resnet50
-from hvd_gradcomp.watching.reports import Writer
+from hvd_gradcomp.monitoring.reports import Writer
+from hvd_gradcomp.tuning.models import resnet50
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.planning.models import load
+from hvd_gradcomp.tuning.models import load
 
 COMPRESSORS = {
     "none": None,

@@ -42,13 +42,13 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.core.collectives import Allgather
+from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core.layout import Layout, plan_buckets
 from hvd_gradcomp.core.protocols import resizing
-from hvd_gradcomp.engine.stack import Stack
-from hvd_gradcomp.foundation.collectives import Allgather
-from hvd_gradcomp.foundation.layout import Layout, plan_buckets
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.planning.models import resnet50
+from hvd_gradcomp.runtime.program_runner import Stack
+from hvd_gradcomp.tuning.models import resnet50
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
 RATIO = 500

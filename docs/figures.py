@@ -40,10 +40,10 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.cli import style
-from hvd_gradcomp.codecs.pca import components
+from hvd_gradcomp.codecs.low_rank import components
+from hvd_gradcomp.core.collectives import Allreduce
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import report
-from hvd_gradcomp.foundation.collectives import Allreduce
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 

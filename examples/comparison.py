@@ -29,8 +29,8 @@ from hvd_gradcomp import (
     VarianceCompressor,
     after,
 )
+from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
-from hvd_gradcomp.watching.stats import CompressionStats
 
 # By name: the compressor for a warm-up of so many steps. Methods that leave out a thousand elements
 # for one that they send begin with a warm-up, as their papers do.

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from hvd_gradcomp import Compressor, HybridCompressor, NoneCompressor, VarianceCompressor
-from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.monitoring.stats import CompressionStats
 
 METHODS: dict[str, Compressor] = {
     "none": NoneCompressor(),

@@ -23,7 +23,7 @@ from hvd_gradcomp import (
     ScaleComCompressor,
     after,
 )
-from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.monitoring.stats import CompressionStats
 
 EVERY = 10
 METHODS: dict[str, Callable[[argparse.Namespace], Compressor]] = {

@@ -15,8 +15,8 @@ from torch import nn
 import hvd_gradcomp.torch as hvd
 from examples import digits
 from examples.pytorch.digits import network
+from hvd_gradcomp.monitoring.probe import Reading
 from hvd_gradcomp.torch.probing import Probe
-from hvd_gradcomp.watching.probe import Reading
 
 
 def main() -> None:

@@ -21,11 +21,11 @@ from hvd_gradcomp.algorithms.strom import StromCompressor
 from hvd_gradcomp.algorithms.terngrad import TernGradCompressor
 from hvd_gradcomp.algorithms.variance import VarianceCompressor
 from hvd_gradcomp.algorithms.wrappers import after
-from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.foundation.version import __version__
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.version import __version__
+from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.planning.assignment import partition, role, smaller
-from hvd_gradcomp.watching.reports import JSONLines, TensorBoard
 
 __all__ = [
     "Compressor",

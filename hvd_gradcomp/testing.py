@@ -5,7 +5,7 @@ damaged, on its way.
 
 >>> import torch
 >>> from hvd_gradcomp import StromCompressor
->>> from hvd_gradcomp.foundation.layout import Layout
+>>> from hvd_gradcomp.core.layout import Layout
 >>> from hvd_gradcomp.ops.torch import TorchOps
 >>> world = World(StromCompressor(tau=0.5), TorchOps(), Layout(("w",), ((4,),)), size=2)
 >>> gradients = [world.flat([torch.tensor([1.0, 0.0, 0.0, -0.2])]) for _ in range(2)]
@@ -20,15 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State
+from hvd_gradcomp.core.collectives import Allreduce, Gather, Inside, Switch
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import resizing
-from hvd_gradcomp.engine import hierarchy, timeline
-from hvd_gradcomp.engine.dispatch import Dispatch
-from hvd_gradcomp.engine.seat import Seated
-from hvd_gradcomp.engine.stack import Stack, never
-from hvd_gradcomp.foundation.collectives import Allreduce, Gather, Inside, Switch
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.runtime import hierarchy, naming
+from hvd_gradcomp.runtime.collectives import Dispatch
+from hvd_gradcomp.runtime.participants import Seated
+from hvd_gradcomp.runtime.program_runner import Stack, never
 
 
 class Group(NamedTuple):
@@ -200,7 +200,7 @@ class World:
     def _seat(self, members: list[_Member]) -> None:
         transport, ledger = InMemory(self.ops), _Uncounted()
         self._dispatches = [Dispatch(transport, ledger, member) for member in members]
-        self._name = timeline.bucket("world", 0, self.layout)
+        self._name = naming.bucket("world", 0, self.layout)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors of the layers' shapes as one bucket."""

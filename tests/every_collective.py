@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.foundation.collectives import (
+from hvd_gradcomp.core.collectives import (
     SUMMED_BYTES,
     Allgather,
     Allreduce,
@@ -13,6 +12,7 @@ from hvd_gradcomp.foundation.collectives import (
     Broadcast,
     Switch,
 )
+from hvd_gradcomp.core.compressor import Compressor
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.foundation.layers import convolves
+from hvd_gradcomp.core.layers import convolves
+from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.watching import probe
 
 OPS = TorchOps()
 Loss = Callable[[], torch.Tensor]

@@ -10,10 +10,9 @@ from math import prod
 from typing import NamedTuple
 
 from hvd_gradcomp import Compressor
-from hvd_gradcomp.core import exchanges
+from hvd_gradcomp.core import patterns, validate
+from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.protocols.reporting import Report
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.collectives import Allreduce
 from hvd_gradcomp.ops import Tensor
 
 
@@ -56,22 +55,22 @@ class PowerSGDCompressor(Compressor):
     def aggregate(self, ops, context, gradient, state, **extra):
         del extra
         layout = context.layout
-        finite, gradient = exchanges.checked_to_keep(ops, gradient)
+        finite, gradient = patterns.checked_to_keep(ops, gradient)
         there = ops.accumulate(gradient, state.r)
         shapes = self.matrices(layout)
         matrices = cut(ops, there, [(rows, columns) for rows, columns, _ in shapes])
 
         q = cut(ops, state.q, [(columns, rank) for _, columns, rank in shapes])
         own = flat(ops, [ops.matmul(m, x) for m, x in zip(matrices, q)])
-        own = ops.concat((own, exchanges.poison(ops, finite)))
+        own = ops.concat((own, patterns.poison(ops, finite)))
         total = yield Allreduce(own, context.prescale, context.postscale)
-        total = exchanges.unpoisoned(ops, total)  # raises on all ranks, and the state is as it was
+        total = patterns.unpoisoned(ops, total)  # raises on all ranks, and the state is as it was
         p = cut(ops, total, [(rows, rank) for rows, _, rank in shapes])
         p = [ops.orthogonalize(x) for x in p]
 
         own = flat(ops, [ops.matmul(turned(ops, m), x) for m, x in zip(matrices, p)])
         total = yield Allreduce(own, context.prescale, context.postscale)
-        total = exchanges.usable(ops, total)
+        total = patterns.usable(ops, total)
 
         def product(factor):
             q = cut(ops, factor, [(columns, rank) for _, columns, rank in shapes])

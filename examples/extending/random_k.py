@@ -10,10 +10,9 @@ from math import prod
 from typing import NamedTuple
 
 from hvd_gradcomp import Compressor
-from hvd_gradcomp.core import exchanges
+from hvd_gradcomp.core import patterns, validate
+from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.protocols.reporting import Report
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.collectives import Allreduce
 from hvd_gradcomp.ops import Tensor
 
 
@@ -51,12 +50,12 @@ class RandomKCompressor(Compressor):
 
     def aggregate(self, ops, context, gradient, state, **extra):
         del extra
-        finite, gradient = exchanges.checked_to_keep(ops, gradient)
+        finite, gradient = patterns.checked_to_keep(ops, gradient)
         there = ops.accumulate(gradient, state.r)
         index = self.places(ops, context)
-        sent = ops.concat((ops.gather(there, index), exchanges.poison(ops, finite)))
+        sent = ops.concat((ops.gather(there, index), patterns.poison(ops, finite)))
         total = yield Allreduce(sent, context.prescale, context.postscale)
-        total = exchanges.unpoisoned(ops, total)  # raises on all ranks, and the state is as it was
+        total = patterns.unpoisoned(ops, total)  # raises on all ranks, and the state is as it was
         kept = ops.put(there, index, 0.0)
         r = ops.overwrite(state.r, kept)
         return ops.put(ops.clear(kept), index, total), Kept(r)

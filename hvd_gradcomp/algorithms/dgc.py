@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvd_gradcomp.codecs import clipping
-from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
-from hvd_gradcomp.core.aggregator import Context, Program, State
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.collectives import Switch
+from hvd_gradcomp.codecs.topk import count_of
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.collectives import Switch
+from hvd_gradcomp.core.compressor import Context, Program, State
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.codecs.sparse import Memory
-from hvd_gradcomp.core.ladder import Ladder, LadderState
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.capacity import Ladder, LadderState
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import Report
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 

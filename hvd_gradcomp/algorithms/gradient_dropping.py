@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
-from hvd_gradcomp.codecs.largest import count_of
-from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.codecs.topk import count_of
+from hvd_gradcomp.core import validate
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,10 +9,10 @@ from math import prod
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.quantized import EXCHANGES, Into, Payload, QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.core.aggregator import Context, Program
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.bands import Bands
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.row_groups import Bands
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from hvd_gradcomp.codecs.quantized import EXCHANGES, LevelsCompressor, rows_of_length
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.row_groups import Bands
 from hvd_gradcomp.ops import Ops, Tensor
 
 

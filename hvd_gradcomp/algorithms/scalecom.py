@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
-from hvd_gradcomp.codecs.largest import count_of, form_of
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.core import exchanges, wire
-from hvd_gradcomp.core.aggregator import Context, Program
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.cost import volume
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.codecs.topk import count_of, form_of
+from hvd_gradcomp.core import patterns, validate, wire
+from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Form
+from hvd_gradcomp.ops.kernel_params import Form
 from hvd_gradcomp.ops.scope import Scope, layer_of
 
 
@@ -83,7 +82,7 @@ class ScaleComCompressor(ResidualTopK):
         gradient, _ = self.clipped(ops, context, gradient, extra)
         if self.sends_all(context.layout, context.size):
             return self._all(ops, context, gradient, state)
-        return exchanges.leader(self, ops, context, gradient, state)
+        return patterns.leader(self, ops, context, gradient, state)
 
     def sends_all(self, layout: Layout, ranks: int) -> bool:
         """Whether all elements take fewer bytes than the leader's choice and the values there."""
@@ -93,8 +92,8 @@ class ScaleComCompressor(ResidualTopK):
 
     def _all(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         r = state.memory.r
-        total = yield from exchanges.added_up(ops, context, ops.accumulate(gradient, r))
-        total = exchanges.usable(ops, total)
+        total = yield from patterns.added_up(ops, context, ops.accumulate(gradient, r))
+        total = patterns.usable(ops, total)
         sent = state.sent + ops.words(context.layout.sizes)
         return total, ScaleComState(Residual(ops.scale(r, 1.0 - self.beta)), sent)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.core import validate
 
 
 @dataclass

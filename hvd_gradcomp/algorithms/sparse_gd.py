@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_gradcomp.codecs.largest import LargestCompressor, count_of
 from hvd_gradcomp.codecs.sparse import Memory, Residual
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.codecs.topk import LargestCompressor, count_of
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Collecting
+from hvd_gradcomp.ops.kernel_params import Collecting
 
 
 class ResidualTopK(LargestCompressor):

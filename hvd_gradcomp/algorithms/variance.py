@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hvd_gradcomp.codecs.compaction import Sent
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo
-from hvd_gradcomp.codecs.selection import Sent
-from hvd_gradcomp.codecs.words import WordCompressor
-from hvd_gradcomp.core.aggregator import derived
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import derived
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Rule
+from hvd_gradcomp.ops.kernel_params import Rule
 
 MOMENTS = ("auto", "sample", "microbatch", "step")
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.core.aggregator import Compressor, Context, Program, derived
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.collectives import Switch
 from hvd_gradcomp.core.composite import Composite
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, derived
+from hvd_gradcomp.core.layers import Layer
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import carrying, layering, resizing
 from hvd_gradcomp.core.protocols.carrying import Correction, Corrects
 from hvd_gradcomp.core.protocols.reporting import Report, report
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.collectives import Switch
-from hvd_gradcomp.foundation.layers import Layer
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -18,16 +18,16 @@ from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
-from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
 from hvd_gradcomp.core.protocols.carrying import correction
-from hvd_gradcomp.foundation.cost import Bucket, Dense, Link, Way
-from hvd_gradcomp.planning import advice
-from hvd_gradcomp.planning.advice import Case, Verdict
 from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.tuning import advice
+from hvd_gradcomp.tuning.advice import Case, Verdict
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.planning.models import Model
-    from hvd_gradcomp.torch.measure import Backward, Gradients
+    from hvd_gradcomp.tuning.measure import Backward, Gradients
+    from hvd_gradcomp.tuning.models import Model
 
 _GENTLE = (QuantizedCompressor, FP16Compressor)  # send every element, in fewer bits
 ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among others
@@ -136,9 +136,8 @@ def command(
     horovod = options.started()
     from torch.optim import SGD
 
-    from hvd_gradcomp.planning.models import USUAL_OPTIMIZERS, ModelError, load, optimizer_of
     from hvd_gradcomp.torch.engine import gather_objects
-    from hvd_gradcomp.torch.measure import (
+    from hvd_gradcomp.tuning.measure import (
         Backward,
         CompressedExchange,
         DenseExchange,
@@ -148,6 +147,7 @@ def command(
         link,
         measure,
     )
+    from hvd_gradcomp.tuning.models import USUAL_OPTIMIZERS, ModelError, load, optimizer_of
 
     ranks = horovod.size()
     if ranks == 1 and bandwidth is None:
@@ -249,7 +249,7 @@ class Found(NamedTuple):
 
 def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
     """The median pass of the slowest rank; without any, all gradients are there at once."""
-    from hvd_gradcomp.torch.measure import Backward
+    from hvd_gradcomp.tuning.measure import Backward
 
     if not everywhere[0]:
         return Backward(0.0, 0.0, (0.0,) * layers)
@@ -268,7 +268,7 @@ def _way(
     import horovod.torch as horovod
 
     from hvd_gradcomp.torch.engine import gather_objects
-    from hvd_gradcomp.torch.measure import alone
+    from hvd_gradcomp.tuning.measure import alone
 
     warm_up = warm_up_rounds(compressor)
     costs = {

@@ -10,9 +10,9 @@ from typing import Any
 
 from hvd_gradcomp.cli import options, style
 from hvd_gradcomp.cli.options import between, figure
-from hvd_gradcomp.foundation import registry
-from hvd_gradcomp.planning import advice
-from hvd_gradcomp.planning.advice import Verdict
+from hvd_gradcomp.core import registry
+from hvd_gradcomp.tuning import advice
+from hvd_gradcomp.tuning.advice import Verdict
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

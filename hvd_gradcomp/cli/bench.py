@@ -13,12 +13,12 @@ from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.codecs.words import WordCompressor
-from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.planning.description import brief
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.torch.measure import Row
+    from hvd_gradcomp.tuning.measure import Row
 
 DENSE = "dense (stock Horovod)"
 PARTS = ("encode", "collective", "decode")  # of an exchange, in turn
@@ -68,14 +68,14 @@ def command(
     """
     options.check_png(png_path)
     horovod = options.started()
-    from hvd_gradcomp.planning.models import ModelError, load
-    from hvd_gradcomp.torch.measure import (
+    from hvd_gradcomp.tuning.measure import (
         CompressedExchange,
         DenseExchange,
         Gradients,
         UnmeasurableError,
         measure,
     )
+    from hvd_gradcomp.tuning.models import ModelError, load
 
     try:
         model = load(model_name, shapes_only=True)

@@ -19,8 +19,8 @@ from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.cli.without_horovod import Distributed
-from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.planning.description import brief
 
 LAST = 0.1  # of the steps, whose mean loss is shown
@@ -169,7 +169,7 @@ def _trained(
 
 
 def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
-    """Everybody's item; see `hvd_gradcomp.engine.messages`."""
+    """Everybody's item; see `hvd_gradcomp.runtime.typed_json`."""
     if isinstance(horovod, Distributed):
         return horovod.gather_objects(item, kind)
     engine = importlib.import_module(f"{horovod.__name__}.engine")

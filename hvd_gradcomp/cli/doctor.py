@@ -28,7 +28,7 @@ from hvd_gradcomp.cli import output
 from hvd_gradcomp.cli.inspection import Facts, inspect, run
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.usercode import faults, sources
-from hvd_gradcomp.foundation.installation import HOROVOD, build, cure
+from hvd_gradcomp.core.installation import HOROVOD, build, cure
 from hvd_gradcomp.ops import building, native
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}

@@ -39,7 +39,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.cli import style
 from hvd_gradcomp.cli.output import in_folder, with_json, writing
-from hvd_gradcomp.foundation import registry
+from hvd_gradcomp.core import registry
 
 WIDTH = 80  # columns of a terminal
 NAMES = 19  # of them for what a row is about

@@ -13,7 +13,7 @@ class Distributed:
     def __init__(self) -> None:
         self._dist: Any = import_module("torch.distributed")
         self._ddp: Any = import_module("hvd_gradcomp.torch.ddp")
-        self._group: Any = import_module("hvd_gradcomp.torch.process_groups").Group()
+        self._group: Any = import_module("hvd_gradcomp.torch.comm.c10d").Group()
 
     @classmethod
     def of(cls, source: Any) -> Distributed | None:
@@ -36,7 +36,7 @@ class Distributed:
         return self._ddp.compression_stats(source)
 
     def gather_objects(self, item: Any, kind: Any) -> list[Any]:
-        """Everybody's item; see `hvd_gradcomp.engine.messages`."""
+        """Everybody's item; see `hvd_gradcomp.runtime.typed_json`."""
         return list(self._group.gather_objects(item, kind))
 
     def shutdown(self) -> None:

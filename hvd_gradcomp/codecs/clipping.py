@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from hvd_gradcomp.codecs.sums import sum_of_layers
-from hvd_gradcomp.core.aggregator import Context
-from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.codecs.deterministic_sum import sum_of_layers
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -19,11 +19,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.wire import Part, starts
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Places
-from hvd_gradcomp.ops.verbs.bytewise import GROUP
+from hvd_gradcomp.ops.interface.bitpack import GROUP
+from hvd_gradcomp.ops.kernel_params import Places
 
 _SPARE_BITS = 3.5  # with blocks of 32 random places need 2.5, clustered ones more
 _SPARE_DEFLATED = 2.25  # random places need 1.44 at least

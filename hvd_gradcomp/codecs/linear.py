@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 import hvd_gradcomp.ops as verbs
-from hvd_gradcomp.core import exchanges
-from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State
-from hvd_gradcomp.foundation.collectives import Allreduce
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core import patterns
+from hvd_gradcomp.core.collectives import Allreduce
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -54,7 +54,7 @@ class LinearCompressor(Compressor):
         del extra
         code = self.encode(ops, gradient)
         total = yield Allreduce(code, context.prescale, context.postscale, donated=True)
-        return exchanges.usable(ops, self.decode(ops, context.layout, total)), state
+        return patterns.usable(ops, self.decode(ops, context.layout, total)), state
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Stock Horovod's entry: what it shall allreduce, and the dtype to come back to."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from hvd_gradcomp.codecs.largest import LargestCompressor
 from hvd_gradcomp.codecs.sparse import Memory, Residual
-from hvd_gradcomp.core.aggregator import Compressor, State, derived
+from hvd_gradcomp.codecs.topk import LargestCompressor
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Compressor, State, derived
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.carrying import Correction
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Collecting
+from hvd_gradcomp.ops.kernel_params import Collecting
 
 
 class Velocity(NamedTuple):

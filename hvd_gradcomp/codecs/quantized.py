@@ -21,14 +21,14 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.core import exchanges, wire
-from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State, derived
-from hvd_gradcomp.foundation.bands import Band, Bands
-from hvd_gradcomp.foundation.collectives import Allgather, Alltoall
-from hvd_gradcomp.foundation.cost import volume
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core import patterns, wire
+from hvd_gradcomp.core.collectives import Allgather, Alltoall
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
+from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.row_groups import Band, Bands
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.verbs.bytewise import GROUP
+from hvd_gradcomp.ops.interface.bitpack import GROUP
 
 EXCHANGES = ("auto", "allgather", "two_shot")
 Payload = dict[str, Tensor]
@@ -290,18 +290,18 @@ def allgather(
     """
     layout = context.layout
     bands, parts = codec.bands(layout), codec.parts(layout)
-    finite, gradient = exchanges.checked(ops, gradient)
+    finite, gradient = patterns.checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
     mine, finite = _checked_sides(
         ops, codec, codec.encode(ops, bands, x, _key(ops, codec, context, 0)), finite
     )
     body = wire.packed(ops, parts, mine)
-    buffers = yield Allgather(wire.seal(ops, exchanges.header_of(codec, context, finite), *body))
-    weighing = exchanges.weighing(context, {name: parts[name] for name in codec.side})
-    header, bodies = wire.open_sealed(ops, exchanges.header_of(codec, context), buffers, weighing)
+    buffers = yield Allgather(wire.seal(ops, patterns.header_of(codec, context, finite), *body))
+    weighing = patterns.weighing(context, {name: parts[name] for name in codec.side})
+    header, bodies = wire.open_sealed(ops, patterns.header_of(codec, context), buffers, weighing)
     payload = wire.unpack_body(ops, parts, bodies)
     state = codec.keep(ops, bands, x, mine, state)
-    weights = exchanges.weights_of(ops, context, header)
+    weights = patterns.weights_of(ops, context, header)
     return codec.add_decoded(ops, bands, payload, Into(None, gradient, weights)), state
 
 
@@ -317,35 +317,35 @@ def two_shot(
     shard, bands = codec.shard_size(layout, world), codec.bands(layout)
     cuts = [bands.between(i * shard, (i + 1) * shard) for i in range(world)]
     parts = codec.shard_parts(layout, world)
-    finite, gradient = exchanges.checked(ops, gradient)
+    finite, gradient = patterns.checked(ops, gradient)
     x = codec.collect(ops, gradient, state)
     mine = codec.encode(ops, bands, x, _key(ops, codec, context, 0))
     beyond = parts["codes"].count * world - mine["codes"].shape[0]
     mine["codes"] = ops.concat((mine["codes"], ops.zeros((beyond,), "uint8")))
     mine, finite = _checked_sides(ops, codec, mine, finite)
-    header = exchanges.header_of(codec, context, finite)
+    header = patterns.header_of(codec, context, finite)
     pieces = [
         wire.packed(ops, parts, codec.shard_of(ops, mine, cuts, i, parts)) for i in range(world)
     ]
     buffers = yield Alltoall(ops.stack([wire.seal(ops, header, *body) for body in pieces]))
     plain = context._replace(prescale=1.0, postscale=1.0)
-    expected, weighing = exchanges.header_of(codec, context), exchanges.weighing(plain, {})
+    expected, weighing = patterns.header_of(codec, context), patterns.weighing(plain, {})
     reply, bodies = wire.open_sealed(ops, expected, buffers, weighing)
     payload = wire.unpack_body(ops, parts, bodies)
-    weights = exchanges.weights_of(ops, plain, reply)
+    weights = patterns.weights_of(ops, plain, reply)
     total = codec.add_decoded(ops, cuts[rank], payload, Into(None, ops.zeros((shard,)), weights))
 
-    finite, total = exchanges.checked(ops, total)
+    finite, total = patterns.checked(ops, total)
     summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
     summed, finite = _checked_sides(ops, codec, summed, finite)
     body = wire.packed(ops, parts, codec.filled(ops, summed, parts))
-    buffers = yield Allgather(wire.seal(ops, exchanges.header_of(codec, context, finite), *body))
-    weighing = exchanges.weighing(context, {})
+    buffers = yield Allgather(wire.seal(ops, patterns.header_of(codec, context, finite), *body))
+    weighing = patterns.weighing(context, {})
     reply, bodies = wire.open_sealed(ops, expected, buffers, weighing)
     state = codec.keep(ops, bands, x, mine, state)
     state = codec.keep_of_sum(ops, cuts[rank], rank * shard, total, summed, state)
     payload = wire.unpack_body(ops, parts, bodies)
-    weights = exchanges.weights_of(ops, context, reply)
+    weights = patterns.weights_of(ops, context, reply)
     pieces = []
     for other, cut in enumerate(cuts):
         room = gradient[other * shard : (other + 1) * shard]
@@ -361,8 +361,8 @@ def allreduce(
     codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: State
 ) -> Program:
     """What would be quantized, as it is: in buckets so small that codes would take more bytes."""
-    total = yield from exchanges.added_up(ops, context, codec.collect(ops, gradient, state))
-    return exchanges.usable(ops, total), codec.keep_nothing(ops, state)
+    total = yield from patterns.added_up(ops, context, codec.collect(ops, gradient, state))
+    return patterns.usable(ops, total), codec.keep_nothing(ops, state)
 
 
 def _checked_sides(

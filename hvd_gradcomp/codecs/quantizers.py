@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-from hvd_gradcomp.codecs.selection import Selection
+from hvd_gradcomp.codecs.compaction import Selection
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.wire import Part
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 _SIGN = 31  # the place of the sign in float32, and the width of what is below

@@ -14,15 +14,15 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
-from hvd_gradcomp.core import exchanges, wire
-from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State
-from hvd_gradcomp.core.ladder import Ladder, LadderState
+from hvd_gradcomp.core import patterns, wire
+from hvd_gradcomp.core.capacity import Ladder, LadderState
+from hvd_gradcomp.core.collectives import Allgather, Switch
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import Report
-from hvd_gradcomp.foundation.collectives import Allgather, Switch
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
-from hvd_gradcomp.ops.rules import Rung
-from hvd_gradcomp.ops.verbs.framing import Weighing
+from hvd_gradcomp.ops.interface.header import Weighing
+from hvd_gradcomp.ops.kernel_params import Rung
 
 Memory = Any
 
@@ -133,7 +133,7 @@ class SparseCompressor(Clipping, Compressor):
     def weighing(self, context: Context, rung: Rung) -> Weighing:
         """What must hold of bodies before they are added up, as far as they begin with it."""
         del rung
-        return exchanges.weighing(context, {})
+        return patterns.weighing(context, {})
 
     def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
         """Magnitudes that nothing sent exceeds, where `weighing` has none; none if all is small.
@@ -237,13 +237,13 @@ def allgather(rung: Rung, given: Given) -> Program:
 
     def fits(header: wire.Header, bodies: Tensor) -> wire.Header:
         sides = codec.ceilings(ops, context.layout, rung, bodies)
-        return exchanges.summable(ops, sides, context, header) if sides else header
+        return patterns.summable(ops, sides, context, header) if sides else header
 
     weighing = codec.weighing(context, rung)
     header, bodies = yield from _gathered(
         given, header, encoded, state, encoded.body, weighing, fits
     )
-    weights = exchanges.weights_of(ops, context, header)
+    weights = patterns.weights_of(ops, context, header)
     total = codec.decode_sum(ops, context.layout, rung, bodies, weights, room=gradient)
     return total, _needing(ops, state, header)
 
@@ -257,14 +257,14 @@ def summed(rung: Rung, given: Given) -> Program:
     codec, ops, context, *_ = given
     encoded, header, gradient, state = _encoded(rung, given)
     nothing, plain = encoded.body[:0], context._replace(prescale=1.0, postscale=1.0)
-    weighing = exchanges.weighing(plain, {})
+    weighing = patterns.weighing(plain, {})
     header, _ = yield from _gathered(
         given, header, encoded, state, nothing, weighing, lambda h, _: h
     )
-    weights = exchanges.weights_of(ops, plain, header)
+    weights = patterns.weights_of(ops, plain, header)
     mine, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
     x = codec.decode_sum(ops, context.layout, rung, body, mine, room=gradient)
-    total = exchanges.usable(ops, (yield from exchanges.added_up(ops, context, x)))
+    total = patterns.usable(ops, (yield from patterns.added_up(ops, context, x)))
     return total, _needing(ops, state, header)
 
 
@@ -273,7 +273,7 @@ def _encoded(rung: Rung, given: Given) -> tuple[Encoded, wire.Header, Tensor, Sp
     codec, ops, context, gradient, state, moment = given
     layout, step = context.layout, context.step
     if moment is None:
-        finite, gradient = exchanges.checked_to_keep(ops, gradient)
+        finite, gradient = patterns.checked_to_keep(ops, gradient)
     else:
         finite, gradient, moment = ops.sound_with(gradient, moment)
     if finite is False:

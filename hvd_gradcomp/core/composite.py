@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_gradcomp.core.aggregator import Compressor, State, derived
+from hvd_gradcomp.core.compressor import Compressor, State, derived
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import layering, learning, resizing
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops
 
 

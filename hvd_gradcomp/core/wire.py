@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
-from hvd_gradcomp.ops.verbs.framing import Field, Weighing
+from hvd_gradcomp.ops.interface.header import Field, Weighing
 
 _PLAIN = Weighing()
 MAGIC = (ord("G"), ord("C"))

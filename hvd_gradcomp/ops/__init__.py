@@ -21,17 +21,17 @@ from typing import Any
 
 from hvd_gradcomp.ops.errors import NonFiniteGradientError as NonFiniteGradientError
 from hvd_gradcomp.ops.errors import PayloadError as PayloadError
+from hvd_gradcomp.ops.interface.bitpack import Bytewise
+from hvd_gradcomp.ops.interface.creation import Making
+from hvd_gradcomp.ops.interface.elementwise import Elementwise
+from hvd_gradcomp.ops.interface.header import Framing
+from hvd_gradcomp.ops.interface.host import Control
+from hvd_gradcomp.ops.interface.indexing import Placing
+from hvd_gradcomp.ops.interface.matrices import Matrices
+from hvd_gradcomp.ops.interface.quantization import Coding
+from hvd_gradcomp.ops.interface.reduction import Ordering
+from hvd_gradcomp.ops.interface.searching import Searching
 from hvd_gradcomp.ops.tensors import Tensor as Tensor
-from hvd_gradcomp.ops.verbs.bytewise import Bytewise
-from hvd_gradcomp.ops.verbs.coding import Coding
-from hvd_gradcomp.ops.verbs.control import Control
-from hvd_gradcomp.ops.verbs.elementwise import Elementwise
-from hvd_gradcomp.ops.verbs.framing import Framing
-from hvd_gradcomp.ops.verbs.making import Making
-from hvd_gradcomp.ops.verbs.matrices import Matrices
-from hvd_gradcomp.ops.verbs.ordering import Ordering
-from hvd_gradcomp.ops.verbs.placing import Placing
-from hvd_gradcomp.ops.verbs.searching import Searching
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 

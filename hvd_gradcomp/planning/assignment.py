@@ -21,12 +21,12 @@ from typing import Any, Union
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.wrappers import corrected, part
-from hvd_gradcomp.core.aggregator import Compressor, Context, Program, State, derived
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
+from hvd_gradcomp.core.layers import ROLES, Layer, Traits, traits_of
+from hvd_gradcomp.core.layout import Layout, outputs_first, plan_buckets
 from hvd_gradcomp.core.protocols import layering
 from hvd_gradcomp.core.protocols.carrying import Correction, correction
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layers import ROLES, Layer, Traits, traits_of
-from hvd_gradcomp.foundation.layout import Layout, outputs_first, plan_buckets
 from hvd_gradcomp.ops import Ops, Tensor
 
 _WHOLE = 1 << 62

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.foundation import registry
+from hvd_gradcomp.core import registry
+from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.planning.assignment import Named, Role, Smaller
 
 _CLASS = "class"  # no field can be called so

@@ -8,11 +8,11 @@ from math import prod
 from tabulate import tabulate
 
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter
-from hvd_gradcomp.codecs.words import WordCompressor
-from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.layers import Layer
+from hvd_gradcomp.core.layout import Layout, outputs_first
 from hvd_gradcomp.core.protocols.layering import layer_bytes
-from hvd_gradcomp.foundation.layers import Layer
-from hvd_gradcomp.foundation.layout import Layout, outputs_first
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.planning.worth import at_work, goes_dense
 

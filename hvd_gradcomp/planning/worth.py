@@ -21,13 +21,13 @@ from hvd_gradcomp.algorithms.wrappers import After, MomentumAfter
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import SparseCompressor
-from hvd_gradcomp.codecs.words import WordCompressor
+from hvd_gradcomp.codecs.threshold import WordCompressor
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.cost_model import gathers_rows
+from hvd_gradcomp.core.layers import Layer
+from hvd_gradcomp.core.layout import Layout, outputs_first
 from hvd_gradcomp.core.protocols.layering import layer_bytes
-from hvd_gradcomp.foundation.cost import gathers_rows
-from hvd_gradcomp.foundation.layers import Layer
-from hvd_gradcomp.foundation.layout import Layout, outputs_first
 
 Plan = Sequence[tuple[Compressor, Layout]]
 

@@ -7,7 +7,7 @@
 +tape = hvd.DistributedGradientTape(tape, compression=hvd.VarianceCompressor(alpha=2))
 """
 
-from hvd_gradcomp.foundation.installation import require_horovod as _require_horovod
+from hvd_gradcomp.core.installation import require_horovod as _require_horovod
 
 _require_horovod("tensorflow")
 
@@ -20,17 +20,18 @@ for _name in ("elastic", "keras", "DistributedOptimizer"):
     globals().pop(_name, None)
 
 from hvd_gradcomp import *  # noqa: F403
-from hvd_gradcomp.engine.handshake import MismatchError
-from hvd_gradcomp.saving.checkpoint import CheckpointError
+from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.monitoring.verify import DivergedError
+from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import elastic
-from hvd_gradcomp.tensorflow.batches import even_batches
-from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
+from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
-from hvd_gradcomp.tensorflow.deadlock import DeadlockError, init, shutdown
-from hvd_gradcomp.tensorflow.joining import join
+from hvd_gradcomp.tensorflow.even_batches import even_batches
 from hvd_gradcomp.tensorflow.probing import Probe
-from hvd_gradcomp.tensorflow.reports import StatsWriter
+from hvd_gradcomp.tensorflow.stall_inspector import DeadlockError, init, shutdown
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, discard_step, retrain, verify
+from hvd_gradcomp.tensorflow.stats_writer import StatsWriter
 from hvd_gradcomp.tensorflow.tape import (
     DistributedGradientTape,
     PartialDistributedGradientTape,
@@ -38,8 +39,7 @@ from hvd_gradcomp.tensorflow.tape import (
     reduce_gradients,
     tape_state,
 )
-from hvd_gradcomp.watching.stats import CompressionStats
-from hvd_gradcomp.watching.verify import DivergedError
+from hvd_gradcomp.tensorflow.uneven_inputs import join
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 

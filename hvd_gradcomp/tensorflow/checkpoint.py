@@ -20,10 +20,11 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from safetensors import numpy as safetensors
 
-from hvd_gradcomp.core.aggregator import is_replicated, leaves, with_leaves
+from hvd_gradcomp.checkpoint import files
+from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
+from hvd_gradcomp.core.compressor import is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.protocols import learning, resizing
-from hvd_gradcomp.saving import checkpoint
-from hvd_gradcomp.saving.checkpoint import CheckpointError, Ranks, Source, Takeover
+from hvd_gradcomp.tensorflow.checkpoint_barrier import meet
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     Engine,
@@ -31,7 +32,6 @@ from hvd_gradcomp.tensorflow.engine import (
     gather_objects,
     optimizer_of,
 )
-from hvd_gradcomp.tensorflow.meeting import meet
 from hvd_gradcomp.tensorflow.variables import is_own, is_rank_local, plain_variable
 
 Arrays = dict[str, np.ndarray]
@@ -71,7 +71,7 @@ def save_checkpoint(
     >>> hvd.save_checkpoint("last", model=model, epoch=3)  # doctest: +SKIP
     """
     ranks = _ranks(process_set)
-    checkpoint.agree_on(mode, objects, ranks)
+    files.agree_on(mode, objects, ranks)
     shared: Arrays = {}
     own: Arrays = {}
     meta: dict[str, Any] = {"objects": {}, "values": {}}
@@ -106,7 +106,7 @@ def save_checkpoint(
         if engine is not None:
             entry["exchange"] = _exchange(engine, mode, f"{name}/exchange", shared, own)
     meta |= {"mode": mode, "size": ranks.size}
-    checkpoint.write(
+    files.write(
         folder,
         ranks,
         lambda: _packed(shared, meta),
@@ -179,7 +179,7 @@ def load_checkpoint(
 
         return Takeover(take, undo)
 
-    return checkpoint.read(folder, _ranks(process_set), _unpacked, prepare)
+    return files.read(folder, _ranks(process_set), _unpacked, prepare)
 
 
 def _ranks(process_set: Any) -> Ranks:
@@ -265,9 +265,9 @@ def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays)
         add(title, value, title in _ALIKE)
     buckets = [{"digest": x.digest, "names": list(x.names)} for x in engine.layouts]
     return {
-        "format": checkpoint.FORMAT,
+        "format": files.FORMAT,
         "compressor": repr(engine.compressor),
-        "formats": checkpoint.formats(engine.compressor),
+        "formats": files.formats(engine.compressor),
         "steps": int(engine.steps),
         "hosts": engine.place and engine.place.hosts,
         "buckets": buckets,
@@ -389,7 +389,7 @@ def _restored(
             there, here = ("not ", "") if exchange is None else ("", "not ")
             raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
     else:
-        checkpoint.check_exchange(exchange, engine.compressor, engine.layouts)
+        files.check_exchange(exchange, engine.compressor, engine.layouts)
         plan += _restored_exchange(engine, exchange, f"{name}/exchange", arrays, mode, size)
     for place, variable in enumerate(variables):
         key = f"{name}/{place}"
@@ -409,7 +409,7 @@ def _restored_exchange(
 ) -> list[tuple[Any, Any]]:
     rank, hosts = engine.process_set.rank(), saved.get("hosts")
     if mode == "sharded":
-        checkpoint.check_hosts(hosts, engine.place and engine.place.hosts)
+        files.check_hosts(hosts, engine.place and engine.place.hosts)
     size, holders = engine.seat[1], hosts or size_then
     # A sharded one is this rank's own: `checkpoint.read` gives each rank its part.
     how = saved["steps"], mode, rank, rank
@@ -417,7 +417,7 @@ def _restored_exchange(
     for bucket, variables in enumerate(engine.variables):
         one, tensors = engine.compressors[bucket], []
         for path, start in leaves(engine.templates[bucket]):
-            source = checkpoint.source_of(one, path, *how)
+            source = files.source_of(one, path, *how)
             array = arrays[f"{name}/{bucket}.{path}"]
             if source is Source.SHARE:
                 array = _share(array, size, holders)

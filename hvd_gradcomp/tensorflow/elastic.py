@@ -26,10 +26,10 @@ from horovod.tensorflow.elastic import (
 )
 
 from hvd_gradcomp.core.protocols import carrying
-from hvd_gradcomp.engine.membership import LOGGER, Lost, Membership, Seat
-from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
-from hvd_gradcomp.tensorflow.deadlock import init, shutdown
+from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, Seat
+from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import TITLES, Engine, distributed_in, gather_objects
+from hvd_gradcomp.tensorflow.stall_inspector import init, shutdown
 from hvd_gradcomp.tensorflow.tape import drop_engines, engine_for, engines_over
 from hvd_gradcomp.tensorflow.variables import plain_variable
 

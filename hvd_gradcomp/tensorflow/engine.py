@@ -4,7 +4,7 @@ While a `tf.function` is traced the exchange becomes part of it (`running`). Eag
 a `tf.function` of the engine's own, like stock Horovod's. State lives in variables that the owner
 makes, so checkpoints see it (`states`).
 
-Everything that travels has a name that all ranks give alike, see `hvd_gradcomp.engine.timeline`.
+Everything that travels has a name that all ranks give alike, see `hvd_gradcomp.runtime.naming`.
 """
 
 from __future__ import annotations
@@ -25,29 +25,20 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.codecs.linear import LinearCompressor
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import (
-    Compressor,
-    with_leaves,
-)
-from hvd_gradcomp.engine import failures, handshake, hierarchy, messages, totals
-from hvd_gradcomp.engine.names import Names
-from hvd_gradcomp.foundation import validate
+from hvd_gradcomp.core import validate, wire
+from hvd_gradcomp.core.compressor import Compressor, with_leaves
+from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.planning import worth
-from hvd_gradcomp.tensorflow import deadlock
-from hvd_gradcomp.tensorflow.running import (
-    Running,
-    as_dtype,
-    nothing_like,
-    times,
-    values_of,
-)
-from hvd_gradcomp.tensorflow.states import GATHERED, Layers
+from hvd_gradcomp.runtime import config_check, errors, hierarchy, typed_json
+from hvd_gradcomp.runtime import stats as runtime_stats
+from hvd_gradcomp.runtime.unique_names import Names
+from hvd_gradcomp.tensorflow import stall_inspector
+from hvd_gradcomp.tensorflow.buckets import GATHERED, Layers
+from hvd_gradcomp.tensorflow.graph_exchange import Running, as_dtype, nothing_like, times, values_of
 from hvd_gradcomp.tensorflow.step_sync import JOINED
 from hvd_gradcomp.tensorflow.variables import new_variable
-from hvd_gradcomp.watching.stats import CompressionStats
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 living: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -70,7 +61,7 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
             yield data[start : start + length]
             start += length
 
-    return messages.gathered(item, kind, allgather, process_set.ranks)
+    return typed_json.gathered(item, kind, allgather, process_set.ranks)
 
 
 def check(
@@ -114,13 +105,13 @@ def distributed_in(source: Any) -> Any:
 def explained(what: str) -> Iterator[None]:
     """Horovod's failures as its own exception, with their likely cause."""
     try:
-        with deadlock.translated():
+        with stall_inspector.translated():
             yield
     except (tf.errors.UnknownError, tf.errors.FailedPreconditionError) as error:
         if "Horovod" not in error.message:
             raise
         said = error.message.rpartition("\n\n")[2]  # behind where in the graph it happened
-        raise HorovodInternalError(failures.explained(what, said)) from error
+        raise HorovodInternalError(errors.explained(what, said)) from error
 
 
 @contextmanager
@@ -267,7 +258,7 @@ class Engine(Running):
             moments = [None] * len(gradients)
         self._specs = [None if g is None else tf.type_spec_from_value(g) for g in gradients]
         if not tf.executing_eagerly():
-            with deadlock.unmarked():
+            with stall_inspector.unmarked():
                 reduced, self.finite = self._reduce(list(gradients), list(moments))
             return reduced
         return self._run_eagerly(list(gradients), list(moments), None)
@@ -275,7 +266,7 @@ class Engine(Running):
     def _run_eagerly(
         self, gradients: list[Any], moments: list[Any], everybody: tf.Tensor | None
     ) -> list[Any]:
-        with _explained_checks(), explained("the exchange"), deadlock.unmarked():
+        with _explained_checks(), explained("the exchange"), stall_inspector.unmarked():
             reduced, self.finite = self._eager(gradients, moments, everybody)
         return list(reduced)
 
@@ -334,7 +325,7 @@ class Engine(Running):
             (name, shape, f"{dtype}{kind}")
             for (name, shape, dtype), kind in zip(self.layers, kinds)
         ]
-        mine = handshake.describe(
+        mine = config_check.describe(
             described,
             self.compressor,
             self.layouts,
@@ -343,8 +334,8 @@ class Engine(Running):
             horovod=horovod_version,
         )
         with tf.init_scope():
-            every = self._gather_objects(mine, handshake.Description)
-        handshake.agree(every, self.process_set.ranks)
+            every = self._gather_objects(mine, config_check.Description)
+        config_check.agree(every, self.process_set.ranks)
         if self.sparse_as_dense is None:
             self._choose(gradients, sparse)
         if self.process_set.rank() == 0 and not self._judged and self._planned:
@@ -403,9 +394,9 @@ class Engine(Running):
         unbucketed = self.counters["unbucketed"].numpy().tolist()
         names = [name for name, _, _ in self.layers]
         steps = counted.pop("exchanges")
-        return totals.stats(
+        return runtime_stats.stats(
             [
-                totals.Exchanged(
+                runtime_stats.Exchanged(
                     self.layouts[bucket],
                     self.compressors[bucket],
                     with_leaves(self.templates[bucket], list(self.variables[bucket])),
@@ -413,7 +404,7 @@ class Engine(Running):
                 )
                 for bucket in mine
             ],
-            totals.Counted(**counted),
+            runtime_stats.Counted(**counted),
             steps=steps,
             order=names,
             beside={name: sent for name, sent in zip(names, unbucketed) if name not in theirs},

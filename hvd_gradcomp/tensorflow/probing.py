@@ -9,12 +9,12 @@ from typing import Any
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvd_gradcomp.engine.stack import run
-from hvd_gradcomp.foundation.collectives import Allreduce
+from hvd_gradcomp.core.collectives import Allreduce
+from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.runtime.program_runner import run
 from hvd_gradcomp.tensorflow.engine import takes_part
 from hvd_gradcomp.tensorflow.tape import with_kernels
-from hvd_gradcomp.watching import probe
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 
@@ -32,7 +32,7 @@ class Probe(probe.Probe):
 
     Between probed steps a counter counts. In a graph, a probed step takes its elements there and
     does the rest in a `tf.py_function`, so functions that hold one cannot be compiled by XLA, nor
-    be saved. See `hvd_gradcomp.watching.probe` for the cost.
+    be saved. See `hvd_gradcomp.monitoring.probe` for the cost.
 
     Args:
         variables: what the gradients are of.

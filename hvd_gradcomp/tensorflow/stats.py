@@ -6,11 +6,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import description
-from hvd_gradcomp.tensorflow import digests
+from hvd_gradcomp.tensorflow import checksums
 from hvd_gradcomp.tensorflow.engine import Engine, distributed_in
 from hvd_gradcomp.tensorflow.tape import engine_of_variables
-from hvd_gradcomp.watching.stats import CompressionStats
 
 
 def compression_stats(source: Any) -> CompressionStats:
@@ -108,7 +108,7 @@ def verify(source: Any) -> None:
     """
     engine = engine_of(source)
     given = isinstance(source, (list, tuple))
-    digests.check(engine, source if given else distributed_in(source)._gradcomp_sources)
+    checksums.check(engine, source if given else distributed_in(source)._gradcomp_sources)
 
 
 def engine_of(source: Any) -> Engine:

@@ -15,7 +15,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
-from hvd_gradcomp.tensorflow import deadlock
+from hvd_gradcomp.tensorflow import stall_inspector
 
 # What a rank does that gives a word; see `meeting` and `joining`.
 STEPPING, SAVING, JOINED = 1, 2, 3
@@ -73,10 +73,10 @@ def gather(word: Word, name: str, process_set: Any) -> tf.Tensor:
         name: the same on all ranks.
         process_set: the ranks.
     """
-    rounds = deadlock.rounds(process_set)
+    rounds = stall_inspector.rounds(process_set)
     mine = tf.concat((word.compared(), tf.stack([*word.rows, tf.identity(rounds.told)])), 0)
     table = tf.one_hot([process_set.rank()], process_set.size(), dtype=tf.int64, axis=0) * mine
-    with deadlock.marked():
+    with stall_inspector.marked():
         everybody = mpi_ops._allreduce(
             table, op=horovod.Sum, name=name, ignore_name_scope=True, process_set=process_set
         )

@@ -21,9 +21,9 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.variance import weight_of_passes
-from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layers import Layer, Weight, convolving
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.layers import Layer, Weight, convolving
 from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, Engine, check, takes_part
 from hvd_gradcomp.tensorflow.variables import plain_variable
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.torch.dropin import *  # noqa: F403
+    from hvd_gradcomp.torch._api import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:

@@ -10,19 +10,20 @@ from typing import Any, NamedTuple
 import horovod.torch as horovod
 import torch
 
-from hvd_gradcomp.core.aggregator import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.checkpoint import files as checkpoint_files
+from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
+from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.protocols import learning, resizing
-from hvd_gradcomp.saving import checkpoint
-from hvd_gradcomp.saving.checkpoint import CheckpointError, Ranks, Source, Takeover
-from hvd_gradcomp.torch import files, lending, parameters
-from hvd_gradcomp.torch.buckets import Bucket
+from hvd_gradcomp.torch import parameters, safetensors_file
+from hvd_gradcomp.torch.bucket import Bucket
+from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import Engine, gather_objects
 from hvd_gradcomp.torch.exchange import LOGGER, synchronized
 
 
 def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
-    checkpoint.check_mode(mode)
+    checkpoint_files.check_mode(mode)
     synchronized(engine)
     names = list(engine.ledger.gathered)
     if mode == "consolidated":
@@ -32,10 +33,10 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     if mode == "consolidated":
         counters = _summed(f"{engine.name}.counters", counters, engine.process_set)
     return {
-        "format": checkpoint.FORMAT,
+        "format": checkpoint_files.FORMAT,
         "mode": mode,
         "compressor": repr(engine.compressor),
-        "formats": checkpoint.formats(engine.compressor),
+        "formats": checkpoint_files.formats(engine.compressor),
         "rank": engine.process_set.rank(),
         "size": engine.process_set.size(),
         "hosts": engine.place and engine.place.hosts,
@@ -85,7 +86,7 @@ def _of_leader(
             x = state[path].contiguous()
         root = (inside.ranks or range(inside.size()))[bucket.leader]
         data = x.reshape(-1).view(torch.uint8)
-        data = lending.broadcast(data, root, f"{name}.{path}", inside).wait()
+        data = comm_horovod.broadcast(data, root, f"{name}.{path}", inside).wait()
         given[path] = data.view(x.dtype).view(shape)
     return given
 
@@ -93,7 +94,7 @@ def _of_leader(
 def _summed(name: str, x: torch.Tensor, process_set: Any) -> torch.Tensor:
     """The sum over ranks, in double precision on the way."""
     wide = x.double() if x.is_floating_point() else x.clone()
-    total = lending.allreduce(wide.reshape(-1), f"{name}.consolidated", process_set).wait()
+    total = comm_horovod.allreduce(wide.reshape(-1), f"{name}.consolidated", process_set).wait()
     return total.view(x.shape).to(x.dtype)
 
 
@@ -110,13 +111,13 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
     if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
         engine.reorder(saved["order"])
     layouts = [bucket.layout for bucket in engine.buckets]
-    checkpoint.check_exchange(saved, engine.compressor, layouts)
+    checkpoint_files.check_exchange(saved, engine.compressor, layouts)
     rank, size = engine.process_set.rank(), engine.process_set.size()
     sharded, hosts = saved["mode"] == "sharded", saved.get("hosts")
     if sharded:
-        checkpoint.check_hosts(hosts, engine.place and engine.place.hosts)
+        checkpoint_files.check_hosts(hosts, engine.place and engine.place.hosts)
         if saved["size"] != size:
-            raise CheckpointError(checkpoint.other_size(saved["size"], size))
+            raise CheckpointError(checkpoint_files.other_size(saved["size"], size))
     if sharded and saved["rank"] != rank:
         LOGGER.warning(
             "the optimizer's state was saved by rank %d: what it had kept back is not taken on "
@@ -143,7 +144,10 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
         for path, current in leaves(bucket.state):
             stored, source = entry["state"].get(path), Source.HERE
             if stored is not None:  # there is none where the rank that saved it does not lead
-                stored, source = stored.to(current.device), checkpoint.source_of(one, path, *how)
+                stored, source = (
+                    stored.to(current.device),
+                    checkpoint_files.source_of(one, path, *how),
+                )
             if source is Source.SAVED:
                 values.append(stored.clone())
             elif source is Source.SHARE:
@@ -283,7 +287,7 @@ def save_checkpoint(
     >>> hvd.save_checkpoint("last", model=model, optimizer=optimizer, epoch=3)  # doctest: +SKIP
     """
     ranks = _ranks(process_set)
-    checkpoint.agree_on(mode, objects, ranks)
+    checkpoint_files.agree_on(mode, objects, ranks)
     own: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for name, item in objects.items():
@@ -295,11 +299,11 @@ def save_checkpoint(
         if mode == "sharded":
             own[name] = shared[name].pop("gradcomp")
     whole = {"mode": mode, "size": ranks.size, "objects": shared}
-    checkpoint.write(
+    checkpoint_files.write(
         folder,
         ranks,
-        lambda: files.packed(whole),
-        (lambda: files.packed(own)) if mode == "sharded" else None,
+        lambda: safetensors_file.packed(whole),
+        (lambda: safetensors_file.packed(own)) if mode == "sharded" else None,
     )
 
 
@@ -359,7 +363,7 @@ def load_checkpoint(
 
         return Takeover(take, undo)
 
-    return checkpoint.read(folder, _ranks(process_set), files.unpacked, prepare)
+    return checkpoint_files.read(folder, _ranks(process_set), safetensors_file.unpacked, prepare)
 
 
 def _ranks(process_set: Any) -> Ranks:
@@ -371,7 +375,7 @@ def _ranks(process_set: Any) -> Ranks:
 
     def broadcast(data: bytes) -> bytes:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        given = lending.broadcast(mine, root, f"{name}.data", process_set).wait()
+        given = comm_horovod.broadcast(mine, root, f"{name}.data", process_set).wait()
         return given.numpy().tobytes()
 
     return Ranks(process_set.rank(), process_set.size(), gather, broadcast)

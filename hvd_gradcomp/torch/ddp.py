@@ -29,24 +29,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.core.aggregator import Compressor, leaves
+from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.core.compressor import Compressor, leaves
 from hvd_gradcomp.core.protocols import carrying
-from hvd_gradcomp.engine import failures, handshake, hierarchy
-from hvd_gradcomp.engine.handshake import MismatchError
+from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
+from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.saving.checkpoint import CheckpointError
-from hvd_gradcomp.torch import callers, ddp_saving, exchange, momentum, tools
-from hvd_gradcomp.torch.moments import track_moments
+from hvd_gradcomp.runtime import config_check, errors, hierarchy
+from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.torch import dcp, ddp_checkpoint, exchange, inspection, momentum
+from hvd_gradcomp.torch.bucketing import Planned
+from hvd_gradcomp.torch.comm.c10d import Distributed, Group, Reply
+from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.parameters import as_real, layers_of
-from hvd_gradcomp.torch.planning import Planned
 from hvd_gradcomp.torch.probing import Probe
-from hvd_gradcomp.torch.process_groups import Distributed, Group, Reply
-from hvd_gradcomp.torch.reports import StatsWriter
-from hvd_gradcomp.torch.rounds import OutOfStepError
-from hvd_gradcomp.torch.tools import compression_stats, describe, retrain, verify
-from hvd_gradcomp.watching.reports import JSONLines, TensorBoard
-from hvd_gradcomp.watching.stats import CompressionStats
-from hvd_gradcomp.watching.verify import DivergedError
+from hvd_gradcomp.torch.stats_writer import StatsWriter
+from hvd_gradcomp.torch.step_sync import OutOfStepError
 
 __all__ = [
     "CheckpointError",
@@ -185,7 +185,7 @@ class _Peers:
 def _said_by_all(group: Group, words: list[int], what: str) -> dict[int, list[int]]:
     """Everybody's three numbers, by rank: ranks meet by order, so they say what they begin."""
     mine = torch.tensor(words, device=group.device)
-    with failures.named(RuntimeError, what, _WHO):
+    with errors.named(RuntimeError, what, _WHO):
         every = Reply.of(dist.all_gather, mine, group).wait().tolist()
     return dict(zip(group.ranks, every))
 
@@ -209,7 +209,7 @@ class _Exchange(Planned):
     """The programs of a model, over `torch.distributed`."""
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
-        return failures.named(RuntimeError, what, _WHO)
+        return errors.named(RuntimeError, what, _WHO)
 
     @property
     def peers(self) -> _Peers:
@@ -382,7 +382,7 @@ class CompressionState:
         settings = f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}, {rollback=}"
         every = self._group.gather_objects(
             {
-                **handshake.describe(
+                **config_check.describe(
                     layers_of(named),
                     compressor,
                     [] if refused else [bucket.layout for bucket in self._run.buckets],
@@ -392,9 +392,9 @@ class CompressionState:
                 ),
                 "what is refused": str(refused or "nothing"),
             },
-            handshake.Description,
+            config_check.Description,
         )
-        handshake.agree(every, self._group.ranks)
+        config_check.agree(every, self._group.ranks)
         if refused:
             raise refused
         self._hooks = self._run.watch_order()
@@ -405,14 +405,14 @@ class CompressionState:
         self._error: Exception | None = None
         self._joined, self._taking_part = False, self._group.size()
         self._said_unsaved = False
-        tools.know(self, self._run)
+        inspection.know(self, self._run)
         if model not in _states:
             self._belongs_to(model)
 
     def _belongs_to(self, model: DistributedDataParallel) -> None:
         """Lets it be found by the model whose hook it has."""
         _states[model] = self
-        tools.know(model, self._run)
+        inspection.know(model, self._run)
 
     def __deepcopy__(self, known: dict[int, Any]) -> Any:
         """Leaves of a copy only what says so: a copied model has no hook that would use it."""
@@ -570,7 +570,7 @@ class CompressionState:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's compressor keeps. It belongs to this rank: each saves its own."""
-        return ddp_saving.save(self._run)
+        return ddp_checkpoint.save(self._run)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; on all ranks, between the same two steps.
@@ -580,7 +580,7 @@ class CompressionState:
         Raises:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
-        ddp_saving.load(self._run, saved)
+        ddp_checkpoint.load(self._run, saved)
 
 
 def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -656,7 +656,7 @@ def _take_over(optimizer: Any, run: _Exchange) -> None:
 
     def before_step(*_: Any) -> None:
         taken.check()
-        if not run.undone and not callers.from_checkpoint():  # which steps to make a first state
+        if not run.undone and not dcp.from_checkpoint():  # which steps to make a first state
             taken.decay()
 
     optimizer.__reduce_ex__ = copied  # where `copy` and `pickle` look for it first

@@ -15,15 +15,16 @@ from horovod.torch.elastic import ElasticSampler, init, run, run_fn, sampler, sh
 from horovod.torch.elastic import TorchState as _StockState
 from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
-from hvd_gradcomp.core.aggregator import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.protocols import carrying, resizing
-from hvd_gradcomp.engine.membership import LOGGER, Lost, Membership, Seat
-from hvd_gradcomp.torch import checkpoint, lending
+from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, Seat
+from hvd_gradcomp.torch import checkpoint
+from hvd_gradcomp.torch.broadcast_objects import from_root
+from hvd_gradcomp.torch.broadcast_state import hand_out, plain_state
+from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import TITLES, Engine, gather_objects
 from hvd_gradcomp.torch.exchange import synchronized
-from hvd_gradcomp.torch.handout import from_root
 from hvd_gradcomp.torch.optimizer import scales
-from hvd_gradcomp.torch.resume import hand_out, plain_state
 
 __all__ = [
     "ElasticSampler",
@@ -72,7 +73,7 @@ class TorchState(Membership, _StockState):
         self.begin()
 
     def reset(self) -> None:
-        lending.waiting.drop()  # Horovod has begun anew
+        comm_horovod.waiting.drop()  # Horovod has begun anew
         super().reset()
 
     def _gather(self, seat: Seat) -> list[Seat]:

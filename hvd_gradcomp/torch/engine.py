@@ -15,16 +15,17 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.engine import failures, handshake, hierarchy, messages
-from hvd_gradcomp.engine.names import Names
-from hvd_gradcomp.torch import lending, parameters
-from hvd_gradcomp.torch.agreement import Agreement
-from hvd_gradcomp.torch.buckets import Bucket, Named
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.runtime import config_check, errors, hierarchy, typed_json
+from hvd_gradcomp.runtime.unique_names import Names
+from hvd_gradcomp.torch import parameters
+from hvd_gradcomp.torch.bucket import Bucket, Named
+from hvd_gradcomp.torch.bucketing import Planned
+from hvd_gradcomp.torch.comm import horovod
+from hvd_gradcomp.torch.config_check import Agreement
 from hvd_gradcomp.torch.exchange import LOGGER
 from hvd_gradcomp.torch.parameters import as_real
-from hvd_gradcomp.torch.planning import Planned
-from hvd_gradcomp.torch.rounds import Rounds
+from hvd_gradcomp.torch.step_sync import Rounds
 
 _ALIKE = (
     "Freeze and thaw the same parameters on all ranks, before the same step, and scale the loss on "
@@ -40,11 +41,11 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
         # Named as on TensorFlow, should another rank run that.
-        lengths = lending.allgather(length, f"{name}.sz", process_set).wait()
-        everything = lending.allgather(data, f"{name}.t", process_set).wait()
+        lengths = horovod.allgather(length, f"{name}.sz", process_set).wait()
+        everything = horovod.allgather(data, f"{name}.t", process_set).wait()
         return (piece.numpy().tobytes() for piece in everything.split(lengths.tolist()))
 
-    return messages.gathered(item, kind, allgather, process_set.ranks)
+    return typed_json.gathered(item, kind, allgather, process_set.ranks)
 
 
 class Peers:
@@ -92,7 +93,7 @@ class Engine(Planned):
         super().__init__(
             named_parameters,
             compressor,
-            lending.Lending(),
+            horovod.Lending(),
             tracking="hvd.track_moments(model) before DistributedOptimizer",
             **how,
         )
@@ -105,7 +106,7 @@ class Engine(Planned):
         self.rounds = Rounds()
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
-        return failures.named(HorovodInternalError, what)
+        return errors.named(HorovodInternalError, what)
 
     @property
     def peers(self) -> Peers:
@@ -116,7 +117,7 @@ class Engine(Planned):
 
     def _plan(self, named_parameters: Named, placed: Collection[Bucket] = ()) -> Iterator[Bucket]:
         for name, p in named_parameters:
-            if not lending.takes(p.device):
+            if not horovod.takes(p.device):
                 raise ValueError(
                     f"{name} is on {p.device}, and this Horovod was built without collectives for "
                     "tensors there. Build it for this PyTorch with HOROVOD_GPU_OPERATIONS=NCCL "
@@ -162,10 +163,10 @@ class Engine(Planned):
         every = self._gather_objects(self.in_step, dict[str, str])
         ranks = self.process_set.ranks or range(len(every))
         begun = {rank: one for rank, one in zip(ranks, every) if one}
-        handshake.agree(list(begun.values()), list(begun), _ALIKE)
+        config_check.agree(list(begun.values()), list(begun), _ALIKE)
 
     def _gather_objects(self, item: Any, kind: Any) -> list[Any]:
-        with failures.named(HorovodInternalError, "the exchange of what the ranks train"):
+        with errors.named(HorovodInternalError, "the exchange of what the ranks train"):
             return gather_objects(item, kind, f"{self.name}.handshake", self.process_set)
 
     def begin(self) -> Set[torch.nn.Parameter]:
@@ -232,7 +233,7 @@ class Engine(Planned):
             PayloadError: and the like, from a program. All other programs are ended first, so
                 that no rank waits for one of this rank's.
         """
-        lending.complete([self.finishing()])
+        horovod.complete([self.finishing()])
 
     def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The reduced gradient of a parameter as the one that it replaces is, after `finish`.

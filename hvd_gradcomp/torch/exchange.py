@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.core.collectives import Collective
+from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.protocols.learning import retrained
-from hvd_gradcomp.engine import hierarchy, totals
-from hvd_gradcomp.engine.dispatch import Dispatch, Sent, Transport
-from hvd_gradcomp.engine.seat import Seated
-from hvd_gradcomp.engine.stack import Stack
-from hvd_gradcomp.foundation.collectives import Collective
+from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.torch.buckets import Bucket
+from hvd_gradcomp.runtime import hierarchy, stats
+from hvd_gradcomp.runtime.collectives import Dispatch, Sent, Transport
+from hvd_gradcomp.runtime.participants import Seated
+from hvd_gradcomp.runtime.program_runner import Stack
+from hvd_gradcomp.torch.amp import LossScaling
+from hvd_gradcomp.torch.bucket import Bucket
+from hvd_gradcomp.torch.moments.sources import Sources
 from hvd_gradcomp.torch.parameters import as_real
-from hvd_gradcomp.torch.scaling import LossScaling
-from hvd_gradcomp.torch.sources import Sources
-from hvd_gradcomp.watching.stats import CompressionStats
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _SENT, _RECEIVED, _SKIPPED = range(3)  # of a ledger's counters
@@ -342,12 +342,12 @@ def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:
         exchange: what has moved them.
         order: names of layers, as the model has them.
     """
-    return totals.stats(
+    return stats.stats(
         [
-            totals.Exchanged(b.layout, b.compressor, b.state, exchange.steps - b.since)
+            stats.Exchanged(b.layout, b.compressor, b.state, exchange.steps - b.since)
             for b in filter(exchange.leads, exchange.buckets)
         ],
-        totals.Counted(*exchange.ledger.counters),
+        stats.Counted(*exchange.ledger.counters),
         steps=exchange.steps,
         order=order,
         beside=exchange.ledger.gathered,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.algorithms.wrappers import take_over
-from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.protocols.carrying import correction
 
 LOGGER = logging.getLogger("hvd_gradcomp")

@@ -16,11 +16,12 @@ from horovod.torch import mpi_ops
 from horovod.torch import optimizer as _stock
 
 from hvd_gradcomp.algorithms.dense import as_compressor
-from hvd_gradcomp.engine import hierarchy
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.torch import lending, momentum
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.runtime import hierarchy
+from hvd_gradcomp.torch import momentum
+from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import TITLES, Engine
-from hvd_gradcomp.torch.exchanging import class_of, derived
+from hvd_gradcomp.torch.optimizer_mixin import class_of, derived
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
 
@@ -238,7 +239,7 @@ def check_seam(cls: type) -> None:
     missing = [name for name in _SEAM if name not in vars(cls)]
     if not missing and "callable" not in vars(cls)["synchronize"].__code__.co_names:
         missing = ["callable handles in synchronize"]
-    missing += [name for name in lending.SEAM if not hasattr(mpi_ops, name)]
+    missing += [name for name in comm_horovod.SEAM if not hasattr(mpi_ops, name)]
     if missing or cls.__module__ != _stock.__name__:
         raise RuntimeError(
             f"this Horovod's optimizer is built otherwise than 0.28.1's (no {missing}): "

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_gradcomp.core.aggregator import State, leaves
+from hvd_gradcomp.core.compressor import State, leaves
+from hvd_gradcomp.core.layers import Layer, Weight, convolving
 from hvd_gradcomp.core.protocols.learning import retrained
-from hvd_gradcomp.foundation.layers import Layer, Weight, convolving
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.torch.buckets import Bucket
+    from hvd_gradcomp.torch.bucket import Bucket
 
 optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 """Distributed optimizers that may have hooks."""

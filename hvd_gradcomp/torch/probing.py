@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hvd_gradcomp.engine.stack import run
-from hvd_gradcomp.foundation.collectives import Allreduce
+from hvd_gradcomp.core.collectives import Allreduce
+from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.runtime.program_runner import run
+from hvd_gradcomp.torch.comm.c10d import Distributed, Group
 from hvd_gradcomp.torch.parameters import layers_of
-from hvd_gradcomp.torch.process_groups import Distributed, Group
-from hvd_gradcomp.watching import probe
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 _HOST = torch.device("cpu")

@@ -32,7 +32,7 @@ from hvd_gradcomp import (
     StromCompressor,
     TernGradCompressor,
 )
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 

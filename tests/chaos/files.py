@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.saving import checkpoint
-from hvd_gradcomp.saving.checkpoint import MODES, CheckpointError, Ranks, Takeover
+from hvd_gradcomp.checkpoint import files as checkpoint_files
+from hvd_gradcomp.checkpoint.files import MODES, CheckpointError, Ranks, Takeover
 from tests.chaos import damage
 from tests.chaos.outcomes import Input
 
@@ -280,7 +280,7 @@ def ranks(size: int = 3) -> Target:
     """Tensors of several ranks, a thread each, without a frontend."""
     import torch
 
-    from hvd_gradcomp.torch import files
+    from hvd_gradcomp.torch import safetensors_file
     from tests.parallel.workers.results import digest
 
     random = torch.Generator().manual_seed(1)
@@ -296,10 +296,10 @@ def ranks(size: int = 3) -> Target:
         def of(rank: Ranks) -> None:
             mine = held[rank.rank]
             shared = {"mode": mode, "size": size, "weight": mine["weight"], "epoch": state}
-            own = None if mode == "consolidated" else lambda: files.packed(mine["kept"])
+            own = None if mode == "consolidated" else lambda: safetensors_file.packed(mine["kept"])
             if own is None:
                 shared["kept"] = mine["kept"]
-            checkpoint.write(folder, rank, lambda: files.packed(shared), own)
+            checkpoint_files.write(folder, rank, lambda: safetensors_file.packed(shared), own)
 
         together(size, of)
         load(folder)
@@ -317,7 +317,7 @@ def ranks(size: int = 3) -> Target:
 
                 return Takeover(take, lambda: held[rank.rank].update(before))
 
-            return checkpoint.read(folder, rank, files.unpacked, prepare)
+            return checkpoint_files.read(folder, rank, safetensors_file.unpacked, prepare)
 
         return together(size, of)[0]
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_gradcomp import Compressor
-from hvd_gradcomp.foundation.collectives import Allreduce, Switch
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.collectives import Allreduce, Switch
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.testing import World
 from tests.chaos import damage
 from tests.chaos.outcomes import Input

@@ -14,7 +14,7 @@ import time
 import torch
 from torch import nn
 
-from hvd_gradcomp.torch import moments
+from hvd_gradcomp.torch.moments import tracker as moments_tracker
 
 SAMPLES = 3
 # As much as the squares of one sample's gradient may differ, and what rounding of zeros gives.
@@ -157,10 +157,10 @@ def wrong_in(name):
             module.eval()
     expected = looped(model, inputs)
     wrong = []
-    with moments.track_moments(model, chunk=2) as tracker:
+    with moments_tracker.track_moments(model, chunk=2) as tracker:
         loss_of(model, inputs).backward()
         for parameter, p in model.named_parameters():
-            got, wanted = moments.take(p), expected[parameter]
+            got, wanted = moments_tracker.take(p), expected[parameter]
             if got is None or isinstance(wanted, float):
                 if got is not None or not isinstance(wanted, float):
                     wrong.append(f"{parameter}: {'none' if got is None else 'one'} was found")

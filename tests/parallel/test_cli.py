@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_gradcomp.foundation.cost import KINDS
+from hvd_gradcomp.core.cost_model import KINDS
 from tests.parallel.launch import HOROVODRUN, ROOT, environment
 
 pytestmark = pytest.mark.parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.every_collective import EveryCollective, gradient

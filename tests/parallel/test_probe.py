@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
+from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.watching import probe
 from tests.parallel.launch import HOROVODRUN, launch
 
 pytestmark = pytest.mark.parallel

@@ -18,7 +18,8 @@ from hvd_gradcomp import (
     after,
 )
 from hvd_gradcomp.cli import advise, advised, options
-from hvd_gradcomp.planning.advice import (
+from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.tuning.advice import (
     ERROR,
     WORTH,
     Case,
@@ -31,7 +32,6 @@ from hvd_gradcomp.planning.advice import (
     median,
     step_of,
 )
-from hvd_gradcomp.planning.description import brief
 
 seconds = st.floats(1e-4, 10)
 rounds = st.one_of(st.just([]), st.lists(seconds, min_size=5, max_size=12))

@@ -15,9 +15,9 @@ from hvd_gradcomp import (
     StromCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.core.aggregator import Context, leaves, with_leaves
-from hvd_gradcomp.foundation.layout import Layout
-from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.core.compressor import Context, leaves, with_leaves
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops.kernel_params import Rung
 from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps

@@ -29,12 +29,12 @@ from hvd_gradcomp import (
     after,
 )
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import leaves, with_leaves
-from hvd_gradcomp.core.ladder import PATIENCE, Ladder
-from hvd_gradcomp.foundation.collectives import Allgather, Allreduce, Switch
-from hvd_gradcomp.foundation.cost import volume
-from hvd_gradcomp.foundation.layout import Layout
-from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.core.capacity import PATIENCE, Ladder
+from hvd_gradcomp.core.collectives import Allgather, Allreduce, Switch
+from hvd_gradcomp.core.compressor import leaves, with_leaves
+from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops.kernel_params import Rung
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import Hosts, World

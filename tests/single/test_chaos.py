@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hvd_gradcomp.checkpoint import files as checkpoint_files
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.saving import checkpoint
 from tests.chaos import files, outcomes, payloads
 from tests.chaos.outcomes import BAD, MEANINGS, Input
 from tests.methods import ONE_OF_EACH, VARIANCE
@@ -36,7 +36,7 @@ def came_to(inputs):
 
 
 def test_a_file_that_is_not_checked_is_seen(monkeypatch):
-    monkeypatch.setattr(checkpoint, "_compare", lambda *_: None)
+    monkeypatch.setattr(checkpoint_files, "_compare", lambda *_: None)
     assert "diverged" in came_to(FILES())
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import hvd_gradcomp
 from hvd_gradcomp import NoneCompressor, StromCompressor
 from hvd_gradcomp.cli import COMMANDS, advised, bench, compare, launching, main, options, output
-from hvd_gradcomp.planning import models
 from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.tuning import models
 from tests.methods import CLASSES, EVERY
 
 

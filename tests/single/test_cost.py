@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_gradcomp.foundation.cost import (
+from hvd_gradcomp.core.cost_model import (
     KINDS,
     Bucket,
     Dense,

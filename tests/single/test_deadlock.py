@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp.engine import deadlock
+from hvd_gradcomp.runtime import stall_inspector
 
 SETS = {0: (0, 1, 2), 1: (0, 1), 2: (1, 2)}
 NAMES = ("a", "b", "gradcomp.0.end")
 
 
 def asked(name, number=0):
-    return deadlock.Asked(name, SimpleNamespace(process_set_id=number), lambda: False)
+    return stall_inspector.Asked(name, SimpleNamespace(process_set_id=number), lambda: False)
 
 
 of_a_rank = st.lists(
@@ -28,26 +28,28 @@ of_a_rank = st.lists(
 def test_ranks_are_stuck_if_nothing_is_asked_for_by_all_that_it_is_for(ranks):
     told = {}
     for rank, one in enumerate(ranks):
-        numbers = [0] * deadlock._WORD
+        numbers = [0] * stall_inspector._WORD
         if one is not None:
-            numbers = deadlock.word([asked(*pair) for pair in one])
-        told[rank] = deadlock.read(numbers)
+            numbers = stall_inspector.word([asked(*pair) for pair in one])
+        told[rank] = stall_inspector.read(numbers)
         assert (told[rank] is None) == (one is None), "one that has joined says nothing"
     wanted = {pair for one in ranks for pair in one or ()}
     can_come = any(
         all(ranks[rank] is None or (name, number) in ranks[rank] for rank in SETS[number])
         for name, number in wanted
     )
-    assert deadlock.stuck(told, SETS) == (any(r is not None for r in ranks) and not can_come)
+    assert stall_inspector.stuck(told, SETS) == (any(r is not None for r in ranks) and not can_come)
 
 
 def test_a_rank_that_does_not_wait_or_cannot_tell_all_is_not_stuck():
-    waits = deadlock.read(deadlock.word([asked("a")]))
-    busy = deadlock.read(deadlock.busy())
-    many = deadlock.read(deadlock.word([asked(f"a{i}") for i in range(100)]))
-    assert not deadlock.stuck({0: waits, 1: busy, 2: waits}, SETS)
-    assert not deadlock.stuck({0: many, 1: many, 2: waits}, SETS)
-    assert not deadlock.stuck({0: waits, 1: deadlock.read(deadlock.word([asked("b")]))}, SETS)
+    waits = stall_inspector.read(stall_inspector.word([asked("a")]))
+    busy = stall_inspector.read(stall_inspector.busy())
+    many = stall_inspector.read(stall_inspector.word([asked(f"a{i}") for i in range(100)]))
+    assert not stall_inspector.stuck({0: waits, 1: busy, 2: waits}, SETS)
+    assert not stall_inspector.stuck({0: many, 1: many, 2: waits}, SETS)
+    assert not stall_inspector.stuck(
+        {0: waits, 1: stall_inspector.read(stall_inspector.word([asked("b")]))}, SETS
+    )
     assert many.text.endswith("a98, a99 and 98 more")
 
 
@@ -57,7 +59,7 @@ class Ranks:
     def __init__(self):
         self.given = {}
         self.watches = [
-            deadlock.Watch(
+            stall_inspector.Watch(
                 SimpleNamespace(process_set_id=0, size=lambda: 2, rank=lambda r=r: r, ranks=[0, 1]),
                 lambda x, name, _, r=r: self.give(r, torch.tensor(x)),
                 lambda: {0: (0, 1)},
@@ -86,7 +88,7 @@ def test_what_was_told_twice_by_all_is_raised_by_all():
             if look < 3:
                 try:
                     watch.look([asked(name)])
-                except deadlock.DeadlockError as error:
+                except stall_inspector.DeadlockError as error:
                     assert "rank 0 waits for a; rank 1 waits for b" in str(error)
                     assert not watch.pending
                     ranks.raised = getattr(ranks, "raised", 0) + 1

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import GradiVeQCompressor
 from hvd_gradcomp.core.protocols.reporting import report
+from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.planning.description import describe
 from hvd_gradcomp.testing import World
-from hvd_gradcomp.watching.stats import CompressionStats
 from tests.methods import EVERY, LEARNED, OUTSIDE
 
 # With phases of a few steps, so that a short run sees them all.

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_gradcomp.core.aggregator import Context
+from hvd_gradcomp.core.collectives import Allgather, Switch
+from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.resizing import start
-from hvd_gradcomp.foundation.collectives import Allgather, Switch
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from tests.methods import EVERY, LARGEST, LEARNED, WORDS
 from tests.single.older import without_data

@@ -11,12 +11,12 @@ import tensorflow as tf
 import torch
 
 from hvd_gradcomp import NonFiniteGradientError
-from hvd_gradcomp.codecs.largest import LargestCompressor
 from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.core.aggregator import Context, leaves
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.codecs.topk import LargestCompressor
+from hvd_gradcomp.core.compressor import Context, leaves
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

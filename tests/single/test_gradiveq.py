@@ -24,10 +24,10 @@ from hvd_gradcomp import (
     partition,
 )
 from hvd_gradcomp.algorithms.gradiveq import projection
-from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.core.layers import Weight, convolves
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.carrying import residual
-from hvd_gradcomp.foundation.layers import Weight, convolves
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import worth

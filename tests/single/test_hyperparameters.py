@@ -24,7 +24,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from tests.methods import CLASSES, EVERY, LEARNED, LINEAR, WORDS
 
 

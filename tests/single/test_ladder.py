@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp.core.ladder import PATIENCE, Ladder
+from hvd_gradcomp.core.capacity import PATIENCE, Ladder
 from hvd_gradcomp.ops.torch import TorchOps
 
 

@@ -19,9 +19,9 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.algorithms.egc import entropy_of_layers
 from hvd_gradcomp.codecs.indices import CODINGS
-from hvd_gradcomp.codecs.largest import count_of
-from hvd_gradcomp.foundation.layout import Layout
-from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.codecs.topk import count_of
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops.kernel_params import Rung
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import LARGEST

@@ -16,9 +16,9 @@ from hvd_gradcomp import (
     ScaleComCompressor,
     SparseGDCompressor,
 )
-from hvd_gradcomp.codecs.largest import form_of
+from hvd_gradcomp.codecs.topk import form_of
+from hvd_gradcomp.core.collectives import Allgather, Broadcast
 from hvd_gradcomp.core.wire import HEADER_BYTES
-from hvd_gradcomp.foundation.collectives import Allgather, Broadcast
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.testing import World
 from tests.methods import LARGEST, LEADER

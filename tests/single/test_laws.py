@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import FP16Compressor, HybridCompressor, NoneCompressor, StromCompressor
-from hvd_gradcomp.foundation.layout import Layout
-from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops.kernel_params import Rung
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import EVERY, LEARNED, LINEAR, OUTSIDE, WORDS

@@ -24,9 +24,9 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter, after
 from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.layout import Layout, outputs_first
 from hvd_gradcomp.core.protocols.carrying import residual
 from hvd_gradcomp.core.protocols.reporting import report
-from hvd_gradcomp.foundation.layout import Layout, outputs_first
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign, plan

@@ -17,12 +17,12 @@ from hvd_gradcomp.algorithms.lgc import server, training, vectors
 from hvd_gradcomp.algorithms.wrappers import After
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.indices import Deflate, _deflated, _inflated
-from hvd_gradcomp.core.aggregator import leaves
-from hvd_gradcomp.core.exchanges import drawn
+from hvd_gradcomp.core.collectives import Gather
+from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.patterns import drawn
 from hvd_gradcomp.core.protocols.carrying import residual
 from hvd_gradcomp.core.protocols.reporting import report
-from hvd_gradcomp.foundation.collectives import Gather
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign, plan

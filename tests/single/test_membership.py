@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hvd_gradcomp.engine.membership import Lost, Membership, Seat
+from hvd_gradcomp.runtime.elastic import Lost, Membership, Seat
 
 
 class Values:

@@ -20,12 +20,12 @@ from hvd_gradcomp import (
     role,
 )
 from hvd_gradcomp.algorithms.wrappers import take_over
-from hvd_gradcomp.core.aggregator import brief
-from hvd_gradcomp.engine.handshake import MismatchError, agree, describe
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.checkpoint.files import FORMAT, CheckpointError, check_exchange, formats
+from hvd_gradcomp.core.compressor import brief
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.planning.assignment import assign
-from hvd_gradcomp.saving.checkpoint import FORMAT, CheckpointError, check_exchange, formats
-from hvd_gradcomp.torch import moments
+from hvd_gradcomp.runtime.config_check import MismatchError, agree, describe
+from hvd_gradcomp.torch.moments import tracker
 from tests.methods import EVERY, GRADIVEQ, LEARNED
 
 LGC = LGCCompressor(alpha=0.01, momentum=0.9)
@@ -96,7 +96,7 @@ def test_other_texts_stay():
 def test_moments_are_refused_where_indexing_is_not_seen(version, monkeypatch):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     with pytest.raises(RuntimeError, match=re.escape(f"needs PyTorch 2.4, this is {version}: ")):
-        moments.track_moments(nn.Linear(2, 2))
+        tracker.track_moments(nn.Linear(2, 2))
 
 
 def test_a_graph_for_sessions_is_refused():

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import cli
 from hvd_gradcomp.cli import doctor
-from hvd_gradcomp.codecs.largest import form_of
-from hvd_gradcomp.core.aggregator import leaves
-from hvd_gradcomp.core.ladder import PATIENCE, Ladder, LadderState
-from hvd_gradcomp.foundation.bands import Band, Bands
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.codecs.topk import form_of
+from hvd_gradcomp.core.capacity import PATIENCE, Ladder, LadderState
+from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.row_groups import Band, Bands
 from hvd_gradcomp.ops import PayloadError, building
-from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.ops.interface.header import Field
+from hvd_gradcomp.ops.kernel_params import Rung
 from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps, library
-from hvd_gradcomp.ops.verbs.framing import Field
 from hvd_gradcomp.testing import World
 from tests.methods import (
     DROPPING,

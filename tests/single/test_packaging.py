@@ -29,7 +29,7 @@ ENCODE = """
 import torch
 import hvd_gradcomp
 from hvd_gradcomp import QSGDCompressor
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import native
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

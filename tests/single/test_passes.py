@@ -17,12 +17,12 @@ from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.algorithms.variance import Ambiguity
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo, Sign
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.codecs.words import WordCompressor
+from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
-from hvd_gradcomp.foundation.collectives import Allgather
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building
-from hvd_gradcomp.ops.rules import Rule, Rung
-from hvd_gradcomp.ops.torch import blocks, passes
+from hvd_gradcomp.ops.kernel_params import Rule, Rung
+from hvd_gradcomp.ops.torch import blocks, fused
 from hvd_gradcomp.testing import World
 from tests.methods import WORDS
 from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
@@ -55,17 +55,17 @@ def gradients(generator, layout, world, scale, share):
 def test_passes_do_what_the_verbs_do(compressor, moments, sizes, seed, ranks, scale, share, count):
     """Six steps, in which the ladder goes up to the dense rung and windows rotate."""
     layout = layout_of(*sizes)
-    passes, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
+    fused, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
     with threads(count):
         for step in range(6):
             generator = torch.Generator().manual_seed(1000 * seed + step)
-            given = gradients(generator, layout, passes, scale, share)
+            given = gradients(generator, layout, fused, scale, share)
             extra = {}
             if compressor.uses_moments and moments:
                 extra["moment"] = [g * g / 2 for g in given]
-            ours, theirs = passes.step(given, **extra), reference.step(given, **extra)
+            ours, theirs = fused.step(given, **extra), reference.step(given, **extra)
             assert all(map(torch.equal, ours, theirs))
-            assert_alike(passes, reference)
+            assert_alike(fused, reference)
 
 
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
@@ -113,10 +113,10 @@ def test_an_exchange_that_fails_settles_nothing(compressor, what):
         fails.clear()
         totals = [world.step(g) for g in given[2:]]
         ends.append((world, totals))
-    (passes, totals), (reference, others) = ends
+    (fused, totals), (reference, others) = ends
     for ours, theirs in zip(totals, others):
         assert all(map(torch.equal, ours, theirs))
-    assert_alike(passes, reference)
+    assert_alike(fused, reference)
 
 
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
@@ -224,14 +224,14 @@ RULES = [
 def test_every_rule_there_may_be(rule):
     """Those that no method has yet too, on words and on places."""
     layout, compressor = layout_of(700, 3), ByRule(rule)
-    passes, reference = (World(compressor, o, layout, 2) for o in (TorchOps(), verbs()))
+    fused, reference = (World(compressor, o, layout, 2) for o in (TorchOps(), verbs()))
     sizes = set()
     for step, share in enumerate([0.01, 0.1, 1.0, 1.0, 0.1, 0.01]):
         generator = torch.Generator().manual_seed(step)
-        given = gradients(generator, layout, passes, 2.0, share)
-        assert all(map(torch.equal, passes.step(given), reference.step(given)))
-        assert_alike(passes, reference)
-        sizes.add(passes.traffic[0][0].tensor.numel())
+        given = gradients(generator, layout, fused, 2.0, share)
+        assert all(map(torch.equal, fused.step(given), reference.step(given)))
+        assert_alike(fused, reference)
+        sizes.add(fused.traffic[0][0].tensor.numel())
     assert compressor.payload_bytes(layout, Rung(0, 0, True)) in sizes and len(sizes) > 1
 
 
@@ -248,12 +248,12 @@ def test_a_rule_is_not_inherited_by_another_gate():
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no compiler")
 def test_what_c_and_python_hand_each_other_has_one_shape(tmp_path):
     shapes = {
-        "rule": passes._Rule,
-        "place": passes._Place,
-        "collecting": passes._Collecting,
-        "scope": passes._Scope,
-        "elements": passes._Elements,
-        "form": passes._Form,
+        "rule": fused._Rule,
+        "place": fused._Place,
+        "collecting": fused._Collecting,
+        "scope": fused._Scope,
+        "elements": fused._Elements,
+        "form": fused._Form,
     }
     lines = [
         f'printf("{name} {field} %zu\\n", offsetof({name}, {field}));'
@@ -274,7 +274,7 @@ def test_what_c_and_python_hand_each_other_has_one_shape(tmp_path):
         for field, _ in shape._fields_
     ]
     expected += [f"{name} whole {ctypes.sizeof(shape)}" for name, shape in shapes.items()]
-    assert said.splitlines() == [*expected, f"beyond is {passes._BEYOND}"]
+    assert said.splitlines() == [*expected, f"beyond is {fused._BEYOND}"]
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["with C", "without"])

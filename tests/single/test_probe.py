@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 import torch
 
-from hvd_gradcomp.foundation.collectives import Allreduce
-from hvd_gradcomp.foundation.layers import Weight
+from hvd_gradcomp.core.collectives import Allreduce
+from hvd_gradcomp.core.layers import Weight
+from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops import of
-from hvd_gradcomp.watching import probe
 
 LAYERS = [("conv", (4, 6, 3, 3)), ("dense", (10, 7)), ("bias", (10,)), ("one", (1,))]
 OPTIONS = {"every": 1, "sample": 40, "slice_sizes": (24, 48), "history": 16}

@@ -11,10 +11,10 @@ import torch
 
 from hvd_gradcomp import Compressor, NoneCompressor, after
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter
-from hvd_gradcomp.core import exchanges
+from hvd_gradcomp.core import patterns
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import carrying, layering, learning, resizing
 from hvd_gradcomp.core.protocols.reporting import Report, report
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
@@ -34,7 +34,7 @@ class Whole(Compressor):
         return ()
 
     def aggregate(self, ops, context, gradient, state, **extra):
-        return (yield from exchanges.added_up(ops, context, gradient)), state
+        return (yield from patterns.added_up(ops, context, gradient)), state
 
 
 class Debt(NamedTuple):
@@ -51,7 +51,7 @@ class HalvesEverything(Whole):
     def aggregate(self, ops, context, gradient, state, **extra):
         half = (state.r + gradient) * 0.5
         kept = Debt(half * 1)
-        return (yield from exchanges.added_up(ops, context, half)), kept
+        return (yield from patterns.added_up(ops, context, half)), kept
 
     def residual(self, state):
         return state.r

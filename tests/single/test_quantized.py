@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import OneBitCompressor, QSGDCompressor, TernGradCompressor
-from hvd_gradcomp.foundation.bands import Band, Bands
-from hvd_gradcomp.foundation.collectives import Allgather, Alltoall
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.collectives import Allgather, Alltoall
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.row_groups import Band, Bands
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import QUANTIZED
@@ -258,7 +258,7 @@ def test_the_checksum_of_much_is_that_of_one_thread():
 
 def test_bytes_of_an_element():
     """What the README promises: 4-bit QSGD, TernGrad and 1-bit SGD on a real model's shapes."""
-    from hvd_gradcomp.planning.models import resnet50
+    from hvd_gradcomp.tuning.models import resnet50
 
     names, shapes = zip(*resnet50())
     layout = Layout(tuple(names), tuple(shapes), block=32)

@@ -16,7 +16,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.testing import World

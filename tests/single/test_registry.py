@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 
 from hvd_gradcomp import StromCompressor
-from hvd_gradcomp.foundation import registry
+from hvd_gradcomp.core import registry
 from tests.methods import CLASSES
 
 

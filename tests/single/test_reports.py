@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from hvd_gradcomp import JSONLines, SparseGDCompressor, StromCompressor, TensorBoard, after
-from hvd_gradcomp.core.ladder import Ladder
+from hvd_gradcomp.core.capacity import Ladder
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import report
 from hvd_gradcomp.core.protocols.resizing import start
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.monitoring import reports
+from hvd_gradcomp.monitoring.reports import StatsWriter, Writer, scalars, summary
+from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from hvd_gradcomp.watching import reports
-from hvd_gradcomp.watching.reports import StatsWriter, Writer, scalars, summary
-from hvd_gradcomp.watching.stats import CompressionStats
 from tests.methods import EVERY, learned_by
 
 EARLY = CompressionStats(
@@ -205,8 +205,8 @@ def test_a_full_disk_does_not_stop_the_training(caplog):
 FULL = """
 import logging, resource, signal, sys, time
 from hvd_gradcomp import JSONLines, TensorBoard
-from hvd_gradcomp.watching.reports import StatsWriter
-from hvd_gradcomp.watching.stats import CompressionStats
+from hvd_gradcomp.monitoring.reports import StatsWriter
+from hvd_gradcomp.monitoring.stats import CompressionStats
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-rounds = pytest.importorskip("hvd_gradcomp.torch.rounds")
+rounds = pytest.importorskip("hvd_gradcomp.torch.step_sync")
 LAYERS = 4
 NAMES = [f"layer{i}" for i in range(LAYERS)]
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Optional
 import pytest
 import torch
 
-from hvd_gradcomp.engine import messages
-from hvd_gradcomp.engine.messages import MessageError
-from hvd_gradcomp.torch import files
+from hvd_gradcomp.runtime import typed_json
+from hvd_gradcomp.runtime.typed_json import MessageError
+from hvd_gradcomp.torch import safetensors_file
 from hvd_gradcomp.torch.checkpoint import way_back
 
 
@@ -43,7 +43,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("item", "kind"), KINDS, ids=str)
 def test_messages_come_back(item, kind):
-    assert messages.unpacked(messages.packed(item), kind) == item
+    assert typed_json.unpacked(typed_json.packed(item), kind) == item
 
 
 WRONG = [
@@ -63,15 +63,15 @@ WRONG = [
 @pytest.mark.parametrize(("item", "kind"), WRONG, ids=str)
 def test_messages_of_another_kind_are_refused(item, kind):
     with pytest.raises(MessageError, match="which was not asked for"):
-        messages.unpacked(messages.packed(item), kind)
+        typed_json.unpacked(typed_json.packed(item), kind)
 
 
 def test_what_another_rank_says_is_not_run(tmp_path):
     bad = pickle.dumps(Hostile(tmp_path / "ran"))
     with pytest.raises(MessageError, match=r"what rank 5 has said cannot be read: no JSON"):
-        messages.gathered("x", str, lambda mine: [mine, bad], [4, 5])
+        typed_json.gathered("x", str, lambda mine: [mine, bad], [4, 5])
     with pytest.raises(MessageError):
-        messages.unpacked(b"[" * 100_000, Any)
+        typed_json.unpacked(b"[" * 100_000, Any)
     assert not (tmp_path / "ran").exists()
 
 
@@ -104,25 +104,25 @@ def equal(a, b):
 
 def test_a_nest_comes_back():
     before = nest()
-    after = files.unpacked(files.packed(before))
+    after = safetensors_file.unpacked(safetensors_file.packed(before))
     assert equal(before, after)
     assert [type(x) for x in after.values()] == [type(x) for x in before.values()]
     after["state"]["a"].zero_()  # what was read can be written to
-    size = len(files.packed({"a": torch.zeros(10_000), "b": torch.zeros(10_000)}))
+    size = len(safetensors_file.packed({"a": torch.zeros(10_000), "b": torch.zeros(10_000)}))
     shared = torch.zeros(10_000)
-    assert len(files.packed({"a": shared, "b": shared})) < 0.6 * size
+    assert len(safetensors_file.packed({"a": shared, "b": shared})) < 0.6 * size
 
 
 def test_no_file_runs_anything(tmp_path):
     hostile = Hostile(tmp_path / "ran")
     with pytest.raises(TypeError, match="which no checkpoint can hold"):
-        files.packed({"epoch": [hostile]})
+        safetensors_file.packed({"epoch": [hostile]})
     for bad in (pickle.dumps(hostile), b"", b"\xff" * 64):
         with pytest.raises(Exception):  # noqa: B017 - the library's own; `checkpoint` names the file
-            files.unpacked(bad)
-    data = files.packed({"x": torch.float32})
+            safetensors_file.unpacked(bad)
+    data = safetensors_file.packed({"x": torch.float32})
     with pytest.raises((AttributeError, ValueError)):
-        files.unpacked(data.replace(b"float32", b"save   "))
+        safetensors_file.unpacked(data.replace(b"float32", b"save   "))
     assert not (tmp_path / "ran").exists()
 
 
@@ -143,7 +143,9 @@ def trained():
 def test_the_way_back_is_to_the_bit():
     model, optimizer, scheduler = objects = trained()
     undos = [way_back(item) for item in objects]
-    before = files.unpacked(files.packed([item.state_dict() for item in objects]))
+    before = safetensors_file.unpacked(
+        safetensors_file.packed([item.state_dict() for item in objects])
+    )
     groups, attributes = optimizer.param_groups, set(vars(scheduler))
     other = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).to(torch.bfloat16)
     model.load_state_dict(other.state_dict())

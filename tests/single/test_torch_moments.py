@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hvd_gradcomp.torch import formulas, moments, samples
+from hvd_gradcomp.torch.moments import rules, sample_axis
+from hvd_gradcomp.torch.moments import tracker as moments_tracker
 from tests.single.older import leaves_tracked_eager, tracks_moments
 
 pytestmark = tracks_moments
@@ -380,11 +381,11 @@ def test_equals_a_loop_over_samples(case, chunk):
     model = prepared(make)
     x = draw()
     expected = looped(model, x)
-    with moments.track_moments(model, chunk=chunk):
+    with moments_tracker.track_moments(model, chunk=chunk):
         loss_of(model, x).backward()
         for name, p in model.named_parameters():
-            close(moments.take(p), expected[name])
-            assert moments.take(p) is None
+            close(moments_tracker.take(p), expected[name])
+            assert moments_tracker.take(p) is None
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -400,7 +401,7 @@ def test_changes_neither_output_nor_gradients(case):
         return [y.detach(), *(p.grad.clone() for p in model.parameters())]
 
     expected = results()
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         assert all(torch.equal(a, b) for a, b in zip(results(), expected))
 
 
@@ -434,20 +435,20 @@ def test_batch_norm_as_the_layer_sees_it(layer, shape, training):
             return n * self.weight.view(broadcast) + self.bias.view(broadcast)
 
     expected = looped(Affine(), normalised)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         loss_of(model, x).backward()
-        close(moments.take(model.weight), expected["weight"])
-        close(moments.take(model.bias), expected["bias"])
+        close(moments_tracker.take(model.weight), expected["weight"])
+        close(moments_tracker.take(model.bias), expected["bias"])
 
 
 def test_samples_of_several_passes_add_up():
     model = prepared(lambda: nn.Linear(7, 4))
     xs = [images(7)() for _ in range(3)]
     expected = sum(looped(model, x)["weight"] for x in xs)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         for x in xs:
             loss_of(model, x).backward()
-        close(moments.take(model.weight), expected)
+        close(moments_tracker.take(model.weight), expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -455,10 +456,10 @@ def test_with_activation_checkpoints(reentrant):
     model = prepared(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
     x = images(7)().requires_grad_()
     expected = looped(model, x)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         loss_of(lambda x: checkpoint(model, x, use_reentrant=reentrant), x).backward()
         for name, p in model.named_parameters():
-            close(moments.take(p), expected[name])
+            close(moments_tracker.take(p), expected[name])
 
 
 def test_in_place_activations():
@@ -468,10 +469,10 @@ def test_in_place_activations():
     model = prepared(make)
     x = images(2, 6, 6)()
     expected = looped(model, x)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         loss_of(model, x).backward()
         for name, p in model.named_parameters():
-            close(moments.take(p), expected[name])
+            close(moments_tracker.take(p), expected[name])
 
 
 def test_a_bias_alone_lets_its_input_be_overwritten():
@@ -484,9 +485,9 @@ def test_a_bias_alone_lets_its_input_be_overwritten():
         return y
 
     x = images(6)()
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         loss_of(residual, x).backward()
-        got = moments.take(model.bias)
+        got = moments_tracker.take(model.bias)
     expected = 0.0
     for z in range(len(x)):
         model.zero_grad()
@@ -497,9 +498,9 @@ def test_a_bias_alone_lets_its_input_be_overwritten():
 
 def test_half_precision_is_squared_in_float32():
     model = nn.Linear(7, 4).to(torch.bfloat16)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         model(torch.randn(5, 7).to(torch.bfloat16)).square().mean().backward()
-        assert moments.take(model.weight).dtype == torch.float32
+        assert moments_tracker.take(model.weight).dtype == torch.float32
 
 
 def test_complete_when_horovods_hook_runs():
@@ -507,18 +508,18 @@ def test_complete_when_horovods_hook_runs():
     model = prepared(lambda: nn.Linear(7, 4))
     node = model.weight.expand_as(model.weight).grad_fn.next_functions[0][0]
     seen = []
-    node.register_hook(lambda *_: seen.append(moments.take(model.weight)))
+    node.register_hook(lambda *_: seen.append(moments_tracker.take(model.weight)))
     x = images(7)()
     expected = looped(model, x)
     seen.clear()
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         loss_of(model, x).backward()
     close(seen[0], expected["weight"])
 
 
 def test_a_forward_without_backward_leaves_nothing():
     model = nn.Linear(7, 4)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         x = torch.randn(5, 7)
         alive = weakref.ref(x)
         y = model(x)
@@ -527,33 +528,35 @@ def test_a_forward_without_backward_leaves_nothing():
         assert alive() is None
         with torch.no_grad():
             model(torch.randn(5, 7))
-        assert moments.take(model.weight) is None
+        assert moments_tracker.take(model.weight) is None
 
 
 def test_discard_and_frozen_parameters():
     model = nn.Linear(7, 4)
     model.bias.requires_grad_(False)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         model(torch.randn(5, 7)).sum().backward()
-        moments.discard(model.weight)
-        assert moments.take(model.weight) is None
-        assert moments.is_tracked(model.weight) and not moments.is_tracked(model.bias)
-    assert not moments.is_tracked(model.weight)
+        moments_tracker.discard(model.weight)
+        assert moments_tracker.take(model.weight) is None
+        assert moments_tracker.is_tracked(model.weight) and not moments_tracker.is_tracked(
+            model.bias
+        )
+    assert not moments_tracker.is_tracked(model.weight)
 
 
 def test_a_gradient_around_the_model_is_an_error():
     model = nn.ModuleDict({"layer": nn.Linear(7, 4, bias=False)})
     layer = model["layer"]
     x = torch.randn(5, 7)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         nn.functional.linear(x, layer.weight).sum().backward()
         with pytest.raises(RuntimeError, match=r"layer\.weight .*moments='microbatch'"):
-            moments.take(layer.weight)
-        moments.discard(layer.weight)
-        assert moments.take(layer.weight) is None
+            moments_tracker.take(layer.weight)
+        moments_tracker.discard(layer.weight)
+        assert moments_tracker.take(layer.weight) is None
         layer.weight.square().sum().backward()  # a penalty, before the samples
         layer(x).sum().backward()
-        assert moments.take(layer.weight) is not None
+        assert moments_tracker.take(layer.weight) is not None
 
 
 def test_a_weight_may_be_read_around_its_module():
@@ -569,17 +572,17 @@ def test_a_weight_may_be_read_around_its_module():
 
     model, x = prepared(Functional), images(7)()
     expected = looped(model, x)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         loss_of(model, x).backward()
-        close(moments.take(model.layer.weight), expected["layer.weight"])
+        close(moments_tracker.take(model.layer.weight), expected["layer.weight"])
 
 
 def test_a_gradient_of_zero_needs_no_module():
     """The usual way to give an unused parameter a gradient."""
     model = nn.Linear(7, 4)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         sum(0.0 * p.sum() for p in model.parameters()).backward()
-        assert moments.take(model.weight) is None
+        assert moments_tracker.take(model.weight) is None
 
 
 class Gathered(nn.Module):
@@ -618,54 +621,54 @@ def unfit():
 def test_unfit_modules_are_all_named():
     named = r"rnn \(LSTM\): .*dropout.*, table \(Embedding\): .*others='step'.*moments='microbatch'"
     with pytest.raises(TypeError, match=named):
-        moments.track_moments(unfit())
+        moments_tracker.track_moments(unfit())
     model = unfit()
     for name in ("rnn", "table"):
         model[name].requires_grad_(False)
-    moments.track_moments(model).remove()
+    moments_tracker.track_moments(model).remove()
     with pytest.raises(ValueError, match="others must be one of error, step, dense, got 'none'"):
-        moments.track_moments(model, others="none")
+        moments_tracker.track_moments(model, others="none")
 
 
 @pytest.mark.parametrize("others", ["error", "dense"])
 def test_what_only_forward_shows_is_an_error_of_forward(others):
     model = Gathered()
-    with moments.track_moments(model, others=others):
+    with moments_tracker.track_moments(model, others=others):
         with pytest.raises(
             RuntimeError, match=r"expert\.weight \(Linear\): linear: .*expert\.bias"
         ):
             model(five_of_fifteen())
         model.expert.requires_grad_(False)
         model(torch.randn(5, 3, 7)).sum().backward()
-        assert moments.take(model.fine.weight) is not None
+        assert moments_tracker.take(model.fine.weight) is not None
 
 
 def test_others_count_the_step_as_one_sample():
     model, x = prepared(Gathered), images(3, 7)()
     expected = looped(model, x)
-    with moments.track_moments(model, others="step") as tracker:
+    with moments_tracker.track_moments(model, others="step") as tracker:
         assert "not used yet" in str(tracker)
         loss_of(model, x).backward()
-        assert moments.take(model.expert.weight) is moments.STEP
-        assert moments.take(model.expert.weight) is moments.STEP
-        close(moments.take(model.fine.weight), expected["fine.weight"])
+        assert moments_tracker.take(model.expert.weight) is moments_tracker.STEP
+        assert moments_tracker.take(model.expert.weight) is moments_tracker.STEP
+        close(moments_tracker.take(model.fine.weight), expected["fine.weight"])
         rows = str(tracker).splitlines()[2:]
         assert ["of the step: linear" in row for row in rows] == [True, True, False, False]
         assert ["per sample: linear" in row for row in rows] == [False, False, True, True]
-    with moments.track_moments(unfit(), others="step") as tracker:
+    with moments_tracker.track_moments(unfit(), others="step") as tracker:
         assert "rnn.weight_ih_l0  12x3     LSTM       of the step: " in str(tracker)
 
 
 def test_others_may_be_sent_dense():
     model = unfit()
-    with moments.track_moments(model, others="dense") as tracker:
+    with moments_tracker.track_moments(model, others="dense") as tracker:
         assert "table.weight      4x3      Embedding  none, sent dense: scale_" in str(tracker)
-        assert moments.is_sent_dense(model["table"].weight)
-        assert not moments.is_tracked(model["table"].weight)
-        assert not moments.is_sent_dense(model["fine"].weight)
+        assert moments_tracker.is_sent_dense(model["table"].weight)
+        assert not moments_tracker.is_tracked(model["table"].weight)
+        assert not moments_tracker.is_sent_dense(model["fine"].weight)
         with pytest.raises(ValueError, match="tracked already"):
-            moments.track_moments(model, others="dense")
-    assert not moments.is_sent_dense(model["table"].weight)
+            moments_tracker.track_moments(model, others="dense")
+    assert not moments_tracker.is_sent_dense(model["table"].weight)
 
 
 def test_a_layer_that_thaws_is_tracked_from_then_on():
@@ -673,17 +676,17 @@ def test_a_layer_that_thaws_is_tracked_from_then_on():
     x = images(7)()
     expected = looped(model, x)
     model[0].requires_grad_(False)
-    with moments.track_moments(model) as tracker:
+    with moments_tracker.track_moments(model) as tracker:
         loss_of(model, x).backward()
-        assert moments.take(model[0].weight) is None and "frozen" in str(tracker)
+        assert moments_tracker.take(model[0].weight) is None and "frozen" in str(tracker)
         model[0].requires_grad_(True)
-        assert moments.is_tracked(model[0].weight)
-        moments.discard(model[2].weight)
+        assert moments_tracker.is_tracked(model[0].weight)
+        moments_tracker.discard(model[2].weight)
         loss_of(model, x).backward()
         for name, p in model.named_parameters():
             if name != "2.bias":
-                close(moments.take(p), expected[name])
-    assert not moments.is_tracked(model[0].weight)
+                close(moments_tracker.take(p), expected[name])
+    assert not moments_tracker.is_tracked(model[0].weight)
 
 
 def test_uses_of_another_pass_are_not_this_ones():
@@ -691,33 +694,33 @@ def test_uses_of_another_pass_are_not_this_ones():
     model = prepared(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
     x = images(7)().requires_grad_()
     expected = looped(model, x)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         torch.autograd.grad(loss_of(model, x), x)
         loss_of(model, x).backward()
-        close(moments.take(model[0].weight), expected["0.weight"])
+        close(moments_tracker.take(model[0].weight), expected["0.weight"])
 
 
 def test_a_gradient_set_by_hand_is_an_error():
     model = nn.Linear(7, 4)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         values = {name: p.detach() for name, p in model.named_parameters()}
 
         def loss(values):
             return torch.func.functional_call(model, values, torch.ones(5, 7)).sum()
 
         gradient = torch.func.grad(loss)(values)["weight"]
-        assert moments.take(model.weight, torch.zeros(4, 7)) is None
+        assert moments_tracker.take(model.weight, torch.zeros(4, 7)) is None
         with pytest.raises(RuntimeError, match=r"weight \(Linear\) has a gradient.*torch\.func"):
-            moments.take(model.weight, gradient)
+            moments_tracker.take(model.weight, gradient)
 
 
 def test_functional_call_with_the_models_own_parameters():
     model, x = prepared(lambda: nn.Linear(7, 4)), images(7)()
     expected = looped(model, x)
     own = dict(model.named_parameters())
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         loss_of(lambda x: torch.func.functional_call(model, own, (x,)), x).backward()
-        close(moments.take(model.weight), expected["weight"])
+        close(moments_tracker.take(model.weight), expected["weight"])
 
 
 def test_nothing_is_left_on_tensors():
@@ -735,16 +738,16 @@ def test_nothing_is_left_on_tensors():
             return y - self.mean
 
     gc.collect()
-    before = len(samples._places._notes)
+    before = len(sample_axis._places._notes)
     model = Mean()
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         y = model(torch.randn(5, 7))
         assert not vars(y) and not vars(model.mean)
         y.sum().backward()
         del y
     model.mean = torch.zeros(4)
     gc.collect()
-    assert len(samples._places._notes) <= before
+    assert len(sample_axis._places._notes) <= before
 
 
 def test_samples_that_are_mixed_are_an_error_where_they_are_used():
@@ -761,7 +764,7 @@ def test_samples_that_are_mixed_are_an_error_where_they_are_used():
 
     model = Pairs()
     with (
-        moments.track_moments(model),
+        moments_tracker.track_moments(model),
         pytest.raises(RuntimeError, match=r"for last\.weight \(Linear\): linear: no axis counts"),
     ):
         model(torch.randn(5, 6))
@@ -777,20 +780,20 @@ def test_parts_of_a_model_called_by_themselves():
 
     both.named_parameters, both.zero_grad = model.named_parameters, model.zero_grad
     expected = looped(both, x)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         loss_of(both, x).backward()
         for name, p in model.named_parameters():
             if name.startswith("a."):
-                close(moments.take(p), expected[name])
+                close(moments_tracker.take(p), expected[name])
 
 
 def test_an_error_of_forward_ends_what_it_began():
     model = nn.Sequential(nn.Linear(7, 4))
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.randn(5, 6))
         model(torch.randn(5, 7)).sum().backward()
-        assert moments.take(model[0].weight) is not None
+        assert moments_tracker.take(model[0].weight) is not None
     assert torch.overrides._len_torch_function_stack() == 0
 
 
@@ -798,12 +801,12 @@ def test_under_autocast():
     model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
     x = torch.randn(5, 7)
     expected = looped(model, x)
-    with moments.track_moments(model):
+    with moments_tracker.track_moments(model):
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, x)
         loss.float().backward()
         for name, p in model.named_parameters():
-            found = moments.take(p)
+            found = moments_tracker.take(p)
             assert found.dtype == torch.float32
             assert (found - expected[name]).norm() < 0.1 * expected[name].norm()
 
@@ -813,14 +816,14 @@ def test_under_autocast():
 @pytest.mark.parametrize("order", ["before", "after", "of the compiled", "in place"])
 def test_compiled(backend, order, caplog):
     torch._dynamo.reset()
-    vars(moments._running).pop("warned", None)
+    vars(moments_tracker._running).pop("warned", None)
     model = prepared(lambda: Tokens())
     x = images(2, 4, 4)()
     expected = looped(model, x)
     if order == "after":
         compiled = torch.compile(model, backend=backend)
         loss_of(compiled, x).backward()
-    tracker = moments.track_moments(
+    tracker = moments_tracker.track_moments(
         model if order != "of the compiled" else torch.compile(model, backend=backend)
     )
     if order == "in place":
@@ -832,7 +835,7 @@ def test_compiled(backend, order, caplog):
         for _ in range(2):
             loss_of(compiled, x).backward()
             for name, p in model.named_parameters():
-                close(moments.take(p), expected[name])
+                close(moments_tracker.take(p), expected[name])
         with torch.no_grad():
             assert torch.allclose(compiled(x), model(x))
     assert len([m for m in caplog.messages if m.startswith("torch.compile: ")]) == 1
@@ -843,7 +846,7 @@ def test_compiled_whole_is_an_error_that_says_why():
     torch._dynamo.reset()
     model = nn.Linear(7, 4)
     with (
-        moments.track_moments(model),
+        moments_tracker.track_moments(model),
         pytest.raises(torch._dynamo.exc.Unsupported, match="moments are tracked"),
     ):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(5, 7))
@@ -852,7 +855,7 @@ def test_compiled_whole_is_an_error_that_says_why():
 def test_the_sites_table_is_of_what_there_is():
     page = (Path(__file__).resolve().parents[2] / "docs" / "moments.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", page, re.MULTILINE)
-    known = {f.__name__ for f in (*formulas.RULES, *formulas.OPENED)} | formulas.RECURRENT
+    known = {f.__name__ for f in (*rules.RULES, *rules.OPENED)} | rules.RECURRENT
     said = {name for first, _, _ in rows for name in re.findall(r"`(\w+)`", first)}
     assert said == known | {"expand", "repeat"}
     for name in re.findall(r"`nn\.(\w+)", page):
@@ -861,7 +864,7 @@ def test_the_sites_table_is_of_what_there_is():
 
 def test_tracking_twice_and_a_wrong_chunk():
     model = nn.Linear(2, 2)
-    with moments.track_moments(model), pytest.raises(ValueError, match="tracked already"):
-        moments.track_moments(model)
+    with moments_tracker.track_moments(model), pytest.raises(ValueError, match="tracked already"):
+        moments_tracker.track_moments(model)
     with pytest.raises(ValueError, match="chunk must be at least 1"):
-        moments.track_moments(model, chunk=0)
+        moments_tracker.track_moments(model, chunk=0)

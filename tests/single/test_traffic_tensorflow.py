@@ -8,7 +8,7 @@ import tensorflow as tf
 from benchmarks.traffic import Count
 from benchmarks.traffic_tensorflow import HALVES, Step, of_graph, of_hlo, optimized
 from hvd_gradcomp import StromCompressor
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 
 pytestmark = pytest.mark.skipif(

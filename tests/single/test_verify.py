@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hvd_gradcomp import GradiVeQCompressor, StromCompressor
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import resizing
-from hvd_gradcomp.engine.failures import explained, named
-from hvd_gradcomp.engine.handshake import MismatchError, agree, describe
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.watching import verify
+from hvd_gradcomp.runtime.config_check import MismatchError, agree, describe
+from hvd_gradcomp.runtime.errors import explained, named
 
 OPS = TorchOps()
 WEIGHTS = verify.weights(OPS)

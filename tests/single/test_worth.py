@@ -16,8 +16,8 @@ from hvd_gradcomp import (
     after,
     partition,
 )
-from hvd_gradcomp.foundation.collectives import Broadcast
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.collectives import Broadcast
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.planning.assignment import plan

@@ -22,8 +22,8 @@ from hvd_gradcomp import (
     smaller,
 )
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter, take_over
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.carrying import residual
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign, plan, traits_of
 from hvd_gradcomp.planning.description import describe

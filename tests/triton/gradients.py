@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.passes import assert_alike

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.traffic import METHODS, RATIO, Step, launches_of
 from hvd_gradcomp import DGCCompressor
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"

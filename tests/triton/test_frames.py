@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import Context
-from hvd_gradcomp.core.exchanges import weighing, weights_of
+from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core.patterns import weighing, weights_of
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from tests.passes import layout_of
 from tests.triton.gradients import assert_left_clean, on

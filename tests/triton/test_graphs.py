@@ -18,13 +18,13 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.codecs.largest import LargestCompressor
 from hvd_gradcomp.codecs.quantized import Into, QuantizedCompressor
-from hvd_gradcomp.codecs.words import WordCompressor
-from hvd_gradcomp.core import exchanges, wire
-from hvd_gradcomp.core.aggregator import Context, leaves
-from hvd_gradcomp.foundation.layout import Layout
-from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.topk import LargestCompressor
+from hvd_gradcomp.core import patterns, wire
+from hvd_gradcomp.core.compressor import Context, leaves
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops.kernel_params import Rung
 from tests.triton.gradients import on
 
 SHAPES = (("a", "b", "c"), ((40, 45), (3,), (1500,)))
@@ -67,10 +67,10 @@ class Codec:
 
     def words(self):
         ops, codec, layout, rung = self.ops, self.compressor, self.layout, self.rung
-        finite, gradient = exchanges.checked_to_keep(ops, self.gradient)
+        finite, gradient = patterns.checked_to_keep(ops, self.gradient)
         encoded, state = codec.encode(ops, layout, rung, 0, gradient, self.state)
         self.state = state._replace(sent=self.state.sent)  # would be a tensor of the graph
-        header = exchanges.header_of(codec, self.context, finite)
+        header = patterns.header_of(codec, self.context, finite)
         header = header._replace(sent=encoded.sent, wanted=encoded.wanted)
         buffer = wire.seal(ops, header, encoded.body)
         bodies = wire.bodies_of(self.gathered(buffer))
@@ -83,11 +83,11 @@ class Codec:
     def quantized(self):
         ops, codec, layout = self.ops, self.compressor, self.layout
         bands, parts = codec.bands(layout), codec.parts(layout)
-        finite, gradient = exchanges.checked(ops, self.gradient)
+        finite, gradient = patterns.checked(ops, self.gradient)
         x = codec.collect(ops, gradient, self.state)
         mine = codec.encode(ops, bands, x, ops.key(0, 7))
         body = wire.packed(ops, parts, mine)
-        buffer = wire.seal(ops, exchanges.header_of(codec, self.context, finite), *body)
+        buffer = wire.seal(ops, patterns.header_of(codec, self.context, finite), *body)
         bodies = wire.bodies_of(self.gathered(buffer))
         self.state = codec.keep(ops, bands, x, mine, self.state)
         payload = wire.unpack_body(ops, parts, bodies)

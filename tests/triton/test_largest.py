@@ -14,8 +14,8 @@ from hvd_gradcomp import (
     LGCCompressor,
     SparseGDCompressor,
 )
+from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
-from hvd_gradcomp.foundation.collectives import Allgather
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from tests.methods import LARGEST
 from tests.passes import layout_of

@@ -8,8 +8,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp.foundation.bands import Band, Bands
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.row_groups import Band, Bands
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.triton import quantizers
 from tests.methods import QUANTIZED

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import Context
-from hvd_gradcomp.core.exchanges import header_of, weights_of
+from hvd_gradcomp.core.collectives import Allgather
+from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core.patterns import header_of, weights_of
 from hvd_gradcomp.core.wire import HEADER_BYTES
-from hvd_gradcomp.foundation.collectives import Allgather
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from hvd_gradcomp.ops.rules import Rung
+from hvd_gradcomp.ops.kernel_params import Rung
 from tests.methods import WORDS
 from tests.passes import layout_of
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds

@@ -7,10 +7,10 @@ from typing import Any
 
 from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
 from hvd_gradcomp.algorithms.gradiveq.slices import Slices, sizes_of
-from hvd_gradcomp.codecs.pca import Components, components, dimension
-from hvd_gradcomp.core.aggregator import Context
-from hvd_gradcomp.foundation.collectives import Broadcast
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.codecs.low_rank import Components, components, dimension
+from hvd_gradcomp.core.collectives import Broadcast
+from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -13,12 +13,12 @@ from hvd_gradcomp.algorithms.gradiveq.stock import FittedGradiVeQ
 from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.core import exchanges
-from hvd_gradcomp.core.aggregator import Context, Program
+from hvd_gradcomp.core import patterns
+from hvd_gradcomp.core.collectives import Allreduce, Switch
+from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import resizing
 from hvd_gradcomp.core.protocols.reporting import Report
-from hvd_gradcomp.foundation.collectives import Allreduce, Switch
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -161,14 +161,14 @@ class GradiVeQCompressor(GradiVeQSettings):
         self, ops: Ops, context: Context, gradient: Tensor, state: GradiVeQState
     ) -> Program:
         layout, weight = context.layout, context.prescale * context.postscale
-        finite, gradient = exchanges.checked(ops, gradient)
+        finite, gradient = patterns.checked(ops, gradient)
         if self.feedback:
             gradient = ops.accumulate(gradient, state.r * self.drain)
         code, energy, lost = projection.encode(self, ops, layout, gradient, state)
         loss = ops.where(energy > 0, lost / ops.where(energy > 0, energy, 1.0), 0.0)
-        said = ops.concat((code, ops.reshape(loss, (1,)), exchanges.poison(ops, finite)))
+        said = ops.concat((code, ops.reshape(loss, (1,)), patterns.poison(ops, finite)))
         total = yield Allreduce(said, context.prescale, context.postscale)
-        total = exchanges.unpoisoned(ops, total)
+        total = patterns.unpoisoned(ops, total)
         loss = ops.reshape(total[-1:], ()) * (1.0 / (weight * context.size))
         if self.resample_loss is not None:
             drifted = ops.stage(ops.cast(loss > self.resample_loss, "int64"))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
 from hvd_gradcomp.algorithms.gradiveq.slices import Slices
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 

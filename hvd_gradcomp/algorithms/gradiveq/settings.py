@@ -13,13 +13,13 @@ from hvd_gradcomp.algorithms.gradiveq.slices import Slices, sizes_of
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
 from hvd_gradcomp.algorithms.wrappers import part
 from hvd_gradcomp.codecs.clipping import Clipping
-from hvd_gradcomp.core.aggregator import Compressor
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.composite import Composite
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.layers import Layer, convolves
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import layering
 from hvd_gradcomp.core.protocols.carrying import correction
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layers import Layer, convolves
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
 
 _DEFAULT_LOSS = 0.01

@@ -9,8 +9,8 @@ from typing import Any
 import hvd_gradcomp.ops as verbs
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings
-from hvd_gradcomp.core.aggregator import Context
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Tensor
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from hvd_gradcomp.algorithms.lgc import training, vectors
 from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, LGCState, sealed_bytes
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.core import exchanges, wire
-from hvd_gradcomp.core.aggregator import Context, Program
-from hvd_gradcomp.foundation.collectives import Allgather, Allreduce
+from hvd_gradcomp.core import patterns, wire
+from hvd_gradcomp.core.collectives import Allgather, Allreduce
+from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -27,8 +27,8 @@ def program(
 ) -> Program:
     """One step of a rank, after the first phase."""
     layout = context.layout
-    leader = exchanges.drawn(context.step, lgc.seed, context.size)
-    finite, gradient = exchanges.checked_to_keep(ops, gradient)
+    leader = patterns.drawn(context.step, lgc.seed, context.size)
+    finite, gradient = patterns.checked_to_keep(ops, gradient)
     taken = vectors.taken_in(lgc, ops, context, finite, gradient, state, leader == context.rank)
     state = state._replace(memory=taken.memory, hint=taken.hint)
     index, given = yield from places(
@@ -38,7 +38,7 @@ def program(
     r = ops.gather(state.memory.r, index)
     values = r if compress else vectors.with_owed(lgc, ops, state, index)
     state = vectors.counted(ops, layout, state, index)
-    poison = exchanges.poison(ops, finite)
+    poison = patterns.poison(ops, finite)
     if compress:
         total, state = yield from coded(lgc, ops, context, state, index, values, given, poison)
     elif train:
@@ -47,12 +47,12 @@ def program(
         )
         header, bodies = vectors.opened(lgc, ops, context, buffers)
         sent = ops.from_bytes(bodies, "float32")  # [ranks, selected]
-        weights = ops.reshape(exchanges.weights_of(ops, context, header), (-1, 1))
+        weights = ops.reshape(patterns.weights_of(ops, context, header), (-1, 1))
         weighted = sent * weights
         total = weighted[0]
         for rank in range(1, context.size):
             total = total + weighted[rank]
-        total = exchanges.usable(ops, total)
+        total = patterns.usable(ops, total)
         state = vectors.settled(lgc, ops, state, index)
         if context.rank == lgc.master:
             loss = training.ring_loss(lgc, ops, context, leader, index, sent)
@@ -62,7 +62,7 @@ def program(
     else:
         said = ops.concat((values, poison))
         total = yield Allreduce(said, context.prescale, context.postscale)
-        total = exchanges.unpoisoned(ops, total)
+        total = patterns.unpoisoned(ops, total)
         state = vectors.settled(lgc, ops, state, index)
     return ops.clear_last(ops.put(ops.clear(gradient), index, total)), state
 
@@ -92,7 +92,7 @@ def places(
         return vectors.sealed(lgc, ops, context, finite, wire.pack_body(ops, parts, mine))
 
     size = sealed_bytes(parts)
-    buffer = yield from exchanges.from_leader(ops, context, leader, payload, size)
+    buffer = yield from patterns.from_leader(ops, context, leader, payload, size)
     header, bodies = vectors.opened(lgc, ops, context, ops.reshape(buffer, (1, -1)))
     mine = {name: part[0] for name, part in wire.unpack_body(ops, parts, bodies).items()}
     index = lgc.coding.decode(ops, layout, mine, capacity)
@@ -120,13 +120,13 @@ def coded(
     total = yield Allreduce(
         ops.concat((code, ops.gather(values, spots), poison)), 1.0, 1.0 / context.size
     )
-    total = exchanges.unpoisoned(ops, total)
+    total = patterns.unpoisoned(ops, total)
     length, exact = code.shape[0], lgc.feedback == "exact"
     codes = ops.stack((total[:length], code) if exact else (total[:length],))
     decoded = autoencoder.decode(ops, state.decoder, codes)[:, :selected] * unit
     back = ops.where(index < layout.sink, decoded[0], 0.0)
     weight = context.prescale * context.postscale * context.size
-    result = exchanges.usable(ops, back * weight)
+    result = patterns.usable(ops, back * weight)
     owed = ops.gather(state.owed, index) if exact else 0.0
     state = vectors.settled(lgc, ops, state, index)
     if exact:

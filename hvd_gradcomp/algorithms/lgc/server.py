@@ -8,9 +8,9 @@ from typing import Any
 from hvd_gradcomp.algorithms.lgc import training, vectors
 from hvd_gradcomp.algorithms.lgc.settings import OTHERS, SAMPLED, LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.core import exchanges, wire
-from hvd_gradcomp.core.aggregator import Context, Program
-from hvd_gradcomp.foundation.collectives import Allgather, Broadcast, Gather
+from hvd_gradcomp.core import patterns, wire
+from hvd_gradcomp.core.collectives import Allgather, Broadcast, Gather
+from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 
 _FINE, _NOT_FINITE, _DAMAGED = 0, 1, 2
@@ -29,7 +29,7 @@ def program(
 ) -> Program:
     """One step of a rank, after the first phase."""
     layout = context.layout
-    finite, gradient = exchanges.checked_to_keep(ops, gradient)
+    finite, gradient = patterns.checked_to_keep(ops, gradient)
     taken = vectors.taken_in(lgc, ops, context, finite, gradient, state)
     state = state._replace(memory=taken.memory, hint=taken.hint)
     if compress:
@@ -41,9 +41,9 @@ def program(
         vectors.sealed(lgc, ops, context, finite, wire.pack_body(ops, given, parts))
     )
     header, bodies = vectors.opened(lgc, ops, context, buffers)
-    weights = exchanges.weights_of(ops, context, header)
+    weights = patterns.weights_of(ops, context, header)
     mean = lgc.decode_sum(ops, layout, None, bodies, weights, gradient)  # type: ignore[arg-type]
-    mean = exchanges.usable(ops, mean)
+    mean = patterns.usable(ops, mean)
     state = vectors.settled(lgc, ops, vectors.counted(ops, layout, state, index), index)
     if train and context.rank == lgc.master:
         loss = training.server_loss(lgc, ops, context, bodies)
@@ -97,7 +97,7 @@ def served(
     answer = yield Broadcast(answer, lgc.master)
     changed, mean, loss = answered(lgc, ops, context, answer)
     weight = context.prescale * context.postscale * ranks
-    sums = exchanges.usable(ops, mean * weight)
+    sums = patterns.usable(ops, mean * weight)
     total = ops.clear_last(ops.put(ops.clear(gradient), changed, sums))
     spots = training.spots(ops, context.step, capacity)
     own = vectors.at(ops, index, values, ops.gather(changed, spots))
@@ -168,7 +168,7 @@ def reconstructed(
     extra = ops.reshape(
         everything[starts[common] + base : starts[common] + lengths[common]], (1, -1)
     )
-    header = exchanges.header_of(lgc, context)
+    header = patterns.header_of(lgc, context)
     facts, finite = wire.examined(ops, header, workers)
     more, _ = wire.examined(ops, header, extra)
     intact = ops.cast(facts, "int64")

@@ -12,16 +12,15 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.dgc import DGCCompressor
 from hvd_gradcomp.algorithms.wrappers import after
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.largest import count_of
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.codecs.sparse import Memory
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import Compressor, derived
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layers import Layer, traits_of
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.codecs.topk import count_of
+from hvd_gradcomp.core import validate, wire
+from hvd_gradcomp.core.compressor import Compressor, derived
+from hvd_gradcomp.core.layers import Layer, traits_of
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.verbs.bytewise import GROUP
+from hvd_gradcomp.ops.interface.bitpack import GROUP
 
 PATTERNS = ("ring_allreduce", "parameter_server")
 OPTIMIZERS = ("sgd", "adam")

@@ -9,8 +9,8 @@ from hvd_gradcomp.algorithms.lgc import vectors
 from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import Context
-from hvd_gradcomp.foundation.collectives import Broadcast, Gather
+from hvd_gradcomp.core.collectives import Broadcast, Gather
+from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.ops import Ops, Tensor
 
 CONVERGED = 0.95  # of the energy; more is lost by an autoencoder that has learned nothing

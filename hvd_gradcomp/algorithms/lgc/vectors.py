@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.exact import largest
 from hvd_gradcomp.codecs.sparse import Memory
-from hvd_gradcomp.core import exchanges, wire
-from hvd_gradcomp.core.aggregator import Context, Program
-from hvd_gradcomp.foundation.collectives import Allreduce
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.codecs.topk_select import largest
+from hvd_gradcomp.core import patterns, wire
+from hvd_gradcomp.core.collectives import Allreduce
+from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.rules import Form, Places
+from hvd_gradcomp.ops.interface.bitpack import GROUP
+from hvd_gradcomp.ops.kernel_params import Form, Places
 from hvd_gradcomp.ops.scope import Scope, layer_of
-from hvd_gradcomp.ops.verbs.bytewise import GROUP
 
 _MAGNITUDE = (1 << 31) - 1
 
@@ -33,10 +33,10 @@ def whole(
     lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: LGCState
 ) -> Program:
     """The first phase; momentum comes after the exchange, and goes on as the velocity `u`."""
-    finite, gradient = exchanges.checked_to_keep(ops, gradient)
-    said = ops.concat((gradient, exchanges.poison(ops, finite)))
+    finite, gradient = patterns.checked_to_keep(ops, gradient)
+    said = ops.concat((gradient, patterns.poison(ops, finite)))
     total = yield Allreduce(said, context.prescale, context.postscale)
-    total = exchanges.unpoisoned(ops, total)
+    total = patterns.unpoisoned(ops, total)
     if not lgc.momentum:
         return total, state
     ahead, u = ops.zeros(total.shape), state.memory.u * 1
@@ -121,14 +121,14 @@ def settled(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> LGCSt
 
 def sealed(lgc: LGCSettings, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
     """A body as it travels."""
-    return wire.seal(ops, exchanges.header_of(lgc, context, finite), body)
+    return wire.seal(ops, patterns.header_of(lgc, context, finite), body)
 
 
 def opened(
     lgc: LGCSettings, ops: Ops, context: Context, buffers: Tensor
 ) -> tuple[wire.Header, Tensor]:
     """What travelled: the headers and the bodies."""
-    expected, weighing = exchanges.header_of(lgc, context), exchanges.weighing(context, {})
+    expected, weighing = patterns.header_of(lgc, context), patterns.weighing(context, {})
     return wire.open_sealed(ops, expected, buffers, weighing)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from hvd_gradcomp.core.aggregator import Compressor, State
+from hvd_gradcomp.core.compressor import Compressor, State
 from hvd_gradcomp.ops import Ops, Tensor
 
 Correction = tuple["float | None", "bool | None"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.foundation.layers import Layer
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.layers import Layer
 
 
 @runtime_checkable

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from hvd_gradcomp.core.aggregator import Compressor, State
+from hvd_gradcomp.core.compressor import Compressor, State
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.carrying import residual
-from hvd_gradcomp.foundation.layout import Layout
 from hvd_gradcomp.ops import Tensor
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from hvd_gradcomp.core.aggregator import Compressor, State
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.compressor import Compressor, State
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops
 
 

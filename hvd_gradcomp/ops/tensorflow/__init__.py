@@ -17,16 +17,16 @@ from __future__ import annotations
 from hvd_gradcomp.ops.tensorflow.base import ASSERTION as ASSERTION
 from hvd_gradcomp.ops.tensorflow.base import assertion as assertion
 from hvd_gradcomp.ops.tensorflow.base import library as library
+from hvd_gradcomp.ops.tensorflow.bitpack import Bytewise
 from hvd_gradcomp.ops.tensorflow.buckets import Buckets
-from hvd_gradcomp.ops.tensorflow.bytewise import Bytewise
-from hvd_gradcomp.ops.tensorflow.coding import Coding
-from hvd_gradcomp.ops.tensorflow.control import Control
+from hvd_gradcomp.ops.tensorflow.creation import Making
 from hvd_gradcomp.ops.tensorflow.elementwise import Elementwise
-from hvd_gradcomp.ops.tensorflow.framing import Framing
-from hvd_gradcomp.ops.tensorflow.making import Making
+from hvd_gradcomp.ops.tensorflow.header import Framing
+from hvd_gradcomp.ops.tensorflow.host import Control
+from hvd_gradcomp.ops.tensorflow.indexing import Placing
 from hvd_gradcomp.ops.tensorflow.matrices import Matrices
-from hvd_gradcomp.ops.tensorflow.ordering import Ordering
-from hvd_gradcomp.ops.tensorflow.placing import Placing
+from hvd_gradcomp.ops.tensorflow.quantization import Coding
+from hvd_gradcomp.ops.tensorflow.reduction import Ordering
 from hvd_gradcomp.ops.tensorflow.searching import Searching
 
 

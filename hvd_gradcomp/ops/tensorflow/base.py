@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.core.row_groups import Bands
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building
-from hvd_gradcomp.ops.tensorflow.passes import TensorFlowLargestPasses, TensorFlowWordPasses
+from hvd_gradcomp.ops.tensorflow.fused import TensorFlowLargestPasses, TensorFlowWordPasses
 
 WORD = 1 << 32
 ASSERTION = "hvd_gradcomp"  # begins what a failed check says in a graph

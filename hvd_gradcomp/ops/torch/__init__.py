@@ -11,15 +11,15 @@ to the result of its step and raises at the next step, before anything else is s
 
 from __future__ import annotations
 
-from hvd_gradcomp.ops.torch.bytewise import Bytewise
-from hvd_gradcomp.ops.torch.coding import Coding
-from hvd_gradcomp.ops.torch.control import Control
+from hvd_gradcomp.ops.torch.bitpack import Bytewise
+from hvd_gradcomp.ops.torch.creation import Making
 from hvd_gradcomp.ops.torch.elementwise import Elementwise
-from hvd_gradcomp.ops.torch.framing import Framing
-from hvd_gradcomp.ops.torch.making import Making
+from hvd_gradcomp.ops.torch.header import Framing
+from hvd_gradcomp.ops.torch.host import Control
+from hvd_gradcomp.ops.torch.indexing import Placing
 from hvd_gradcomp.ops.torch.matrices import Matrices
-from hvd_gradcomp.ops.torch.ordering import Ordering
-from hvd_gradcomp.ops.torch.placing import Placing
+from hvd_gradcomp.ops.torch.quantization import Coding
+from hvd_gradcomp.ops.torch.reduction import Ordering
 from hvd_gradcomp.ops.torch.searching import Searching
 
 

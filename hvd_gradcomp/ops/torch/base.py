@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.foundation.bands import Bands
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.row_groups import Bands
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor
 from hvd_gradcomp.ops.native import library
-from hvd_gradcomp.ops.torch.passes import LargestPasses, WordPasses
+from hvd_gradcomp.ops.torch.fused import LargestPasses, WordPasses
 
 DTYPES = {
     "float64": torch.float64,
@@ -53,9 +53,9 @@ class Base(Ops):
         self.quantizers: Any = None  # the kernels of codes for every element
         if _has_kernels(self.device) if kernels is None else kernels:
             from hvd_gradcomp.ops.triton.common import Common
-            from hvd_gradcomp.ops.triton.largest import LargestPasses as LargestKernels
             from hvd_gradcomp.ops.triton.quantizers import Quantizers
-            from hvd_gradcomp.ops.triton.words import WordPasses as WordKernels
+            from hvd_gradcomp.ops.triton.threshold import WordPasses as WordKernels
+            from hvd_gradcomp.ops.triton.topk import LargestPasses as LargestKernels
 
             self.kernels, self.word_passes = Common(self), WordKernels(self)
             self.largest_passes, self.quantizers = LargestKernels(self), Quantizers(self)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.verbs.framing import Weighing
+from hvd_gradcomp.ops.interface.header import Weighing
 
 PIECES = 512
 SECTOR = 32  # bytes that a GPU reads or writes at least

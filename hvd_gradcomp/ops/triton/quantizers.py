@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hvd_gradcomp.foundation.bands import Bands
+from hvd_gradcomp.core.row_groups import Bands
 from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.interface.bitpack import GROUP
+from hvd_gradcomp.ops.interface.quantization import FACTOR, TINY
 from hvd_gradcomp.ops.triton.common import (
     Launcher,
     cut,
@@ -28,8 +30,6 @@ from hvd_gradcomp.ops.triton.common import (
     signed,
     to_words,
 )
-from hvd_gradcomp.ops.verbs.bytewise import GROUP
-from hvd_gradcomp.ops.verbs.coding import FACTOR, TINY
 
 TILE = 2048
 TASK = 4096  # elements of a group that a program looks at
@@ -477,7 +477,7 @@ class Quantizers(Launcher):
 def tasks_of(bands: Bands) -> list[tuple[int, int, int]]:
     """(start, length, group) of each stretch of a group.
 
-    >>> from hvd_gradcomp.foundation.bands import Band
+    >>> from hvd_gradcomp.core.row_groups import Band
     >>> tasks_of(Bands((Band(0, 1, 5000), Band(5024, 2, 3))))
     [(0, 4096, 0), (4096, 904, 0), (5024, 3, 1), (5027, 3, 2)]
     """

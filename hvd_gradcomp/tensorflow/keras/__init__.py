@@ -16,7 +16,7 @@ if int(_keras.__version__.partition(".")[0]) < 3:
         "hvd_gradcomp.tensorflow.DistributedGradientTape takes any tf.Variable"
     )
 
-from hvd_gradcomp.foundation.installation import require_keras_backend as _require_keras_backend
+from hvd_gradcomp.core.installation import require_keras_backend as _require_keras_backend
 
 _require_keras_backend(_keras.backend.backend())
 
@@ -27,13 +27,13 @@ for _name in ("callbacks", "elastic"):
     globals().pop(_name, None)
 
 from hvd_gradcomp import *  # noqa: F403
-from hvd_gradcomp.engine.handshake import MismatchError
-from hvd_gradcomp.saving.checkpoint import CheckpointError
-from hvd_gradcomp.tensorflow.batches import even_batches
-from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
+from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.monitoring.verify import DivergedError
+from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
-from hvd_gradcomp.tensorflow.deadlock import DeadlockError, init, shutdown
-from hvd_gradcomp.tensorflow.joining import join
+from hvd_gradcomp.tensorflow.even_batches import even_batches
 from hvd_gradcomp.tensorflow.keras import callbacks, elastic
 from hvd_gradcomp.tensorflow.keras.fitting import translate as _translate
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
@@ -43,10 +43,10 @@ from hvd_gradcomp.tensorflow.keras.optimizer import (
     load_model,
 )
 from hvd_gradcomp.tensorflow.probing import Probe
-from hvd_gradcomp.tensorflow.reports import StatsWriter
+from hvd_gradcomp.tensorflow.stall_inspector import DeadlockError, init, shutdown
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, discard_step, retrain, verify
-from hvd_gradcomp.watching.stats import CompressionStats
-from hvd_gradcomp.watching.verify import DivergedError
+from hvd_gradcomp.tensorflow.stats_writer import StatsWriter
+from hvd_gradcomp.tensorflow.uneven_inputs import join
 
 _translate()
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.schedule import EGCCorrection
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.tensorflow.broadcasting import broadcast_variables
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     distributed_in,
@@ -22,7 +22,7 @@ from hvd_gradcomp.tensorflow.engine import (
 )
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
-from hvd_gradcomp.tensorflow.keras.reports import StatsWriter as StatsWriter
+from hvd_gradcomp.tensorflow.keras.stats_writer import StatsWriter as StatsWriter
 from hvd_gradcomp.tensorflow.stats import verify
 from hvd_gradcomp.tensorflow.variables import plain_variable
 

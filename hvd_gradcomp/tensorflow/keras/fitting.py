@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvd_gradcomp.tensorflow.deadlock import translated
+from hvd_gradcomp.tensorflow.stall_inspector import translated
 
 _STOCK = keras.Model.fit
 

@@ -25,10 +25,10 @@ from keras.optimizers import LossScaleOptimizer
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.wrappers import take_over
-from hvd_gradcomp.core.aggregator import Compressor
-from hvd_gradcomp.foundation import validate
-from hvd_gradcomp.foundation.layers import tables_of
-from hvd_gradcomp.tensorflow import digests
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.layers import tables_of
+from hvd_gradcomp.tensorflow import checksums
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     TITLES,
@@ -37,9 +37,9 @@ from hvd_gradcomp.tensorflow.engine import (
     distributed_in,
     takes_part,
 )
-from hvd_gradcomp.tensorflow.keras import callers, configs
-from hvd_gradcomp.tensorflow.keras.passes import MomentSource, Passes
-from hvd_gradcomp.tensorflow.keras.places import Sharing, local_places, places_of
+from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
+from hvd_gradcomp.tensorflow.keras.accumulation import MomentSource, Passes
+from hvd_gradcomp.tensorflow.keras.local_vars import Sharing, local_places, places_of
 from hvd_gradcomp.tensorflow.tape import layers_in, named_layers, variables_of
 from hvd_gradcomp.tensorflow.variables import keep_local
 
@@ -175,12 +175,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     compressor, gives_up = take_over(compressor, type(inner).__name__, own)
     if gives_up and own is not None:
         taken = {"momentum": own[0], "nesterov": own[1]}
-        config = configs.with_changes(config, {"momentum": 0.0, "nesterov": False})
+        config = serialization.with_changes(config, {"momentum": 0.0, "nesterov": False})
         LOGGER.info("%s are taken over from %s by the compressor", taken, type(inner).__name__)
     distributed = _made(_base_of(optimizer), config)
     distributed._configure(
         compressor,
-        configs.written(given, _base_of(optimizer)),
+        serialization.written(given, _base_of(optimizer)),
         taken=taken,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
@@ -348,13 +348,13 @@ class _Reducing:
 
     def get_config(self) -> dict[str, Any]:
         """The optimizer's own configuration, and what the wrapper was given."""
-        config = configs.with_changes(super().get_config(), self._taken)  # type: ignore[misc]
+        config = serialization.with_changes(super().get_config(), self._taken)  # type: ignore[misc]
         written = json.loads(self._written)
         if self.built and not self._refusal:
             written |= {"plain": len(self._plain), "local": sorted(self._local)}
         elif self._find_local:
             written["local"] = None  # nobody knows yet
-        return {**config, configs.entry(config): written}
+        return {**config, serialization.entry(config): written}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -368,7 +368,7 @@ class _Reducing:
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, and those of the exchange after them."""
-        outer = callers.scaler_around(self)
+        outer = loss_scale.scaler_around(self)
         if not variables:  # of a model that is not built, or that Keras reads from HDF5
             return
         if not self.built:
@@ -482,7 +482,7 @@ class _Reducing:
         if self._refusal:
             raise ValueError(f"this optimizer cannot train: {self._refusal}")
         if not tf.executing_eagerly():
-            callers.refuse_xla()
+            loss_scale.refuse_xla()
         if not self.built:
             self.build(variables)
         if len(grads) != len(variables):
@@ -554,7 +554,7 @@ class _Reducing:
         if self._verify_every and self._gradcomp is not None:
             engine, sources = self._gradcomp, self._gradcomp_sources
             due = tf.equal(engine.steps % self._verify_every, 0)
-            tf.cond(due, lambda: digests.check(engine, sources), lambda: None)
+            tf.cond(due, lambda: checksums.check(engine, sources), lambda: None)
 
     @property
     def _gradcomp_sources(self) -> list[Any]:
@@ -606,7 +606,7 @@ def load_model(
         options["compression"] = compression
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     objects.update(custom_objects or {})
-    with configs.in_place_of_what_was_saved(options):
+    with serialization.in_place_of_what_was_saved(options):
         model = keras.models.load_model(filepath, custom_objects=objects)
     if model.optimizer is None:
         return model
@@ -661,7 +661,7 @@ def _plain_config(optimizer: Any) -> dict[str, Any]:
             "what this LossScaleOptimizer is wrapped around is distributed already: pass its "
             "inner_optimizer to hvd.DistributedOptimizer, or nothing"
         )
-    return configs.parted(optimizer.get_config())[0]
+    return serialization.parted(optimizer.get_config())[0]
 
 
 def _take(optimizer: Any, store: Any, plain: int, same: bool) -> None:
@@ -709,10 +709,10 @@ def _those(optimizer: Any, variables: Any) -> list[Any]:
 
 def _restored(config: dict[str, Any], base: Any = None) -> Any:
     """A distributed optimizer from the configuration of one; see `_Reducing.from_config`."""
-    config, written = configs.parted(config)
-    base = base or configs.named(written.get("optimizer", ""))
+    config, written = serialization.parted(config)
+    base = base or serialization.named(written.get("optimizer", ""))
     try:
-        options = configs.read(written)
+        options = serialization.read(written)
         made = DistributedOptimizer(base.from_config(dict(config)), **options)
     except ValueError as error:
         made = _made(base, config)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.watching.reports import JSONLines, TensorBoard
+from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
 from tests.chaos.workers import trials
 from tests.chaos.workers.trials import Trial
 from tests.parallel.workers.results import digest

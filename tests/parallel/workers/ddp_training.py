@@ -26,11 +26,11 @@ from hvd_gradcomp import (
     partition,
     smaller,
 )
-from hvd_gradcomp.engine.handshake import MismatchError
+from hvd_gradcomp.checkpoint import files
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.saving import checkpoint
+from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import ddp
-from hvd_gradcomp.torch.rounds import OutOfStepError
+from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import GRADIVEQ, LGC, LGC_SERVER, ONE_OF_EACH, VARIANCE
 from tests.parallel.workers.perceptron import STEPS, Model, loss, vector
 
@@ -313,7 +313,7 @@ def what_is_no_state():
             for x in bucket["state"].values():
                 x.zero_()
         raises(
-            checkpoint.CheckpointError,
+            files.CheckpointError,
             "is missing, or no",
             lambda s=other: state.load_state_dict(s),
         )

@@ -13,7 +13,7 @@ from keras import layers
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp import DGCCompressor, GradiVeQCompressor, StromCompressor, VarianceCompressor
-from hvd_gradcomp.core.aggregator import with_leaves
+from hvd_gradcomp.core.compressor import with_leaves
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow.variables import plain_variable
 from tests.methods import ONE_OF_EACH

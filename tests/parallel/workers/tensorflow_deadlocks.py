@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvd_gradcomp.tensorflow as tape_hvd
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.engine import deadlock
+from hvd_gradcomp.runtime import stall_inspector
 from tests.parallel.workers.results import errors_of, write
 
 SENT = hvd.StromCompressor(0.01)
@@ -82,12 +82,12 @@ def slow_rank():
 
     class Slow(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            time.sleep(3 * deadlock.PATIENCE * (batch == 1) * hvd.rank())
+            time.sleep(3 * stall_inspector.PATIENCE * (batch == 1) * hvd.rank())
 
     fit(3, [Slow(), hvd.callbacks.MetricAverageCallback()])
     for _ in range(2):
         assert float(hvd.allreduce(tf.constant(1.0 + hvd.rank()), name="metric")) == 1.5
-        time.sleep(3 * deadlock.PATIENCE * hvd.rank())
+        time.sleep(3 * stall_inspector.PATIENCE * hvd.rank())
         assert len(tape_hvd.allgather_object(hvd.rank())) == 2
 
 
@@ -117,7 +117,7 @@ def main(folder: str, *names: str) -> None:
     hvd.init()
     rank = hvd.rank()
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    deadlock.PATIENCE = 0.5
+    stall_inspector.PATIENCE = 0.5
     log = Log()
     logging.getLogger("hvd_gradcomp").addHandler(log)
     found = {"log": log.found}

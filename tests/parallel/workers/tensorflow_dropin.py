@@ -23,7 +23,7 @@ from hvd_gradcomp import (
     partition,
     role,
 )
-from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.planning.configuration import as_config
 from hvd_gradcomp.tensorflow.variables import is_rank_local

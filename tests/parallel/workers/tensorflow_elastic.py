@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.core.aggregator import is_replicated, leaves
+from hvd_gradcomp.core.compressor import is_replicated, leaves
 from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from hvd_gradcomp.tensorflow.tape import engine_of_variables

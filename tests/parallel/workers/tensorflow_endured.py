@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.tensorflow import DistributedGradientTape, meeting
+from hvd_gradcomp.tensorflow import DistributedGradientTape, checkpoint_barrier
 from tests.parallel.workers.results import errors_of, write
 
 FAULTY = 1
@@ -107,7 +107,7 @@ def saved_late(folder):
     """A rank that comes late is none that trains, and what others have told it is settled."""
     tape = Tape()
     if hvd.rank() == FAULTY:
-        time.sleep(2 * meeting.PATIENCE)
+        time.sleep(2 * checkpoint_barrier.PATIENCE)
     for _ in range(2):
         hvd.save_checkpoint(folder, weights=[tape.weight])
         tape.step()
@@ -128,7 +128,7 @@ def saved_alone(folder):
 def main(folder: str) -> None:
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    meeting.PATIENCE = 1.0
+    checkpoint_barrier.PATIENCE = 1.0
     saved = Path(folder, "saved")
     errors = errors_of(
         {

@@ -14,8 +14,8 @@ import torch
 
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
-from hvd_gradcomp.foundation.collectives import Alltoall
-from hvd_gradcomp.foundation.layout import Layout
+from hvd_gradcomp.core.collectives import Alltoall
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.tensorflow import engine as engine_module
 from hvd_gradcomp.testing import World

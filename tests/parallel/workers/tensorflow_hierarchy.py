@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.core.protocols import carrying
-from hvd_gradcomp.tensorflow import DistributedGradientTape, states
+from hvd_gradcomp.tensorflow import DistributedGradientTape, buckets
 from tests.methods import SCALECOM
 from tests.parallel.workers.results import digest, errors_of, write
 
@@ -154,7 +154,7 @@ def micro_batches():
 def main(folder: str) -> None:
     hvd.init(process_sets="dynamic")
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    states.BUCKET_BYTES = 6000
+    buckets.BUCKET_BYTES = 6000
     skipping, _ = taped(STROM, graph=False, spoilt=(2,), nonfinite="skip")
     raising, said = taped(STROM, spoilt=(2,))
     result = {

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.protocols.carrying import correction
 from tests.methods import EVERY, ONE_OF_EACH
 from tests.parallel.workers.places import arrays, choose, here

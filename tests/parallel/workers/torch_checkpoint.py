@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.protocols import carrying
-from hvd_gradcomp.torch import files
+from hvd_gradcomp.torch import safetensors_file
 from tests.methods import (
     DGC_WARMED_UP,
     EGC,
@@ -154,9 +154,9 @@ def faults(folder):
         part.write_bytes(part.read_bytes()[:-300])
 
     def other_format(path):
-        own = files.unpacked((path / "rank-0-of-2").read_bytes())
+        own = safetensors_file.unpacked((path / "rank-0-of-2").read_bytes())
         own["optimizer"]["format"] = 2
-        forged(path, "rank-0-of-2", files.packed(own))
+        forged(path, "rank-0-of-2", safetensors_file.packed(own))
 
     def hostile(path):
         forged(path, "shared", pickle.dumps(Hostile(Path(folder, "ran"))))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.aggregator import is_replicated, leaves
+from hvd_gradcomp.core.compressor import is_replicated, leaves
 from hvd_gradcomp.core.protocols import carrying
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary, open_slot

@@ -11,7 +11,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.compressor import leaves
 from tests.parallel.workers.results import digest, errors_of, finish
 
 os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"

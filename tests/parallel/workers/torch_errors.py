@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.aggregator import leaves
-from hvd_gradcomp.engine import deadlock, handshake
+from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.runtime import config_check, stall_inspector
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import errors_of, finish
 
@@ -105,7 +105,7 @@ def metrics_of_a_slow_rank():
     """Rank 1 computes for longer than the patience: neither an error, nor names that part."""
     optimizer = make(model := nn.Linear(3, 2))
     for _ in range(2):
-        time.sleep(1.5 * deadlock.PATIENCE + 1.0 if hvd.rank() == 1 else 0.0)
+        time.sleep(1.5 * stall_inspector.PATIENCE + 1.0 if hvd.rank() == 1 else 0.0)
         assert float(hvd.allreduce(torch.tensor(1.0 + hvd.rank()))) == 1.5
         hvd.barrier()
         model(torch.ones(2, 3)).sum().backward()
@@ -211,7 +211,7 @@ def scalers_live_on():
     for compression in (hvd.NoneCompressor(), hvd.StromCompressor(0.1 + hvd.rank())):
         try:
             scaled_alone(compression)
-        except handshake.MismatchError as error:  # at the end of backward, and at its beginning
+        except config_check.MismatchError as error:  # at the end of backward, and at its beginning
             held.append(error)
         optimizer = make(model := nn.Linear(3, 200))
         two_steps(optimizer, model, lambda: None)
@@ -274,7 +274,7 @@ def main(folder: str) -> None:
         before_init = str(error)
     hvd.init()
     torch.set_num_threads(1)
-    deadlock.PATIENCE = 1.0
+    stall_inspector.PATIENCE = 1.0
     found = errors_of(
         {
             "groups": lambda: make(groups=2),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.aggregator import leaves
+from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.protocols import carrying
 from tests.methods import EVERY, ONE_OF_EACH, learned_by
 from tests.parallel.workers.results import digest, errors_of, finish

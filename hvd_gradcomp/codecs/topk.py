@@ -1,0 +1,360 @@
+"""The sparse methods with a number of elements: the k largest of each layer, or of the model.
+
+    collect  takes the gradient into the memory, elementwise
+    quota    how many elements of each layer to send
+    encode   the k largest, their indices, the payload
+    settle   the memory, by what was *sent*
+
+The selection is exact, and no layer is sorted for it; see `codecs.exact`.
+
+Zeros are never sent. Payload: float32 values and coded indices, of a fixed size, or of one of a few
+sizes where the number of elements changes; where gathering these would bring a rank more bytes than
+an allreduce of the bucket, they are summed instead.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import takewhile
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
+from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor
+from hvd_gradcomp.codecs.topk_select import largest, of_blocks
+from hvd_gradcomp.core import patterns, wire
+from hvd_gradcomp.core.capacity import Ladder, LadderState
+from hvd_gradcomp.core.cost_model import most_gathered
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.kernel_params import Collecting, Form, Rung
+from hvd_gradcomp.ops.scope import Scope, layer_of
+
+
+def count_of(size: int, density: float) -> int:
+    """How many of `size` elements a density means: at least one.
+
+    >>> count_of(1000, 0.001), count_of(10, 0.001), count_of(1500, 0.001)
+    (1, 1, 2)
+    """
+    return min(size, max(1, int(size * density + 0.5)))
+
+
+class LargestState(NamedTuple):
+    """State of one bucket."""
+
+    memory: Memory  # NamedTuple of float32 [size], rank-local
+    ladder: LadderState  # replicated
+    sent: Tensor  # int64 [layers], elements that this rank has sent so far
+    hint: Tensor  # float32 [groups], where to look first in the next step; rank-local
+
+
+class LargestCompressor(SparseCompressor):
+    """Base of the family; see the head of this file.
+
+    Attributes:
+        of_model: whether the elements of all layers compete, not those of each among themselves.
+        index_coding: how indices travel; a name in `indices.CODINGS`.
+    """
+
+    begins_anew = frozenset({"hint"})
+    rule: Collecting | None = None
+    ruled = frozenset({"collect", "settle", "without_sink", "select", "held", "give_back"})
+
+    of_model: ClassVar[bool] = False
+    index_coding: str = "delta"
+
+    @abstractmethod
+    def count(self, size: int) -> int:
+        """The most of so many elements that are sent."""
+
+    @abstractmethod
+    def collect(self, ops: Ops, memory: Memory, gradient: Tensor) -> Memory:
+        """Takes the gradient in. Elementwise, donating."""
+
+    @abstractmethod
+    def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
+        """Takes out what was sent; indices may be the sink."""
+
+    def quota(
+        self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
+    ) -> tuple[Tensor | None, Any]:
+        """How many elements of each layer (or of the model) are sent in this step; int64 [k].
+
+        None for the most of all, 0 for the most of one.
+        """
+        del ops, layout, step, gradient
+        return None, state
+
+    # -- sizes -------------------------------------------------------------------------------
+
+    @property
+    def coding(self) -> IndexCoding:
+        """How indices travel."""
+        return CODINGS[self.index_coding]
+
+    def most(self, layout: Layout) -> tuple[int, ...]:
+        """The most elements that are sent of each layer, or of the model."""
+        return _most_of(self, layout)
+
+    def capacity(self, layout: Layout) -> int:
+        """Elements that a payload holds, at most."""
+        return sum(self.most(layout))
+
+    def capacities(self, layout: Layout) -> tuple[int, ...]:
+        """Elements that a payload may have room for, ascending; the last is the most."""
+        return (self.capacity(layout),)
+
+    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
+        most = most_gathered(4.0 * layout.elements, ranks)
+        capacities, sizes = self.capacities(layout), _sizes_of(self, layout)
+        fit = sum(1 for _ in takewhile(lambda size: size <= most, sizes))
+        return Ladder(capacities[:fit], summed=fit < len(capacities))
+
+    def parts(self, layout: Layout, capacity: int | None = None) -> dict[str, wire.Part]:
+        """The body of a payload with so much room; with the most, where none is given."""
+        capacity = self.capacity(layout) if capacity is None else capacity
+        return {
+            **self.coding.parts(layout, capacity),
+            "values": wire.Part("float32", capacity),
+        }
+
+    def body_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
+        return int(wire.body_bytes(self.parts(layout, Room.on(self, layout, rung).capacity)))
+
+    def payload_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
+        return super().payload_bytes(layout, rung or Rung(0, self.capacity(layout), False))
+
+    def layer_bytes(self, shape: Sequence[int]) -> float:
+        size = prod(shape)
+        count = self.count(size)
+        return count * (4 + self.coding.bits(size, count) / 8)
+
+    def init(self, ops: Ops, layout: Layout) -> Any:
+        memory, _, sent = super().init(ops, layout)
+        ladder = self.ladder(layout).init(ops, rung=len(self.capacities(layout)) - 1)
+        return LargestState(memory, ladder, sent, self.unknown(ops, layout))
+
+    def unknown(self, ops: Ops, layout: Layout) -> Tensor:
+        """The hint before the first step: no element passes."""
+        groups = Scope(layout, self.of_model).count
+        return ops.full((groups,), float("inf"), "float32")
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def encode(
+        self,
+        ops: Ops,
+        layout: Layout,
+        rung: Rung,
+        step: Any,
+        gradient: Tensor,
+        state: Any,
+        moment: Tensor | None = None,
+    ) -> tuple[Encoded, Any]:
+        del moment
+        scope, room = Scope(layout, self.of_model), Room.on(self, layout, rung)
+        wanted, state = self.quota(ops, layout, step, gradient, state)
+        form = None if self.rule is None else room.form(ops)
+        if form is not None:
+            return _encoded_in_passes(ops, scope, room, form, step, wanted, gradient, state)
+        quota, total = _shared(ops, room, wanted)
+        quota = ops.words(self.most(layout)) if quota is None else quota
+        found, memory = self.collected(ops, scope, gradient, state)
+        chosen = self.select(ops, scope, step, memory[0], quota, found, rung)
+        parts, index, values, hint = chosen
+        parts["values"] = values = ops.bits_float(values)
+        body = wire.pack_body(ops, room.parts(ops), parts)
+        real = ops.cast(index < layout.sink, "int64")
+        per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
+        held = self.held(ops, memory, index, values)
+        memory = self.without_sink(ops, self.settle(ops, memory, index))
+        encoded = Encoded(body, ops.sum(real), total, held)
+        sent = state.sent + per_layer
+        return encoded, state._replace(memory=memory, sent=sent, hint=hint)
+
+    def collected(
+        self, ops: Ops, scope: Scope, gradient: Tensor, state: Any
+    ) -> tuple[Tensor | None, Memory]:
+        """The memory with the gradient in it, and which elements pass the hint, if one looked."""
+        kind, fields = type(state.memory), len(state.memory)
+
+        def tile(*pieces: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.collect(ops, kind(*pieces[:fields]), pieces[fields]))
+
+        if not ops.dynamic_shapes:
+            return None, kind(*ops.sweep(tile, tuple(state.memory), (gradient,)))
+
+        def with_values(*pieces: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            taken_in = tile(*pieces)
+            return taken_in[0], taken_in
+
+        bound = of_blocks(ops, scope, state.hint)
+        found, taken_in = ops.search(with_values, tuple(state.memory), (gradient,), bound)
+        return found, kind(*taken_in)
+
+    def select(
+        self,
+        ops: Ops,
+        scope: Scope,
+        step: Any,
+        r: Tensor,
+        quota: Tensor,
+        found: Tensor | None,
+        rung: Rung | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
+        """The k largest |r|: parts that say which, indices, bits of the values, the next hint.
+
+        Args:
+            found: indices of all elements beyond some bound; None to look for them here.
+            rung: how much room there is; None for the most.
+        """
+        layout, room = scope.layout, Room.on(self, scope.layout, rung)
+        selection, code, hint = largest(ops, scope, r, quota, self.most(layout), step, found)
+        sent = selection.fitting(code, room.capacity, step)
+        parts, index, place = self.coding.encode(ops, layout, room.parts(ops), sent.index, step)
+        values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
+        return parts, index, values, hint
+
+    def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
+        sent = Room.on(self, layout, rung)
+        if sent.form(ops) is not None and ops.largest_passes.looks:
+            return []  # what adds up looks at them
+        values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
+        return [ops.reshape(ops.peaks(values), (-1, 1))]
+
+    def decode_sum(
+        self,
+        ops: Ops,
+        layout: Layout,
+        rung: Rung,
+        bodies: Tensor,
+        weights: Tensor,
+        room: Tensor,
+    ) -> Tensor:
+        sent = Room.on(self, layout, rung)
+        form = sent.form(ops)
+        if form is not None:
+            given, passes = (layout, form, bodies, weights, room), ops.largest_passes
+            if passes.looks:
+                return passes.add(*given, patterns.LARGEST, wire.ANY_NOT_FINITE)
+            return passes.add(*given)
+        payload = wire.unpack_body(ops, sent.parts(ops), bodies)
+        values = payload.pop("values") * weights[:, None]  # [world, capacity]
+        total = ops.clear(room)
+        for rank in range(bodies.shape[0]):
+            mine = {name: part[rank] for name, part in payload.items()}
+            index = self.coding.decode(ops, layout, mine, sent.capacity)
+            total = ops.add_at(total, index, values[rank])
+        return ops.clear_last(total)
+
+
+class Room(NamedTuple):
+    """A payload's body with room for so many elements."""
+
+    compressor: LargestCompressor
+    layout: Layout
+    capacity: Any  # one of the compressor's; may be a scalar in a graph
+
+    @classmethod
+    def on(cls, compressor: LargestCompressor, layout: Layout, rung: Rung | None) -> Room:
+        """What a rung has; the most, where no rung is given."""
+        capacities = compressor.capacities(layout)
+        if rung is None or rung.dense is True or len(capacities) == 1:
+            return cls(compressor, layout, capacities[-1])
+        return cls(compressor, layout, rung.capacity)
+
+    def parts(self, ops: Ops) -> dict[str, wire.Part]:
+        """What the body is made of."""
+        compressor, layout, capacity = self
+        if isinstance(capacity, int):
+            return compressor.parts(layout, capacity)
+        capacities = compressor.capacities(layout)
+        place, by_capacity = ops.bisect(capacities, capacity), _parts_of(compressor, layout)
+        return {
+            name: part._replace(count=ops.choice([x[name].count for x in by_capacity], place))
+            for name, part in by_capacity[0].items()
+        }
+
+    def form(self, ops: Ops) -> Form | Tensor | None:
+        """Where the parts lie in it; None where there are no passes for it.
+
+        Of a capacity that a graph knows: `Form.numbers`, int64 [7].
+        """
+        compressor, layout, capacity = self
+        if ops.largest_passes is None:
+            return None
+        if isinstance(capacity, int):
+            return form_of(compressor, layout, capacity)
+        capacities = compressor.capacities(layout)
+        forms = [form_of(compressor, layout, each) for each in capacities]
+        # All numbers of all rungs in one table: each of its own would be many nodes of a graph.
+        table = [number for form in forms if form is not None for number in form.numbers]
+        width = len(table) // len(forms)
+        if not table:
+            return None
+        place = ops.bisect(capacities, capacity) * width + ops.arange(width)
+        return ops.gather(ops.words(table), place)
+
+
+@lru_cache(maxsize=1024)
+def _most_of(compressor: LargestCompressor, layout: Layout) -> tuple[int, ...]:
+    return tuple(compressor.count(size) for size in Scope(layout, compressor.of_model).sizes)
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(compressor: LargestCompressor, layout: Layout) -> list[dict[str, wire.Part]]:
+    return [compressor.parts(layout, capacity) for capacity in compressor.capacities(layout)]
+
+
+@lru_cache(maxsize=1024)
+def _sizes_of(compressor: LargestCompressor, layout: Layout) -> list[int]:
+    return [int(wire.body_bytes(parts)) for parts in _parts_of(compressor, layout)]
+
+
+@lru_cache(maxsize=4096)
+def form_of(compressor: LargestCompressor, layout: Layout, capacity: int) -> Form | None:
+    """Where the parts of a body lie; None if passes do not know its code."""
+    parts = compressor.parts(layout, capacity)
+    places = compressor.coding.places(parts)
+    if places is None:
+        return None
+    return Form(int(wire.body_bytes(parts)), capacity, wire.starts(parts)["values"], places)
+
+
+def _shared(ops: Ops, room: Room, wanted: Tensor | None) -> tuple[Tensor | None, Any]:
+    """What has room of a quota, None for the most; and how many elements are wanted."""
+    compressor, layout, capacity = room
+    if wanted is None and len(compressor.capacities(layout)) == 1:
+        return None, compressor.capacity(layout)
+    most = compressor.most(layout)
+    shares: tuple[Tensor, Tensor] = ops.shares(
+        ops.words(most) if wanted is None else wanted, most, capacity
+    )
+    return shares
+
+
+def _encoded_in_passes(
+    ops: Ops,
+    scope: Scope,
+    room: Room,
+    form: Form | Tensor,
+    step: int,
+    wanted: Tensor | None,
+    gradient: Tensor,
+    state: Any,
+) -> tuple[Encoded, Any]:
+    compressor, passes = room.compressor, ops.largest_passes
+    most = compressor.most(room.layout)
+    given = most, state.hint, state.memory, gradient, state.sent
+    if wanted is not None and passes.shares:
+        written = passes.write(compressor.rule, scope, form, step, wanted, *given, shares=True)
+        total = written.wanted
+    else:
+        quota, total = _shared(ops, room, wanted)
+        written = passes.write(compressor.rule, scope, form, step, quota, *given)
+    encoded = Encoded(written.body, written.sent, total, settle=written.settle)
+    memory = type(state.memory)(*written.memory)
+    return encoded, state._replace(memory=memory, sent=written.per_layer, hint=written.hint)

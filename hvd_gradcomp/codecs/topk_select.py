@@ -1,0 +1,209 @@
+"""The k largest elements of each layer, or of the model.
+
+No layer is sorted for them: elements beyond a bound are found while the gradient is collected, and
+only they are sorted. About 1.3 k passed it in the step before; that changes slowly, since the
+memory changes slowly. Layers of which fewer than k elements pass (all, in the first step) are
+scanned again: small ones whole, others with a bound from a strided sample, and once more below
+where the sample misled. Elements as large as the k-th are taken in turn, so that no place is
+preferred: those at `step * k` and after come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from hvd_gradcomp.codecs.compaction import Indexed, Masked, Selection
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.scope import Scope
+
+_SMALL = 4096  # a layer up to here is not sampled
+_BITS = 31  # of a magnitude
+_FINE = 18  # bits below a bin of the sample's histogram: 32 bins to an octave
+_BINS = 512  # 16 octaves below the largest; the last bin takes the rest
+
+
+def largest(
+    ops: Ops,
+    scope: Scope,
+    r: Tensor,
+    k: Tensor,
+    most: Sequence[int],
+    turn: Any,
+    found: Tensor | None,
+) -> tuple[Selection, Tensor, Tensor]:
+    """The k largest |r| of each group, zeros excepted.
+
+    Args:
+        r: float32 [size].
+        k: int64 [groups], at most `most`.
+        turn: the step; says which of equal magnitudes come first.
+        found: indices of all elements beyond some bound, ascending; None if nobody looked.
+
+    Returns:
+        The selection, the bits of its values, and a magnitude of each group that about
+        1.3 k elements reach; infinite where shapes are static, 0 for a group that has fewer than k.
+    """
+    layout = scope.layout
+    if ops.dynamic_shapes:
+        found = _candidates(ops, scope, r, k, most, found)
+        code = ops.float_bits(ops.gather(r, found))
+        bits = code % (1 << _BITS)
+        selection: Selection = Indexed(ops, layout, found)
+        last, hint = _last_of_sorted(ops, scope, found, bits, k)
+    else:
+        code = ops.float_bits(r)
+        bits = code % (1 << _BITS)
+        selection = Masked(ops, layout, bits > 0)
+        last = _last_of_layers(ops, scope, r, k, most)
+        hint = ops.full((scope.count,), float("inf"), "float32")
+    last_of_item = selection.of_layer(scope.of_layers(ops, last))
+    selection, code = selection.only((bits > 0) & (bits >= last_of_item), code)
+    if ops.dynamic_shapes:
+        surplus = scope.count_of(ops, selection.index_of_items()) > k
+        index, code = ops.cond(
+            _some(ops, surplus),
+            lambda: _dropped(_without_surplus(ops, scope, selection, code, last, k, turn)),
+            lambda: (selection.index_of_items(), code),
+        )
+        return Indexed(ops, layout, index), code, hint
+    return *_without_surplus(ops, scope, selection, code, last, k, turn), hint
+
+
+def _some(ops: Ops, flags: Tensor) -> Any:
+    """Whether any is true, where branches are chosen."""
+    return ops.staged(ops.stage(ops.max(ops.cast(flags, "int64")))) > 0
+
+
+def _dropped(selected: tuple[Selection, Tensor]) -> tuple[Tensor, Tensor]:
+    return selected[0].index_of_items(), selected[1]
+
+
+def _candidates(
+    ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int], found: Tensor | None
+) -> Tensor:
+    """Indices of at least the k largest of each group, or of all that are not zero; ascending."""
+
+    def short_of(found: Tensor) -> Tensor:
+        return scope.count_of(ops, found) < k
+
+    def again(found: Tensor, short: Tensor, bound: Tensor) -> Tensor:
+        """Scans the groups that are short, and only them."""
+        kept = ops.nonzero(~ops.gather(short, scope.of_index(ops, found)))
+        more = ops.find(r, of_blocks(ops, scope, ops.where(short, bound, float("inf"))))
+        return ops.sort(ops.concat((ops.gather(found, kept), more)))
+
+    found = ops.full((0,), 0) if found is None else found
+    short = short_of(found)
+    large = ops.words(scope.sizes) > _SMALL
+    zero = ops.full((scope.count,), 0.0, "float32")
+    bound = ops.cond(
+        _some(ops, short & large), lambda: _bound_by_sample(ops, scope, r, k, most), lambda: zero
+    )
+    bound = ops.where(large, bound, 0.0)
+    for factor in (0.25, 0.0, 0.0):
+        found = ops.cond(
+            _some(ops, short), partial(again, found, short, bound), partial(lambda f: f, found)
+        )
+        short = short_of(found) & (bound > 0)
+        bound = bound * factor
+    return found
+
+
+def of_blocks(ops: Ops, scope: Scope, bound: Tensor) -> Tensor:
+    """A value of each group as one of each block."""
+    table = ops.table(scope.layout, "layer_of_block")
+    return ops.gather(scope.of_layers(ops, bound), table)
+
+
+def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
+    """A magnitude of each group that somewhat more than k elements reach, to all appearance."""
+    layout = scope.layout
+    index, layer = ops.table(layout, "sample"), ops.table(layout, "layer_of_sample")
+    magnitude, _ = ops.split_bits(ops.float_bits(ops.abs(ops.gather(r, index))), _FINE)
+    group = ops.table(layout, "no_layer_of_sample") if scope.whole else layer
+    top = ops.segment_max(magnitude, group, scope.count)
+    bin_ = ops.minimum(ops.gather(top, group) - magnitude, _BINS - 1)
+    strides = ops.table(layout, "stride_of_sample")
+    counts = ops.segment_sum(strides, group * _BINS + bin_, scope.count * _BINS)
+    counts = ops.reshape(counts, (scope.count, _BINS))
+    reached = ops.reshape(ops.cumsum(ops.reshape(counts, (-1,))), (scope.count, _BINS))
+    reached = reached - reached[:, :1] + counts[:, :1]
+    target = ops.reshape(k + ops.words(scope.slack(most)), (-1, 1))
+    below = ops.sum(ops.cast(reached < target, "int64"), -1)
+    bits = ops.where(below < _BINS - 1, ops.maximum(top - below, 0), 0)
+    return ops.bits_float(bits * (1 << _FINE))
+
+
+def _last_of_sorted(
+    ops: Ops, scope: Scope, found: Tensor, bits: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The bits of the k-th largest of each group, by sorting the candidates; and the next hint."""
+    group = scope.of_index(ops, found)
+    limit = (1 << _BITS) - 1
+    ascending = ops.sort(group * (1 << _BITS) + (limit - bits))
+    ascending = ops.concat((ascending, ops.full((1,), limit)))
+    count = scope.count_of(ops, found)
+    start = ops.cumsum(count) - count
+
+    def magnitude(rank: Tensor) -> Tensor:
+        place = start + ops.maximum(ops.minimum(rank, count) - 1, 0)
+        return limit - ops.split_bits(ops.gather(ascending, place), _BITS)[1]
+
+    # A quarter more, and what the count may vary by; where too few passed, look deeper next time.
+    spread = ops.cast(ops.sqrt(ops.cast(k, "float64")) * 4.0, "int64")
+    wished = k + ops.split_bits(k, 2)[0] + spread + 8
+    hint = ops.bits_float(magnitude(wished)) * ops.where(count < wished, ops.reals([0.97]), 1.0)
+    few = count < ops.maximum(k, 1)
+    return ops.where(few, 0, magnitude(k)), ops.where(few, 0.0, hint)
+
+
+def _last_of_layers(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
+    """The same in static shapes, layer by layer."""
+    layout, magnitude = scope.layout, ops.abs(r)
+    if scope.whole:
+        pieces = [magnitude]
+    else:
+        pieces = [magnitude[o : o + n] for o, n in zip(layout.offsets, layout.sizes)]
+    last = [  # of an empty layer nothing
+        ops.gather(ops.float_bits(ops.largest(piece, m)), k[group : group + 1] - 1)
+        if m
+        else ops.full((1,), 0)
+        for group, (piece, m) in enumerate(zip(pieces, most))
+    ]
+    return ops.concat(last)
+
+
+def _without_surplus(
+    ops: Ops,
+    scope: Scope,
+    selection: Selection,
+    code: Tensor,
+    last: Tensor,
+    k: Tensor,
+    turn: Any,
+) -> tuple[Selection, Tensor]:
+    """Drops from elements as large as the k-th what goes beyond k, another each step."""
+    bits = code % (1 << _BITS)
+    tie = ops.cast(bits == selection.of_layer(scope.of_layers(ops, last)), "int64")
+    tie = selection.items_only(tie)
+    greater = selection.items_only(1 - tie)
+
+    def per_group(items: Tensor) -> Tensor:
+        by_layer = selection.sum_of_layer(items)
+        return ops.reshape(ops.sum(by_layer), (1,)) if scope.whole else by_layer
+
+    def of_item(groups: Tensor) -> Tensor:
+        return selection.of_layer(scope.of_layers(ops, groups))
+
+    room = k - per_group(greater)
+    first = turn * k % ops.words([max(size, 1) for size in scope.sizes])
+    number = selection.index_of_items() - selection.of_layer(ops.words(scope.starts()))
+    early = ops.cast(number < of_item(first), "int64") * tie
+    ties, earlies = per_group(tie), per_group(early)
+    before = ops.cumsum(ties) - ties
+    rank = ops.cumsum(tie) - of_item(before)  # from 1, in the order of indices
+    rank = rank + ops.where(early > 0, of_item(ties - earlies), of_item(0 - earlies))
+    kept = (greater > 0) | (rank <= of_item(room))
+    return selection.only(kept & (tie + greater > 0), code)

@@ -1,0 +1,125 @@
+"""Reductions, and what depends on the order of values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops.tensors import Tensor
+
+
+class Ordering(ABC):
+    """Reductions, and what depends on the order of values."""
+
+    @abstractmethod
+    def sum(self, x: Tensor, axis: int | None = None) -> Tensor: ...
+
+    @abstractmethod
+    def max(self, x: Tensor, axis: int | None = None) -> Tensor: ...
+
+    @abstractmethod
+    def min(self, x: Tensor, axis: int) -> Tensor: ...
+
+    @abstractmethod
+    def cumsum(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def sort(self, x: Tensor) -> Tensor:
+        """An int64 vector that is not negative, ascending."""
+
+    @abstractmethod
+    def count_below(self, ascending: Tensor, x: Tensor) -> Tensor:
+        """How many of the ascending int64 are less than each of x; int64 of the shape of x."""
+
+    @abstractmethod
+    def largest(self, x: Tensor, k: int) -> Tensor:
+        """The k largest of a float32 vector, descending."""
+
+    @abstractmethod
+    def finite(self, x: Tensor) -> Any:
+        """Whether x has neither NaN nor infinity: a bool where it is known now, else a tensor."""
+
+    @abstractmethod
+    def nonzero(self, mask: Tensor) -> Tensor:
+        """Where a bool vector is true, ascending. Needs `dynamic_shapes`."""
+
+    @abstractmethod
+    def segment_max(self, x: Tensor, segment: Tensor, count: int) -> Tensor:
+        """The largest int64 of each segment; 0 for an empty one (x is not negative)."""
+
+    @abstractmethod
+    def segment_sum(self, x: Tensor, segment: Tensor, count: int) -> Tensor: ...
+
+    # -- made of others --------------------------------------------------------------------
+
+    def count(self: Any, flags: Tensor) -> Tensor:
+        """How many of fewer than 2**24 flags are set along the last axis; int64."""
+        return self.cast(self.sum(self.cast(flags, "float32"), -1), "int64")
+
+    def sum_of_rows(self: Any, x: Tensor) -> Tensor:
+        """The sum of each row, float32 [rows, n] to [rows], the same to the bit everywhere.
+
+        The order of a framework's own sum is its own affair, and rounding depends on it. Here rows
+        are folded in halves, elementwise.
+        """
+        length = x.shape[-1]
+        while length > 1:
+            half = length // 2
+            folded = x[:, :half] + x[:, half : 2 * half]
+            if length % 2:
+                first = folded[:, :1] + x[:, length - 1 : length]
+                folded = first if half == 1 else self.concat((first, folded[:, 1:]))
+            x, length = folded, half
+        return self.reshape(x, (-1,))
+
+    def layer_histograms(self: Any, layout: Layout, x: Tensor, bins: int) -> Tensor:
+        """How much of each layer lies in equal bins between its extremes; int64 [bins, layers].
+
+        An element belongs to the last bin whose lower edge, `low + number * width`, it reaches.
+        Padding is zero: it is taken out of the few blocks that have some, and of what was counted.
+        """
+        table, block, layers = self.table(layout, "layer_of_block"), layout.block, len(layout.names)
+        last = layout.size // block - 1
+        stops = [start + size for start, size in zip(layout.offsets, layout.sizes) if size]
+        ends = [(stop - 1) // block for stop in stops]
+        used = [stop - block * end for stop, end in zip(stops, ends)]
+        if last not in ends:  # the sink's own block
+            ends, used = [*ends, last], [*used, 0]
+        edge = self.reshape(self.words(ends), (-1, 1))
+        elements = self.arange(block)
+        own = elements < self.reshape(self.words(used), (-1, 1))
+
+        rows = self.reshape(x, (-1, block))
+        cut = self.gather(x, self.reshape(edge * block + elements, (-1,)))
+        cut = self.reshape(cut, (-1, block))
+
+        def largest(of_blocks: Tensor, items: Tensor) -> Tensor:
+            """Of each layer; bits of a float32 order like integers, once their sign is folded."""
+            of_ends = self.max(self.where(own, items, float("-inf")), -1)
+            bits = self.float_bits(self.put(of_blocks, self.words(ends), of_ends))
+            folded = self.where(bits >= 1 << 31, (1 << 32) - 1 - bits, bits + (1 << 31))
+            top = self.segment_max(folded, table, layers)
+            return self.bits_float(self.where(top >= 1 << 31, top - (1 << 31), (1 << 32) - 1 - top))
+
+        high = largest(self.max(rows, -1), cut)
+        low = 0.0 - largest(0.0 - self.min(rows, -1), 0.0 - cut)
+        width = (high - low) / self.full((layers,), bins, "float32")
+        sizes = self.words(layout.sizes)
+        starts = [offset // block for offset in layout.offsets]
+        padding = (
+            self.words([block * (b - a) for a, b in zip(starts, [*starts[1:], last + 1])]) - sizes
+        )
+        above, counts = sizes, []
+        for upper in range(1, bins):
+            first = low + self.times(width, float(upper))  # of the bin
+            flags = rows >= self.reshape(self.gather(first, table), (-1, 1))
+            beyond = self.segment_sum(self.count(flags), table, layers)
+            beyond = beyond - padding * self.cast(first <= 0.0, "int64")
+            counts.append(above - beyond)
+            above = beyond
+        return self.stack([*counts, above])
+
+    def peaks(self: Any, x: Tensor) -> Tensor:
+        """The largest |x| of each row; float32 [rows, n] to [rows]."""
+        return self.max(self.abs(x), -1)

@@ -1,0 +1,39 @@
+"""Verbs that make tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.tensorflow.base import Base, integer, shape_of
+
+
+class Making(Base):
+    """Verbs that make tensors."""
+
+    def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:
+        return tf.zeros(shape_of(shape), tf.as_dtype(dtype))
+
+    def full(self, shape: Sequence[Any], value: Any, dtype: str = "int64") -> Tensor:
+        return tf.fill(shape_of(shape), tf.cast(value, tf.as_dtype(dtype)))
+
+    def arange(self, count: Any) -> Tensor:
+        return tf.range(tf.cast(count, tf.int64), dtype=tf.int64)
+
+    def table(self, layout: Layout, field: str) -> Tensor:
+        return tf.constant(getattr(layout, field), tf.int64)
+
+    def words(self, values: Sequence[Any]) -> Tensor:
+        if all(isinstance(value, int) for value in values):
+            return tf.constant(values, tf.int64)
+        return tf.stack([integer(value) for value in values])
+
+    def reals(self, values: Sequence[float]) -> Tensor:
+        return tf.constant(values, tf.float32)
+
+    def host(self, value: Any) -> Tensor:
+        return tf.cast(value, tf.int64)

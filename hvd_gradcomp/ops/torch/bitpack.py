@@ -1,0 +1,60 @@
+"""Numbers as bytes, and codes as bits."""
+
+from __future__ import annotations
+
+import torch
+
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.interface.bitpack import GROUP
+from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
+
+
+class Bytewise(Base):
+    """Numbers as bytes, and codes as bits."""
+
+    def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        narrow = low_word(x) if dtype == "uint32" else x.to(DTYPES[dtype])
+        return narrow.contiguous().view(torch.uint8)
+
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        if dtype in ("int8", "uint8"):
+            return x.view(DTYPES[dtype]).to(torch.int64)
+        words = dtype in ("uint32", "float32") and _whole_words(x)
+        x = x if words else x.contiguous()
+        if dtype == "uint32":
+            return x.view(torch.int32).to(torch.int64) & WORD
+        return x.view(DTYPES[dtype])
+
+    def length(self, x: Tensor) -> int:
+        return x.shape[-1]
+
+    def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
+        if self.native is None:
+            return super().bit_planes(groups, bits)
+        groups = groups.contiguous()
+        planes = self._empty(groups.shape[0], bits, dtype=torch.int64)
+        self.native.bit_planes(groups.data_ptr(), groups.shape[0], bits, planes.data_ptr())
+        return planes
+
+    def from_bit_planes(self, planes: Tensor) -> Tensor:
+        if self.native is None:
+            return super().from_bit_planes(planes)
+        planes = planes.contiguous()
+        groups = self._empty(planes.shape[0], GROUP, dtype=torch.int64)
+        self.native.from_bit_planes(planes.data_ptr(), *planes.shape, groups.data_ptr())
+        return groups
+
+    def weighted_sum(self, data: Tensor) -> Tensor:
+        if self.native is None:
+            return super().weighted_sum(data)
+        rows = [row.contiguous() for row in data.reshape(data.shape[:-1].numel(), -1)]
+        sums = [
+            self.native.weighted_sum(r.data_ptr(), r.shape[0] // 4, torch.get_num_threads())
+            for r in rows
+        ]
+        return self.from_host(sums, torch.int64).view(data.shape[:-1])
+
+
+def _whole_words(x: Tensor) -> bool:
+    """Whether bytes can be looked at as words of 32 bits where they lie."""
+    return x.stride(-1) == 1 and not any(n % 4 for n in (*x.stride()[:-1], x.storage_offset()))

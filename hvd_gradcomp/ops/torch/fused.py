@@ -1,0 +1,430 @@
+"""Passes: one walk over a bucket that does what a dozen verbs did, on a CPU.
+
+`codecs.words` and `codecs.largest` say in verbs what a pass has to do, and that is what runs
+wherever there is no pass, and what tests hold each pass against, to the bit. A pass writes to what
+it is given in place, and uses as many threads as PyTorch does.
+
+    write   takes the gradient in, finds what the method wants, writes the payload's body
+    settle  takes out of the memory what was sent, once the exchange has succeeded
+    add     adds up the bodies of all ranks
+
+Where one rank chooses for all: `choose` writes where, `values` reads what a rank has there, and
+`replace` puts there what came back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops import PayloadError, Tensor
+from hvd_gradcomp.ops.interface.bitpack import GROUP
+from hvd_gradcomp.ops.kernel_params import Collecting, Form, Rule, Rung, Written
+from hvd_gradcomp.ops.scope import Scope
+
+_BEYOND = -2  # in passes.h
+
+
+class Verbs(Protocol):
+    """What passes need of `TorchOps`."""
+
+    native: Any
+
+    def room(self, x: Tensor) -> Tensor: ...
+
+    def own(self, x: Tensor) -> Tensor: ...
+
+    def body(self, size: int) -> Tensor: ...
+
+    def table(self, layout: Layout, field: str) -> Tensor: ...
+
+
+class Passes:
+    """What all have.
+
+    Args:
+        ops: the verbs, on a CPU with the C library.
+    """
+
+    def __init__(self, ops: Verbs) -> None:
+        self.ops = ops
+        self.native: Any = ops.native
+        self._rooms = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _room(self, size: int) -> Tensor:
+        """Bytes that are used again: fresh pages cost as much as a pass."""
+        if self._rooms.shape[0] < size:
+            self._rooms = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._rooms
+
+    def _place(self, layout: Layout, side: int = 0) -> _Place:
+        table = self.ops.table(layout, "layer_of_block")
+        return _Place(_at(table), layout.size, len(layout.names), layout.block_bits, side)
+
+
+class WordPasses(Passes):
+    """Those of the methods with a rule for each element."""
+
+    def write(
+        self,
+        rule: Rule,
+        layout: Layout,
+        rung: Rung,
+        turn: int,
+        memory: Sequence[Tensor],
+        gradient: Tensor,
+        moment: Tensor | None,
+        before: Tensor,
+    ) -> Written:
+        """One rank's step.
+
+        Args:
+            rule: what is wanted, and what a code stands for.
+            layout: of the bucket.
+            rung: what fits.
+            turn: the step.
+            memory: r and, where the rule is one of ambiguity, v; float32 [size]. Donating.
+            gradient: float32 [size].
+            moment: float32 [size]; None where the step is the sample.
+            before: int64 [layers], how many were sent of each before.
+        """
+        how, where, threads = self._rule(rule), self._where(rule, layout), torch.get_num_threads()
+        memory = [self.ops.own(x) for x in memory]
+        r, v = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
+        top = torch.empty(len(layout.names), dtype=torch.int32, device="cpu")
+        per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
+        body = self.ops.body(rule.body_bytes(layout, rung))
+        given = how, where, r, v, r, v, _at(gradient), _at(moment)
+        out = _at(body), _at(per_layer)
+        if rung.dense:
+            flags = body[-layout.size :] if rule.powers else self._room(layout.size)
+            _check(self.native.words_find(*given, None, _at(flags), _at(top), threads))
+            sent = wanted = self.native.words_places(
+                how, where, r, _at(flags), _at(top), *out, threads
+            )
+        else:
+            found = _at(self._room(8 * layout.size))
+            wanted = _check(self.native.words_find(*given, found, None, _at(top), threads))
+            wanted = _check(self.native.words_code(how, where, found, wanted, _at(top), threads))
+            sent = self.native.words_write(
+                how, where, found, wanted, _at(top), rung.capacity, turn, v, *out
+            )
+
+        def settle() -> None:
+            number = -1 if rung.dense else sent
+            self.native.words_settle(how, where, _at(body), number, r, v, torch.get_num_threads())
+
+        return Written(body, sent, wanted, before + per_layer, memory, settle)
+
+    def add(
+        self,
+        rule: Rule,
+        layout: Layout,
+        rung: Rung,
+        bodies: Tensor,
+        weights: Tensor,
+        room: Tensor,
+    ) -> Tensor:
+        """`sum over ranks of weights[rank] * what the rank sent`, in rank order.
+
+        Args:
+            rule, layout, rung: as for `write`, on all ranks alike.
+            bodies: uint8 [world, bytes].
+            weights: float32 [world].
+            room: float32 [size] that the sum may be written to; its values do not count.
+
+        Raises:
+            PayloadError: an index points outside of the bucket; bodies are of another rung.
+        """
+        _require(bodies, rule.body_bytes(layout, rung))
+        how, where, room = self._rule(rule), self._where(rule, layout), self.ops.room(room)
+        ranks = how, where, _at(bodies), bodies.stride(0), bodies.shape[0]
+        into = _at(weights), _at(room), torch.get_num_threads()
+        if rung.dense:
+            self.native.words_add_places(*ranks, *into)
+        else:
+            _check(self.native.words_add(*ranks, rung.capacity, *into))
+        return room
+
+    def _rule(self, rule: Rule) -> Any:
+        return ctypes.byref(_Rule(*rule.numbers))
+
+    def _where(self, rule: Rule, layout: Layout) -> Any:
+        return ctypes.byref(self._place(layout, rule.side_bytes(layout)))
+
+
+class LargestPasses(Passes):
+    """Those of the methods with a number of elements.
+
+    Attributes:
+        leads: whether there are `choose`, `values` and `replace`.
+        looks: whether `add` looks itself if the sum is finite.
+        shares: whether `write` may be given what `Placing.shares` takes as the quota.
+    """
+
+    leads = True
+    looks = shares = False
+
+    def write(
+        self,
+        how: Collecting,
+        scope: Scope,
+        form: Form,
+        turn: int,
+        quota: Tensor | None,
+        most: Sequence[int],
+        hint: Tensor,
+        memory: Sequence[Tensor],
+        gradient: Tensor,
+        before: Tensor,
+    ) -> Written:
+        """One rank's step.
+
+        Args:
+            how: how the memory takes in the gradient.
+            scope: what competes.
+            form: of the body.
+            turn: the step.
+            quota: elements to send of each group, int64 [groups]; None for the most.
+            most: that a quota may be.
+            hint: where to look first; float32 [groups].
+            memory: r and, with momentum, u; float32 [size]. Donating.
+            gradient: float32 [size].
+            before: int64 [layers], how many were sent of each before.
+        """
+        quota, slack = self._numbers(scope, quota, most)
+        layout, memory = scope.layout, [self.ops.own(x) for x in memory]
+        room = memory[0], memory[1] if how.momentum else None
+        written = self._write(how, scope, form, turn, quota, slack, hint, room, room, gradient)
+        r, u = (_at(x) for x in room)
+        taking, indices = ctypes.byref(_Collecting(*how)), _unpacked(form)
+
+        def settle() -> None:
+            given = self._where(layout), _form(form), _at(written.body), _at(self._room(indices))
+            self.native.largest_settle(taking, *given, r, u, torch.get_num_threads())
+
+        sent = before + written.per_layer
+        return written._replace(memory=memory, per_layer=sent, settle=settle)
+
+    def choose(
+        self,
+        scope: Scope,
+        form: Form,
+        turn: int,
+        most: Sequence[int],
+        r: Tensor,
+        gradient: Tensor,
+    ) -> Written:
+        """What `write` would send of r and the gradient, which stay as they are."""
+        quota, slack = self._numbers(scope, None, most)
+        hint = torch.full(quota.shape, float("inf"), dtype=torch.float32, device="cpu")
+        nowhere, before, how = (None, None), (r, None), Collecting()
+        return self._write(how, scope, form, turn, quota, slack, hint, nowhere, before, gradient)
+
+    def _write(
+        self,
+        how: Collecting,
+        scope: Scope,
+        form: Form,
+        turn: int,
+        quota: Tensor,
+        slack: Tensor,
+        hint: Tensor,
+        memory: tuple[Tensor | None, Tensor | None],
+        before: tuple[Tensor, Tensor | None],
+        gradient: Tensor,
+    ) -> Written:
+        """With r and u; the memory is what they become, None where they stay as they are."""
+        native, layout, threads = self.native, scope.layout, torch.get_num_threads()
+        where = ctypes.byref(self._scope(scope))
+        per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
+        body = self.ops.body(form.size)
+        room, count = self._room(8 * layout.size + _unpacked(form)), quota.clone()
+        fresh, start = hint.clone(), room.data_ptr()
+        found = ctypes.byref(_Elements(start, start + 4 * layout.size, _at(count)))
+        numbers = _at(quota), _at(slack)
+        given = *map(_at, memory), *map(_at, before), _at(gradient), *numbers, _at(hint)
+        taking = ctypes.byref(_Collecting(*how))
+        _check(native.largest_find(taking, where, *given, found, threads))
+        look = (before[0], gradient) if memory[0] is None else (memory[0], None)
+        native.largest_again(where, *map(_at, look), *numbers, found, threads)
+        chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)
+        out = start + 8 * layout.size, _at(body), form.size, _at(per_layer), threads
+        native.largest_write(where, _form(form), found, chosen, turn, *out)
+        return Written(body, int(per_layer.sum()), chosen, per_layer, (), hint=fresh)
+
+    def values(
+        self, layout: Layout, form: Form, body: Tensor, r: Tensor, gradient: Tensor
+    ) -> Tensor:
+        """What r and the gradient are together where a body of indices says; float32 [capacity].
+
+        Raises:
+            PayloadError: an index points outside of the bucket.
+        """
+        _require(body, form.size)
+        values = torch.empty(form.capacity, dtype=torch.float32, device="cpu")
+        given = self._where(layout), _form(form), _at(body), _at(self._room(_unpacked(form)))
+        into = _at(r), _at(gradient), _at(values), torch.get_num_threads()
+        _check(self.native.largest_values(*given, *into))
+        return values
+
+    def replace(
+        self,
+        layout: Layout,
+        form: Form,
+        body: Tensor,
+        total: Tensor,
+        beta: float,
+        r: Tensor,
+        gradient: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What all ranks have sent at these indices comes in for what this one has there.
+
+        Args:
+            layout, form, body: as for `values`.
+            total: what is handed out there; float32 [capacity].
+            beta: share of what is new that r takes in, and of what was sent that leaves it.
+            r, gradient: float32 [size]. Donating.
+
+        Returns:
+            `total` at the indices and 0 elsewhere, [size]; `r + beta * gradient`, and there
+            `(1 - beta) * r`; and how many of each layer were sent, int64 [layers].
+
+        Raises:
+            PayloadError: an index points outside of the bucket.
+        """
+        _require(body, form.size)
+        mean, after = self.ops.room(gradient), self.ops.room(r)
+        per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
+        scratch = self._room(_unpacked(form) + 4 * form.capacity)
+        given = self._where(layout), _form(form), _at(body), _at(total), beta, 1.0 - beta
+        into = _at(after), _at(r), _at(mean), _at(gradient), _at(per_layer)
+        _check(self.native.largest_replace(*given, _at(scratch), *into, torch.get_num_threads()))
+        return mean, after, per_layer
+
+    def add(
+        self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, room: Tensor
+    ) -> Tensor:
+        """`sum over ranks of weights[rank] * what the rank sent`, in rank order.
+
+        Args:
+            layout, form: as for `write`, on all ranks alike.
+            bodies: uint8 [world, bytes].
+            weights: float32 [world].
+            room: float32 [size] that the sum may be written to; its values do not count.
+
+        Raises:
+            PayloadError: an index points outside of the bucket; bodies are of another rung.
+        """
+        _require(bodies, form.size)
+        room, ranks = self.ops.room(room), bodies.shape[0]
+        scratch = self._room(_unpacked(form) * ranks)
+        given = _at(bodies), bodies.stride(0), ranks, _at(weights), _at(scratch), _at(room)
+        threads = torch.get_num_threads()
+        _check(self.native.largest_add(self._where(layout), _form(form), *given, threads))
+        return room
+
+    def _numbers(
+        self, scope: Scope, quota: Tensor | None, most: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The quota, and by how much a sample may be wrong about it; int64 [groups]."""
+        numbers = most if quota is None else quota, scope.slack(most)
+        quota, slack = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in numbers)
+        return quota, slack
+
+    def _where(self, layout: Layout) -> Any:
+        return ctypes.byref(self._place(layout))
+
+    def _scope(self, scope: Scope) -> _Scope:
+        layout = scope.layout
+        tables = (_at(self.ops.table(layout, name)) for name in ("offsets", "sizes", "strides"))
+        return _Scope(self._place(layout), *tables, layout.elements, scope.whole)
+
+
+class _Rule(ctypes.Structure):
+    """`rule` in passes.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("ambiguity", "large", "powers")),
+        *((name, ctypes.c_int32) for name in ("subtracts", "corrects")),
+        *((name, ctypes.c_float) for name in ("alpha", "tau", "zeta", "twice_tau", "tau_squared")),
+    ]
+
+
+class _Place(ctypes.Structure):
+    """`place` in passes.h."""
+
+    _fields_ = [
+        ("layer_of_block", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("layers", ctypes.c_int64),
+        ("block_bits", ctypes.c_int32),
+        ("side", ctypes.c_int32),
+    ]
+
+
+class _Collecting(ctypes.Structure):
+    """`collecting` in passes.h."""
+
+    _fields_ = [
+        ("momentum", ctypes.c_float),
+        ("nesterov", ctypes.c_int32),
+        ("masking", ctypes.c_int32),
+    ]
+
+
+class _Scope(ctypes.Structure):
+    """`scope` in passes.h."""
+
+    _fields_ = [
+        ("where", _Place),
+        *((name, ctypes.c_void_p) for name in ("offsets", "sizes", "strides")),
+        ("elements", ctypes.c_int64),
+        ("whole", ctypes.c_int32),
+    ]
+
+
+class _Elements(ctypes.Structure):
+    """`elements` in passes.h."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("index", "bits", "count")]
+
+
+class _Form(ctypes.Structure):
+    """`form` in passes.h."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("capacity", "blocks", "room", "index", "deltas", "values")
+    ]
+
+
+def _form(form: Form) -> Any:
+    return ctypes.byref(_Form(form.capacity, *form.places, form.values))
+
+
+def _unpacked(form: Form) -> int:
+    """Bytes that the indices of a body take, where they are packed in it."""
+    return 4 * form.places.blocks * GROUP
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _require(bodies: Tensor, size: int) -> None:
+    """C reads so many bytes of each, whatever there is."""
+    if bodies.shape[-1] != size:
+        raise PayloadError(f"a payload has {bodies.shape[-1]} bytes where {size} are due")
+
+
+def _check(count: int) -> int:
+    if count == _BEYOND:
+        raise PayloadError("an index points outside of its bucket: a payload is damaged")
+    if count < 0:
+        raise MemoryError("no memory to compress a bucket with")
+    return count

@@ -1,0 +1,171 @@
+"""Codes for every element, and the random numbers that round them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.interface.quantization import FACTOR
+from hvd_gradcomp.ops.torch.base import Base, check, walkable
+
+
+class Coding(Base):
+    """Codes for every element, and the random numbers that round them."""
+
+    def key(self, step: Any, salt: int) -> Any:
+        """On the device no number of it is needed: where there are kernels, two integers."""
+        if self.kernels is None:
+            return super().key(step, salt)
+        first = _mix(_mix(step % (1 << 32)) ^ salt)
+        return first, _mix(first ^ 0x9E3779B9)
+
+    def uniform(self, key: Any, count: Any) -> Tensor:
+        return super().uniform(self.words(key) if isinstance(key, tuple) else key, count)
+
+    def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.group_maxima(bands, x)
+        if self.native is None:
+            return super().group_maxima(bands, x)
+        x, out = x.contiguous(), self._empty(bands.groups)
+        self.native.group_maxima(
+            *self._of(bands), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+    def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.group_squares(bands, x)
+        if self.native is None:
+            return super().group_squares(bands, x)
+        x, out = x.contiguous(), self._empty(bands.groups)
+        given = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        check(self.native.group_squares(*self._of(bands), *given))
+        return out
+
+    def group_norms(self, bands: Bands, x: Tensor) -> Tensor:
+        if self.quantizers is None:
+            return super().group_norms(bands, x)
+        return self.quantizers.group_norms(bands, x)
+
+    def clipped_maxima(self, bands: Bands, x: Tensor, clip: float) -> Tensor:
+        if self.quantizers is None:
+            return super().clipped_maxima(bands, x, clip)
+        return self.quantizers.clipped_maxima(bands, x, clip)
+
+    def encode_levels(
+        self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
+    ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.encode_levels(bands, x, scale, bits, key)
+        if self.native is None:
+            return super().encode_levels(bands, x, scale, bits, key)
+        x, scale = x.contiguous(), scale.contiguous()
+        packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
+        self.native.encode_levels(
+            *self._of(bands),
+            x.data_ptr(),
+            x.shape[0],
+            scale.data_ptr(),
+            bits,
+            *key.tolist(),
+            packed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return packed
+
+    def add_levels(
+        self,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        bits: int,
+        weights: Tensor,
+    ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.add_levels(bands, base, room, packed, scale, bits, weights)
+        if self.native is None:
+            return super().add_levels(bands, base, room, packed, scale, bits, weights)
+        room = self.room(room)
+        packed, scale, weights = walkable(packed), walkable(scale), weights.contiguous()
+        base = base if base is None else base.contiguous()
+        self.native.add_levels(
+            *self._of(bands),
+            None if base is None else base.data_ptr(),
+            room.data_ptr(),
+            room.shape[0],
+            packed.shape[0],
+            packed.data_ptr(),
+            packed.stride(0) // 4,
+            scale.data_ptr(),
+            scale.stride(0),
+            bits,
+            weights.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return room
+
+    def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.quantizers is not None:
+            return self.quantizers.encode_signs(bands, x)
+        if self.native is None:
+            return super().encode_signs(bands, x)
+        x, (above, below) = x.contiguous(), self._empty(2, bands.groups)
+        packed = self._empty(x.shape[0] // 8, dtype=torch.uint8)
+        out = (above.data_ptr(), below.data_ptr(), packed.data_ptr())
+        given = x.data_ptr(), x.shape[0], *out, torch.get_num_threads()
+        check(self.native.encode_signs(*self._of(bands), *given))
+        return above, below, packed
+
+    def add_signs(
+        self,
+        bands: Bands,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        above: Tensor,
+        below: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.add_signs(bands, base, room, packed, above, below, weights)
+        if self.native is None:
+            return super().add_signs(bands, base, room, packed, above, below, weights)
+        room = self.room(room)
+        packed, above, below = walkable(packed), above.contiguous(), below.contiguous()
+        base, weights = base if base is None else base.contiguous(), weights.contiguous()
+        self.native.add_signs(
+            *self._of(bands),
+            None if base is None else base.data_ptr(),
+            room.data_ptr(),
+            room.shape[0],
+            packed.shape[0],
+            packed.data_ptr(),
+            packed.stride(0) // 4,
+            above.data_ptr(),
+            below.data_ptr(),
+            above.stride(0),
+            weights.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return room
+
+    def _of(self, bands: Bands) -> tuple[Any, int]:
+        """The bands as C sees them."""
+        if bands not in self._bands:
+            numbers = [number for band in bands.bands for number in band]
+            self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
+        return self._bands[bands], len(bands.bands)
+
+
+def _mix(x: int) -> int:
+    """`Coding.mix` of one number."""
+    for _ in range(2):
+        x = (x ^ x >> 16) * FACTOR % (1 << 32)
+    return x ^ x >> 16

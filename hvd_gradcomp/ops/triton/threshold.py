@@ -1,0 +1,538 @@
+"""The passes of `codecs.words`, as `ops.torch.passes.WordPasses` and words.c have them.
+
+    find     takes the gradient in; a bit for each element that is wanted, the largest by layer
+    code     drops from them what no code of powers can express, and counts
+    write    words at their places, what does not fit decays, sinks where there is room left
+    places   instead of the last two on the dense rung: a code for every element
+    settle   takes what was sent out of the memory
+    add      adds up words, tile by tile, and in each rank by rank; or places
+
+Two things differ from C. An index beyond the bucket, or one that does not ascend, is found by
+`Common.look` before; what is added needs no index to be right. And what is sent, and how many,
+stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.kernel_params import Rule, Written
+from hvd_gradcomp.ops.triton.common import (
+    PIECES,
+    SECTOR,
+    Launcher,
+    before_and_all,
+    bits_of,
+    cut,
+    first_from,
+    float_of,
+    from_words,
+    is_last,
+    magnitude_of,
+    to_words,
+)
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.core.layout import Layout
+    from hvd_gradcomp.ops.kernel_params import Rung
+
+TILE = 2048
+ADDED = 8192  # elements of a sum that a program is to write
+NEAR = 256  # words that it looks at together
+WIDE = 128  # that it looks at in search of the first
+
+
+@triton.jit
+def find_words(
+    r0, v0, gradient, moment, r, v, mask, counts, tops, layer_of_block, before, per_layer, numbers,
+    n, tiles, layers, alpha, tau, zeta,
+    AMBIGUITY: tl.constexpr, LARGE: tl.constexpr, POWERS: tl.constexpr, CORRECTS: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`r = r0 + g`, `v = v0 + q` (`g*g` without moments), `v *= zeta`; what is wanted.
+
+    Where the rule corrects v, that of wanted elements has not decayed yet.
+
+    Args:
+        mask: a bit for each element.
+        counts: how many in each piece.
+        tops: the largest magnitude of a wanted element of each layer, as bits; zeros before.
+        per_layer: what was sent of each before, for those who add what goes now.
+        numbers: zeros, for those who count.
+    """
+    piece = tl.program_id(0)
+    if piece == 0:
+        for first in range(0, layers, TILE):
+            layer = first + tl.arange(0, TILE)
+            sent = tl.load(before + layer, mask=layer < layers, other=0)
+            tl.store(per_layer + layer, sent, mask=layer < layers)
+        tl.store(numbers + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+    count = 0
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        at = tile * TILE + tl.arange(0, TILE)
+        inside = at < n
+        g = tl.load(gradient + at, mask=inside, other=0.0)
+        held = tl.load(r0 + at, mask=inside, other=0.0) + g
+        tl.store(r + at, held, mask=inside)
+        wanted = inside
+        if LARGE:
+            wanted = wanted & (tl.abs(held) > tau)
+        if AMBIGUITY:
+            q = g * g if moment is None else tl.load(moment + at, mask=inside, other=0.0)
+            seen = tl.load(v0 + at, mask=inside, other=0.0) + q
+            wanted = wanted & (held * held > seen * alpha)
+            decayed = seen * zeta
+            if CORRECTS:
+                decayed = tl.where(wanted, seen, decayed)
+            tl.store(v + at, decayed, mask=inside)
+        word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+        tl.store(mask + word, to_words(wanted, TILE), mask=word < n // 32)
+        if POWERS:
+            sizes = tl.where(wanted, magnitude_of(held), 0)
+            most = tl.max(tl.reshape(sizes, (TILE // BLOCK, BLOCK)), axis=1)
+            block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+            layer = tl.load(layer_of_block + block, mask=block < n // BLOCK, other=0)
+            tl.atomic_max(tops + layer, most, mask=most > 0)
+        count += tl.sum(wanted.to(tl.int32))
+    tl.store(counts + piece, count)
+
+
+@triton.jit
+def ceilings_of(tops, layer_of_block, tile, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """The largest exponent of each block's layer, and the layers."""
+    block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+    layer = tl.load(layer_of_block + block, mask=block < n // BLOCK, other=0)
+    return layer, tl.minimum(tl.load(tops + layer) >> 23, 254)
+
+
+@triton.jit
+def spread(blocks, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A value of each block as one of each element."""
+    rows = tl.broadcast_to(blocks[:, None], (TILE // BLOCK, BLOCK))
+    return tl.reshape(rows, (TILE,))
+
+
+@triton.jit
+def code_of(held, ceiling):
+    """How far a value lies below the ceiling, as an exponent, and whether that has a code."""
+    nearest = (magnitude_of(held) + 0x400000) >> 23
+    rounded = tl.minimum(nearest, ceiling)
+    below = ceiling - rounded
+    return below, (below <= 7) & (rounded > 0)
+
+
+@triton.jit
+def code_words(
+    r, mask, kept, counts, tops, layer_of_block, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """Of the wanted elements those that a code can express; and how many in each piece."""
+    piece = tl.program_id(0)
+    count = 0
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+        words = tl.load(mask + word, mask=word < n // 32, other=0)
+        wanted = from_words(words, TILE) != 0
+        at = tile * TILE + tl.arange(0, TILE)
+        ceiling = ceilings_of(tops, layer_of_block, tile, n, BLOCK, TILE)[1]
+        held = tl.load(r + at, mask=wanted, other=0.0)
+        has = wanted & code_of(held, spread(ceiling, BLOCK, TILE))[1]
+        tl.store(kept + word, to_words(has, TILE), mask=word < n // 32)
+        count += tl.sum(has.to(tl.int32))
+    tl.store(counts + piece, count)
+
+
+@triton.jit(do_not_specialize=["turn", "capacity"])
+def write_words(
+    r, v, v0, mask, counts, tops, arrived, layer_of_block, words, side, per_layer, numbers,
+    n, pieces, tiles, layers, capacity, turn, zeta,
+    POWERS: tl.constexpr, CORRECTS: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """A body of words: a window of neighbours if not all fit, the sink in unused slots.
+
+    Args:
+        v: of what is wanted and not sent, decays here where the rule corrects it; v0 is v.
+        tops: zeros after.
+        side: the exponents, padded to `SIDE` bytes.
+        per_layer: what is sent of each is added.
+        numbers: how many are sent, and wanted; int64 [2].
+    """
+    piece = tl.program_id(0)
+    before, wanted = before_and_all(counts, pieces, piece, PIECES)
+    crowded = wanted > capacity
+    start = (turn.to(tl.int64) * capacity % tl.maximum(wanted, 1)).to(tl.int32)
+    start = tl.where(crowded, start, 0)
+    head = tl.where(crowded, tl.maximum(start + (capacity - wanted), 0), 0)
+    sent = tl.minimum(wanted, capacity)
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+        flags = from_words(tl.load(mask + word, mask=word < n // 32, other=0), TILE)
+        at = tile * TILE + tl.arange(0, TILE)
+        place = before + tl.cumsum(flags) - 1
+        late = place >= start
+        goes = (flags != 0) & ((place < head) | (late & (place - start < capacity)))
+        slot = tl.where(late, place - start + head, place)
+        held = tl.load(r + at, mask=goes, other=0.0)
+        layer, ceiling = ceilings_of(tops, layer_of_block, tile, n, BLOCK, TILE)
+        code = (bits_of(held) & -0x80000000) | at
+        if POWERS:
+            code |= (code_of(held, spread(ceiling, BLOCK, TILE))[0] & 7) << 28
+        tl.store(words + slot, code, mask=goes)
+        if CORRECTS:
+            stays = (flags != 0) & ~goes
+            seen = tl.load(v0 + at, mask=stays, other=0.0)
+            tl.store(v + at, seen * zeta, mask=stays)
+        here = tl.sum(tl.reshape(goes.to(tl.int32), (TILE // BLOCK, BLOCK)), axis=1)
+        tl.atomic_add(per_layer + layer, here.to(tl.int64), mask=here > 0)
+        before += tl.sum(flags)
+    for first in range(sent + piece * TILE, capacity, pieces * TILE):
+        slot = first + tl.arange(0, TILE)
+        tl.store(words + slot, tl.zeros((TILE,), tl.int32) + (n - 1), mask=slot < capacity)
+    if piece == 0:
+        tl.store(numbers, sent.to(tl.int64))
+        tl.store(numbers + 1, wanted.to(tl.int64))
+        if POWERS:
+            write_exponents(tops, side, layers, SIDE)
+    if POWERS:
+        clear_by_last(tops, arrived, layers, TILE)
+
+
+@triton.jit
+def clear_by_last(tops, arrived, layers, TILE: tl.constexpr):
+    """Zeros for the next step, once nobody looks any more."""
+    if is_last(arrived):
+        for first in range(0, layers, TILE):
+            layer = first + tl.arange(0, TILE)
+            tl.store(tops + layer, tl.zeros((TILE,), tl.int32), mask=layer < layers)
+
+
+@triton.jit
+def write_exponents(tops, side, layers, SIDE: tl.constexpr):
+    """A byte for each layer, and padding."""
+    for first in tl.static_range(0, SIDE, 1024):
+        layer = first + tl.arange(0, 1024)
+        top = tl.minimum(tl.load(tops + layer, mask=layer < layers, other=127 << 23) >> 23, 254)
+        tl.store(side + layer, (top - 127).to(tl.int8), mask=layer < SIDE)
+
+
+@triton.jit
+def write_places(
+    r, mask, tops, arrived, layer_of_block, places, side, per_layer, numbers, n, tiles, layers,
+    POWERS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A body of places: `code + 1` of every wanted element in a byte, or in two bits; else 0."""
+    piece = tl.program_id(0)
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+        goes = from_words(tl.load(mask + word, mask=word < n // 32, other=0), TILE) != 0
+        at = tile * TILE + tl.arange(0, TILE)
+        held = tl.load(r + at, mask=goes, other=0.0)
+        layer, ceiling = ceilings_of(tops, layer_of_block, tile, n, BLOCK, TILE)
+        negative = (bits_of(held) < 0).to(tl.int32)
+        if POWERS:
+            below, has = code_of(held, spread(ceiling, BLOCK, TILE))
+            goes = goes & has
+            tl.store(
+                places + at, tl.where(goes, negative * 8 + below + 1, 0).to(tl.int8), mask=at < n
+            )
+        else:
+            code = tl.reshape(tl.where(goes, negative + 1, 0), (TILE // 4, 4))
+            four = tl.sum(code << (2 * tl.arange(0, 4))[None, :], axis=1)
+            byte = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+            tl.store(places + byte, four.to(tl.int8), mask=byte < n // 4)
+        here = tl.sum(tl.reshape(goes.to(tl.int32), (TILE // BLOCK, BLOCK)), axis=1)
+        tl.atomic_add(per_layer + layer, here.to(tl.int64), mask=here > 0)
+        tl.atomic_add(numbers, tl.sum(here).to(tl.int64))
+    if POWERS:
+        if piece == 0:
+            write_exponents(tops, side, layers, SIDE)
+        clear_by_last(tops, arrived, layers, TILE)
+
+
+@triton.jit
+def power_of(exponent, below, negative):
+    """Plus or minus a power of two."""
+    power = tl.maximum(exponent + 127 - below, 0)
+    return float_of((power << 23) | (negative << 31))
+
+
+@triton.jit
+def value_of(
+    word, exponents, layer_of_block, inside, tau, POWERS: tl.constexpr, BITS: tl.constexpr
+):
+    """What a word stands for."""
+    negative = (word >> 31) & 1
+    if POWERS:
+        layer = tl.load(layer_of_block + ((word & 0x0FFFFFFF) >> BITS), mask=inside, other=0)
+        exponent = tl.load(exponents + layer, mask=inside, other=0).to(tl.int32)
+        return power_of(exponent, (word >> 28) & 7, negative)
+    return tl.where(negative != 0, -tau, tau) + tl.zeros_like(word).to(tl.float32)
+
+
+@triton.jit
+def settle_words(
+    words, exponents, numbers, layer_of_block, r0, v0, r, v, tau, zeta, twice_tau,
+    tau_squared, MASK: tl.constexpr, POWERS: tl.constexpr, SUBTRACTS: tl.constexpr,
+    CORRECTS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Takes out of the memory what words say that were sent; r0 is r, and v0 is v."""
+    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = slot < tl.load(numbers)
+    word = tl.load(words + slot, mask=inside, other=0)
+    at = word & MASK
+    value = value_of(word, exponents, layer_of_block, inside, tau, POWERS, BITS)
+    left = tl.zeros((TILE,), tl.float32)
+    seen = tl.zeros((TILE,), tl.float32)
+    if SUBTRACTS or CORRECTS:
+        held = tl.load(r0 + at, mask=inside, other=0.0)
+        if SUBTRACTS:
+            left = held - value
+        if CORRECTS:
+            seen = tl.load(v0 + at, mask=inside, other=0.0) - tl.abs(held) * twice_tau
+            seen = seen + tau_squared
+            seen = tl.where(seen > 0.0, seen, 0.0) * zeta
+        if not SUBTRACTS:
+            tl.debug_barrier()  # all have read what is cleared, which other threads may do
+    tl.store(r + at, left, mask=inside)
+    if v is not None:
+        tl.store(v + at, seen, mask=inside)
+
+
+@triton.jit
+def codes_at(places, tile, n, POWERS: tl.constexpr, TILE: tl.constexpr):
+    """`code + 1` of the elements of a tile."""
+    if POWERS:
+        at = tile * TILE + tl.arange(0, TILE)
+        return tl.load(places + at, mask=at < n, other=0).to(tl.int32) & 255
+    byte = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+    four = tl.load(places + byte, mask=byte < n // 4, other=0).to(tl.int32)
+    return tl.reshape((four[:, None] >> (2 * tl.arange(0, 4))[None, :]) & 3, (TILE,))
+
+
+@triton.jit
+def value_of_code(code, exponent, tau, POWERS: tl.constexpr):
+    """What `code + 1` stands for where it is not 0."""
+    if POWERS:
+        code = tl.maximum(code - 1, 0)
+        return power_of(exponent, code & 7, code >> 3)
+    return (3 - 2 * code).to(tl.float32) * tau
+
+
+@triton.jit
+def settle_places(
+    places, exponents, layer_of_block, r0, v0, r, v, n, tiles, tau, zeta, twice_tau, tau_squared,
+    POWERS: tl.constexpr, SUBTRACTS: tl.constexpr, CORRECTS: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The same of places."""
+    piece = tl.program_id(0)
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        at = tile * TILE + tl.arange(0, TILE)
+        inside = at < n
+        code = codes_at(places, tile, n, POWERS, TILE)
+        exponent = code
+        if POWERS:
+            block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+            layer = tl.load(layer_of_block + block, mask=block < n // BLOCK, other=0)
+            exponent = spread(tl.load(exponents + layer).to(tl.int32), BLOCK, TILE)
+        held = tl.load(r0 + at, mask=inside, other=0.0)
+        left = tl.zeros((TILE,), tl.float32)
+        if SUBTRACTS:
+            left = held - value_of_code(code, exponent, tau, POWERS)
+        tl.store(r + at, tl.where(code != 0, left, held), mask=inside)
+        if v is not None:
+            seen = tl.load(v0 + at, mask=inside, other=0.0)
+            less = tl.zeros((TILE,), tl.float32)
+            if CORRECTS:
+                less = seen - tl.abs(held) * twice_tau
+                less = less + tau_squared
+                less = tl.where(less > 0.0, less, 0.0) * zeta
+            tl.store(v + at, tl.where(code != 0, less, seen), mask=inside)
+
+
+@triton.jit(do_not_specialize=["capacity", "ranks"])
+def add_words(
+    bodies, layer_of_block, weights, room, n, stride, side, capacity, ranks, tau,
+    MASK: tl.constexpr, POWERS: tl.constexpr, BITS: tl.constexpr,
+    TILE: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """room = the sum of all ranks' words times their weight, rank by rank in rank order.
+
+    A program has a tile of the room, and looks for the words of each rank that lie in it.
+
+    Args:
+        bodies: of all ranks, `stride` words apart; words begin after `side` words.
+        weights: 0 where words are not in order.
+    """
+    start = tl.program_id(0) * TILE
+    end = tl.minimum(start + TILE, n - 1)  # before the sink
+    tile = start + tl.arange(0, TILE)
+    tl.store(room + tile, tl.zeros((TILE,), tl.float32), mask=tile < n)
+    for rank in range(0, ranks):
+        tl.debug_barrier()  # what others of this program have written is read
+        body = bodies + rank * stride.to(tl.int64)
+        weight = tl.load(weights + rank)
+        count = tl.where(weight != 0.0, capacity, 0)
+        first = first_from(body + side, count, MASK, start, WIDE, ROUNDS)
+        last = first_from(body + side, count, MASK, end, WIDE, ROUNDS)
+        for slot in range(first, last, NEAR):
+            place = slot + tl.arange(0, NEAR)
+            word = tl.load(body + side + place, mask=place < last, other=-1)
+            at = word & MASK
+            inside = (place < last) & (at >= start) & (at < end)
+            exponents = body.to(tl.pointer_type(tl.int8))
+            value = value_of(word, exponents, layer_of_block, inside, tau, POWERS, BITS) * weight
+            total = tl.load(room + at, mask=inside, other=0.0)
+            tl.store(room + at, total + value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["ranks"])
+def add_places(
+    bodies, layer_of_block, weights, room, n, stride, side, tiles, ranks, tau,
+    POWERS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The same of places; `stride` and `side` are in bytes."""
+    piece = tl.program_id(0)
+    for tile in range(piece * tiles, piece * tiles + tiles):
+        at = tile * TILE + tl.arange(0, TILE)
+        total = tl.zeros((TILE,), tl.float32)
+        block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+        layer = tl.load(layer_of_block + block, mask=block < n // BLOCK, other=0)
+        for rank in range(0, ranks):
+            body = bodies + rank * stride.to(tl.int64)
+            code = codes_at(body + side, tile, n, POWERS, TILE)
+            exponent = code
+            if POWERS:
+                exponent = spread(tl.load(body + layer).to(tl.int32), BLOCK, TILE)
+            value = value_of_code(code, exponent, tau, POWERS) * tl.load(weights + rank)
+            total = total + tl.where(code != 0, value, 0.0)
+        tl.store(room + at, tl.where(at == n - 1, 0.0, total), mask=at < n)
+
+
+class WordPasses(Launcher):
+    """Those of the methods with a rule for each element; see `ops.torch.passes.WordPasses`."""
+
+    def write(
+        self,
+        rule: Rule,
+        layout: Layout,
+        rung: Rung,
+        turn: int,
+        memory: Sequence[Tensor],
+        gradient: Tensor,
+        moment: Tensor | None,
+        before: Tensor,
+    ) -> Written:
+        size, layers, block = layout.size, len(layout.names), layout.block
+        pieces, tiles = cut(size, TILE)
+        r0, v0 = memory[0], memory[1] if rule.ambiguity else None
+        r, v = self.ops.room(r0), None if v0 is None else self.ops.room(v0)
+        table = self._layer_of_block(layout)
+        per_layer, numbers = self.empty(layers, torch.int64), self.empty(2, torch.int64)
+        tops, arrived = self.clean("tops", layers), self.clean("arrived", 1)
+        mask, counts = self.room("mask", size // 32), self.room("counts", pieces)
+        kept = self.room("kept", size // 32) if rule.powers and not rung.dense else mask
+        side = rule.side_bytes(layout)
+        body = self.empty(rule.body_bytes(layout, rung), torch.uint8)
+        exponents, rest = body[:side].view(torch.int8), body[side:]
+        self.launch(
+            find_words, pieces, r0, v0, gradient, moment, r, v, mask, counts, tops, table, before,
+            per_layer, numbers, size, tiles, layers, float(rule.alpha), float(rule.tau),
+            float(rule.zeta),
+            AMBIGUITY=rule.ambiguity, LARGE=rule.large, POWERS=rule.powers,
+            CORRECTS=rule.corrects, BLOCK=block, TILE=TILE,
+        )  # fmt: skip
+        # Elements that are sent lie apart; on the dense rung all of r may be.
+        apart = 4 * size if rung.dense else rung.capacity * SECTOR
+        if rung.dense:
+            self.launch(
+                write_places, pieces, r, mask, tops, arrived, table, rest.view(torch.int8),
+                exponents, per_layer, numbers, size, tiles, layers,
+                partly={0: apart}, POWERS=rule.powers, SIDE=side, BLOCK=block, TILE=TILE,
+            )  # fmt: skip
+            sent = wanted = numbers[0]
+        else:
+            if rule.powers:
+                self.launch(
+                    code_words, pieces, r, mask, kept, counts, tops, table, size, tiles,
+                    partly={0: apart}, BLOCK=block, TILE=TILE,
+                )  # fmt: skip
+            held = (v, v) if rule.corrects else (None, None)
+            self.launch(
+                write_words, pieces, r, *held, kept, counts, tops, arrived, table,
+                rest.view(torch.int32), exponents, per_layer, numbers, size, pieces, tiles, layers,
+                rung.capacity, turn, float(rule.zeta), partly=dict.fromkeys((0, 1, 2), apart),
+                POWERS=rule.powers, CORRECTS=rule.corrects, SIDE=side, BLOCK=block, TILE=TILE,
+                PIECES=PIECES,
+            )  # fmt: skip
+            sent, wanted = numbers[0], numbers[1]
+
+        def settle() -> None:
+            given = (r, v, r, v)
+            tau, zeta = float(rule.tau), float(rule.zeta)
+            how = tau, zeta, 2 * tau, tau * tau
+            kind: dict[str, Any] = {
+                "SUBTRACTS": rule.subtracts,
+                "CORRECTS": rule.corrects,
+                "POWERS": rule.powers,
+            }
+            if rung.dense:
+                self.launch(
+                    settle_places, pieces, rest.view(torch.int8), exponents, table, *given, size,
+                    tiles, *how, **kind, BLOCK=block, TILE=TILE,
+                )  # fmt: skip
+                return
+            partly = dict.fromkeys(range(3, 8), apart)
+            self.launch(
+                settle_words, -(-rung.capacity // 1024), rest.view(torch.int32), exponents, numbers,
+                table, *given, *how, partly=partly, **kind, MASK=_mask(rule),
+                BITS=layout.block_bits, TILE=1024,
+            )  # fmt: skip
+
+        out = [r] if v is None else [r, v]
+        return Written(body, sent, wanted, per_layer, out, settle)
+
+    def add(
+        self,
+        rule: Rule,
+        layout: Layout,
+        rung: Rung,
+        bodies: Tensor,
+        weights: Tensor,
+        room: Tensor,
+    ) -> Tensor:
+        room, ranks, size = self.ops.room(room), bodies.shape[0], layout.size
+        table, side = self._layer_of_block(layout), rule.side_bytes(layout)
+        if rung.dense:
+            pieces, tiles = cut(size, TILE)
+            self.launch(
+                add_places, pieces, bodies.view(torch.int8), table, weights, room, size,
+                bodies.stride(0), side, tiles, ranks, float(rule.tau),
+                POWERS=rule.powers, BLOCK=layout.block, TILE=TILE,
+            )  # fmt: skip
+            return room
+        words, rounds = bodies.view(torch.int32), 1
+        while WIDE**rounds < rung.capacity:
+            rounds += 1
+        self.launch(
+            add_words, -(-size // ADDED), words, table, weights, room, size, words.stride(0),
+            side // 4, rung.capacity, ranks, float(rule.tau),
+            MASK=_mask(rule), POWERS=rule.powers, BITS=layout.block_bits,
+            TILE=ADDED, NEAR=NEAR, WIDE=WIDE, ROUNDS=rounds,
+        )  # fmt: skip
+        return room
+
+    def _layer_of_block(self, layout: Layout) -> Tensor:
+        cut(layout.size, TILE)
+        return self.table((layout, "layer_of_block"), lambda: layout.layer_of_block)
+
+
+def _mask(rule: Rule) -> int:
+    """The bits of an index in a word."""
+    return 0x0FFFFFFF if rule.powers else 0x7FFFFFFF

@@ -1,0 +1,98 @@
+"""Before the first exchange the ranks compare what they are about to train.
+
+Ranks with different models would wait for each other for ever, or add up gradients that do not
+belong together. Each frontend gathers every rank's `describe(...)` once, at the first step, and
+calls `agree`, which raises the same error on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.version import __version__
+
+Description = dict[str, str]
+
+STEP = "steps made"
+_SHOWN = 8
+_SOFTWARE = ("hvd_gradcomp", "wire format", "framework", "Horovod")
+
+
+class MismatchError(ValueError):
+    """The ranks do not train the same model in the same way."""
+
+
+def describe(
+    layers: Sequence[tuple[str, Sequence[int], str]],
+    compressor: Compressor,
+    buckets: Sequence[Layout],
+    settings: str,
+    *,
+    framework: str,
+    horovod: str,
+) -> Description:
+    """What has to be equal on all ranks, by what a user would call it.
+
+    `framework` and `horovod` are what is installed: "torch 2.13.0", "0.28.1".
+    """
+    installed = (__version__, str(wire.VERSION), framework, horovod)
+    description = dict(zip(_SOFTWARE, installed))
+    description |= {f"parameter {name}": f"{tuple(s)} {dtype}" for name, s, dtype in layers}
+    description["compression"] = str(compressor)
+    description["settings"] = settings
+    description["buckets"] = ", ".join(f"{b.digest:08x}" for b in buckets)
+    return description
+
+
+def agree(
+    descriptions: Sequence[Description], ranks: Sequence[int] | None = None, advice: str = ""
+) -> None:
+    """Raises unless all ranks say the same.
+
+    Args:
+        descriptions: of each rank.
+        ranks: what the ranks are called, where they are not all there are.
+        advice: what to do, where it is not what is to be done about a model that differs.
+
+    Raises:
+        MismatchError: naming what differs, and on which ranks.
+    """
+    reference = descriptions[0]
+    first, *_ = ranks = ranks or range(len(descriptions))
+    lines = []
+    for rank, other in zip(ranks, descriptions):
+        if other == reference:
+            continue
+        different = [
+            f"{key}: {reference.get(key, 'missing')} on rank {first}, {other.get(key, 'missing')} "
+            f"on rank {rank}"
+            for key in {**reference, **other}
+            if reference.get(key) != other.get(key)
+        ]
+        named = [line for line in different if not line.startswith("buckets")] or different
+        lines += named[:_SHOWN]
+        if len(named) > _SHOWN:
+            lines.append(f"and {len(named) - _SHOWN} more on rank {rank}")
+    if lines:
+        raise MismatchError(
+            "the ranks do not train the same model in the same way:\n  "
+            + "\n  ".join(lines)
+            + f"\n{advice or _advice(descriptions)}."
+        )
+
+
+def _advice(descriptions: Sequence[Description]) -> str:
+    reference = descriptions[0]
+    if all({**other, STEP: ""} == {**reference, STEP: ""} for other in descriptions):
+        return (
+            "Load a checkpoint on all ranks, by hvd.load_checkpoint, or on one and call "
+            "hvd.broadcast_optimizer_state(optimizer, root_rank) on all"
+        )
+    if all(d.get(k) == reference.get(k) for d in descriptions for k in _SOFTWARE):
+        return (
+            "Build the same model, with the same names, and pass the same compression= on all ranks"
+        )
+    return "Install the same versions on all hosts"

@@ -1,0 +1,211 @@
+"""Dense inside a host, compressed between hosts.
+
+The ranks of a host add their gradients up; one of them, the *leader* of the bucket, exchanges the
+host's gradient compressed with the leaders of the other hosts; the result goes back to the ranks of
+its host. So a host is one worker to the compressor, with the samples of all its ranks: `H` hosts
+do what `H` ranks would do that see a host's batch each.
+
+With `hvd.Average` a host's gradient is the mean over its ranks, so what a compressor compares it
+with (a threshold, a norm) means what it means on one rank. A sample that contributes `c` to its
+rank's gradient then contributes `c / ranks` to the host's, and the host's second moment is the sum
+of the ranks' moments over `ranks**2`. With `hvd.Sum` both are sums.
+
+Buckets take turns: the leader of bucket `b` is the rank at place `b % ranks` of its host, so the
+ranks share the work of compressing. Only a leader has state.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Inside
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
+from hvd_gradcomp.core.patterns import poison
+from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
+from hvd_gradcomp.runtime.program_runner import unswitched
+
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+_NO_SETS = (
+    "hierarchical=True needs process sets, and Horovod was initialised without: call "
+    f"hvd.init(process_sets='dynamic'), or start all ranks with {_DYNAMIC}=1"
+)
+_FAILED = 1.0  # in the place of a verdict: the leader has met an error
+_LEADER_FAILED = "this host's leader could not exchange its gradient; look at what it has written"
+
+
+class Place(NamedTuple):
+    """Where a rank is: on which of the hosts, and which of its host's ranks it is.
+
+    `share` is what a rank's gradient counts for in its host's.
+    """
+
+    host: int
+    hosts: int
+    slot: int
+    slots: int
+    share: float = 1.0
+
+
+class Groups(NamedTuple):
+    """Horovod's process sets that a rank belongs to."""
+
+    inside: Any  # the ranks of its host
+    across: Any  # the ranks at its slot, one on each host
+
+
+def place_of(horovod: Any, process_set: Any, average: bool) -> Place:
+    """Where this rank is; nothing is sent.
+
+    Args:
+        horovod: `mpi_ops` of the frontend.
+        process_set: the ranks that take part.
+        average: whether a host's gradient is the mean over its ranks, or the sum.
+
+    Raises:
+        ValueError: on all ranks, if hosts have different numbers of ranks, not all ranks take part,
+            the run is elastic, or Horovod was initialised without process sets.
+    """
+    if process_set is not horovod.global_process_set:
+        raise ValueError("hierarchical=True exchanges over all ranks: leave process_set= out")
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ValueError(
+            "hierarchical=True cannot work in an elastic run: its process sets do not outlive a "
+            "reset. Leave hierarchical= out, or start without --min-np and --max-np"
+        )
+    if not horovod.is_homogeneous():
+        raise ValueError(
+            "hierarchical=True needs the same number of ranks on all hosts, and they differ: this "
+            f"one has {horovod.local_size()} of {horovod.size()}. Change -np or -H of horovodrun"
+        )
+    hosts, slots = horovod.cross_size(), horovod.local_size()
+    allowed = os.environ.get(_DYNAMIC, "") not in ("", "0") or len(_known(horovod)) > 1
+    if slots > 1 and not allowed:
+        raise ValueError(_NO_SETS)
+    share = 1.0 / slots if average else 1.0
+    return Place(horovod.cross_rank(), hosts, horovod.local_rank(), slots, share)
+
+
+def groups_of(horovod: Any, place: Place, gather: Callable[[Any, Any], list[Any]]) -> Groups:
+    """The process sets of this rank, made where they are not there yet; all ranks call it.
+
+    Args:
+        horovod: `mpi_ops` of the frontend.
+        place: of this rank.
+        gather: everybody's item of a kind, on all ranks; see `messages`.
+
+    Raises:
+        ValueError: on all ranks, if ranks are not counted host by host, or sets cannot be made.
+    """
+    name = os.environ.get("HOROVOD_HOSTNAME") or platform.node()
+    everybody = gather((place.host, place.slot, name), tuple[int, int, str])
+    ranks = {(host, slot): rank for rank, (host, slot, _) in enumerate(everybody)}
+    names = {(host, name) for host, _, name in everybody}
+    inside = [[ranks.get((h, s), -1) for s in range(place.slots)] for h in range(place.hosts)]
+    across = [list(row) for row in zip(*inside)]
+    if len(names) > place.hosts or any(row != sorted(row) for row in (*inside, *across)):
+        raise ValueError(
+            "hierarchical=True needs ranks that are counted in the same order on all hosts; start "
+            "them with horovodrun, or with mpirun --map-by slot. (host, place, name) by rank: "
+            f"{everybody}"
+        )
+    if place.slots == 1:
+        return Groups(None, horovod.global_process_set)
+    sets = {tuple(row): _process_set(horovod, row) for row in (*inside, *across)}
+    return Groups(sets[tuple(inside[place.host])], sets[tuple(across[place.slot])])
+
+
+def _known(horovod: Any) -> dict[tuple[int, ...], int]:
+    """The numbers of Horovod's process sets, by their ranks."""
+    known = horovod._basics._get_process_set_ids_and_ranks()
+    return {tuple(ranks): number for number, ranks in known.items()}
+
+
+def _process_set(horovod: Any, ranks: Sequence[int]) -> Any:
+    """The process set of these ranks; Horovod has each only once."""
+    if len(ranks) == horovod.size():
+        return horovod.global_process_set
+    process_set, known = horovod.ProcessSet(ranks), _known(horovod)
+    if tuple(ranks) in known:
+        process_set.process_set_id = known[tuple(ranks)]
+        return process_set
+    try:
+        return horovod.add_process_set(process_set)
+    except ValueError as error:
+        raise ValueError(f"{_NO_SETS}. Horovod says: {error}") from error
+
+
+def aggregate(
+    compressor: Compressor,
+    ops: Ops,
+    context: Context,
+    gradient: Tensor,
+    state: State,
+    *,
+    place: Place,
+    leader: int,
+    **extra: Tensor,
+) -> Program:
+    """The program of one bucket and step on a rank of a host; see `Compressor.aggregate`.
+
+    An error that the leader meets reaches the other ranks of its host with the result: they raise
+    as well, and none waits for what does not come.
+
+    Args:
+        compressor: what runs between leaders.
+        ops: the verbs.
+        context: with hosts in the place of ranks.
+        gradient: of this rank.
+        state: of this rank; what it is does not matter on one that does not lead.
+        place: of this rank.
+        leader: the slot of the bucket's leaders.
+        extra: for the compressor, of this rank.
+    """
+    if place.slots == 1:
+        return (yield from compressor.aggregate(ops, context, gradient, state, **extra))
+    layout = context.layout
+    failure: Exception | None = None
+    # The moments go with the gradients: by themselves nobody would need them where this rank does
+    # not lead, and what nobody needs is taken out of a graph.
+    whole = gradient
+    if "moment" in extra:
+        whole = ops.concat((gradient, ops.times(extra["moment"], place.share)))
+    whole = yield Inside(Allreduce(whole, 1.0, place.share, donated=True), "gradient")
+    total = whole[: layout.size]
+    if "moment" in extra:
+        extra["moment"] = whole[layout.size :]
+    verdict = ops.full((1,), _FAILED, layout.dtype)
+    if place.slot == leader:
+        try:
+            program = compressor.aggregate(ops, context, total, state, **extra)
+            total, state = yield from unswitched(program)
+            verdict = ops.cast(poison(ops, ops.found_finite()), layout.dtype)
+        except Exception as error:
+            failure = error
+            if isinstance(error, NonFiniteGradientError):
+                verdict = verdict * float("nan")
+    # What does not lead sends nothing, but in a graph it must not ask with a constant: TensorFlow
+    # would take that out of the branch that it stands in.
+    result = yield Inside(Broadcast(ops.concat((total, verdict)), leader), "result")
+    if isinstance(failure, (NonFiniteGradientError, PayloadError)):
+        raise type(failure)(f"between hosts, each counted as one rank: {failure}") from failure
+    if failure is not None:
+        raise failure
+    if place.slot != leader:
+        verdict = result[-1:]
+        ops.require({_LEADER_FAILED: ~(verdict == _FAILED)})
+        ops.require({wire.ANY_NOT_FINITE: verdict == 0}, NonFiniteGradientError)
+        ops.found_finite()
+    return result[:-1], state
+
+
+def is_result(request: Any) -> bool:
+    """Whether it is what a leader hands to its host at the end of a program.
+
+    A rank that waits for one while its own programs could go on may wait for ever: the leader of
+    that bucket waits as well, for what this rank leads.
+    """
+    return isinstance(request, Inside) and isinstance(request.request, Broadcast)

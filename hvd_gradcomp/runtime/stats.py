@@ -1,0 +1,80 @@
+"""What `compression_stats` reports, of any frontend's buckets and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.core.compressor import Compressor, State
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.protocols.reporting import Report, report
+from hvd_gradcomp.monitoring.stats import CompressionStats, mean_losses, norm_of
+
+
+class Exchanged(NamedTuple):
+    """A bucket that this rank compresses, and in how many steps it has."""
+
+    layout: Layout
+    compressor: Compressor
+    state: State
+    steps: int
+
+
+class Counted(NamedTuple):
+    """What this rank has counted of its exchanges."""
+
+    bytes_sent: int
+    bytes_received: int
+    skipped: int
+
+
+def stats(
+    buckets: Iterable[Exchanged],
+    counted: Counted,
+    *,
+    steps: int,
+    order: Sequence[str],
+    beside: Mapping[str, int],
+    unplanned: Mapping[str, int],
+    norm: Callable[[Any], float],
+    gradient_norms: Iterable[float],
+) -> CompressionStats:
+    """Totals since the start; reads the device.
+
+    Args:
+        buckets: those that this rank compresses.
+        counted: what was moved.
+        steps: exchanges done.
+        order: names of layers, as the model has them.
+        beside: values that were sent beside the buckets, by the layer's name.
+        unplanned: sizes of layers that have no bucket on any rank, by name.
+        norm: the L2 norm of a tensor.
+        gradient_norms: of parts of the exchanged gradient.
+    """
+    layers: dict[str, int] = {}
+    sizes = dict(unplanned)
+    reports: list[Report] = []
+    elements = steps * sum(unplanned.values())
+    for layout, compressor, state, taken in buckets:
+        elements += layout.elements * taken
+        sizes.update(zip(layout.names, layout.sizes))
+        said = report(compressor, layout, state, steps, since=steps - taken)
+        reports.append(said)
+        layers.update(zip(layout.names, said.sent))
+    for name, values in beside.items():
+        layers[name] = layers.get(name, 0) + values
+    return CompressionStats(
+        steps=steps,
+        elements=elements,
+        elements_sent=sum(layers.values()),
+        bytes_dense=4 * elements,
+        bytes_sent=counted.bytes_sent,
+        bytes_received=counted.bytes_received,
+        layers={name: layers[name] for name in order if name in layers},
+        losses=mean_losses(said.losses for said in reports),
+        sizes={name: sizes[name] for name in order if name in sizes},
+        skipped=counted.skipped,
+        rung_changes=sum(said.rung_changes for said in reports),
+        residual_norm=norm_of(norm(r.residual) for r in reports if r.residual is not None),
+        gradient_norm=norm_of(gradient_norms),
+    )

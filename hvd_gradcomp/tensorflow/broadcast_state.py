@@ -1,0 +1,149 @@
+"""Brings all ranks to one rank's variables, but for what belongs to each rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, Engine, gather_objects, living
+from hvd_gradcomp.tensorflow.variables import is_rank_local, plain_variable
+
+_TRAVEL = frozenset({"uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bool"})
+
+
+class _Roll(NamedTuple):
+    """What one rank wants to broadcast."""
+
+    variables: list[str]
+    names: list[str]  # of the exchanges among them
+    compressors: list[str]
+    steps: list[int]
+    number: int  # of the next exchange
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: Any = horovod.global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Like Horovod's own; also takes Keras 3 variables, as in `optimizer.variables`.
+
+    Left out is what a compressor has accumulated on this rank: copied to all ranks, the root's
+    debt would be paid once a rank. Where the root goes on from a checkpoint that only it has read,
+    the others take its steps and what all ranks have in common, and what belongs to each of them
+    begins anew; the log says so once.
+
+    Variables are matched by their place, so they may have other names on other ranks: a Keras
+    model that was loaded names them differently.
+
+    Args:
+        variables: of TensorFlow or Keras, in the same order on all ranks; one that is given twice
+            is sent once.
+        root_rank: whose values count.
+        process_set: the ranks that take part.
+        inplace: as in Horovod.
+
+    Returns:
+        What Horovod's own returns: inside a graph the operation to run.
+
+    Raises:
+        MismatchError: on all ranks, if they have other variables, or other compressors.
+    """
+    plain = {id(v): v for v in map(plain_variable, variables)}
+    shared = [v for v in plain.values() if not is_rank_local(v)]
+    if inplace or not tf.executing_eagerly():
+        return horovod.broadcast_variables(shared, root_rank, process_set, inplace)
+    places = {key: place for place, key in enumerate(plain)}
+    engines = sorted(
+        (engine for engine in living if id(engine.steps) in plain),
+        key=lambda engine: places[id(engine.steps)],
+    )
+    rolls = _agreed(shared, engines, process_set)
+    ranks = list(process_set.ranks or range(process_set.size()))
+    root = rolls[ranks.index(root_rank)]
+    TITLES.go_on_from(max(roll.number for roll in rolls))
+    anew = []
+    for place, engine in enumerate(engines):
+        step = root.steps[place]
+        others = [rank for rank, roll in zip(ranks, rolls) if roll.steps[place] != step]
+        engine.rename(root.names[place])
+        if horovod.rank() in others:
+            engine.forget()
+        owned = engine.learned_by_one(step)
+        shared += [variable for variable, _ in owned]
+        if others and any(owner != root_rank for _, owner in owned):
+            anew.append(engine)
+        if others and engine.keeps_local and horovod.rank() == root_rank:
+            LOGGER.warning(
+                "all ranks go on from step %d of rank %d, with what all have in common. What a "
+                "rank had kept back is rank %d's alone: rank%s %s begin%s with nothing. "
+                "hvd.save_checkpoint and hvd.load_checkpoint keep it, on all ranks",
+                step,
+                root_rank,
+                root_rank,
+                "s" if len(others) > 1 else "",
+                ", ".join(map(str, others)),
+                "" if len(others) > 1 else "s",
+            )
+
+    def copy() -> None:
+        for place, variable in enumerate(shared):
+            value = variable.read_value()
+            travels = value.dtype.name in _TRAVEL
+            value = mpi_ops.broadcast(
+                value if travels else tf.bitcast(value, tf.uint8),
+                root_rank,
+                name=f"gradcomp.broadcast.{place}",
+                ignore_name_scope=True,
+                process_set=process_set,
+            )
+            variable.assign(value if travels else tf.bitcast(value, variable.dtype))
+
+    tf.function(copy, autograph=False)()  # all at the same time
+    for engine in anew:
+        engine.retrain()
+    return None
+
+
+def _agreed(
+    shared: Sequence[tf.Variable], engines: Sequence[Engine], process_set: Any
+) -> list[_Roll]:
+    """What all ranks want to broadcast.
+
+    Raises:
+        MismatchError: on all ranks, if that differs: some would wait for others for ever.
+    """
+    mine = _Roll(
+        [f"{v.dtype.name} {tuple(v.shape)}" for v in shared],
+        [engine.name for engine in engines],
+        [repr(engine.compressor) for engine in engines],
+        [int(engine.steps) for engine in engines],
+        TITLES.number,
+    )
+    rolls: list[_Roll] = gather_objects(mine, _Roll, "gradcomp.broadcast.roll", process_set)
+    first, *ranks = process_set.ranks or range(len(rolls))
+    for rank, roll in zip(ranks, rolls[1:]):
+        for ours, theirs, what in (
+            (rolls[0].compressors, roll.compressors, "compressor"),
+            (rolls[0].variables, roll.variables, "variable"),
+        ):
+            if ours == theirs:
+                continue
+            place = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b),
+                min(len(ours), len(theirs)),
+            )
+            a, b = ((x[place : place + 1] or ["missing"])[0] for x in (ours, theirs))
+            raise MismatchError(
+                f"the ranks cannot take each other's variables: {what} {place} of {len(ours)} is "
+                f"{a} on rank {first}, and of {len(theirs)} {b} on rank {rank}. Make the same "
+                "model and optimizer on all ranks, with the same compression=; a rank that loads "
+                "a model uses hvd.load_model, from hvd_gradcomp.tensorflow.keras"
+            )
+    return rolls

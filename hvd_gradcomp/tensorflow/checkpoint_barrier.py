@@ -1,0 +1,121 @@
+"""Ranks that save or load meet those that train, and say so, instead of waiting for each other.
+
+A step waits in TensorFlow's graph, where nothing looks at the time; but it always asks for a word
+of all ranks, by a name that its engine gives (see `step_sync`). So a rank that has
+waited for `PATIENCE` seconds to save gives a word of its own by the name of each step that another
+rank may be in. Those in a step hear that this one is not, and it hears of them. A rank that has
+merely come late hears nothing: before all go on they bring these words to an end.
+
+The rank that saves has its error at once. A step ends once all that it has asked for has come or
+failed, which it does when the rank that saves ends, or goes on to a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from threading import Thread
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.tensorflow.engine import gather_objects, living
+from hvd_gradcomp.tensorflow.step_sync import SAVING, STEPPING
+
+PATIENCE = 10.0  # seconds of waiting, after which a rank gives its words
+_NAME = "gradcomp.checkpoint"
+_begun: dict[int, Future[Any]] = {}  # by process set: what nobody has answered yet
+_Word = tuple[str, int]  # the name of a step's word, and of how many numbers it is
+
+
+def meet(process_set: Any) -> None:
+    """Returns once all ranks are here, to save or to load.
+
+    Args:
+        process_set: the ranks.
+
+    Raises:
+        CheckpointError: others are in a step of training. So they hear, too.
+    """
+    if process_set.size() == 1:
+        return
+    key, words = process_set.process_set_id, dict[_Word, Future[Any]]()
+    if key not in _begun:  # one that has failed may have left its own behind
+        _begun[key] = _sum(tf.zeros(1), f"{_NAME}.begin", process_set)
+    begin = _begun[key]
+    wait([begin], PATIENCE)
+    if not begin.done():
+        trained = [one for one in living if one.process_set.process_set_id == key]
+        _give(words, ((one.word_name, one.word_size) for one in trained), process_set)
+    while not begin.done():
+        wait([begin, *_unheard(words, process_set)], return_when=FIRST_COMPLETED)
+    del _begun[key]
+    if begin.exception():
+        _unheard(words, process_set)  # they say why
+    begin.result()
+    everybody = gather_objects([*words], list[_Word], f"{_NAME}.words", process_set)
+    _give(words, (word for theirs in everybody for word in theirs), process_set)
+    for word in words.values():
+        word.result()
+
+
+def _give(words: dict[_Word, Future[Any]], those: Iterable[_Word], process_set: Any) -> None:
+    """Gives words that were not given yet."""
+    rank, ranks = process_set.rank(), process_set.size()
+    for name, size in those:
+        if (name, size) not in words:
+            mine = tf.one_hot(0, size, on_value=SAVING, off_value=0, dtype=tf.int64)
+            table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * mine
+            words[name, size] = _sum(table, name, process_set)
+
+
+def _unheard(words: dict[_Word, Future[Any]], process_set: Any) -> list[Future[Any]]:
+    """The words that nobody has answered yet; raises what others have told with theirs.
+
+    Before errors: those who have told something may have ended since.
+    """
+    told = {word for word in words.values() if word.done()}
+    for word in sorted(told, key=lambda word: word.exception() is not None):
+        _check(word.result(), process_set)
+    return [word for word in words.values() if word not in told]
+
+
+def _check(table: Any, process_set: Any) -> None:
+    ranks = process_set.ranks or range(len(table))
+    steps = {rank: int(row[2]) for rank, row in zip(ranks, table) if row[0] == STEPPING}
+    if steps:
+        listed = ", ".join(f"rank {rank} waits in step {step}" for rank, step in steps.items())
+        raise CheckpointError(
+            f"nothing was saved or loaded: rank {horovod.rank()} saves or loads a checkpoint, but "
+            f"{listed}. Call save_checkpoint and load_checkpoint on all ranks, between the same "
+            "two steps"
+        )
+
+
+def _sum(tensor: tf.Tensor, name: str, process_set: Any) -> Future[Any]:
+    """The sum over ranks, which comes while others may wait; in a graph, where names count."""
+
+    def summed() -> tf.Tensor:
+        return mpi_ops._allreduce(
+            tensor, op=horovod.Sum, name=name, ignore_name_scope=True, process_set=process_set
+        )
+
+    graph = tf.function(summed, autograph=False).get_concrete_function()
+    return started(lambda: graph().numpy())
+
+
+def started(run: Callable[[], Any]) -> Future[Any]:
+    """Runs something in a thread, for which the end of the process does not wait."""
+    future: Future[Any] = Future()
+
+    def target() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=target, daemon=True).start()
+    return future

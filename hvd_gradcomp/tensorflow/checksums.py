@@ -1,0 +1,64 @@
+"""Hashes of what has to be equal on all ranks, where it lies; eager and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp.monitoring import verify
+from hvd_gradcomp.tensorflow.engine import Engine
+from hvd_gradcomp.tensorflow.variables import plain_variable
+
+
+def check(engine: Engine, sources: Sequence[Any]) -> None:
+    """Compares variables and replicated state over the ranks of an engine.
+
+    Args:
+        engine: of the exchange.
+        sources: the variables that it trains, in the order of its layers.
+
+    Raises:
+        DivergedError: on all ranks, if they differ. In a graph the error is TensorFlow's
+            `UnknownError`, with the same message in it.
+    """
+    held = [
+        (f"parameter {name}", plain_variable(source))
+        for (name, _, _), source in zip(engine.layers, sources)
+    ]
+    held += engine.replicated
+    weights = verify.weights(engine.ops)
+    mine = tf.stack([verify.digest(engine.ops, _bytes(x), weights) for _, x in held])
+    process_set = engine.process_set
+    digests = mpi_ops.allgather(
+        mine if engine.place else mine[None],
+        name=f"{engine.name}.verify",
+        ignore_name_scope=True,
+        process_set=process_set,
+    )
+    names = [name for name, _ in held]
+    ranks = process_set.ranks or range(process_set.size())
+
+    def compare(digests: tf.Tensor, steps: tf.Tensor) -> None:
+        rows = digests.numpy().tolist()
+        if engine.place is None:
+            verify.compare(names, rows, ranks, int(steps))
+            return
+        # A rank has the state of those buckets that it leads.
+        parameters, rest = names[: len(engine.layers)], iter(rows)
+        everybody = [{name: next(rest) for name in (*parameters, *own)} for own in engine.titles]
+        known = list(dict.fromkeys(name for row in everybody for name in row))
+        found = [[row.get(name) for name in known] for row in everybody]
+        verify.compare(known, found, ranks, int(steps))
+
+    if tf.executing_eagerly():
+        compare(digests, engine.steps)
+    else:
+        tf.py_function(compare, [digests, engine.steps], [])
+
+
+def _bytes(x: Any) -> tf.Tensor:
+    flat = tf.reshape(x, (-1,))
+    return flat if flat.dtype == tf.uint8 else tf.reshape(tf.bitcast(flat, tf.uint8), (-1,))

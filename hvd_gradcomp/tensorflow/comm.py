@@ -1,0 +1,99 @@
+"""Horovod's TensorFlow operations as a transport: each collective is a step of what is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Gather, Inside, goes_as_sum
+from hvd_gradcomp.ops.tensorflow import ASSERTION, assertion
+
+
+class Tracing:
+    """The five collectives; see `Transport`. What they return is the reply."""
+
+    def allgather(self, tensor: tf.Tensor, name: str, group: Any) -> tf.Tensor:
+        how, world = _how(name, group), group.size()
+        size, dtype = tensor.shape.num_elements() or 0, tensor.dtype.name
+        if goes_as_sum(size, dtype, world, mpi_ops.gloo_enabled()):
+            own = tf.bitcast(tf.reshape(tensor, (-1, 4)), tf.int32)
+            others = mpi_ops._allreduce(own, op=horovod.Sum, **how) - own
+            both = (own, others) if group.rank() == 0 else (others, own)
+            return tf.reshape(tf.bitcast(tf.stack(both), tf.uint8), (world, *tensor.shape))
+        reply = mpi_ops.allgather(tensor, **how)
+        same = assertion(
+            tf.equal(tf.size(reply), world * tf.size(tensor)),
+            f"{ASSERTION}: the ranks sent payloads of different sizes for {name}; load the same "
+            "checkpoint on all ranks",
+            tf.size(reply),
+            tf.size(tensor),
+        )
+        with tf.control_dependencies([same]):
+            reply = tf.reshape(reply, tf.concat(([world], tf.shape(tensor)), 0))
+        reply.set_shape((world, *tensor.shape))
+        return reply
+
+    def allreduce(self, request: Allreduce, name: str, group: Any) -> tf.Tensor:
+        return mpi_ops._allreduce(
+            request.tensor,
+            op=horovod.Sum,
+            prescale_factor=request.prescale,
+            postscale_factor=request.postscale,
+            **_how(name, group),
+        )
+
+    def alltoall(self, tensor: tf.Tensor, name: str, group: Any) -> tf.Tensor:
+        reply = mpi_ops.alltoall(tf.reshape(tensor, (-1,)), **_how(name, group))
+        return tf.reshape(reply, tf.shape(tensor))
+
+    def gather(self, request: Gather, name: str, group: Any) -> tf.Tensor:
+        """Of a shape that is not known: a rank that gets nothing must not know that beforehand.
+
+        What counts the bytes would be a constant there, and nothing would need the collective.
+        """
+        splits = [0] * group.size()
+        splits[request.root] = request.lengths[group.rank()]
+        tensor = tf.reshape(request.tensor, (splits[request.root],))
+        parts = tf.constant(splits, tf.int32)
+        return mpi_ops.alltoall(tensor, splits=parts, **_how(name, group))[0]
+
+    def broadcast(self, tensor: tf.Tensor, root: int, name: str, group: Any) -> tf.Tensor:
+        return mpi_ops.broadcast(tensor, root, **_how(name, group))
+
+    def wait(self, pending: tf.Tensor) -> tf.Tensor:
+        return pending
+
+
+def _how(name: str, group: Any) -> dict[str, Any]:
+    return {"name": name, "ignore_name_scope": True, "process_set": group}
+
+
+def asked_in_branch(request: Any, taken: tf.Tensor) -> Any:
+    """The same request, of a tensor that depends on whether the branch that asks is taken.
+
+    A rank that only receives hands over a constant. TensorFlow's graph optimizer frees what depends
+    on constants alone from its branch, and then this rank asks when others do not.
+    """
+    if isinstance(request, Inside):
+        return request._replace(request=asked_in_branch(request.request, taken))
+    if not isinstance(request, (Broadcast, Gather)):
+        return request
+    tensor = request.tensor
+    return request._replace(tensor=tf.where(taken, tensor, tf.zeros_like(tensor)))
+
+
+def sum_of_bits(x: tf.Tensor) -> tf.Tensor:
+    """Any bit that flips changes it; an int64 scalar."""
+    kinds = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+    return tf.reduce_sum(tf.cast(tf.bitcast(x, kinds[x.dtype.size]), tf.int64))
+
+
+def bytes_of(tensor: tf.Tensor) -> tf.Tensor:
+    """How many a tensor has; a constant where its shape is known."""
+    known = tensor.shape.num_elements()
+    if known is not None:
+        return tf.constant(known * tensor.dtype.size, tf.int64)
+    return tf.size(tensor, tf.int64) * tensor.dtype.size

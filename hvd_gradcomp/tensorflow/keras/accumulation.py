@@ -1,0 +1,129 @@
+"""What a step of several passes adds up, and where its second moments come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_gradcomp.algorithms.variance import weight_of_passes
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.tensorflow.engine import LOGGER
+
+
+class Passes:
+    """Gradients, and their squares or moments, added up over the passes of a step.
+
+    Args:
+        count: passes of a step.
+        average: whether sums are divided by it.
+        batch_size: samples that a rank sees in a step; None counts as many.
+        number: a variable, how many passes there were.
+        added, squared: variables, one for each gradient.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        average: bool,
+        batch_size: int | None,
+        number: tf.Variable,
+        added: Sequence[tf.Variable],
+        squared: Sequence[tf.Variable],
+    ) -> None:
+        self._count, self._batch_size = count, batch_size
+        self._share = 1.0 / count if average else 1.0
+        self._number, self._added, self._squared = number, added, squared
+        self._came: set[int] = set()  # places of those that any pass has brought so far
+
+    def add(self, gradients: list[Any], moments: list[Any] | None) -> None:
+        """Adds a pass."""
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            self._came.add(place)
+            part = tf.cast(tf.convert_to_tensor(gradient), tf.float32) * self._share
+            self._added[place].assign_add(part)
+            if moments is None:
+                square = part * part
+            else:
+                square = moments[place] * (self._share * self._share)
+            self._squared[place].assign_add(square)
+        self._number.assign_add(1)
+
+    def sums(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Those of gradients that there are, in this pass or in another one.
+
+        Args:
+            gradients: of the last pass.
+            variables: whose they are. What was frozen meanwhile is left out.
+        """
+        return [
+            None if g is None and not (place in self._came and v.trainable) else total.value()
+            for place, (total, g, v) in enumerate(zip(self._added, gradients, variables))
+        ]
+
+    def moments(self, sampled: bool) -> list[Any]:
+        """The second moments of the step; of samples, if those were added."""
+        if sampled:
+            return [s.value() for s in self._squared]
+        weight = weight_of_passes(self._count, self._batch_size)
+        return [
+            tf.maximum(weight * s.value() + (1.0 - weight) * a.value() * a.value(), 0.0)
+            for s, a in zip(self._squared, self._added)
+        ]
+
+    def clear(self, places: Sequence[int]) -> None:
+        """Begins the next step: what was exchanged is done with, the rest goes with it."""
+        for place in places:
+            for total in (self._added[place], self._squared[place]):
+                total.assign(tf.zeros_like(total))
+
+
+class MomentSource:
+    """Where second moments come from, decided at the first trace.
+
+    Args:
+        compressor: what asks for them, or does not.
+        passes: of a step.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(self, compressor: Compressor, passes: int, process_set: Any) -> None:
+        self._compressor, self._passes, self._process_set = compressor, passes, process_set
+        self._decided = ""
+
+    @property
+    def is_passes(self) -> bool:
+        """Whether they are made of what passes add up."""
+        return self._decided not in ("", "step")
+
+    def decide(self, moments: list[Any] | None) -> str:
+        """The source, such as "sample"; "" if they are not used.
+
+        Args:
+            moments: those of samples, if somebody tracks them.
+
+        Raises:
+            ValueError: the compressor wants those of samples, and nobody does.
+        """
+        if not self._compressor.uses_moments or self._decided:
+            return self._decided
+        source = getattr(self._compressor, "moments", "auto")
+        if source == "sample" and moments is None:
+            raise ValueError(
+                "moments='sample' needs hvd.track_moments(model) before model.fit, from "
+                "hvd_gradcomp.tensorflow.keras"
+            )
+        if source == "auto":
+            source = "sample" if moments else "microbatch" if self._passes > 1 else "step"
+            if source == "step" and self._process_set.rank() == 0:
+                LOGGER.warning(
+                    "the compressor takes each step as one sample (moments='step'): nothing better "
+                    "is set up. hvd.track_moments(model) gives per-sample moments, "
+                    "backward_passes_per_step > 1 those of micro-batches. It is %s",
+                    self._compressor,
+                )
+        self._decided = str(source)
+        return self._decided

@@ -1,0 +1,91 @@
+"""The places of variables among all that an optimizer trains, and which are this rank's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_gradcomp.tensorflow.engine import Engine, poisoned
+from hvd_gradcomp.tensorflow.graph_exchange import times
+from hvd_gradcomp.tensorflow.variables import keep_own, plain_variable
+
+
+def places_of(optimizer: Any, variables: Sequence[Any]) -> list[int]:
+    """The places of some variables among all.
+
+    Raises:
+        ValueError: some are not among them, or one is given twice.
+    """
+    key = optimizer._var_key
+    known = {key(v): i for i, v in enumerate(optimizer._trainable_variables)}
+    unknown = [v.path for v in variables if key(v) not in known]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} did not train when this optimizer was built: compile the "
+            "model with a new DistributedOptimizer, or build it while all that will be trained "
+            "is trainable"
+        )
+    twice = {v.path for i, v in enumerate(variables) if any(v is w for w in variables[:i])}
+    if twice:
+        raise ValueError(
+            f"{', '.join(sorted(twice))} was given twice, with a gradient each: add them up before"
+        )
+    return [known[key(v)] for v in variables]
+
+
+def local_places(
+    variables: Sequence[Any], find_local: Sequence[Callable[[], list[Any]]], known: frozenset[int]
+) -> frozenset[int]:
+    """Which of the variables are this rank's alone, where the files of each rank keep them.
+
+    Args:
+        variables: all that are trained.
+        find_local: functions that return some that are.
+        known: places that are known already.
+
+    Raises:
+        ValueError: all are.
+    """
+    places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
+    found = {places.get(id(plain_variable(v))) for find in find_local for v in find()}
+    local = frozenset(place for place in found if place is not None)
+    local |= known
+    for place in local:
+        keep_own(plain_variable(variables[place]))
+    if local and len(local) == len(variables):
+        raise ValueError(
+            "all that is trained is local, so there is nothing to exchange: use the optimizer "
+            "as it is, without hvd.DistributedOptimizer"
+        )
+    return local
+
+
+class Sharing:
+    """The exchange of those gradients that are not this rank's alone.
+
+    Args:
+        engine: of the exchange.
+        exchanged, local: places.
+        scale_local: whether what is local is divided by the number of ranks.
+    """
+
+    def __init__(
+        self, engine: Engine, exchanged: Sequence[int], local: frozenset[int], scale_local: bool
+    ) -> None:
+        self._engine, self._exchanged, self._local = engine, list(exchanged), local
+        self._scale_local = scale_local
+
+    def reduce(self, full: list[Any], moments: list[Any] | None, scale: Any) -> list[Any]:
+        """Exchanges what is not local, of the gradients of all variables."""
+        shared = [full[i] for i in self._exchanged]
+        if self._local:
+            shared = poisoned(shared, [full[i] for i in self._local])
+            moments = moments and [moments[i] for i in self._exchanged]
+        reduced = dict(zip(self._exchanged, self._engine.reduce(shared, moments, scale)))
+        ranks = self._engine.process_set.size() if self._scale_local else 1
+        return [
+            reduced[i] if i in reduced else times(gradient, tf.constant(1.0 / ranks))
+            for i, gradient in enumerate(full)
+        ]

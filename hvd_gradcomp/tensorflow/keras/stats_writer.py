@@ -1,0 +1,73 @@
+"""Stats to watch under Keras 3's `fit`; see `hvd_gradcomp.monitoring.reports`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import keras
+
+from hvd_gradcomp.monitoring.reports import Writer
+from hvd_gradcomp.tensorflow import stats_writer
+from hvd_gradcomp.tensorflow.engine import distributed_in, optimizer_of, takes_part
+from hvd_gradcomp.tensorflow.keras.optimizer import refusal
+from hvd_gradcomp.tensorflow.stats import engine_of
+
+
+class StatsWriter(keras.callbacks.Callback):
+    """What `hvd.StatsWriter` does, under `fit`: a record a span of batches, a line an epoch.
+
+    The model's optimizer is a `DistributedOptimizer` of this package, or a `LossScaleOptimizer`
+    around one. Epochs are numbered from 1, as `fit` prints them. Files that are there are written
+    on in another `fit`. With `steps_per_execution` of `compile` an execution counts as one batch.
+
+    Args:
+        every: batches in a span, at least 1.
+        writers: of `JSONLines`, `TensorBoard`, and others that are a `Writer`.
+        process_set: the ranks that take part.
+
+    Raises:
+        TypeError: in `fit`, the optimizer is no `DistributedOptimizer`.
+        ValueError, OSError: in `fit`, as in `hvd_gradcomp.monitoring.reports.StatsWriter`.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        writers: Sequence[Writer] = (),
+        process_set: Any = horovod.global_process_set,
+    ) -> None:
+        super().__init__()
+        self.every, self.writers, self.process_set = every, writers, process_set
+        self._stats: stats_writer.StatsWriter | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        if not takes_part(self.process_set):
+            return
+        if not refusal(self.model.optimizer) and not self.model.built:
+            distributed_in(self.model.optimizer).when_built(self._open)  # in the first step
+            return
+        if engine_of(optimizer_of(self.model)).watch():  # which what is traced already cannot
+            self.model.make_train_function(force=True)
+        self._open()
+
+    def _open(self) -> None:
+        optimizer = self.model.optimizer
+        self._stats = stats_writer.StatsWriter(optimizer, self.every, self.writers)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        del batch, logs
+        if self._stats is not None:
+            self._stats.step()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        if self._stats is not None:
+            self._stats.epoch(epoch + 1)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        del logs
+        if self._stats is not None:
+            self._stats.close()

@@ -1,0 +1,417 @@
+"""Finds that ranks wait for each other for ever, where TensorFlow blocks whoever waits.
+
+A collective of Horovod's blocks its thread, or a graph, until it has come; nothing can look at the
+time there. So each is recorded while it is on its way: eager ones by the call, those in a graph by
+a variable that the graph changes before and after. A thread looks at these records. Where nothing
+has changed for `deadlock.PATIENCE` it tells, as the loops that wait do on PyTorch (see
+`engine/deadlock.py`). Where the ranks find that nothing can come, each notes why, and then Horovod
+is shut down: that ends what has blocked, with an error which is translated where it can be caught.
+
+Of an exchange the word of the step is enough, which all ranks ask for (see `running`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_gradcomp.runtime import stall_inspector
+from hvd_gradcomp.runtime.stall_inspector import Asked, DeadlockError
+
+__all__ = ["DeadlockError", "init", "marked", "rounds", "shutdown", "translated", "unmarked"]
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+_PREFIX = "horovod_"
+_RECORDED = frozenset(
+    f"{_PREFIX}{name}"
+    for name in (
+        "allreduce",
+        "grouped_allreduce",
+        "allgather",
+        "grouped_allgather",
+        "broadcast",
+        "broadcast_inplace_resource",
+        "alltoall",
+        "reducescatter",
+        "grouped_reducescatter",
+    )
+)
+_INTERVAL = 0.5  # seconds between two looks; less where the patience is little
+_GRACE = 1.5  # seconds in which all ranks hear what one has heard, before Horovod is shut down
+_END = ". Horovod has been shut down on all ranks"
+_STOCK: Any = mpi_ops.MPI_LIB
+_STOCK_INIT, _STOCK_SHUTDOWN = mpi_ops.init, mpi_ops.shutdown
+_marking = threading.local()  # whether collectives of this thread are recorded
+
+
+class _Set(NamedTuple):
+    """The ranks of a process set, as `deadlock.Watch` needs them."""
+
+    process_set_id: int
+    ranks: Sequence[int]
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(horovod.rank())
+
+
+class _Site(NamedTuple):
+    """A collective in a graph.
+
+    Attributes:
+        asked: its name, and for whom it is.
+        turn: odd while it is on its way; a greater one each time.
+    """
+
+    asked: Asked
+    turn: tf.Variable
+
+    def begin(self) -> Any:
+        return self.turn.assign_add(1 + self.turn % 2)  # one that has failed has not ended
+
+    def end(self) -> Any:
+        return self.turn.assign_add(self.turn % 2)
+
+
+class Rounds:
+    """How often the ranks of a process set have told what they wait for, for graphs to read.
+
+    What a rank has told and not all have would lie with Horovod, which takes it for stalled. So
+    the word of each step carries it, and where one has told, all tell.
+
+    Attributes:
+        told: the number of the round that this rank has told and that has not come; 0 for none.
+        due: that of the highest one of any rank, by the last word.
+        said: in how many rounds this rank has told.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self.told, self.due = (
+                tf.Variable(0, dtype=tf.int64, trainable=False, name=f"gradcomp_{name}")
+                for name in ("told", "due")
+            )
+        self.said = 0
+
+    def drop(self) -> None:
+        """Begins anew."""
+        self.said = 0
+        self.told.assign(0)
+        self.due.assign(0)
+
+    def is_due(self, pending: bool) -> bool:
+        """Return True if all ranks have to tell now, given whether this rank has told."""
+        return int(self.due.numpy()) >= self.said + (not pending)
+
+
+class _Answer:
+    """What a thread of its own waits for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run, self._result, self._error = run, None, ""
+        self._done = threading.Event()
+        self.ready = self._done.is_set
+        threading.Thread(target=self._target, daemon=True, name="gradcomp-told").start()
+
+    def _target(self) -> None:
+        try:
+            self._result = self._run()
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+        finally:
+            self._done.set()
+
+    def wait(self) -> Any:
+        self._done.wait()
+        if self._error:
+            raise RuntimeError(self._error)
+        return self._result
+
+
+class _Watcher:
+    """The records of this rank, and the thread that looks at them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._sites: dict[tuple[str, int], _Site] = {}
+        self._calls: dict[int, Asked] = {}
+        self._rounds: dict[int, Rounds] = {}
+        self._numbers = itertools.count()
+        self.drop()
+        atexit.register(self._stop.set)
+
+    def drop(self) -> None:
+        """Forgets all: Horovod begins or ends."""
+        self.message, self._telling = "", False
+        self._found, self._ended = threading.Event(), threading.Event()
+        self._calls.clear()
+        self._looked: tuple[Hashable, ...] = ()
+        self._since, self._turn = time.monotonic(), 0
+        self._watches: dict[int, tuple[Sequence[int], stall_inspector.Watch]] = {}
+        self._sets: dict[int, Sequence[int]] = {}
+        for rounds in list(self._rounds.values()):
+            rounds.drop()
+        self.settle()
+
+    def rounds(self, process_set: int) -> Rounds:
+        """Those of a process set."""
+        if process_set not in self._rounds:
+            self._rounds[process_set] = Rounds()
+        return self._rounds[process_set]
+
+    def settle(self) -> None:
+        """Ends what graphs have left behind that have failed."""
+        with tf.init_scope():  # also where an error leaves a trace
+            for site in list(self._sites.values()):
+                site.end()
+
+    def site(self, name: str, shown: str, process_set: int) -> _Site:
+        """The record of a collective in a graph."""
+        self._start()
+        key = name, process_set
+        if key not in self._sites:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradcomp_waits")
+            asked = Asked(name, _Set(process_set, []), lambda: False, shown=shown)
+            self._sites[key] = _Site(asked, turn)
+        return self._sites[key]
+
+    @contextmanager
+    def call(self, name: str, shown: str, process_set: int) -> Iterator[None]:
+        """Records an eager collective while it blocks."""
+        self._start()
+        number = next(self._numbers)
+        ranks, thread = _Set(process_set, []), threading.get_ident()
+        self._calls[number] = Asked(name, ranks, lambda: False, thread, shown)
+        try:
+            yield
+        finally:
+            self._calls.pop(number, None)
+
+    def found(self) -> str:
+        """Why Horovod was shut down, once it is, if it was for a deadlock; empty otherwise."""
+        if self._telling:
+            self._found.wait(4 * _GRACE)
+        if self.message:
+            self._ended.wait(20 * _GRACE)
+        return self.message
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, daemon=True, name="gradcomp-deadlock"
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(_INTERVAL, stall_inspector.PATIENCE / 4)):
+            try:
+                if horovod.is_initialized() and not self.message:
+                    self._answer()
+                    self._look()
+            except DeadlockError as error:
+                self._end(str(error))
+            except Exception as error:  # Horovod ends, say, while this looks
+                LOGGER.debug("the look for deadlocks has failed: %s", error)
+                self._watches.clear()
+
+    def _look(self) -> None:
+        calls = list(self._calls.items())
+        turns = [(key, int(site.turn.numpy())) for key, site in list(self._sites.items())]
+        waits = [(key, turn) for key, turn in turns if turn % 2]
+        signature = *waits, *(number for number, _ in calls)
+        if signature != self._looked:
+            self._looked, self._since = signature, time.monotonic()
+            self._turn += 1
+        asked = [self._sites[key].asked for key, _ in waits] + [one for _, one in calls]
+        self._telling = bool(asked) and time.monotonic() - self._since >= stall_inspector.PATIENCE
+        if not self._telling or len({one.thread for _, one in calls}) > 1:
+            return  # another thread may still ask for what other ranks wait for
+        for number in {0, *(one.process_set.process_set_id for one in asked)}:
+            watch = self._among(number)
+            if watch is not None:
+                try:
+                    watch.look(asked, self._turn)
+                finally:
+                    rounds = self.rounds(number)
+                    rounds.told.assign(rounds.said * watch.pending)
+
+    def _answer(self) -> None:
+        """Tells what all ranks have to tell, since one has."""
+        for number, rounds in list(self._rounds.items()):
+            watch = self._among(number)
+            if watch is not None and rounds.is_due(watch.pending):
+                watch.complete()
+                rounds.said = max(rounds.said, int(rounds.due.numpy()))
+                rounds.told.assign(0)
+
+    def _among(self, number: int) -> stall_inspector.Watch | None:
+        """Watches a process set; None where there is nobody to wait for."""
+        ranks = self._members().get(number)
+        if not ranks or len(ranks) == 1 or horovod.rank() not in ranks:
+            return None
+        if number not in self._watches or self._watches[number][0] != ranks:
+            watch = stall_inspector.Watch(_Set(number, ranks), self._tell, self._members)
+            self._watches[number] = ranks, watch
+        return self._watches[number][1]
+
+    def _members(self) -> dict[int, Sequence[int]]:
+        """The ranks of each process set; as last known where another rank has ended Horovod."""
+        try:
+            self._sets = dict(mpi_ops._basics._get_process_set_ids_and_ranks())
+        except (ValueError, RuntimeError):
+            LOGGER.debug("Horovod has ended; process sets are those from before")
+        return self._sets
+
+    def _tell(self, table: list[list[int]], name: str, process_set: _Set) -> _Answer:
+        self.rounds(process_set.process_set_id).said += 1
+        return _summed(table, name, process_set)
+
+    def _end(self, why: str) -> None:
+        self.message = why + _END
+        LOGGER.error("%s", self.message)
+        self._found.set()
+        time.sleep(_GRACE)
+        try:
+            _STOCK_SHUTDOWN()
+        finally:
+            self._ended.set()
+
+
+def _summed(table: list[list[int]], name: str, process_set: _Set) -> _Answer:
+    def total() -> tf.Tensor:
+        return _STOCK.horovod_allreduce(
+            tf.constant(table, tf.int64),
+            name=name,
+            reduce_op=horovod.Sum,
+            prescale_factor=1.0,
+            postscale_factor=1.0,
+            ignore_name_scope=True,
+            process_set_id=process_set.process_set_id,
+        )
+
+    graph = tf.function(total, autograph=False).get_concrete_function()  # where names count
+    return _Answer(lambda: graph().numpy())
+
+
+_watcher = _Watcher()
+
+
+class _Recording:
+    """Horovod's operations, of which collectives are recorded."""
+
+    def __getattr__(self, name: str) -> Any:
+        stock = getattr(_STOCK, name)
+        return _recorded(name, stock) if name in _RECORDED else stock
+
+
+def _recorded(title: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    kind = title.removeprefix(_PREFIX)
+
+    @functools.wraps(stock)
+    def collective(*given: Any, **named: Any) -> Any:
+        process_set = int(named.get("process_set_id", 0))
+        if tf.executing_eagerly():
+            # Eager collectives pair by what they are, not by their names.
+            shown = f"{kind} ({named['name']})" if named.get("name") else kind
+            with translated(), _watcher.call(kind, shown, process_set):
+                return stock(*given, **named)
+        in_function = tf.compat.v1.executing_eagerly_outside_functions()
+        if not getattr(_marking, "on", True) or not in_function:
+            return stock(*given, **named)
+        name = f"{kind}.{named.get('name') or 'without a name'}"
+        site = _watcher.site(name, named.get("name") or kind, process_set)
+        inputs = [x for x in tf.nest.flatten([*given]) if isinstance(x, tf.Tensor)]
+        with tf.control_dependencies(inputs):
+            begin = site.begin()
+        with tf.control_dependencies([begin]):
+            result = stock(*given, **named)
+        after = result if isinstance(result, tf.Operation) else tf.nest.flatten(result)
+        with tf.control_dependencies(after if isinstance(after, list) else [after]):
+            site.end()
+        return result
+
+    return collective
+
+
+@contextmanager
+def _marks(on: bool) -> Iterator[None]:
+    before = getattr(_marking, "on", True)
+    _marking.on = on
+    try:
+        yield
+    finally:
+        _marking.on = before
+
+
+def rounds(process_set: Any) -> Rounds:
+    """What the words of steps of these ranks carry."""
+    return _watcher.rounds(process_set.process_set_id)
+
+
+def unmarked() -> Any:
+    """Leaves collectives that are traced meanwhile without records."""
+    return _marks(False)
+
+
+def marked() -> Any:
+    """Records collectives that are traced meanwhile."""
+    return _marks(True)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raises a DeadlockError where Horovod was shut down for one."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        _watcher.settle()
+        message = _watcher.found() if "Horovod" in (error.message or "") else ""
+        if not message:
+            raise
+        raise DeadlockError(message) from error
+
+
+@functools.wraps(_STOCK_INIT)
+def init(*given: Any, **named: Any) -> Any:
+    """Like Horovod's own; records begin anew."""
+    _watcher.drop()
+    return _STOCK_INIT(*given, **named)
+
+
+@functools.wraps(_STOCK_SHUTDOWN)
+def shutdown(*given: Any, **named: Any) -> Any:
+    """Like Horovod's own; what was recorded is forgotten."""
+    result = _STOCK_SHUTDOWN(*given, **named)
+    _watcher.drop()
+    return result
+
+
+def _replace() -> None:
+    mpi_ops.MPI_LIB = _Recording()
+    replaced = ("init", _STOCK_INIT, init), ("shutdown", _STOCK_SHUTDOWN, shutdown)
+    for title, module in list(sys.modules.items()):
+        if title.startswith("horovod."):
+            for name, stock, ours in replaced:
+                if vars(module).get(name) is stock:
+                    setattr(module, name, ours)
+
+
+_replace()

@@ -1,0 +1,60 @@
+"""`StatsWriter` in custom loops on TensorFlow; see `hvd_gradcomp.monitoring.reports`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+
+from hvd_gradcomp.monitoring import reports
+from hvd_gradcomp.tensorflow.stats import engine_of
+
+
+class StatsWriter(reports.StatsWriter):
+    """Writes `compression_stats` every so many steps, and a line each epoch, in a custom loop.
+
+    ::
+
+        stats = StatsWriter(optimizer, every=100, writers=[JSONLines("stats.jsonl")])
+        for epoch in range(epochs):
+            for x, y in batches:
+                train_step(x, y)
+                stats.step()
+            stats.epoch(epoch)
+
+    Each record is of the steps since the last one. The norm of a gradient is measured in the step
+    that ends a span. A `tf.function` that was traced before this is made cannot, and leaves it out.
+
+    Args:
+        source: as in `compression_stats`: an optimizer that is built; a tape or a list of
+            variables after the first step.
+        every: steps in a span, at least 1.
+        writers: of `JSONLines`, `TensorBoard`, and others that are a `Writer`.
+
+    Raises:
+        TypeError: nothing is exchanged for the source.
+        ValueError, OSError: as in `hvd_gradcomp.monitoring.reports.StatsWriter`.
+    """
+
+    def __init__(
+        self, source: Any, every: int = 100, writers: Sequence[reports.Writer] = ()
+    ) -> None:
+        self._engine = engine_of(source)
+        super().__init__(
+            self._engine.stats,
+            rank=horovod.rank(),
+            first=self._engine.process_set.rank() == 0,
+            writers=writers,
+            every=every,
+        )
+        self._engine.watch()
+        self._ask()
+
+    def step(self) -> None:
+        super().step()
+        self._ask()
+
+    def _ask(self) -> None:
+        if self.reads and self.due:
+            self._engine.measure()

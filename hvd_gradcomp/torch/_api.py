@@ -1,0 +1,36 @@
+"""All that `import hvd_gradcomp.torch` gives: Horovod's names, and ours in the place of some."""
+
+from hvd_gradcomp.core.installation import require_horovod as _require_horovod
+
+_require_horovod("torch")
+
+import horovod.torch as _horovod
+from horovod.torch import *  # noqa: F403
+
+# Horovod's modules of these names, which `import ... as` and `from ... import` would find.
+for _name in ("elastic", "optimizer"):
+    globals().pop(_name, None)
+
+from hvd_gradcomp import *  # noqa: F403
+from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.monitoring.verify import DivergedError
+from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.stall_inspector import DeadlockError
+from hvd_gradcomp.torch import elastic
+from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
+from hvd_gradcomp.torch.broadcast_state import broadcast_optimizer_state
+from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.lr_scheduler import EGCScheduler
+from hvd_gradcomp.torch.moments.tracker import MomentTracker, track_moments
+from hvd_gradcomp.torch.optimizer import DistributedOptimizer
+from hvd_gradcomp.torch.probing import Probe
+from hvd_gradcomp.torch.stats_writer import StatsWriter
+from hvd_gradcomp.torch.step_sync import GradientChangedError, OutOfStepError
+from hvd_gradcomp.torch.uneven_inputs import join
+
+# Replaced in Horovod's modules since the first line, see `collectives`.
+barrier, synchronize, shutdown = _horovod.barrier, _horovod.synchronize, _horovod.shutdown
+
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -1,0 +1,312 @@
+"""`broadcast_optimizer_state`: all ranks go on from where one of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Optional
+
+import horovod.torch as horovod
+import torch
+
+from hvd_gradcomp.core.compressor import Compressor, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.protocols import learning, resizing
+from hvd_gradcomp.runtime import config_check
+from hvd_gradcomp.torch import broadcast_objects, parameters
+from hvd_gradcomp.torch.broadcast_objects import Said
+from hvd_gradcomp.torch.bucket import Bucket
+from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.exchange import LOGGER, synchronized
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    *,
+    process_set: Any = horovod.global_process_set,
+) -> None:
+    """Like Horovod's own, with what a compressor keeps: for a start, and to resume.
+
+    All ranks take the root's state and options, whatever theirs are: it may be the only one that
+    has loaded a checkpoint. Of an optimizer of this package they also take the number of steps,
+    what the compressor keeps alike on all ranks, and what `compression_stats` has counted. What it
+    keeps on each rank alone (residuals, momenta) stays there where a rank has made as many steps as
+    the root. Elsewhere it begins empty, and the root logs a warning: the `state_dict` of one rank
+    has only its own. `save_checkpoint` saves that of all.
+
+    Args:
+        optimizer: any. What a compressor has kept is loaded into the one that
+            `DistributedOptimizer` has returned.
+        root_rank: whose state all ranks get.
+        model: as in Horovod: gradients of its sparse embeddings stay None, where those of other
+            parameters become zeros because nobody has any state yet.
+        process_set: the ranks that call it.
+
+    Raises:
+        MismatchError: on all ranks, if they do not train the same model in the same way, or one
+            has gradients on their way.
+        ValueError: there is no such root.
+    """
+    hand_out(optimizer, root_rank, process_set)
+    if not optimizer.state:
+        _zero_gradients(optimizer, model)
+
+
+def hand_out(
+    optimizer: Any,
+    root_rank: int,
+    process_set: Any = horovod.global_process_set,
+    elastic: bool = False,
+) -> None:
+    """The same, and no gradients.
+
+    Args:
+        optimizer, root_rank, process_set: as there.
+        elastic: after a reset. What was on its way then is abandoned, and who joins begins empty.
+    """
+    engine: Engine | None = getattr(optimizer, "_gradcomp", None)
+
+    def describe() -> Said:
+        if engine is not None and optimizer.exchanging and not elastic:
+            raise RuntimeError("gradients are on their way: call it before backward or after step")
+        if engine is not None:
+            parameters.join(optimizer)  # unfrozen since it was made, as in the run that saved
+        groups = [len(group["params"]) for group in optimizer.param_groups]
+        said = {f"parameter group {place}": f"{n} parameters" for place, n in enumerate(groups)}
+        return Said(said, engine and _exchange_of(engine))
+
+    everybody = broadcast_objects.agreed(
+        "broadcast_optimizer_state", describe, Optional[_Exchange], root_rank, process_set
+    )
+    steps = _steps_of_peers({rank: said.more for rank, said in everybody.items()}, root_rank)
+    others = [rank for rank, made in steps.items() if made != steps[root_rank]]
+    here = horovod.rank()
+    nest = None
+    if here == root_rank:
+        nest = {"plain": plain_state(optimizer), "exchange": engine and _held(engine)}
+    nest = broadcast_objects.from_root(nest, root_rank, process_set)
+    if here != root_rank:
+        _put(optimizer, nest["plain"])
+    if engine is None or here not in steps:
+        return
+    alone = any(_keeps_alone(bucket, engine.steps) for bucket in engine.buckets)
+    anew = _take(engine, nest["exchange"], keeps=here not in others, all_keep=not others)
+    if optimizer._takeover is not None:
+        optimizer._takeover.take()
+    if here == root_rank:
+        _report(engine, root_rank, others if alone and not elastic else [], anew)
+
+
+def hand_out_plain(optimizer: Any, root_rank: int, process_set: Any) -> None:
+    """Hands out the state of the optimizer that was wrapped, and nothing of its exchange."""
+    here = horovod.rank() == root_rank
+    given = broadcast_objects.from_root(
+        plain_state(optimizer) if here else None, root_rank, process_set
+    )
+    if not here:
+        _put(optimizer, given)
+    if optimizer._takeover is not None:
+        optimizer._takeover.take()
+
+
+class _Exchange(NamedTuple):
+    """What a rank says of the exchange of an optimizer."""
+
+    description: config_check.Description  # has to be equal on all its ranks
+    ranks: tuple[int, ...]
+    steps: int
+
+
+def _steps_of_peers(exchanges: dict[int, _Exchange | None], root_rank: int) -> dict[int, int]:
+    """How many steps each of the ranks has made that exchange with the root.
+
+    On ranks that do not, in another process set, the exchange stays as it is.
+
+    Raises:
+        MismatchError: they do not exchange in the same way.
+    """
+    root = exchanges[root_rank]
+    if root is None:
+        return {}
+    peers = {rank: one for rank, one in exchanges.items() if one and one.ranks == root.ranks}
+    config_check.agree([one.description for one in peers.values()], [*peers])
+    return {rank: one.steps for rank, one in peers.items()}
+
+
+def _report(engine: Engine, root_rank: int, emptied: list[int], anew: Iterable[Compressor]) -> None:
+    """Says on one rank what was lost, where something was."""
+    for one in anew:
+        LOGGER.warning("%s learns anew: no rank that goes on has what it had learned", one)
+    if emptied:
+        LOGGER.warning(
+            "each rank goes on from step %d of rank %d. What the compressor keeps on a rank alone "
+            "begins empty where other steps were made (%d of the ranks): no state_dict of rank %d "
+            "has it. hvd.save_checkpoint saves it, of all ranks",
+            engine.steps,
+            root_rank,
+            len(emptied),
+            root_rank,
+        )
+
+
+# -- the state of any optimizer --------------------------------------------------------------------
+
+
+def plain_state(optimizer: Any) -> dict[str, Any]:
+    """The state of an optimizer, or of the one that was wrapped."""
+    if getattr(optimizer, "_gradcomp", None) is None:
+        return optimizer.state_dict()
+    return optimizer.plain_state_dict()
+
+
+def _put(optimizer: Any, given: dict[str, Any]) -> None:
+    """Puts a state in place.
+
+    Not by `load_state_dict`: that casts to the parameter's dtype, and makes new groups, of which a
+    scheduler that was made for the optimizer inside would not know.
+    """
+    number: dict[Any, Any] = {}
+    for mine, theirs in zip(optimizer.param_groups, given["param_groups"]):
+        number.update(zip(theirs["params"], mine["params"]))
+        for key, value in theirs.items():
+            if key == "params":
+                continue
+            if isinstance(value, torch.Tensor) and isinstance(mine.get(key), torch.Tensor):
+                mine[key].copy_(value)  # a graph that was captured reads it there
+            else:
+                mine[key] = value
+    optimizer.state.clear()
+    for key, held in given["state"].items():
+        p = number.get(key, key)
+        if isinstance(held, dict) and isinstance(p, torch.Tensor):
+            held = {name: _beside(p, x) for name, x in held.items()}
+        optimizer.state[p] = held
+
+
+def _beside(p: torch.Tensor, x: Any) -> Any:
+    """What is on a GPU on the one that has the parameter."""
+    return x.to(p.device) if isinstance(x, torch.Tensor) and x.is_cuda and p.is_cuda else x
+
+
+def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
+    """Gradients of zeros, as Horovod leaves them after it has made an optimizer's first state."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    tables = [m for m in (model.modules() if model else ()) if getattr(m, "sparse", False)]
+    sparse = {p for table in tables for p in table.parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and p.grad is None and p not in sparse:
+                p.grad = torch.zeros_like(p)
+
+
+# -- the state of an exchange ----------------------------------------------------------------------
+
+
+def _exchange_of(engine: Engine) -> _Exchange:
+    said = engine.agreement.description()
+    if engine.compressor.needs_order:
+        del said["buckets"]  # they follow from the order of use, which is handed out
+    process_set = engine.process_set
+    ranks = tuple(process_set.ranks or range(process_set.size()))
+    return _Exchange(said, ranks, engine.steps)
+
+
+def _held(engine: Engine) -> dict[str, Any]:
+    """What this rank can hand out."""
+    synchronized(engine)
+    return {
+        "steps": engine.steps,
+        "order": list(engine.order),
+        "ordered": engine.ordered,
+        "counted": engine.counted,
+        "seat": engine.seat[0],
+        "buckets": [
+            {
+                path: x
+                for path, x in leaves(bucket.state)
+                if _common(bucket.compressor, path, engine.steps, engine.seat[0])
+                or _counts(bucket.compressor, path, x)
+            }
+            if engine.leads(bucket)
+            else None
+            for bucket in engine.buckets
+        ],
+    }
+
+
+def _common(compressor: Compressor, path: str, steps: int, seat: int) -> bool:
+    """Whether all ranks may have what this one has of a tensor."""
+    return is_replicated(compressor, path) or learning.owner(compressor, path, steps) == seat
+
+
+def _counts(compressor: Compressor, path: str, x: torch.Tensor) -> bool:
+    """Whether it is what a rank has counted so far."""
+    return not x.is_floating_point() and path not in compressor.begins_anew
+
+
+def _keeps_alone(bucket: Bucket, steps: int) -> bool:
+    """Whether this rank keeps something back that no other rank has."""
+    one = bucket.compressor
+    return any(
+        not is_replicated(one, path) and learning.owner(one, path, steps) is None and bool(x.any())
+        for path, x in leaves(bucket.state)
+        if tuple(x.shape) == (bucket.layout.size,)
+    )
+
+
+def _take(engine: Engine, given: dict[str, Any], keeps: bool, all_keep: bool) -> list[Compressor]:
+    """Goes on from the root's exchange.
+
+    Args:
+        engine: of this rank, which may be the root.
+        given: what the root holds.
+        keeps: whether what belongs to this rank alone stays.
+        all_keep: whether it stays on all ranks.
+
+    Returns:
+        Compressors that learn anew, since who has learned for all was not the root and begins.
+    """
+    if given["ordered"]:
+        engine.reorder(given["order"])
+    elif engine.compressor.needs_order:
+        if engine.ordered:
+            engine.unorder()
+        engine.order = list(given["order"])
+    engine.steps = given["steps"]
+    if not keeps:
+        engine.counted = given["counted"]
+    anew: dict[Compressor, None] = {}
+    for bucket, fields in zip(engine.buckets, given["buckets"]):
+        one, steps, seat = bucket.compressor, engine.steps, given["seat"]
+        # With hosts the root does not lead all buckets: those who do have it in common, or begin.
+        stays = keeps and (fields is not None or all_keep)
+        _fill(engine, bucket, fields or {}, seat, stays)
+        alone = [path for path, _ in leaves(bucket.state) if not is_replicated(one, path)]
+        before = bucket.state
+        if all_keep:
+            continue
+        if any(learning.owner(one, path, steps) not in (None, seat) for path in alone):
+            bucket.state = resizing.resized(one, bucket.ops, bucket.state, steps, engine.seat[1])
+        elif fields is None:
+            bucket.state = learning.retrained(one, bucket.ops, bucket.state, steps)
+        if bucket.state is not before:
+            anew[one] = None
+    engine.compare_again()
+    return [*anew]
+
+
+def _fill(
+    engine: Engine, bucket: Bucket, fields: dict[str, torch.Tensor], seat: int, stays: bool
+) -> None:
+    """Sets a bucket's state to what the root holds, and the rest to what it was, or at first."""
+    one, state = bucket.compressor, bucket.state
+    if not stays:
+        state = resizing.start(one, bucket.ops, bucket.layout, engine.seat[1])
+    values = [
+        fields[path].to(x.device)
+        if path in fields and (not stays or _common(one, path, engine.steps, seat))
+        else x
+        for path, x in leaves(state)
+    ]
+    bucket.state = with_leaves(state, values)

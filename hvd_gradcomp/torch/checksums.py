@@ -1,0 +1,54 @@
+"""Hashes of what has to be equal on all ranks, where it lies."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from hvd_gradcomp.monitoring import verify
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.torch.bucketing import Planned
+
+
+def check(engine: Planned) -> None:
+    """Compares parameters and replicated state over the ranks of an exchange.
+
+    Raises:
+        DivergedError: on all ranks, if they differ.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    for bucket in engine.buckets:
+        parameters.update(zip(bucket.layout.names, bucket.parameters))
+    held = [(f"parameter {name}", parameters[name].detach()) for name, _, _ in engine.layers]
+    for place, bucket in enumerate(engine.buckets):
+        held += verify.replicated(place, bucket.compressor, bucket.layout, bucket.state)
+    if not held:
+        return  # nothing trains, on any rank
+    device = held[0][1].device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # part of the state may still be on its way to the host
+    mine = torch.stack([_digest(x).to(device) for _, x in held])
+    process_set = engine.process_set
+    names = [name for name, _ in held]
+    if engine.place is None:
+        digests = engine.peers.gather_rows(mine.cpu()).tolist()
+    else:  # a rank has the state of those buckets that it leads
+        own = dict(zip(names, mine.tolist()))
+        everybody = engine.peers.gather_named(own)
+        names = list(dict.fromkeys(name for one in everybody for name in one))
+        digests = [[one.get(name) for name in names] for one in everybody]
+    ranks = process_set.ranks or range(process_set.size())
+    verify.compare(names, digests, ranks, engine.steps)
+
+
+def _digest(x: torch.Tensor) -> torch.Tensor:
+    data = x.contiguous().reshape(-1)
+    if data.data_ptr() % 4:  # in the middle of a larger tensor of halves
+        data = data.clone()
+    return verify.digest(TorchOps(x.device), data.view(torch.uint8), _weights(x.device))
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    return verify.weights(TorchOps(device))

@@ -1,0 +1,157 @@
+"""`torch.distributed` as a transport: gloo, NCCL and whatever else has the five collectives.
+
+Nothing has a name here: ranks meet by the order in which they ask. So whoever uses it asks for the
+same in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_gradcomp.core.collectives import Allreduce, Gather
+from hvd_gradcomp.runtime import typed_json
+
+_open: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Ends gloo's threads, while they can still take the interpreter's lock to let tensors go.
+
+    `destroy_process_group` does not, as long as somebody has a group; later they end the process.
+    """
+    for group in list(_open):
+        group.handle = None
+
+
+class Group:
+    """Connections of our own between the ranks of a process group; all of them call it.
+
+    So what a user sends meets nothing of ours, and a rank that fails can hang up: then the others
+    fail as well and do not wait.
+
+    Args:
+        group: `torch.distributed`'s; None for all ranks.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        everybody = list(range(dist.get_world_size()))
+        self.ranks = everybody if group is None else dist.get_process_group_ranks(group)
+        self.device = torch.device("cpu")
+        backend = dist.get_backend(group)
+        if backend == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        among: dict[str, Any] = {}
+        if self.ranks != everybody:  # the others do not take part in making it
+            among = {"ranks": self.ranks, "use_local_synchronization": True}
+        self.backend = backend
+        timeout = _timeout_of(group, self.device)
+        self.handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
+        _open.add(self)
+
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.ranks.index(dist.get_rank())
+
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.ranks)
+
+    def hang_up(self) -> None:
+        """Ends the connections: ranks that wait for this one fail."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            dist.destroy_process_group(handle)
+
+    def gather_objects(self, item: Any, kind: Any) -> list[Any]:
+        """Everybody's item of a kind, on all ranks; see `messages`."""
+
+        def allgather(mine: bytes) -> Iterator[bytes]:
+            data = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+            length = torch.tensor([data.numel()], device=self.device)
+            lengths = [int(x) for x in Reply.of(dist.all_gather, length, self).wait()]
+            room = data.new_zeros(max(lengths))
+            room[: data.numel()] = data
+            rows = Reply.of(dist.all_gather, room, self).wait()
+            return (bytes(row[:n].tolist()) for row, n in zip(rows, lengths))
+
+        return typed_json.gathered(item, kind, allgather, self.ranks)
+
+
+def _timeout_of(group: Any, device: torch.device) -> Any:
+    """How long a group waits; None, for PyTorch's default, where a backend does not say."""
+    backend = (group or dist.group.WORLD)._get_backend(device)
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+class Reply:
+    """What is on its way, and what is made of it."""
+
+    def __init__(self, work: Any, shaped: Callable[[], torch.Tensor]) -> None:
+        self._work, self._shaped = work, shaped
+
+    @classmethod
+    def of(cls, allgather: Any, tensor: torch.Tensor, group: Group) -> Reply:
+        """Of an allgather."""
+        rows = tensor.new_empty((group.size(), *tensor.shape))
+        work = allgather(list(rows.unbind(0)), tensor, group=group.handle, async_op=True)
+        return cls(work, lambda: rows)
+
+    def ready(self) -> bool:
+        """Whether `wait` would not wait."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """The reply; on a GPU the current stream waits, and not the host."""
+        self._work.wait()
+        return self._shaped()
+
+
+class Distributed:
+    """The collectives of `torch.distributed`; see `Transport`."""
+
+    def allgather(self, tensor: torch.Tensor, name: str, group: Group) -> Reply:
+        del name
+        return Reply.of(dist.all_gather, tensor.contiguous(), group)
+
+    def allreduce(self, request: Allreduce, name: str, group: Group) -> Reply:
+        del name
+        tensor, prescale, postscale, donated = request
+        if prescale != 1.0:
+            total = tensor * prescale
+        else:
+            total = tensor.contiguous() if donated else tensor.clone()
+        work = dist.all_reduce(total, group=group.handle, async_op=True)
+        return Reply(work, lambda: total if postscale == 1.0 else total.mul_(postscale))
+
+    def alltoall(self, tensor: torch.Tensor, name: str, group: Group) -> Reply:
+        del name
+        given, received = tensor.contiguous(), torch.empty_like(tensor)
+        work = dist.all_to_all_single(received, given, group=group.handle, async_op=True)
+        return Reply(work, lambda: received)
+
+    def gather(self, request: Gather, name: str, group: Group) -> Reply:
+        del name
+        given, here, nothing = request.tensor.contiguous(), group.rank(), [0] * group.size()
+        to, of = list(nothing), nothing
+        to[request.root] = given.numel()
+        if here == request.root:
+            of = list(request.lengths)
+        received = given.new_empty(sum(of))
+        work = dist.all_to_all_single(received, given, of, to, group=group.handle, async_op=True)
+        return Reply(work, lambda: received)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Group) -> Reply:
+        del name
+        given = tensor.clone()
+        work = dist.broadcast(given, root, group=group.handle, async_op=True)
+        return Reply(work, lambda: given)
+
+    def wait(self, pending: Reply) -> torch.Tensor:
+        return pending.wait()

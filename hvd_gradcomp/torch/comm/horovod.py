@@ -1,0 +1,258 @@
+"""Horovod's collectives, for tensors that its own thread may let go of at any moment.
+
+Where all but one reference to a tensor have ended, PyTorch takes the GIL. When another rank has
+stopped, Horovod's thread ends its references under a lock, and an enqueue waits for that lock with
+the GIL: both would wait forever. So a loan refers once more to each tensor, by a view of it. A view
+refers to its tensor only if that is no view itself, hence the `detach`; and it is taken before the
+enqueue, since Horovod's thread is what gives a result its shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from horovod.torch import mpi_ops
+
+from hvd_gradcomp.core.collectives import Allreduce, Gather, goes_as_sum
+from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.runtime import stall_inspector
+from hvd_gradcomp.torch.comm import recorded
+
+# Seconds between two looks at what is on its way. Horovod starts what it is given once in a
+# millisecond, and a look takes time from the core that its thread or another rank runs on: so the
+# longer the wait, the fewer looks, and none that adds more than a sixteenth to it.
+_SHORTEST, _LONGEST = 50e-6, 1e-3
+_LONG = 1.0  # seconds of waiting, after which it is worth looking whether it is in vain
+SEAM = ("_allgather_async", "_allreduce_async", "_alltoall_async", "_broadcast_async")
+
+
+def pauses() -> Callable[[], None]:
+    """What a loop calls that looks whether something has come.
+
+    It raises a `DeadlockError`, on all ranks, where nothing can come any more.
+    """
+    start = time.perf_counter()
+
+    def pause() -> None:
+        waited = time.perf_counter() - start
+        if waited > _LONG:
+            waiting.look()
+        time.sleep(min(max(waited / 16, _SHORTEST), _LONGEST))
+
+    return pause
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Tensors that are with Horovod, until `wait` has returned.
+
+    After an error they may still be: then it has to live on.
+
+    Attributes:
+        key: no other loan has it.
+        handle: Horovod's.
+        references: one more to each tensor.
+    """
+
+    key: int
+    handle: int
+    references: list[torch.Tensor]
+
+    def ready(self) -> bool:
+        """Whether `wait` would not wait."""
+        return bool(horovod.poll(self.handle))
+
+    def wait(self) -> Any:
+        """What `horovod.torch.synchronize` returns, and raises."""
+        # Horovod would spin, on a core that its own thread or another rank may need.
+        pause = pauses()
+        while not self.ready():
+            pause()
+        waiting.came(self.key)
+        result = horovod.synchronize(self.handle)
+        self.references.clear()
+        return result
+
+
+def complete(waiting: Iterable[Iterator[None]]) -> None:
+    """Runs iterators to their ends, side by side; each yields where it waits for other ranks.
+
+    One that waits does not keep another from giving other ranks what they wait for.
+
+    Raises:
+        Exception: the first that one of them has raised, once all others have ended.
+    """
+    running, errors = list(waiting), []
+    pause = pauses()
+    while running:
+        for one in list(running):
+            try:
+                next(one)
+            except StopIteration:
+                running.remove(one)
+            except Exception as error:
+                running.remove(one)
+                errors.append(error)
+        if running:
+            pause()
+    if errors:
+        raise errors[0]
+
+
+def takes(device: torch.device) -> bool:
+    """Whether this Horovod has collectives for tensors on a device."""
+    bytes_there = torch.empty(0, dtype=torch.uint8, device=device)
+    return hasattr(mpi_ops.mpi_lib, mpi_ops._allgather_function_factory(bytes_there))
+
+
+def _lend(name: str, process_set: Any, enqueue: Callable[..., int], *arguments: Any) -> Loan:
+    loan = _unwatched(enqueue, *arguments, name, process_set)
+    waiting.ask(loan.key, stall_inspector.Asked(name, process_set, loan.ready))
+    return loan
+
+
+def _unwatched(enqueue: Callable[..., int], *arguments: Any) -> Loan:
+    lent = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    references = [x.view(x.shape) for x in lent if isinstance(x, torch.Tensor)]
+    return Loan(next(_keys), enqueue(*lent), references)
+
+
+def _told(table: list[list[int]], name: str, process_set: Any) -> Loan:
+    """The sum over ranks, of which nobody takes note."""
+    tensor = torch.tensor(table, dtype=torch.int64, device="cpu")
+    sums = torch.empty_like(tensor), name, horovod.Sum, 1.0, 1.0, process_set
+    return _unwatched(_stock["_allreduce_async"], tensor, *sums)
+
+
+_keys = itertools.count()
+_stock = recorded.STOCK  # these collectives are recorded here, not there
+waiting = stall_inspector.Waiting(_told, lambda: mpi_ops._basics._get_process_set_ids_and_ranks())
+recorded.watch(waiting, pauses)
+
+
+def allgather(tensor: torch.Tensor, name: str, process_set: Any) -> Loan:
+    """As `horovod.torch.allgather_async`; the tensor is contiguous, as for all of these."""
+    return _lend(name, process_set, _stock["_allgather_async"], tensor, tensor.new_empty(0))
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    name: str,
+    process_set: Any,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    result: torch.Tensor | None = None,
+) -> Loan:
+    """As `horovod.torch.allreduce_async` with `op=Sum`; the result goes where it is told to."""
+    result = torch.empty_like(tensor) if result is None else result
+
+    def enqueue(tensor: torch.Tensor, result: torch.Tensor, name: str, process_set: Any) -> Any:
+        how = horovod.Sum, prescale, postscale
+        return _stock["_allreduce_async"](tensor, result, name, *how, process_set)
+
+    return _lend(name, process_set, enqueue, tensor, result)
+
+
+def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: Any) -> Loan:
+    """As `horovod.torch.alltoall_async`; equal splits if there are none."""
+    parts = torch.tensor(splits, dtype=torch.int32, device="cpu")
+    received = torch.empty(process_set.size(), dtype=torch.int32, device="cpu")
+    result = tensor.new_empty(0)
+    return _lend(name, process_set, _stock["_alltoall_async"], tensor, parts, result, received)
+
+
+def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> Loan:
+    """As `horovod.torch.broadcast_async`."""
+    result = torch.empty_like(tensor)
+    return _lend(name, process_set, _stock["_broadcast_async"], tensor, result, root)
+
+
+def sparse_allreduce(
+    tensor: torch.Tensor, name: str, process_set: Any, average: bool
+) -> Callable[[], torch.Tensor]:
+    """As `horovod.torch.sparse_allreduce_async`."""
+    indices = allgather(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather(tensor._values().contiguous(), f"{name}.values", process_set)
+
+    def wait() -> torch.Tensor:
+        gathered, places = values.wait(), indices.wait().t()
+        scaled = gathered / process_set.size() if average else gathered
+        return torch.sparse_coo_tensor(places, scaled, tensor.size(), check_invariants=False)
+
+    return wait
+
+
+class _Reply:
+    """A loan, and what is made of its result."""
+
+    def __init__(self, loan: Loan, shaped: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._loan, self.ready, self._shaped = loan, loan.ready, shaped
+
+    def wait(self) -> torch.Tensor:
+        reply = self._loan.wait()
+        if isinstance(reply, tuple):  # alltoall also hands back how much came from whom
+            reply = reply[0]
+        if reply.is_cuda:
+            # Horovod makes the default stream of its own thread wait, not the one used here.
+            here = torch.cuda.current_stream(reply.device)
+            if here != torch.cuda.default_stream(reply.device):
+                here.wait_stream(torch.cuda.default_stream(reply.device))
+        return self._shaped(reply)
+
+
+class Lending:
+    """Horovod as a transport; see `Transport`. What its collectives return has `ready()`."""
+
+    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
+        own, ranks = tensor.contiguous(), group.size()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if goes_as_sum(tensor.numel(), dtype, ranks, horovod.gloo_enabled()):
+            both, rank = own.new_empty((2, *own.shape)), group.rank()
+            both[rank] = own
+            mine, other = both[rank].view(torch.int32), both[1 - rank].view(torch.int32)
+
+            def bytes_of_both(total: torch.Tensor) -> torch.Tensor:
+                torch.sub(total, mine, out=other)
+                return both
+
+            return _Reply(allreduce(mine, name, group, result=other), bytes_of_both)
+
+        def rows(reply: torch.Tensor) -> torch.Tensor:
+            if reply.numel() != ranks * own.numel():
+                raise PayloadError(
+                    f"the ranks sent payloads of different sizes for {name}: {reply.numel()} items "
+                    f"came from {ranks} ranks, this one sent {own.numel()}. Load the same "
+                    "checkpoint on all ranks"
+                )
+            return reply.view(ranks, *own.shape)
+
+        return _Reply(allgather(own, name, group), rows)
+
+    def allreduce(self, request: Allreduce, name: str, group: Any) -> _Reply:
+        tensor, prescale, postscale, donated = request
+        tensor = tensor.contiguous()
+        how = prescale, postscale, tensor if donated else None
+        loan = allreduce(tensor, name, group, *how)
+        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+
+    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
+        loan = alltoall(tensor.contiguous().view(-1), [], name, group)
+        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+
+    def gather(self, request: Gather, name: str, group: Any) -> _Reply:
+        tensor, splits = request.tensor.contiguous(), [0] * group.size()
+        splits[request.root] = tensor.numel()
+        return _Reply(alltoall(tensor, splits, name, group), lambda reply: reply)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Reply:
+        loan = broadcast(tensor.contiguous(), root, name, group)
+        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+
+    def wait(self, pending: _Reply) -> torch.Tensor:
+        return pending.wait()

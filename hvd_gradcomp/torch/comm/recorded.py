@@ -1,0 +1,114 @@
+"""Horovod's own collectives, watched: where they cannot complete, all ranks raise a DeadlockError.
+
+`hvd.allreduce(metric)` on one rank while another is in backward waits for ever in stock Horovod.
+So what enqueues a collective, and what waits for one, is replaced in Horovod's modules: each
+enqueued collective is recorded until it has completed, and a rank that waits looks from time to
+time whether the wait can end (see `deadlock`). What they compute and return stays Horovod's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from horovod.torch import mpi_ops
+
+from hvd_gradcomp.runtime.stall_inspector import Asked, Waiting
+
+_PREFIXES = {  # of the names that Horovod pairs collectives by, by what enqueues them
+    "_allreduce_async": "allreduce",
+    "_grouped_allreduce_async": "grouped_allreduce",
+    "_allgather_async": "allgather",
+    "_grouped_allgather_async": "grouped_allgather",
+    "_broadcast_async": "broadcast",
+    "_alltoall_async": "alltoall",
+    "_reducescatter_async": "reducescatter",
+    "_grouped_reducescatter_async": "grouped_reducescatter",
+}
+STOCK: dict[str, Callable[..., Any]] = {name: getattr(mpi_ops, name) for name in _PREFIXES}
+"""Horovod's own functions that enqueue, which record nothing."""
+
+_REPLACED = {name: getattr(mpi_ops, name) for name in ("synchronize", "barrier", "shutdown")}
+_unnamed: dict[tuple[str, int], int] = {}  # how many there were, by prefix and process set
+
+
+def watch(waiting: Waiting, pauses: Callable[[], Callable[[], None]]) -> None:
+    """Replaces what enqueues and what waits in all of Horovod's modules for PyTorch.
+
+    Args:
+        waiting: records collectives, and finds out whether they can complete.
+        pauses: makes a function to call between two polls; see `lending.pauses`.
+    """
+
+    def synchronize(handle: int) -> Any:
+        if handle in mpi_ops._handle_map:
+            pause = pauses()
+            try:
+                while not mpi_ops.poll(handle):
+                    pause()
+            finally:
+                waiting.came(_key(handle))
+        return _REPLACED["synchronize"](handle)
+
+    def barrier(process_set: Any = mpi_ops.global_process_set) -> None:
+        key = _key(object())
+        waiting.ask(key, Asked("barrier", process_set, lambda: False, _thread()))
+        try:
+            _REPLACED["barrier"](process_set)  # enqueues, and calls the `synchronize` above
+        finally:
+            waiting.came(key)
+
+    def shutdown(*given: Any, **named: Any) -> Any:
+        _unnamed.clear()
+        waiting.drop()
+        return _REPLACED["shutdown"](*given, **named)
+
+    for name, stock in STOCK.items():
+        setattr(mpi_ops, name, _recorded(waiting, stock, _PREFIXES[name]))
+    ours: dict[str, Callable[..., Any]] = {
+        "synchronize": synchronize,
+        "barrier": barrier,
+        "shutdown": shutdown,
+    }
+    for title, module in list(sys.modules.items()):
+        if title == "horovod.torch" or title.startswith("horovod.torch."):
+            for name, stock in _REPLACED.items():
+                if vars(module).get(name) is stock:
+                    setattr(module, name, functools.wraps(stock)(ours[name]))
+
+
+def _recorded(waiting: Waiting, stock: Callable[..., int], prefix: str) -> Callable[..., int]:
+    """A function that enqueues, and records what it has enqueued."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def enqueue(*given: Any, **named: Any) -> int:
+        call = signature.bind(*given, **named).arguments
+        process_set = call["process_set"]
+        if not call["name"]:
+            series = prefix, process_set.process_set_id
+            _unnamed[series] = _unnamed.get(series, 0) + 1
+            call["name"] = f"noname.{_unnamed[series]}"
+        handle: int = stock(**call)
+
+        def ready() -> bool:  # also where somebody has waited for it elsewhere
+            return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
+
+        waiting.ask(_key(handle), Asked(f"{prefix}.{call['name']}", process_set, ready, _thread()))
+        return handle
+
+    return enqueue
+
+
+def _key(handle: Hashable) -> Hashable:
+    return "horovod", handle
+
+
+def _thread() -> int | None:
+    """The thread of Python's that asks; None for one of the autograd engine's."""
+    thread = threading.current_thread()
+    return None if thread.name.startswith("Dummy-") else thread.ident

@@ -1,0 +1,85 @@
+"""What the compressor of a `DistributedDataParallel` keeps on a rank, saved and loaded."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hvd_gradcomp.checkpoint import files
+from hvd_gradcomp.checkpoint.files import CheckpointError, Source
+from hvd_gradcomp.core.compressor import leaves, with_leaves
+from hvd_gradcomp.torch import exchange
+from hvd_gradcomp.torch.bucketing import Planned
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+
+
+def save(run: Planned) -> dict[str, Any]:
+    """What this rank's compressor keeps."""
+    exchange.synchronized(run)
+    return {
+        "format": files.FORMAT,
+        "compressor": repr(run.compressor),
+        "formats": files.formats(run.compressor),
+        "rank": run.process_set.rank(),
+        "size": run.process_set.size(),
+        "steps": run.steps,
+        "order": list(run.order),
+        "ordered": run.ordered,
+        "counters": list(run.ledger.counters),
+        "buckets": [
+            {
+                "digest": bucket.layout.digest,
+                "names": bucket.layout.names,
+                "state": {path: x.detach().clone() for path, x in leaves(bucket.state)},
+            }
+            for bucket in run.buckets
+        ],
+    }
+
+
+def load(run: Planned, saved: dict[str, Any]) -> None:
+    """Takes back what `save` gave; of what another rank has saved what all ranks have alike.
+
+    Raises:
+        CheckpointError: it is of another format, compressor, model or number of ranks.
+    """
+    if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
+        run.reorder(saved["order"])
+    files.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
+    rank, size = run.process_set.rank(), run.process_set.size()
+    if saved["size"] != size:
+        raise CheckpointError(files.other_size(saved["size"], size))
+    states, left = [], set()
+    for bucket, entry in zip(run.buckets, saved["buckets"]):
+        how = saved["steps"], "sharded", saved["rank"], rank
+        values = []
+        for path, current in leaves(bucket.state):
+            if files.source_of(bucket.compressor, path, *how) is not Source.SAVED:
+                values.append(current)
+                left.add(path)
+                continue
+            kept = entry["state"].get(path)
+            if kept is None or (kept.shape, kept.dtype) != (current.shape, current.dtype):
+                raise CheckpointError(
+                    f"{path} of {bucket.name} is missing, or no {current.dtype} of shape "
+                    f"{tuple(current.shape)}: load what state_dict() gave, as it is"
+                )
+            values.append(kept.to(current.device, copy=True))
+        states.append(with_leaves(bucket.state, values))
+    if left and saved["rank"] != rank:
+        LOGGER.warning(
+            "rank %d was given what rank %d has saved: %s stay as they are here. Each rank saves "
+            "and loads its own, in a file of its own; with torch.distributed.checkpoint under a "
+            "name with the rank in it, such as f'compressor/{rank}'",
+            rank,
+            saved["rank"],
+            ", ".join(sorted(left)),
+        )
+    for bucket, state in zip(run.buckets, states):
+        bucket.state = state
+    run.steps = saved["steps"]
+    if saved["rank"] == rank:
+        run.ledger.counters = list(saved["counters"])
+    if not run.ordered:
+        run.order = list(saved["order"])

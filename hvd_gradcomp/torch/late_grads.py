@@ -1,0 +1,93 @@
+"""What passes bring of gradients that are reduced already; it is added up as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+from hvd_gradcomp.torch.comm import horovod as comm_horovod
+from hvd_gradcomp.torch.grad_versions import Versions
+from hvd_gradcomp.torch.moments import tracker
+from hvd_gradcomp.torch.parameters import as_real
+
+
+class Late:
+    """What came after the end of a step's exchange.
+
+    Args:
+        versions: of the reduced gradients.
+    """
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self._brought: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def __contains__(self, p: torch.nn.Parameter) -> bool:
+        return p in self._brought
+
+    def watch(self, missing: Collection[torch.nn.Parameter]) -> None:
+        """Awaits what the exchange has ended without."""
+        self._hooks = [p.register_hook(self._hook(p)) for p in missing if p.requires_grad]
+
+    def forget(self) -> None:
+        """Awaits nothing, and drops what came."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._brought.clear()
+
+    def _hook(self, p: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """Keeps what a later pass brings away from the gradient, which is reduced already."""
+
+        def hook(contribution: torch.Tensor) -> torch.Tensor | None:
+            if not self._versions.holds(p):
+                return None  # the reduced gradient was dropped: this one begins a step
+            dense = contribution.to_dense() if contribution.is_sparse else contribution
+            known = self._brought.get(p)
+            self._brought[p] = dense.detach().clone() if known is None else known + dense
+            tracker.discard(p)
+            return torch.zeros_like(contribution)
+
+        return hook
+
+    def add_up(self, optimizer: Any, late: Collection[torch.nn.Parameter]) -> Iterator[None]:
+        """Adds up what came to any rank, uncompressed; yields while it waits for other ranks."""
+        engine, group = optimizer._gradcomp, optimizer.process_set
+        names = optimizer._parameter_names
+        average = 1.0 / group.size() if optimizer.op == horovod.Average else 1.0
+        loans = []
+        for p in late:
+            mine = self._brought.pop(p, None)
+            real = as_real(torch.zeros_like(p) if mine is None else mine)
+            mine = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
+            engine.count(mine)
+            name = f"{engine.name}.late.{names[p]}"
+            loans.append((p, comm_horovod.allreduce(mine.contiguous(), name, group, 1.0, average)))
+        poisoned = []
+        for p, loan in loans:
+            while not loan.ready():
+                yield
+            total = loan.wait().view(as_real(p.detach()).shape)
+            total = torch.view_as_complex(total) if p.is_complex() else total.to(p.dtype)
+            if not bool(total.isfinite().all()):
+                poisoned.append(names[p])
+            _add(p, total)
+            self._versions.note(p)
+        if poisoned:
+            engine.poisoned(
+                f"a gradient of {', '.join(poisoned)} that came late has a NaN or an infinity on "
+                "one of the ranks"
+            )
+
+
+@torch.no_grad()
+def _add(p: torch.nn.Parameter, total: torch.Tensor) -> None:
+    assert p.grad is not None
+    reduced = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    reduced.add_(total)
+    if p.grad.is_sparse:
+        p.grad = reduced.to_sparse()

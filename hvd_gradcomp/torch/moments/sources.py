@@ -1,0 +1,154 @@
+"""Where the second moments of a gradient come from: samples, micro-batches, or the step itself."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.algorithms.variance import weight_of_passes
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.torch.amp import LossScaling
+from hvd_gradcomp.torch.bucket import Bucket, Named
+from hvd_gradcomp.torch.moments import tracker
+from hvd_gradcomp.torch.parameters import as_real
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+
+
+def source_of(
+    compressor: Compressor, named_parameters: Named, passes: int, tell: bool, how: str
+) -> str:
+    """Where second moments come from: "sample", "microbatch", "step", or "" if unused.
+
+    Args:
+        compressor: what runs.
+        named_parameters: those whose compressor uses moments.
+        passes: backward passes for each exchange.
+        tell: whether this rank warns where nothing better than a step is set up.
+        how: begins what is to be set up, before what.
+
+    Raises:
+        ValueError: what the compressor asks for is not set up.
+    """
+    if not compressor.uses_moments:
+        return ""
+    source = str(getattr(compressor, "moments", "auto"))
+    tracked = [tracker.is_tracked(p) for _, p in named_parameters]
+    if source == "auto":
+        if tracked and all(tracked):
+            return "sample"
+        if passes > 1:
+            return "microbatch"
+        if tell:
+            LOGGER.warning(
+                "the compressor takes each step as one sample (moments='step'): nothing better "
+                "is set up. %s gives per-sample moments, backward_passes_per_step > 1 those of "
+                "micro-batches. It is %s",
+                how,
+                compressor,
+            )
+        return "step"
+    if source == "sample" and not all(tracked):
+        untracked = [name for (name, _), held in zip(named_parameters, tracked) if not held]
+        raise ValueError(f"moments='sample' needs {how}; not tracked: {', '.join(untracked[:8])}")
+    if source == "microbatch" and passes < 2:
+        raise ValueError(
+            f"moments='microbatch' needs backward_passes_per_step of at least 2, got {passes}"
+        )
+    return source
+
+
+class Sources:
+    """The moments of one exchange.
+
+    Args:
+        source: what `source_of` has said.
+        batch_size: samples that a rank sees for each exchange, for those of micro-batches.
+        scaling: of the loss.
+
+    Attributes:
+        places: the bucket of each parameter, and its place there.
+    """
+
+    def __init__(self, source: str, batch_size: int | None, scaling: LossScaling) -> None:
+        self.source = source
+        self.places: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
+        self._batch_size, self._scaling = batch_size, scaling
+        self._counted: dict[torch.nn.Parameter, int] = {}
+        self._made = 0  # passes of this step; a layer contributes nothing to those without it
+
+    @property
+    def kept(self) -> bool:
+        """Whether buckets have room for them; a step's are those of the gradient."""
+        return self.source in ("sample", "microbatch")
+
+    def watch(self, buckets: Sequence[Bucket]) -> None:
+        """Sees the passes of what needs the moments of micro-batches."""
+        for bucket in buckets:
+            if self.source == "microbatch" and bucket.moment is not None:
+                for parameter in bucket.parameters:
+                    parameter.register_hook(self._square_of(parameter))
+
+    def _square_of(self, parameter: torch.nn.Parameter) -> Any:
+        """A tensor hook: sees what one pass contributes, before it is accumulated."""
+        alive = weakref.ref(self)
+
+        def hook(contribution: torch.Tensor) -> None:
+            there = alive()
+            if there is not None:
+                there._add_square(parameter, contribution)
+
+        return hook
+
+    def _add_square(self, parameter: torch.nn.Parameter, contribution: torch.Tensor) -> None:
+        bucket, slot = self.places[parameter]
+        square = bucket.moment_views[slot]
+        dense = contribution.to_dense() if contribution.is_sparse else contribution
+        dense = as_real(dense.detach()).to(square.dtype)
+        # Without a gradient nothing was accumulated: earlier passes were thrown away.
+        counted = 0 if parameter.grad is None else self._counted.get(parameter, 0)
+        if counted == 0:
+            square.zero_()
+        square.addcmul_(dense, dense)
+        self._counted[parameter] = counted + 1
+        self._made = max(self._made, self._counted[parameter])
+
+    def give(self, bucket: Bucket, slot: int) -> None:
+        """Puts the moment of a layer beside its gradient, which lies in the bucket already."""
+        if not bucket.moment_views:
+            return
+        parameter, view = bucket.parameters[slot], bucket.moment_views[slot]
+        if self.source == "sample":
+            moment = tracker.take(parameter, bucket.views[slot])
+            if moment is None:
+                view.zero_()
+            elif isinstance(moment, tracker.Step):
+                view.copy_(bucket.views[slot]).square_()
+            else:
+                self._scaling.unscale(moment, view, power=2)
+            return
+        if self._counted.pop(parameter, 0) == 0:
+            view.zero_()
+            return
+        gradient = bucket.views[slot].to(view.dtype)
+        if self._made < 2:  # a step that ends with its first pass is one sample
+            torch.square(gradient, out=view)
+            return
+        weight = weight_of_passes(self._made, self._batch_size)
+        self._scaling.unscale(view, view, power=2)
+        view.mul_(weight).addcmul_(gradient, gradient, value=1.0 - weight).clamp_(min=0.0)
+
+    def forget(self, those: Collection[torch.nn.Parameter] | None = None) -> None:
+        """Forgets what passes have contributed, to the moments of all or of these parameters."""
+        if those is None:
+            self._made = 0
+        for p in list(self._counted) if those is None else those:
+            self._counted.pop(p, None)
+
+    def end_step(self) -> None:
+        """Passes that come next are those of another step."""
+        self._made = 0

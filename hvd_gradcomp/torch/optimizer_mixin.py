@@ -1,0 +1,420 @@
+"""What the class of a distributed optimizer has beside PyTorch's: gradients that get reduced.
+
+A hook takes each gradient (`arriving`); the exchange of a bucket begins with the last of its
+gradients. It ends with backward (`ending`), as with `DistributedDataParallel`: then `p.grad` holds
+the reduced gradient, and clipping, unscaling, norms and surgery mean what they mean everywhere.
+What no backward has brought is left to `synchronize` and `step`, and so is what `rounds` does not
+let end before.
+
+What is changed where it cannot be honoured is an error on all ranks: gradients carry a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from horovod.torch import optimizer as _stock
+
+from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.torch import (
+    autograd_hooks,
+    backward_end,
+    checkpoint,
+    checksums,
+    dcp,
+    grad_delivery,
+    parameters,
+)
+from hvd_gradcomp.torch.comm import horovod as comm_horovod
+from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.exchange import LOGGER
+from hvd_gradcomp.torch.grad_versions import Versions
+from hvd_gradcomp.torch.late_grads import Late
+from hvd_gradcomp.torch.moments import tracker
+from hvd_gradcomp.torch.moments.dynamo import interpreted
+from hvd_gradcomp.torch.step_sync import Rounds
+
+_SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
+_STOCK: Any = _stock._DistributedOptimizer
+_OF_EACH_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__")
+# `step` is there where a scheduler counts calls of it.
+_OF_EACH_OPTIMIZER = ("defaults", "state", "param_groups", "step", _SUPPORTS_SCALING)
+
+
+class _LeftOutError(Exception):
+    """Leaves an optimizer's step from within its closure."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+class Exchanging:
+    """An optimizer whose gradients are exchanged; `DistributedOptimizer` makes it."""
+
+    # Horovod's.
+    _allreduce_delay: dict[Any, int]
+    _handles: dict[Any, Any]
+    _parameter_names: dict[Any, str]
+    _requires_update: set[Any]
+    _should_synchronize: bool
+    _synchronized: bool
+    backward_passes_per_step: int
+    op: Any
+    param_groups: list[dict[str, Any]]
+    process_set: Any
+    sparse_as_dense: bool
+
+    def _exchange_by(self, engine: Engine, takeover: Any, verify_every: int) -> None:
+        """Begins to watch gradients. Horovod has made the rest of the optimizer."""
+        self._gradcomp, self._takeover, self._verify_every = engine, takeover, verify_every
+        self._rounds: Rounds = engine.rounds
+        comm_horovod.waiting.among(engine.process_set)
+        self._versions, self._reduced = Versions(), Versions()
+        self._said_dropped = self._discarding = False
+        self._late = Late(self._versions)
+        self._arrivals = autograd_hooks.Arrivals(self)
+        self._arrivals.watch(engine.parameters)
+        parameters.take_over(self, engine.parameters)
+
+    def _plain(self) -> Any:
+        """The methods of the optimizer that was wrapped; this one's class may have heirs."""
+        return super(self._own_class(), self)
+
+    @classmethod
+    def _own_class(cls) -> type:
+        return next(each for each in cls.__mro__ if "_exchange_by" in vars(each))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Makes a copy the optimizer that was wrapped, with its state, over the copied parameters.
+
+        Hooks, buckets and what the compressor keeps belong to this one and its model.
+        """
+        del protocol
+        lineage = type(self).__mro__
+        wrapped = lineage[lineage.index(self._own_class()) + 2]
+        state = torch.optim.Optimizer.__getstate__(self)
+        if self._takeover is not None:
+            state = self._takeover.restored(state)
+        return object.__new__, (wrapped,), state
+
+    def _register_hooks(self) -> None:
+        """Horovod would, before there is anything to exchange by."""
+
+    def _allreduce_grad_async(self, p: torch.nn.Parameter) -> tuple[grad_delivery.Reduced, None]:
+        """Gives a gradient away; what stands for it reduces it, and is no handle of Horovod's."""
+        return grad_delivery.give(self, p), None
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether a step has begun: from its first gradient to the end of `step`."""
+        return bool(self._handles) or self._rounds.ended
+
+    def _travelling(self) -> bool:
+        """Whether gradients were taken that are not reduced yet."""
+        return any(handle is not None for handle, _ in self._handles.values())
+
+    def _begin(self) -> None:
+        """Begins a step: nothing has arrived."""
+        autograd_hooks.forget(self)
+        self._late.forget()
+        self._handles.clear()
+        self._versions.clear()
+        self._rounds.begin()
+        for p in self._allreduce_delay:
+            self._allreduce_delay[p] = self.backward_passes_per_step
+
+    def _drop(self, asked: bool = False) -> None:
+        """Begins a step; if the last one was reduced and not applied, takes its exchange back.
+
+        Args:
+            asked: somebody has called `discard_step`.
+        """
+        engine = self._gradcomp
+        if (self._rounds.ended or self._synchronized) and not engine.undone:
+            undone = engine.discard()
+            keeps = any(True for bucket in engine.buckets for _ in leaves(bucket.state))
+            if keeps and not (asked or self._said_dropped) and engine.process_set.rank() == 0:
+                LOGGER.warning(
+                    "gradients that were reduced were dropped, without step(): %s. The compressor "
+                    "is %s",
+                    "what it keeps is as before their exchange. If they were applied by hand, pass "
+                    "rollback=False to DistributedOptimizer"
+                    if undone
+                    else "with rollback=False what it keeps of that step goes with later gradients",
+                    engine.compressor,
+                )
+            self._said_dropped = True
+        self._begin()
+        self._synchronized = False
+
+    def _abandon(self) -> None:
+        """The exchange has failed: the next backward begins a step."""
+        self._gradcomp.give_up()
+        self._begin()
+
+    # -- what a user calls -------------------------------------------------------------------
+
+    @interpreted
+    def synchronize(self) -> None:
+        """Ends the exchange, where it has not ended with backward: `p.grad` is reduced then.
+
+        Raises:
+            GradientChangedError: on all ranks, if a gradient was changed that was not reduced.
+            OutOfStepError: on all ranks, if they are in different steps.
+        """
+        if self._synchronized and not self.exchanging:
+            return  # a second exchange would add to the residual what was exchanged
+        gone = all(p.grad is None for p in self._handles)
+        if gone and self._travelling() and self.process_set.size() == 1:
+            self._abandon()  # `model.zero_grad()` after a backward that has failed
+        backward_end.check_mixed(self)
+        comm_horovod.complete([backward_end.ending(self, last=True)])
+        self._begin()
+        self._reduced.only(self._gradcomp.parameters)
+        self._synchronized = True
+
+    @interpreted
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Applies the reduced gradients; ends the exchange first if it has not ended."""
+        if self._takeover is not None:
+            self._takeover.check()
+        if not self.exchanging and dcp.from_checkpoint():
+            # It makes the first state, of zeros: exchanged, they would take along what is kept.
+            return self._plain().step(closure)
+        self._gradcomp.scaling.check_stepped(self)
+        loss = self._step(closure)
+        verifies = self._verify_every and self._gradcomp.steps % self._verify_every == 0
+        if verifies and not self._rounds.joined:  # who has joined makes no updates until the end
+            checksums.check(self._gradcomp)
+        return loss
+
+    # PyTorch would wrap it once more, as it has wrapped that of the optimizer's class, and the
+    # hooks of `register_step_pre_hook` would run twice.
+    step.hooked = True
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        engine = self._gradcomp
+        if closure is None or not self._should_synchronize:
+            if self._should_synchronize:
+                self.synchronize()
+            backward_end.check_mixed(self)
+            if self._travelling():
+                raise AssertionError(
+                    "step() was called under skip_synchronize() while gradients are being "
+                    "exchanged: call synchronize() before it"
+                )
+            self._begin()
+            self._synchronized = False
+            self._decay()
+            return None if engine.leaves_out else self._plain().step(closure)
+
+        def reduced_closure() -> Any:
+            # Horovod reduces before the closure computes the gradients; they are reduced here.
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            self._synchronized = False
+            self._decay()
+            if engine.leaves_out:
+                raise _LeftOutError(loss)
+            return _of_all(self, loss) if isinstance(self, torch.optim.LBFGS) else loss
+
+        self._synchronized = False
+        try:
+            return self._plain().step(reduced_closure)
+        except _LeftOutError as left_out:
+            return left_out.loss
+
+    def _decay(self) -> None:
+        if self._takeover is not None and not self._gradcomp.undone:
+            self._takeover.decay()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """`GradScaler.step` asks for this before it looks at gradients: here they get reduced."""
+        if self.exchanging and self._should_synchronize:
+            self.synchronize()
+        return bool(vars(self).get(_SUPPORTS_SCALING, False))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        vars(self)[_SUPPORTS_SCALING] = value
+
+    @interpreted
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients, reduced ones and those of passes of an unfinished step.
+
+        Where gradients were reduced and `step` was not called, this is `discard_step`.
+        """
+        if self._travelling() and self.process_set.size() == 1:
+            self._abandon()  # a backward that has failed; nobody waits for the rest of it
+        if self._travelling():
+            raise AssertionError(
+                "zero_grad() was called after backward() and before step() or synchronize(); "
+                "it would clear gradients that are being exchanged. Where backward() has raised an "
+                "error the other ranks wait for this one: call step() to go on with the gradients "
+                "that there are, or end the process"
+            )
+        self._drop(asked=self._discarding)
+        self._gradcomp.sources.forget()
+        for parameter in self._parameter_names:
+            tracker.discard(parameter)
+        parameters.join(self)  # what has thawed is reduced when the next backward ends
+        self._plain().zero_grad(set_to_none=set_to_none)
+
+    def take_part(self) -> Iterator[None]:
+        """Takes part in other ranks' exchanges, without a gradient, until all ranks have joined.
+
+        Yields while it waits for them. Parameters stay as they are; see `joining.join`.
+        """
+        engine = self._gradcomp
+        engine.joined = True
+        try:
+            while True:
+                for p in engine.parameters:
+                    if p not in self._handles:  # what passes of an unfinished step have brought
+                        p.grad = None
+                        tracker.discard(p)
+                if not (yield from backward_end.ending(self, last=True, joined=True)):
+                    return
+                self._begin()
+        finally:
+            engine.joined = False
+            self._synchronized = False
+
+    def discard_step(self) -> None:
+        """Leaves out a step whose gradients are reduced: drops them, as if it had not been.
+
+        What the compressor keeps is restored to what it was before the exchange, to the bit, on all
+        ranks; so a bad batch does not come back with later gradients. All ranks call it, or none:
+        otherwise the next exchange is an OutOfStepError on all of them. `zero_grad` without `step`
+        does the same. The exchange is counted in `compression_stats(...).skipped`.
+
+        Raises:
+            RuntimeError: no gradients are reduced, or the optimizer was made with rollback=False.
+        """
+        if not (self._rounds.ended or self._synchronized):
+            raise RuntimeError(
+                "discard_step() leaves out a step whose gradients are reduced: call it after "
+                "backward(), or after synchronize(), and before step()"
+            )
+        if not self._gradcomp.rollback and not self._gradcomp.compressor.adds_up:
+            raise RuntimeError(
+                "discard_step() needs the state from before the exchange: make "
+                "DistributedOptimizer without rollback=False"
+            )
+        self._discarding = True
+        try:
+            self.zero_grad()
+        finally:
+            self._discarding = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's; the parameters join the exchange, on all ranks before the same step.
+
+        What the group does not say is as in the optimizer that was wrapped. In stock Horovod it is
+        as in an optimizer of that class which was told nothing: SGD(lr=1.0) trains it at 0.001.
+        """
+        if not hasattr(self, "_gradcomp"):  # PyTorch adds the first ones
+            self._plain().add_param_group(param_group)
+            return
+        if self.exchanging:
+            raise RuntimeError(
+                "add_param_group() was called after backward() and before step(): parameters join "
+                "between steps, on all ranks between the same two"
+            )
+        self._plain().add_param_group(param_group)
+        names = dict(self._parameter_names)
+        try:
+            if self._takeover is not None:
+                self._takeover.take()
+            parameters.name(self, self.param_groups[-1])
+            parameters.join(self)
+        except ValueError:
+            self.param_groups.pop()
+            self._parameter_names = names
+            raise
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer that was wrapped."""
+        return self._plain().state_dict()
+
+    def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
+        """With what the compressor keeps: this rank's, or that of all ranks, which all call it.
+
+        See `hvd.save_checkpoint` for the two modes.
+        """
+        plain = self.plain_state_dict()
+        if self._takeover is not None:
+            plain = self._takeover.restored(plain)
+        if dcp.from_checkpoint():
+            dcp.warn_of_loss(self._gradcomp.buckets)
+        return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, or that of an optimizer that is not distributed.
+
+        After an error everything is as it was, but for an exchange that was on its way.
+        """
+        parameters.join(self)  # unfrozen since the optimizer was made, as in the run that saved
+        plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
+        if self.exchanging:
+            self._abandon()
+        undo = checkpoint.way_back(self)
+        try:
+            if "gradcomp" in state_dict:
+                checkpoint.load(self._gradcomp, state_dict["gradcomp"])
+            self._begin()
+            self._synchronized, self._should_synchronize = False, True
+            self._plain().load_state_dict(plain)
+            if self._takeover is not None:
+                self._takeover.take()
+        except Exception:
+            undo()
+            raise
+
+
+def _of_all(optimizer: Any, loss: Any) -> torch.Tensor:
+    """A loss as gradients are: ranks that searched along a line by their own would part there."""
+    mine = torch.as_tensor(loss).detach()
+    average = 1.0 / optimizer.process_set.size() if optimizer.op == horovod.Average else 1.0
+    name = f"{optimizer._gradcomp.name}.loss"
+    wide = mine.double().reshape(1)
+    total: torch.Tensor = comm_horovod.allreduce(
+        wide, name, optimizer.process_set, 1.0, average
+    ).wait()
+    return total.to(mine.dtype).reshape(mine.shape)
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> type:
+    """The class of a distributed optimizer: Horovod's set-up, our exchange, PyTorch's update.
+
+    All in one class, as Horovod makes it: its helpers reach past that one for what PyTorch does.
+    """
+    ours = {name: value for name, value in vars(Exchanging).items() if name not in _OF_EACH_CLASS}
+    return derived(optimizer, ours)
+
+
+def derived(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any]) -> type:
+    """Horovod's class for an optimizer, of which it makes one like it.
+
+    Horovod itself calls the constructor once more, with parameters alone: what else that was given
+    would be lost, and so would hooks.
+    """
+    cls = type(optimizer)
+
+    def like_it(self: Any, params: Any) -> None:
+        torch.optim.Optimizer.__init__(self, params, dict(optimizer.defaults))
+        for name, value in vars(optimizer).items():
+            if name in _OF_EACH_OPTIMIZER:
+                continue
+            bound = getattr(value, "__self__", None) is optimizer
+            vars(self)[name] = value.__func__.__get__(self) if bound else value
+
+    between = type(cls.__name__, (cls,), {"__init__": like_it})
+    methods = {**vars(_STOCK), **ours, "__module__": _stock.__name__}
+    return type(cls.__name__, (between,), methods)

@@ -1,0 +1,51 @@
+"""`StatsWriter` on PyTorch; see `hvd_gradcomp.monitoring.reports`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_gradcomp.monitoring import reports
+from hvd_gradcomp.torch.inspection import exchange_of
+
+
+class StatsWriter(reports.StatsWriter):
+    """Writes `compression_stats` every so many steps, and a line each epoch.
+
+    ::
+
+        stats = StatsWriter(optimizer, every=100, writers=[JSONLines("stats.jsonl")])
+        for epoch in range(epochs):
+            for x, y in batches:
+                ...
+                optimizer.step()
+                stats.step()
+            stats.epoch(epoch)
+
+    Each record is of the steps since the last one. Make it after a checkpoint is loaded.
+
+    Args:
+        source: a `DistributedOptimizer` of this package; with `DistributedDataParallel` the model,
+            or the state that `ddp.compress` returned.
+        every: steps in a span, at least 1.
+        writers: of `JSONLines`, `TensorBoard`, and others that are a `Writer`.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError, OSError: as in `hvd_gradcomp.monitoring.reports.StatsWriter`.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        every: int = 100,
+        writers: Sequence[reports.Writer] = (),
+    ) -> None:
+        engine = exchange_of(source)
+        super().__init__(
+            engine.stats,
+            rank=engine.peers.global_rank(),
+            first=engine.process_set.rank() == 0,
+            writers=writers,
+            every=every,
+        )

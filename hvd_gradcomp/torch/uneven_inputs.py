@@ -1,0 +1,68 @@
+"""`hvd.join()`, for ranks that have run out of batches."""
+
+from __future__ import annotations
+
+import gc
+
+import horovod.torch as horovod
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_gradcomp.runtime import errors
+from hvd_gradcomp.torch import parameters
+from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
+from hvd_gradcomp.torch.broadcast_state import hand_out_plain
+from hvd_gradcomp.torch.comm import horovod as comm_horovod
+from hvd_gradcomp.torch.engine import gather_objects
+from hvd_gradcomp.torch.optimizer import engine_of
+
+
+def join(device: int = -1) -> int:
+    """Waits until all ranks have run out of batches, and takes part in their exchanges until then.
+
+    All ranks call it, at the end of an epoch say. A rank that has joined contributes gradients of
+    zero, and what its compressor has kept and not sent; means stay those over all ranks. It works
+    with every compressor, and with `hierarchical=True`. Afterwards all ranks have the parameters
+    and the optimizers' state of the rank that joined last; buffers of a model stay as they are.
+
+    Until all have joined, the others call no collectives but those of their optimizers: another
+    one, such as `hvd.allreduce` of a metric, is a DeadlockError on all ranks, and so is L-BFGS,
+    which needs the mean of a loss. Where gradients are only added up (no compression, half
+    precision) Horovod's own join waits, which adds zeros to any allreduce.
+
+    Args:
+        device: as in Horovod.
+
+    Returns:
+        The rank that joined last; with a compressor, the highest of several.
+
+    Raises:
+        DeadlockError: on all ranks, if a rank waits for something else.
+    """
+    gc.collect()  # what nobody refers to takes part in nothing, on any rank
+    optimizers = sorted(parameters.optimizers, key=lambda one: engine_of(one).name)
+    engines = [engine_of(one) for one in optimizers]
+    made = {engine.name: engine.steps for engine in engines}
+    with errors.named(HorovodInternalError, "hvd.join()"):
+        if all(engine.place is None and engine.compressor.adds_up for engine in engines):
+            last = int(horovod.join(device))
+            everybody = _gathered(made)
+            for engine in engines:  # all go on from the same step
+                engine.steps = max(steps.get(engine.name, 0) for steps in everybody)
+                engine.compare_again()
+        else:
+            # Side by side: which optimizer the others step next is not known here.
+            comm_horovod.complete([one.take_part() for one in optimizers])
+            everybody = _gathered(made)
+            ranks = range(len(everybody))
+            last = max(ranks, key=lambda rank: (sum(everybody[rank].values()), rank))
+        for one, engine in zip(optimizers, engines):
+            among = one.process_set.ranks or range(len(everybody))
+            root = max(among, key=lambda rank: (everybody[rank].get(engine.name, 0), rank))
+            broadcast_parameters(engine.named_parameters, root, process_set=one.process_set)
+            hand_out_plain(one, root, one.process_set)
+    return last
+
+
+def _gathered(made: dict[str, int]) -> list[dict[str, int]]:
+    """How many exchanges each rank has made, by the names of their engines."""
+    return gather_objects(made, dict[str, int], "gradcomp.join", horovod.global_process_set)
