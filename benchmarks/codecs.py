@@ -37,7 +37,7 @@ from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import plan_buckets
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.runtime.program_runner import Stack
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.tuning.models import resnet50
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
@@ -154,7 +154,7 @@ class Step:
         program = self.compressor.aggregate(
             self.ops, context, self.gradients[bucket], self.states[bucket], **extra
         )
-        self.programs.append(Stack(program))
+        self.programs.append(ProgramRunner(program))
         self.requests.append(self._advance(bucket, None))
 
     def _advance(self, bucket: int, reply: Any) -> Any:

@@ -97,7 +97,7 @@ def tensorflow_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
 
         with ExitStack() as stack:
             if without:  # while it is traced
-                nothing = mock.patch.object(engine.Engine, "_together", lambda *_: [])
+                nothing = mock.patch.object(engine.GraphReducer, "_together", lambda *_: [])
                 stack.enter_context(nothing)
                 zero = tf.constant(0, tf.int64)
                 stack.enter_context(mock.patch.object(comm, "sum_of_bits", lambda _: zero))

@@ -35,7 +35,7 @@ import torch
 import hvd_gradcomp
 from benchmarks.points import DENSE, PYTORCH, SETTLE, TAPE, Noise
 from hvd_gradcomp import Compressor, NoneCompressor
-from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.tuning.measure import CompressedExchange, DenseExchange, Exchange, Layers
 
@@ -183,7 +183,7 @@ def measure(
     ways: dict[str, Exchange] = {DENSE: DenseExchange()}
     ways |= {name: way(name, compressor, feed) for name in frameworks}
     first = {name: one.run(feed.draw()).total for name, one in ways.items()}
-    settle = SETTLE if isinstance(compressor, WordCompressor) else 3
+    settle = SETTLE if isinstance(compressor, ThresholdCompressor) else 3
     for name, one in ways.items():
         for _ in range(1, settle if name != DENSE else 2):
             one.run(feed.draw())

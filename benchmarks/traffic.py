@@ -47,7 +47,7 @@ from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout, plan_buckets
 from hvd_gradcomp.core.protocols import resizing
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.runtime.program_runner import Stack
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.tuning.models import resnet50
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
@@ -209,7 +209,7 @@ class Step:
             extra["moment"] = ops.zeros((layout.size,))
         context = Context(layout, 0, RANKS, number, 1.0, 1.0 / RANKS)
         with counted(ops) as encoding:
-            stack = Stack(self.compressor.aggregate(ops, context, gradient, state, **extra))
+            stack = ProgramRunner(self.compressor.aggregate(ops, context, gradient, state, **extra))
             request = stack.send(None)
         if not isinstance(request, Allgather):
             raise AssertionError(f"{self.compressor!r} asks for {type(request).__name__}")

@@ -47,7 +47,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import resizing
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
-from hvd_gradcomp.runtime.program_runner import Stack
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
 
 MEASURED = Path(__file__).parents[1] / "docs" / "measured"
 PASSING = 1.3  # elements that reach the hint, by those that are sent; see `codecs.exact`
@@ -136,7 +136,7 @@ class Step:
         with tf.name_scope("encode"):
             state = self._state(ops, given)
             context = Context(layout, 0, RANKS, number, 1.0, 1.0 / RANKS)
-            stack = Stack(compressor.aggregate(ops, context, gradient, state, **extra))
+            stack = ProgramRunner(compressor.aggregate(ops, context, gradient, state, **extra))
             request = stack.send(None)
         if not isinstance(request, Allgather):
             raise AssertionError(f"{compressor!r} asks for {type(request).__name__}")

@@ -413,14 +413,14 @@ def architecture(path):
     """How a gradient goes through the floors of the package; imports go down only."""
     floors = [
         ("frontends", "torch/  tensorflow/  tensorflow/keras/", "optimizers, tapes, callbacks"),
-        ("planning", "planning/  saving/", "who compresses what, and checkpoints"),
-        ("driver", "engine/, over Horovod or torch.distributed", "steps programs, by transports"),
-        ("watching", "watching/", "what was moved; equal replicas"),
+        ("planning", "planning/  checkpoint/", "who compresses what, and files"),
+        ("runtime", "runtime/, over Horovod or torch.distributed", "steps programs, by transports"),
+        ("monitoring", "monitoring/", "what was moved; equal replicas"),
         ("algorithms", "algorithms/: one paper, one file", "programs that yield collectives"),
-        ("codecs", "codecs/: words, largest, quantized, linear", "what to send, and what stays"),
-        ("core", "core/: Compressor, exchanges, ladder, wire", "how payloads meet, checked bytes"),
-        ("verbs and passes", "ops/: PyTorch, TensorFlow, C, Triton", "what is done to a tensor"),
-        ("foundation", "foundation/: layout, collectives, cost", "values that know no tensor"),
+        ("codecs", "codecs/: threshold, topk, quantized, linear", "what to send, and what stays"),
+        ("core", "core/: Compressor, patterns, capacity, wire", "how payloads meet, checked bytes"),
+        ("operations", "ops/: PyTorch, TensorFlow, C, Triton", "what is done to a tensor"),
+        ("values", "core/: layout, layers, collectives", "values that know no tensor"),
     ]
     figure, axes = pyplot.subplots(figsize=(7, 5.6), layout="constrained")
     axes.set(xlim=(-1.7, 10), ylim=(len(floors), -0.1))

@@ -26,9 +26,9 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols import resizing
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime import hierarchy, naming
-from hvd_gradcomp.runtime.collectives import Dispatch
-from hvd_gradcomp.runtime.participants import Seated
-from hvd_gradcomp.runtime.program_runner import Stack, never
+from hvd_gradcomp.runtime.collectives import CollectiveRunner
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import ProgramRunner, never
 
 
 class Group(NamedTuple):
@@ -44,7 +44,7 @@ class Group(NamedTuple):
         return len(self.ranks)
 
 
-class _Member(Seated):
+class _Member(Participants):
     """A rank of a world, or of a host in it."""
 
     def __init__(self, across: Group, inside: Group) -> None:
@@ -58,7 +58,7 @@ class _Member(Seated):
         del bucket
         return 0
 
-    def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
+    def _make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
         raise NotImplementedError
 
 
@@ -199,7 +199,7 @@ class World:
 
     def _seat(self, members: list[_Member]) -> None:
         transport, ledger = InMemory(self.ops), _Uncounted()
-        self._dispatches = [Dispatch(transport, ledger, member) for member in members]
+        self._dispatches = [CollectiveRunner(transport, ledger, member) for member in members]
         self._name = naming.bucket("world", 0, self.layout)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -235,7 +235,7 @@ class World:
 
     def _run(self, programs: list[Program]) -> list[Any]:
         """All programs to their end, round by round."""
-        stacks = [Stack(program, enters=never) for program in programs]
+        stacks = [ProgramRunner(program, enters=never) for program in programs]
         requests = [stack.send(None) for stack in stacks]
         while any(request is not None for request in requests):
             if any(request is None for request in requests):
@@ -333,14 +333,14 @@ class Hosts(World):
                 Context(self.layout, host, self.size, self.steps, 1.0, self.postscale),
                 gradients[host * self.slots + slot] * 1,
                 self.states[host] if slot == self.leader else None,
-                place=hierarchy.Place(host, self.size, slot, self.slots, self.share),
+                place=hierarchy.HostPosition(host, self.size, slot, self.slots, self.share),
                 leader=self.leader,
                 **{name: values[host * self.slots + slot] for name, values in extra.items()},
             )
             for host in range(self.size)
             for slot in range(self.slots)
         ]
-        stacks = [Stack(program, enters=never) for program in programs]
+        stacks = [ProgramRunner(program, enters=never) for program in programs]
         self.failures = [None for _ in stacks]
         requests: list[Any] = [None for _ in stacks]
 

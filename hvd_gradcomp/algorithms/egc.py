@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.capacity import Ladder, LadderState
+from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import Ops, Tensor
@@ -20,7 +20,7 @@ class EGCState(NamedTuple):
     """State of one bucket."""
 
     memory: Memory  # r, and u with momentum; rank-local
-    ladder: LadderState  # replicated
+    ladder: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
     hint: Tensor  # float32 [layers], where to look first in the next step; rank-local
     quota: Tensor  # int64 [layers], elements to send of each layer; rank-local
@@ -79,7 +79,7 @@ class EGCCompressor(MomentumCorrected):
     index_coding: str = "delta"
     max_norm: float | None = None
 
-    begins_anew = frozenset({"hint", "quota"})
+    reset_on_merge = frozenset({"hint", "quota"})
 
     def __post_init__(self) -> None:
         validate.real(self, "K", low=0)
@@ -125,7 +125,7 @@ class EGCCompressor(MomentumCorrected):
 @lru_cache(maxsize=1024)
 def _capacities(least: int, most: int) -> tuple[int, ...]:
     """Of the rungs: from one element of each layer to the most of all."""
-    return (*(room for room in Ladder.up_to(most).capacities if room >= least), most)
+    return (*(room for room in CapacitySchedule.up_to(most).capacities if room >= least), most)
 
 
 def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> Tensor:

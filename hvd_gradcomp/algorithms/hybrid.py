@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_gradcomp.algorithms.variance import MOMENTS, Ambiguity
-from hvd_gradcomp.codecs.compaction import Sent
+from hvd_gradcomp.codecs.compaction import SentElements
 from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
-from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import derived
 from hvd_gradcomp.core.layout import Layout
@@ -16,7 +16,7 @@ from hvd_gradcomp.ops.kernel_params import Rule
 
 
 @dataclass(frozen=True, repr=False)
-class HybridCompressor(WordCompressor):
+class HybridCompressor(ThresholdCompressor):
     """Sends a threshold's worth of an element once it is large and clear (Tsuzuku et al. 2018).
 
     Each step and element: `r += g`, `v += q`; where `|r| > tau` and `r*r > alpha*v`, `sign(r)` is
@@ -76,7 +76,7 @@ class HybridCompressor(WordCompressor):
         unambiguous = ops.square_exceeds(r, v, self.alpha)
         return unambiguous & ops.greater(ops.abs(r), self.tau), Ambiguity(r, v)
 
-    def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:
+    def settle(self, ops: Ops, memory: Ambiguity, sent: SentElements, value: Tensor) -> Ambiguity:
         r, v = (ops.gather(x, sent.index) for x in memory)
         v = ops.maximum(v - ops.times(ops.abs(r), 2 * self.tau) + self.tau * self.tau, 0.0)
         return Ambiguity(

@@ -146,7 +146,7 @@ class ScaleComCompressor(ResidualTopK):
         For passes their body as it is, which they read themselves.
         """
         layout = context.layout
-        header, bodies = wire.open_sealed(ops, self._header(context), buffer)
+        header, bodies = wire.unpack(ops, self._header(context), buffer)
         if self.choice_form(ops, layout) is not None:
             return bodies[0] if header.intact is None else ops.where(header.intact, bodies[0], 0)
         payload = wire.unpack_body(ops, self.choice_parts(layout), bodies)

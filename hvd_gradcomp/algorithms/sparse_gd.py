@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_gradcomp.codecs.sparse import Memory, Residual
-from hvd_gradcomp.codecs.topk import LargestCompressor, count_of
+from hvd_gradcomp.codecs.topk import TopKCompressor, count_of
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import Collecting
 
 
-class ResidualTopK(LargestCompressor):
+class ResidualTopK(TopKCompressor):
     """What Sparse GD and Gradient Dropping share: a residual and nothing else."""
 
     rule = Collecting()

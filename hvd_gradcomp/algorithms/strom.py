@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_gradcomp.codecs.compaction import Sent
+from hvd_gradcomp.codecs.compaction import SentElements
 from hvd_gradcomp.codecs.quantizers import Quantizer, Sign
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import derived
 from hvd_gradcomp.core.layout import Layout
@@ -16,7 +16,7 @@ from hvd_gradcomp.ops.kernel_params import Rule
 
 
 @dataclass(frozen=True, repr=False)
-class StromCompressor(WordCompressor):
+class StromCompressor(ThresholdCompressor):
     """Sends plus or minus a threshold wherever the residual exceeds it (Strom 2015).
 
     Each step and element: `r += g`; where `|r| > tau`, `sign(r)` is sent and
@@ -61,7 +61,7 @@ class StromCompressor(WordCompressor):
         r = ops.accumulate(memory.r, gradient)
         return ops.greater(ops.abs(r), self.tau), Residual(r)
 
-    def settle(self, ops: Ops, memory: Residual, sent: Sent, value: Tensor) -> Residual:
+    def settle(self, ops: Ops, memory: Residual, sent: SentElements, value: Tensor) -> Residual:
         kept = ops.gather(memory.r, sent.index) - value
         return Residual(ops.put(memory.r, sent.index, kept))
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.codecs.compaction import Sent
+from hvd_gradcomp.codecs.compaction import SentElements
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo
-from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import derived
 from hvd_gradcomp.core.layout import Layout
@@ -67,7 +67,7 @@ class Ambiguity(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class VarianceCompressor(WordCompressor):
+class VarianceCompressor(ThresholdCompressor):
     """Sends an element once it is unambiguous (Tsuzuku et al. 2018, Algorithm 1).
 
     Each step and element: `r += g`, `v += q`; where `r*r > alpha*v` it is sent and `r = v = 0`,
@@ -131,7 +131,7 @@ class VarianceCompressor(WordCompressor):
         wanted = ops.square_exceeds(r, v, self.alpha)
         return wanted, Ambiguity(r, ops.scale(v, self.zeta))
 
-    def settle(self, ops: Ops, memory: Ambiguity, sent: Sent, value: Tensor) -> Ambiguity:
+    def settle(self, ops: Ops, memory: Ambiguity, sent: SentElements, value: Tensor) -> Ambiguity:
         kept = ops.gather(memory.r, sent.index) - value if self.feedback_rounding else 0.0
         return Ambiguity(ops.put(memory.r, sent.index, kept), ops.put(memory.v, sent.index, 0.0))
 

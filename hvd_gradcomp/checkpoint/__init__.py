@@ -1,1 +1,1 @@
-"""What a saved state consists of, for all frameworks; the frontends write the files."""
+"""Checkpoint files of all ranks; the frontends write their tensors."""

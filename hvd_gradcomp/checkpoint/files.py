@@ -124,7 +124,7 @@ def write(
     files: dict[str, _File] = {}
     problem = None
 
-    def give_up(problems: Sequence[str | None]) -> None:
+    def abort(problems: Sequence[str | None]) -> None:
         said = [p for p in problems if p is not None]
         if said:
             # All have looked into the folder: from here on it may go.
@@ -145,7 +145,7 @@ def write(
     except Exception as error:
         problem = _said(ranks.rank, error)
     everybody = ranks.gather((problem, files), tuple[Optional[str], dict[str, _File]])
-    give_up([problem for problem, _ in everybody])
+    abort([problem for problem, _ in everybody])
     manifest = {name: file for _, theirs in everybody for name, file in theirs.items()}
     try:
         # Each rank writes the same, so that it is there on every host.
@@ -153,7 +153,7 @@ def write(
         _write_file(pointer, f"{version} {written.sha256}".encode())
     except Exception as error:
         problem = _said(ranks.rank, error)
-    give_up(ranks.gather(problem, Optional[str]))
+    abort(ranks.gather(problem, Optional[str]))
     try:
         os.replace(pointer, root / _CURRENT)
     except OSError as error:
@@ -305,7 +305,7 @@ def source_of(
         return Source.SAVED if saver in (rank, owner) else Source.HERE
     if owner is not None:
         return Source.SAVED
-    return Source.START if path in compressor.begins_anew else Source.SHARE
+    return Source.START if path in compressor.reset_on_merge else Source.SHARE
 
 
 def check_hosts(then: int | None, now: int | None) -> None:

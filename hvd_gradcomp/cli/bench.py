@@ -13,7 +13,7 @@ from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.planning.description import brief
 
@@ -120,7 +120,7 @@ def command(
 
 def warm_up_rounds(compressor: Compressor) -> int:
     """Rounds until its payloads have the size that they keep."""
-    return WARM_UP if isinstance(compressor, WordCompressor) else 3
+    return WARM_UP if isinstance(compressor, ThresholdCompressor) else 3
 
 
 def about(horovod: Any, model_name: str) -> dict[str, Any]:

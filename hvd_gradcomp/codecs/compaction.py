@@ -21,7 +21,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.scope import layer_of
 
 
-class Sent(NamedTuple):
+class SentElements(NamedTuple):
     """The elements that really travel."""
 
     index: Tensor  # int64 [k]; may hold the sink, any number of times
@@ -70,7 +70,7 @@ class Selection(ABC):
         """The selection without the items for which `kept` is false, and the codes of the rest."""
 
     @abstractmethod
-    def fitting(self, code: Tensor, capacity: Any, turn: Any) -> Sent:
+    def fitting(self, code: Tensor, capacity: Any, turn: Any) -> SentElements:
         """At most `capacity` elements, ascending, padded with the sink and code 0.
 
         When not all fit, a window of neighbours is sent that starts elsewhere each step (`turn`
@@ -78,7 +78,7 @@ class Selection(ABC):
         """
 
     @abstractmethod
-    def spread(self, code: Tensor) -> tuple[Tensor, Sent]:
+    def spread(self, code: Tensor) -> tuple[Tensor, SentElements]:
         """For the dense rung: `code + 1` at each selected element, 0 elsewhere; int64 [size]."""
 
 
@@ -136,13 +136,13 @@ class Indexed(Selection):
         index = self.ops.gather(self.index, items)
         return Indexed(self.ops, self.layout, index), self.ops.gather(code, items)
 
-    def _sent(self, index: Tensor, code: Tensor, count: Any) -> Sent:
+    def _sent(self, index: Tensor, code: Tensor, count: Any) -> SentElements:
         layer = layer_of(self.ops, self.layout, index[:count])
         ones = self.ops.full((count,), 1)
         per_layer = self.ops.segment_sum(ones, layer, len(self.layout.names))
-        return Sent(index, code, count, per_layer)
+        return SentElements(index, code, count, per_layer)
 
-    def fitting(self, code: Tensor, capacity: Any, turn: Any) -> Sent:
+    def fitting(self, code: Tensor, capacity: Any, turn: Any) -> SentElements:
         ops, count = self.ops, self.count()
         head, start = _window(ops.pick, count, capacity, turn)
         stop = ops.pick(count < start + capacity, count, start + capacity)
@@ -154,7 +154,7 @@ class Indexed(Selection):
         code = ops.concat((code[:head], code[start:stop], ops.full(room, 0)))
         return self._sent(index, code, sent)
 
-    def spread(self, code: Tensor) -> tuple[Tensor, Sent]:
+    def spread(self, code: Tensor) -> tuple[Tensor, SentElements]:
         dense = self.ops.put(self.ops.zeros((self.layout.size,), "int64"), self.index, code + 1)
         return dense, self._sent(self.index, code, self.count())
 
@@ -199,14 +199,14 @@ class Masked(Selection):
     def only(self, kept: Tensor, code: Tensor) -> tuple[Selection, Tensor]:
         return Masked(self.ops, self.layout, self.mask & kept), code
 
-    def _sent(self, mask: Tensor, index: Tensor, code: Tensor) -> Sent:
+    def _sent(self, mask: Tensor, index: Tensor, code: Tensor) -> SentElements:
         flags = self.ops.cast(mask, "int64")
         blocks = self.ops.sum(self._blocks(flags), -1)
         table = self.ops.table(self.layout, "layer_of_block")
         per_layer = self.ops.segment_sum(blocks, table, len(self.layout.names))
-        return Sent(index, code, self.ops.sum(flags), per_layer)
+        return SentElements(index, code, self.ops.sum(flags), per_layer)
 
-    def fitting(self, code: Tensor, capacity: int, turn: Any) -> Sent:
+    def fitting(self, code: Tensor, capacity: int, turn: Any) -> SentElements:
         ops, layout = self.ops, self.layout
         place = ops.cumsum(ops.cast(self.mask, "int64")) - 1
         head, start = _window(ops.where, self.count(), capacity, turn)
@@ -222,7 +222,7 @@ class Masked(Selection):
         codes = ops.put(ops.full((capacity + 1,), 0), slot, ops.where(sent, code, 0))
         return self._sent(sent, index[:capacity], codes[:capacity])
 
-    def spread(self, code: Tensor) -> tuple[Tensor, Sent]:
+    def spread(self, code: Tensor) -> tuple[Tensor, SentElements]:
         ops, layout = self.ops, self.layout
         dense = ops.where(self.mask, code + 1, 0)
         index = ops.where(self.mask, ops.arange(layout.size), layout.sink)

@@ -21,7 +21,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 class LinearCompressor(Compressor):
     """Base of the family."""
 
-    adds_up = True
+    is_linear = True
     itemsize = 4  # bytes that a float32 element takes on the wire
     block = 1  # every element travels, so padding would too
 

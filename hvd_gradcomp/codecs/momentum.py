@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hvd_gradcomp.codecs.sparse import Memory, Residual
-from hvd_gradcomp.codecs.topk import LargestCompressor
+from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor, State, derived
 from hvd_gradcomp.core.layout import Layout
@@ -29,7 +29,7 @@ class Velocity(NamedTuple):
     u: Tensor  # float32 [size]
 
 
-class MomentumCorrected(LargestCompressor):
+class MomentumCorrected(TopKCompressor):
     """Base of EGC and DGC. Subclasses are dataclasses with these fields."""
 
     momentum: float | None

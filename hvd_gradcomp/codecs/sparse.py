@@ -15,14 +15,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.capacity import Ladder, LadderState
+from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.interface.header import Weighing
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 Memory = Any
 
@@ -31,7 +31,7 @@ class SparseState(NamedTuple):
     """State of one bucket: 4 bytes an element and field of `memory`, and a few scalars."""
 
     memory: Memory  # NamedTuple of float32 [size], rank-local
-    ladder: LadderState  # replicated
+    ladder: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
 
 
@@ -41,7 +41,7 @@ class Residual(NamedTuple):
     r: Tensor  # float32 [size]
 
 
-class Held(NamedTuple):
+class UndoLog(NamedTuple):
     """What the memory held where elements were sent."""
 
     index: Tensor  # int64 [k]; may hold the sink
@@ -54,7 +54,7 @@ class Encoded(NamedTuple):
     body: Tensor  # uint8 [bytes]
     sent: Any
     wanted: Any
-    held: Held | None = None
+    held: UndoLog | None = None
     settle: Callable[[], None] = lambda: None  # what is left to do once the exchange has succeeded
 
 
@@ -84,17 +84,17 @@ class SparseCompressor(Clipping, Compressor):
         """The memory before the first step: a NamedTuple whose first field is what is sent from."""
 
     @abstractmethod
-    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
+    def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
         """The capacities that a payload of this bucket may have among so many ranks.
 
         None whose allgather would bring a rank more bytes than an allreduce of the bucket.
         """
 
     @abstractmethod
-    def body_bytes(self, layout: Layout, rung: Rung) -> int:
+    def body_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
         """Bytes of what a rank encodes on this rung, without the header."""
 
-    def payload_bytes(self, layout: Layout, rung: Rung) -> int:
+    def payload_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
         """Bytes that one rank hands to collectives on this rung, header included."""
         body = 4 * layout.elements if rung.summed else self.body_bytes(layout, rung)
         return wire.HEADER_BYTES + body
@@ -104,7 +104,7 @@ class SparseCompressor(Clipping, Compressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         step: Any,
         gradient: Tensor,
         state: State,
@@ -117,7 +117,7 @@ class SparseCompressor(Clipping, Compressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,
@@ -130,12 +130,14 @@ class SparseCompressor(Clipping, Compressor):
             room: float32 [size] that the sum may be written to; its values do not count.
         """
 
-    def weighing(self, context: Context, rung: Rung) -> Weighing:
+    def weighing(self, context: Context, rung: CapacityLevel) -> Weighing:
         """What must hold of bodies before they are added up, as far as they begin with it."""
         del rung
         return patterns.weighing(context, {})
 
-    def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
+    def ceilings(
+        self, ops: Ops, layout: Layout, rung: CapacityLevel, bodies: Tensor
+    ) -> list[Tensor]:
         """Magnitudes that nothing sent exceeds, where `weighing` has none; none if all is small.
 
         float32 [world, groups] each.
@@ -152,24 +154,24 @@ class SparseCompressor(Clipping, Compressor):
         layers = ops.zeros((len(layout.names),), "int64")
         return SparseState(self.remember(ops, layout), self.ladder(layout).init(ops), layers)
 
-    def nothing(self, ops: Ops, layout: Layout, rung: Rung) -> Encoded:
+    def nothing(self, ops: Ops, layout: Layout, rung: CapacityLevel) -> Encoded:
         """A payload of the right size for a step without one."""
         return Encoded(ops.zeros((self.body_bytes(layout, rung),), "uint8"), 0, 0)
 
     def held(
         self, ops: Ops, memory: Memory, index: Tensor, first: Tensor | None = None
-    ) -> Held | None:
-        """What `give_back` needs, before the memory is settled; `first` if it is at hand."""
+    ) -> UndoLog | None:
+        """What `rollback` needs, before the memory is settled; `first` if it is at hand."""
         if not ops.dynamic_shapes:
             return None  # nothing fails there before the step is over
         known = [] if first is None else [first]
-        return Held(index, (*known, *(ops.gather(x, index) for x in memory[len(known) :])))
+        return UndoLog(index, (*known, *(ops.gather(x, index) for x in memory[len(known) :])))
 
     def without_sink(self, ops: Ops, memory: Memory) -> Memory:
         """Unused slots point to the sink, so settling wrote there: it starts again from zero."""
         return type(memory)(*(ops.clear_last(x) for x in memory))
 
-    def give_back(self, ops: Ops, memory: Memory, held: Held | None) -> None:
+    def rollback(self, ops: Ops, memory: Memory, held: UndoLog | None) -> None:
         """Undoes the settling of an exchange that failed: what was not received stays here.
 
         In place, where tensors can be written to; elsewhere the old state was never replaced.
@@ -230,7 +232,7 @@ def program(given: Given) -> Program:
     return (yield Switch(ops.pick(rung.dense, 1, 0), ways))
 
 
-def allgather(rung: Rung, given: Given) -> Program:
+def allgather(rung: CapacityLevel, given: Given) -> Program:
     """Everybody receives every payload and adds them up in rank order. One collective."""
     codec, ops, context, *_ = given
     encoded, header, gradient, state = _encoded(rung, given)
@@ -248,7 +250,7 @@ def allgather(rung: Rung, given: Given) -> Program:
     return total, _needing(ops, state, header)
 
 
-def summed(rung: Rung, given: Given) -> Program:
+def summed(rung: CapacityLevel, given: Given) -> Program:
     """Each rank decodes its own payload, and an allreduce adds up what these stand for.
 
     An allgather of the headers comes first, so ranks learn of each other what they do by
@@ -268,7 +270,7 @@ def summed(rung: Rung, given: Given) -> Program:
     return total, _needing(ops, state, header)
 
 
-def _encoded(rung: Rung, given: Given) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
+def _encoded(rung: CapacityLevel, given: Given) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
     """What this rank sends, its header, memory for the result, and the state without it."""
     codec, ops, context, gradient, state, moment = given
     layout, step = context.layout, context.step
@@ -299,10 +301,10 @@ def _gathered(
     codec, ops = given.codec, given.ops
     buffers = yield Allgather(wire.seal(ops, header, body))
     try:
-        header, bodies = wire.open_sealed(ops, header, buffers, weighing)
+        header, bodies = wire.unpack(ops, header, buffers, weighing)
         header = fits(header, bodies)
     except (PayloadError, NonFiniteGradientError):
-        codec.give_back(ops, state.memory, encoded.held)
+        codec.rollback(ops, state.memory, encoded.held)
         raise
     encoded.settle()
     return header, bodies

@@ -17,22 +17,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from hvd_gradcomp.codecs.compaction import Sent, select
+from hvd_gradcomp.codecs.compaction import SentElements, select
 from hvd_gradcomp.codecs.quantizers import Quantizer
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
 from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.capacity import Ladder
+from hvd_gradcomp.core.capacity import CapacitySchedule
 from hvd_gradcomp.core.compressor import Context, State, derived
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.header import Weighing
-from hvd_gradcomp.ops.kernel_params import Rule, Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
 from hvd_gradcomp.ops.scope import layer_of
 
 
-class WordCompressor(SparseCompressor):
+class ThresholdCompressor(SparseCompressor):
     """Base of the family; see the head of this file."""
 
     rule: Rule | None = None
@@ -55,25 +55,25 @@ class WordCompressor(SparseCompressor):
         """Takes the gradient in; returns what is wanted, bool, and the memory. Elementwise."""
 
     @abstractmethod
-    def settle(self, ops: Ops, memory: Memory, sent: Sent, value: Tensor) -> Memory:
+    def settle(self, ops: Ops, memory: Memory, sent: SentElements, value: Tensor) -> Memory:
         """Takes out what was sent: `value[i]` was sent for element `sent.index[i]`."""
 
     # -- sizes -------------------------------------------------------------------------------
 
-    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
+    def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
         """Words, up to where a place for every element is cheaper, or a sum."""
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
         room = most_gathered(4.0 * layout.elements, ranks) - side
         places = self._dense_bytes(layout)
         if places > room:
-            return Ladder.up_to(int(room) // 4 + 1, summed=True)
-        return Ladder.up_to(places // 4)
+            return CapacitySchedule.up_to(int(room) // 4 + 1, summed=True)
+        return CapacitySchedule.up_to(places // 4)
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         said = super().report(layout, state, steps, since)
         return said._replace(rung_changes=int(state.ladder.changes))
 
-    def parts(self, layout: Layout, rung: Rung) -> dict[str, wire.Part]:
+    def parts(self, layout: Layout, rung: CapacityLevel) -> dict[str, wire.Part]:
         """The body of a payload on one rung; `rung.dense` is a Python bool."""
         side = self.quantizer.side_parts(layout)
         if rung.dense:
@@ -83,7 +83,7 @@ class WordCompressor(SparseCompressor):
     def _dense_bytes(self, layout: Layout) -> int:
         return layout.size * self.quantizer.dense_bits // 8
 
-    def body_bytes(self, layout: Layout, rung: Rung) -> int:
+    def body_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
         return wire.body_bytes(self.parts(layout, rung))
 
     # -- one step ----------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class WordCompressor(SparseCompressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         step: Any,
         gradient: Tensor,
         state: SparseState,
@@ -107,13 +107,13 @@ class WordCompressor(SparseCompressor):
         code, encodable, side = self.quantizer.encode(ops, selection, value)
         selection, code = selection.only(encodable, code)
 
-        def words() -> tuple[Tensor, Sent]:
+        def words() -> tuple[Tensor, SentElements]:
             sent = selection.fitting(code, rung.capacity, step)
             word = sent.code * (1 << self._index_bits) + sent.index
             room = rung._replace(dense=False)
             return wire.pack_body(ops, self.parts(layout, room), {**side, "words": word}), sent
 
-        def places() -> tuple[Tensor, Sent]:
+        def places() -> tuple[Tensor, SentElements]:
             dense, sent = selection.spread(code)
             packed = _pack(ops, dense, self.quantizer.dense_bits)
             room = rung._replace(dense=True)
@@ -133,7 +133,7 @@ class WordCompressor(SparseCompressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         step: Any,
         gradient: Tensor,
         state: SparseState,
@@ -164,7 +164,7 @@ class WordCompressor(SparseCompressor):
         found, taken_in = ops.search(tile, tuple(memory), given)
         return found, type(memory)(*taken_in)
 
-    def weighing(self, context: Context, rung: Rung) -> Weighing:
+    def weighing(self, context: Context, rung: CapacityLevel) -> Weighing:
         layout, ascending = context.layout, None
         side = self.quantizer.side_parts(layout)
         if rung.dense is False:
@@ -176,7 +176,7 @@ class WordCompressor(SparseCompressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,

@@ -25,11 +25,11 @@ from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor
 from hvd_gradcomp.codecs.topk_select import largest, of_blocks
 from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.capacity import Ladder, LadderState
+from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.kernel_params import Collecting, Form, Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form
 from hvd_gradcomp.ops.scope import Scope, layer_of
 
 
@@ -42,16 +42,16 @@ def count_of(size: int, density: float) -> int:
     return min(size, max(1, int(size * density + 0.5)))
 
 
-class LargestState(NamedTuple):
+class TopKState(NamedTuple):
     """State of one bucket."""
 
     memory: Memory  # NamedTuple of float32 [size], rank-local
-    ladder: LadderState  # replicated
+    ladder: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
     hint: Tensor  # float32 [groups], where to look first in the next step; rank-local
 
 
-class LargestCompressor(SparseCompressor):
+class TopKCompressor(SparseCompressor):
     """Base of the family; see the head of this file.
 
     Attributes:
@@ -59,9 +59,9 @@ class LargestCompressor(SparseCompressor):
         index_coding: how indices travel; a name in `indices.CODINGS`.
     """
 
-    begins_anew = frozenset({"hint"})
+    reset_on_merge = frozenset({"hint"})
     rule: Collecting | None = None
-    ruled = frozenset({"collect", "settle", "without_sink", "select", "held", "give_back"})
+    ruled = frozenset({"collect", "settle", "without_sink", "select", "held", "rollback"})
 
     of_model: ClassVar[bool] = False
     index_coding: str = "delta"
@@ -107,11 +107,11 @@ class LargestCompressor(SparseCompressor):
         """Elements that a payload may have room for, ascending; the last is the most."""
         return (self.capacity(layout),)
 
-    def ladder(self, layout: Layout, ranks: int = 1) -> Ladder:
+    def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
         most = most_gathered(4.0 * layout.elements, ranks)
         capacities, sizes = self.capacities(layout), _sizes_of(self, layout)
         fit = sum(1 for _ in takewhile(lambda size: size <= most, sizes))
-        return Ladder(capacities[:fit], summed=fit < len(capacities))
+        return CapacitySchedule(capacities[:fit], summed=fit < len(capacities))
 
     def parts(self, layout: Layout, capacity: int | None = None) -> dict[str, wire.Part]:
         """The body of a payload with so much room; with the most, where none is given."""
@@ -121,11 +121,11 @@ class LargestCompressor(SparseCompressor):
             "values": wire.Part("float32", capacity),
         }
 
-    def body_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
+    def body_bytes(self, layout: Layout, rung: CapacityLevel | None = None) -> int:
         return int(wire.body_bytes(self.parts(layout, Room.on(self, layout, rung).capacity)))
 
-    def payload_bytes(self, layout: Layout, rung: Rung | None = None) -> int:
-        return super().payload_bytes(layout, rung or Rung(0, self.capacity(layout), False))
+    def payload_bytes(self, layout: Layout, rung: CapacityLevel | None = None) -> int:
+        return super().payload_bytes(layout, rung or CapacityLevel(0, self.capacity(layout), False))
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         size = prod(shape)
@@ -135,7 +135,7 @@ class LargestCompressor(SparseCompressor):
     def init(self, ops: Ops, layout: Layout) -> Any:
         memory, _, sent = super().init(ops, layout)
         ladder = self.ladder(layout).init(ops, rung=len(self.capacities(layout)) - 1)
-        return LargestState(memory, ladder, sent, self.unknown(ops, layout))
+        return TopKState(memory, ladder, sent, self.unknown(ops, layout))
 
     def unknown(self, ops: Ops, layout: Layout) -> Tensor:
         """The hint before the first step: no element passes."""
@@ -148,7 +148,7 @@ class LargestCompressor(SparseCompressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         step: Any,
         gradient: Tensor,
         state: Any,
@@ -203,7 +203,7 @@ class LargestCompressor(SparseCompressor):
         r: Tensor,
         quota: Tensor,
         found: Tensor | None,
-        rung: Rung | None = None,
+        rung: CapacityLevel | None = None,
     ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
         """The k largest |r|: parts that say which, indices, bits of the values, the next hint.
 
@@ -218,7 +218,9 @@ class LargestCompressor(SparseCompressor):
         values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
         return parts, index, values, hint
 
-    def ceilings(self, ops: Ops, layout: Layout, rung: Rung, bodies: Tensor) -> list[Tensor]:
+    def ceilings(
+        self, ops: Ops, layout: Layout, rung: CapacityLevel, bodies: Tensor
+    ) -> list[Tensor]:
         sent = Room.on(self, layout, rung)
         if sent.form(ops) is not None and ops.largest_passes.looks:
             return []  # what adds up looks at them
@@ -229,7 +231,7 @@ class LargestCompressor(SparseCompressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,
@@ -254,12 +256,12 @@ class LargestCompressor(SparseCompressor):
 class Room(NamedTuple):
     """A payload's body with room for so many elements."""
 
-    compressor: LargestCompressor
+    compressor: TopKCompressor
     layout: Layout
     capacity: Any  # one of the compressor's; may be a scalar in a graph
 
     @classmethod
-    def on(cls, compressor: LargestCompressor, layout: Layout, rung: Rung | None) -> Room:
+    def on(cls, compressor: TopKCompressor, layout: Layout, rung: CapacityLevel | None) -> Room:
         """What a rung has; the most, where no rung is given."""
         capacities = compressor.capacities(layout)
         if rung is None or rung.dense is True or len(capacities) == 1:
@@ -300,22 +302,22 @@ class Room(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _most_of(compressor: LargestCompressor, layout: Layout) -> tuple[int, ...]:
+def _most_of(compressor: TopKCompressor, layout: Layout) -> tuple[int, ...]:
     return tuple(compressor.count(size) for size in Scope(layout, compressor.of_model).sizes)
 
 
 @lru_cache(maxsize=1024)
-def _parts_of(compressor: LargestCompressor, layout: Layout) -> list[dict[str, wire.Part]]:
+def _parts_of(compressor: TopKCompressor, layout: Layout) -> list[dict[str, wire.Part]]:
     return [compressor.parts(layout, capacity) for capacity in compressor.capacities(layout)]
 
 
 @lru_cache(maxsize=1024)
-def _sizes_of(compressor: LargestCompressor, layout: Layout) -> list[int]:
+def _sizes_of(compressor: TopKCompressor, layout: Layout) -> list[int]:
     return [int(wire.body_bytes(parts)) for parts in _parts_of(compressor, layout)]
 
 
 @lru_cache(maxsize=4096)
-def form_of(compressor: LargestCompressor, layout: Layout, capacity: int) -> Form | None:
+def form_of(compressor: TopKCompressor, layout: Layout, capacity: int) -> Form | None:
     """Where the parts of a body lie; None if passes do not know its code."""
     parts = compressor.parts(layout, capacity)
     places = compressor.coding.places(parts)

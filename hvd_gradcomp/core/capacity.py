@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 PATIENCE = 16
 _PER_OCTAVE = 4
 _LOWEST = 16
 
 
-class LadderState(NamedTuple):
+class CapacityState(NamedTuple):
     """Equal on all ranks; scalars on the host."""
 
     rung: Tensor  # int64 []
@@ -36,7 +36,7 @@ class LadderState(NamedTuple):
     changes: Tensor  # int64 [] steps whose rung was another than that of the step before
 
 
-class Ladder:
+class CapacitySchedule:
     """The rungs of one bucket.
 
     Args:
@@ -49,7 +49,7 @@ class Ladder:
         self.top = len(self.capacities)  # the dense rung, where there is one
 
     @classmethod
-    def up_to(cls, top: int, summed: bool = False) -> Ladder:
+    def up_to(cls, top: int, summed: bool = False) -> CapacitySchedule:
         """Four rungs to an octave, below the capacity from which the dense rung is cheaper.
 
         >>> Ladder.up_to(100).capacities
@@ -62,7 +62,7 @@ class Ladder:
             octave *= 2
         return cls([c for c in capacities if c < top], summed)
 
-    def init(self, ops: Ops, rung: int | None = None) -> LadderState:
+    def init(self, ops: Ops, rung: int | None = None) -> CapacityState:
         """Starts in the middle: a first burst neither waits as a whole nor is sent dense.
 
         Args:
@@ -70,10 +70,10 @@ class Ladder:
                 first has needed.
         """
         start, calm = (self.top // 2, 0) if rung is None else (rung, PATIENCE - 2)
-        zeros = [ops.host(0) for _ in LadderState._fields[2:]]
-        return LadderState(ops.host(start), ops.host(calm), *zeros)
+        zeros = [ops.host(0) for _ in CapacityState._fields[2:]]
+        return CapacityState(ops.host(start), ops.host(calm), *zeros)
 
-    def climb(self, ops: Ops, state: LadderState) -> tuple[Rung, LadderState]:
+    def climb(self, ops: Ops, state: CapacityState) -> tuple[CapacityLevel, CapacityState]:
         """The rung for this step, from what the ranks needed in the last one.
 
         The state may be that of a longer ladder: of fewer ranks, or of another phase.
@@ -81,7 +81,9 @@ class Ladder:
         if ops.climb is not None:
             numbers = ops.climb(self.capacities, PATIENCE, state)
             rung, capacity, dense, calm, peak, changes = numbers
-            return Rung(rung, capacity, dense), LadderState(rung, calm, peak, state.needed, changes)
+            return CapacityLevel(rung, capacity, dense), CapacityState(
+                rung, calm, peak, state.needed, changes
+            )
         last, calm, peak, needed, changes = (ops.staged(x) for x in state)
         last, peak = (ops.pick(x > self.top, self.top, x) for x in (last, peak))
         demand = ops.bisect(self.capacities, needed)
@@ -92,6 +94,6 @@ class Ladder:
         rung = ops.pick(rested, peak, ops.pick(below, last, demand))
         changes = ops.pick(rung == last, changes, changes + 1)
         calm, peak = ops.pick(rested, 0, calm), ops.pick(rested, 0, peak)
-        room = Rung(rung, ops.choice((*self.capacities, 0), rung), rung == self.top)
+        room = CapacityLevel(rung, ops.choice((*self.capacities, 0), rung), rung == self.top)
         rung, calm, peak, changes = (ops.host(x) for x in (rung, calm, peak, changes))
-        return room, LadderState(rung, calm, peak, state.needed, changes)
+        return room, CapacityState(rung, calm, peak, state.needed, changes)

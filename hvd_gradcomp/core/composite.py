@@ -58,8 +58,8 @@ class Composite(Compressor):
         return any(child.uses_moments for child in self.children.values())
 
     @derived
-    def needs_order(self) -> bool:
-        return any(child.needs_order for child in self.children.values())
+    def needs_execution_order(self) -> bool:
+        return any(child.needs_execution_order for child in self.children.values())
 
     @derived
     def moments(self) -> str:
@@ -72,8 +72,8 @@ class Composite(Compressor):
         return self.in_common | self._inside("replicated")
 
     @derived
-    def begins_anew(self) -> frozenset[str]:
-        return self._inside("begins_anew")
+    def reset_on_merge(self) -> frozenset[str]:
+        return self._inside("reset_on_merge")
 
     def _inside(self, which: str) -> frozenset[str]:
         children = self.children.items()

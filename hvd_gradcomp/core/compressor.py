@@ -64,7 +64,7 @@ class Compressor(stock.Refuses, ABC):
     Attributes:
         algorithm: its number in the wire header, which follows from its name; see `registry`.
         replicated: names of state fields, dotted, that are equal on all ranks with all they hold.
-        begins_anew: names of state fields, dotted, that say how a rank works and not what it has
+        reset_on_merge: names of state fields, dotted, that say how a rank works and not what it has
             still to send or in common with others: where ranks' states become one, they begin anew.
         block: the alignment of layers in a bucket that it wants.
         outputs_first: whether it wants the layers in a bucket with their outputs first, however the
@@ -75,16 +75,16 @@ class Compressor(stock.Refuses, ABC):
         state_format: of a saved state; another where it holds other tensors, or they mean something
             else.
         runs: whether it has programs of its own; a partition only chooses among others.
-        adds_up: whether it does nothing but to add up gradients, or what they are cast to.
+        is_linear: whether it does nothing but to add up gradients, or what they are cast to.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
         stated: names of hyper-parameters that messages and tables show at their defaults as well.
-        needs_order: whether who compresses a layer depends on the order in which the model uses
-            its layers; see `protocols.layering`.
+        needs_execution_order: whether the compressor of a layer depends on the order in which the
+            model uses its layers; see `protocols.layering`.
     """
 
     algorithm: int
     replicated: frozenset[str] = frozenset()
-    begins_anew: frozenset[str] = frozenset()
+    reset_on_merge: frozenset[str] = frozenset()
     block: int = BLOCK
     outputs_first: bool = False
     max_bucket: int = 1 << 31
@@ -92,9 +92,9 @@ class Compressor(stock.Refuses, ABC):
     whole_model: bool = False
     state_format: int = 1
     runs: bool = True
-    adds_up: bool = False
+    is_linear: bool = False
     uses_moments: bool = False
-    needs_order: bool = False
+    needs_execution_order: bool = False
     stated: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:

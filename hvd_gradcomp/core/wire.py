@@ -151,7 +151,7 @@ def seal(ops: Ops, header: Header, *body: Tensor) -> Tensor:
     return ops.frame(values, header.finite, body)
 
 
-def open_sealed(
+def unpack(
     ops: Ops, expected: Header, buffers: Tensor, weighing: Weighing = _PLAIN
 ) -> tuple[Header, Tensor]:
     """Every rank's header and body, checked; buffers is uint8 [world, bytes].

@@ -1,6 +1,6 @@
-"""Looking at a training without touching it.
+"""Monitoring of a training.
 
 stats, reports    what was sent, as numbers and as lines
-probe, sampling   the papers' own analyses of gradients, and what they look at
-verify            whether replicas are still equal
+probe, sampling   the papers' analyses of gradients, and the elements that they look at
+verify            compares the replicas
 """

@@ -9,7 +9,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensors import Tensor
 
 
-class Rung(NamedTuple):
+class CapacityLevel(NamedTuple):
     """The room of one step: `capacity` elements, or all of them if `dense`.
 
     What is sent on a `summed` rung, which is dense, is added up on the way.
@@ -54,7 +54,7 @@ class Rule(NamedTuple):
         """Bytes before words or places: an exponent for each layer, where codes are of powers."""
         return -(-len(layout.names) // 4) * 4 if self.powers else 0
 
-    def body_bytes(self, layout: Layout, rung: Rung) -> int:
+    def body_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
         """Bytes of a body on a rung; `rung.dense` is a Python bool."""
         places = layout.size if self.powers else layout.size // 4
         return self.side_bytes(layout) + (places if rung.dense else 4 * rung.capacity)

@@ -1,4 +1,4 @@
-/* The passes of codecs/largest.py: the k largest of each group, and nothing is sorted for it.
+/* The passes of codecs/topk.py: the k largest of each group, and nothing is sorted for it.
  *
  * A group is a layer, or the model. Every result equals that of the verbs to the bit, whatever the
  * number of threads; see words.c.

@@ -1,4 +1,4 @@
-/* Composites of ops/verbs/ in one pass each, for tensors on a CPU.
+/* Composites of ops/interface/ in one pass each, for tensors on a CPU.
  *
  * Every result equals the composite's to the bit: the same operations in the same order, no fused
  * multiply-add (compiled with -ffp-contract=off), sums folded in halves. No Python, no framework;

@@ -1,6 +1,6 @@
 // The functions of native.c, words.c and largest.c as operations of TensorFlow, for tensors on a CPU.
 //
-// They shadow composites of ops/verbs/ and give the same bits. Shapes are checked here, before
+// They shadow composites of ops/interface/ and give the same bits. Shapes are checked here, before
 // C walks over memory: whatever tensors come, the worst is an InvalidArgumentError. ops/tensorflow/
 // calls them; ops/building.py compiles and links them into one library. An operation has one
 // thread: TensorFlow runs those of several buckets at the same time.

@@ -1,4 +1,4 @@
-/* The passes of codecs/words.py: each one walk over a bucket, or over what is sent of it.
+/* The passes of codecs/threshold.py: each one walk over a bucket, or over what is sent of it.
  *
  * Every result equals that of the verbs to the bit; see native.c for how. A pass is cut into as many
  * pieces as it gets threads, at borders that do not depend on what the pieces hold.

@@ -152,8 +152,8 @@ class Partition(Compressor):
         return Partition(tuple((r, corrected(c, momentum, nesterov)) for r, c in self.rules))
 
     @derived
-    def needs_order(self) -> bool:
-        return any(c.needs_order for _, c in self.rules)
+    def needs_execution_order(self) -> bool:
+        return any(c.needs_execution_order for _, c in self.rules)
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         """The compressor of each layer.

@@ -8,7 +8,7 @@ from math import prod
 from tabulate import tabulate
 
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter
-from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
@@ -70,7 +70,7 @@ def describe(
 
 def _unknown(one: Compressor) -> str:
     """Of a compressor that does not say what a layer takes."""
-    return "4 an element sent" if isinstance(at_work(one), WordCompressor) else "not known"
+    return "4 an element sent" if isinstance(at_work(one), ThresholdCompressor) else "not known"
 
 
 def _of(

@@ -21,7 +21,7 @@ from hvd_gradcomp.algorithms.wrappers import After, MomentumAfter
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import SparseCompressor
-from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import gathers_rows
@@ -119,14 +119,14 @@ def most_rows(
     width = {"float64": 8, "float16": 2}.get(dtype, 4)  # as it travels
     dense = prod(shape) * (width if dtype in one.native_dtypes else 4)
     payload = layer_bytes(one, outputs_first(name, shape) if filters_last else shape)
-    if payload is None and isinstance(at_work(one), WordCompressor):
+    if payload is None and isinstance(at_work(one), ThresholdCompressor):
         return -1
 
     def pays(rows: int) -> bool:
         length = prod(shape[1:])
         widths = {"value_bytes": width, "index_bytes": index_bytes}
         return gathers_rows(
-            rows, length, ranks, dense=dense, payload=payload, summed=one.adds_up, **widths
+            rows, length, ranks, dense=dense, payload=payload, summed=one.is_linear, **widths
         )
 
     low, high = -1, dense  # it pays for `low`, if that is no -1, and not for `high`
@@ -240,6 +240,6 @@ def gradiveq_course(one: GradiVeQCompressor, layout: Layout, ranks: int) -> Cour
     dense = 4.0 * layout.elements
     groups = sum(cut.groups for cut in one.slices(layout))
     least = None if one.loss_threshold is None else [1] * groups
-    sampling = 4.0 * layout.elements if one.between.adds_up else 0.0
+    sampling = 4.0 * layout.elements if one.between.is_linear else 0.0
     learning = one.sample_steps * sampling + one.basis_bytes(layout) / ranks
     return Course(learning, one.coefficient_bytes(layout, least), dense)

@@ -1,18 +1,18 @@
-"""What every exchange is made of, whatever framework it runs in and whatever moves its bytes.
+"""The parts of an exchange that depend neither on a framework nor on a communication library.
 
-    stack       steps a program, and the branches that it switches to
-    seat        who takes part, and who compresses for a host
-    dispatch    hands what a program asks for to a transport, by its name, and counts it
-    totals      what `stats` reports, from buckets and counters
-    handshake   what ranks compare before the first exchange
-    hierarchy   dense inside a host, compressed between hosts
-    membership  who takes part in an elastic run
-    messages    what ranks tell each other beside tensors
-    names, timeline             what all that travels is called
-    failures                    what it means when Horovod fails
-    deadlock                    ranks that wait for each other find that out
+    program_runner    steps a program, and the branches that it switches to
+    participants      who takes part, and who compresses for a host
+    collectives       submits what a program requests to a transport, by name, and counts its bytes
+    config_check      compares the configuration of all ranks before the first exchange
+    hierarchy         dense allreduce inside a host, compressed exchange between hosts
+    elastic           who takes part in an elastic run
+    stall_inspector   finds ranks that wait for each other
+    typed_json        messages between ranks beside tensors
+    naming, unique_names   the names of collectives
+    stats             totals that `compression_stats` reports
+    errors            explains what Horovod and torch.distributed raise
 
-A frontend gives a `Transport` of five collectives and keeps the tensors. There are four:
-`torch/lending.py` (Horovod, by handles), `torch/process_groups.py` (`torch.distributed`),
-`tensorflow/tracing.py` (Horovod, in a graph), and that of `testing.World`, in memory.
+A frontend supplies a `Transport` of five collectives and keeps the tensors. There are four:
+`torch/comm/horovod.py`, `torch/comm/c10d.py`, `tensorflow/comm.py`, and that of `testing.World`, in
+memory.
 """

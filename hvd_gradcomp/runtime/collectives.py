@@ -22,7 +22,7 @@ from hvd_gradcomp.core.collectives import (
 )
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.runtime import naming
-from hvd_gradcomp.runtime.participants import Seated
+from hvd_gradcomp.runtime.participants import Participants
 
 
 class Transport(Protocol):
@@ -50,7 +50,7 @@ class Transport(Protocol):
         """The reply to a collective."""
 
 
-class Ledger(Protocol):
+class TrafficCounter(Protocol):
     """Where it is written down what this rank has moved."""
 
     def sent(self, tensor: Tensor) -> None:
@@ -63,7 +63,7 @@ class Ledger(Protocol):
         """Came back, and is the same to the bit on all ranks."""
 
 
-class Sent(NamedTuple):
+class PendingCollective(NamedTuple):
     """What is on its way.
 
     Attributes:
@@ -79,7 +79,7 @@ class Sent(NamedTuple):
     pending: Any
 
 
-class Dispatch:
+class CollectiveRunner:
     """Performs collectives.
 
     Args:
@@ -88,10 +88,12 @@ class Dispatch:
         seated: says among whom.
     """
 
-    def __init__(self, transport: Transport, ledger: Ledger, seated: Seated) -> None:
+    def __init__(self, transport: Transport, ledger: TrafficCounter, seated: Participants) -> None:
         self.transport, self.ledger, self._seated = transport, ledger, seated
 
-    def submit(self, request: Collective, bucket: str, path: object, group: Any = None) -> Sent:
+    def submit(
+        self, request: Collective, bucket: str, path: object, group: Any = None
+    ) -> PendingCollective:
         """Lets a collective begin.
 
         Args:
@@ -110,7 +112,7 @@ class Dispatch:
             raise TypeError(f"{inner!r} is no collective; {bucket} has asked for it")
         if counts and _root(inner) in (None, group.rank()):
             self.ledger.sent(_for_others(inner))
-        return Sent(inner, group, counts, self._begin(inner, name, group))
+        return PendingCollective(inner, group, counts, self._begin(inner, name, group))
 
     def _begin(self, request: Any, name: str, group: Any) -> Any:
         transport = self.transport
@@ -125,7 +127,7 @@ class Dispatch:
         root = group.ranks[request.root] if group.ranks else request.root
         return transport.broadcast(request.tensor, root, name, group)
 
-    def receive(self, sent: Sent) -> Tensor:
+    def receive(self, sent: PendingCollective) -> Tensor:
         """The reply to what was submitted, once it is there."""
         reply = self.transport.wait(sent.pending)
         if isinstance(sent.request, (Allreduce, Broadcast)) and self._seated.place is None:

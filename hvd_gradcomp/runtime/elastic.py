@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 
-class Seat(NamedTuple):
+class RankState(NamedTuple):
     """One process at one commit."""
 
     process: str  # unlike its slot, never taken again
@@ -54,7 +54,7 @@ class Membership(ABC):
     # -- the frontend's part -----------------------------------------------------------------
 
     @abstractmethod
-    def _gather(self, seat: Seat) -> Sequence[Seat]:
+    def _gather(self, seat: RankState) -> Sequence[RankState]:
         """Everybody's, in the order of ranks."""
 
     @abstractmethod
@@ -88,9 +88,9 @@ class Membership(ABC):
         self._process = uuid.uuid4().hex
         self._host = os.environ.get("HOROVOD_HOSTNAME") or platform.node()
         self._commits = 0
-        self._seats: Sequence[Seat] = []
-        self._committed_seats: Sequence[Seat] = []
-        self._before: tuple[Any, int, Sequence[Seat]] | None = None
+        self._seats: Sequence[RankState] = []
+        self._committed_seats: Sequence[RankState] = []
+        self._before: tuple[Any, int, Sequence[RankState]] | None = None
         self.lost = []
 
     def commit(self) -> None:
@@ -136,12 +136,12 @@ class Membership(ABC):
 
     # -- the roll ----------------------------------------------------------------------------
 
-    def _call_roll(self) -> Sequence[Seat]:
+    def _call_roll(self) -> Sequence[RankState]:
         rank, slot = self._place()
-        mine = Seat(self._process, rank, self._host, slot, self._commits, self._squares())
+        mine = RankState(self._process, rank, self._host, slot, self._commits, self._squares())
         return self._gather(mine)
 
-    def _note(self, seats: Sequence[Seat]) -> None:
+    def _note(self, seats: Sequence[RankState]) -> None:
         """Takes the new roll, and reports who is no longer on it."""
         present = {seat.process for seat in seats}
         known = {seat.process for seat in self._seats}

@@ -37,7 +37,7 @@ _FAILED = 1.0  # in the place of a verdict: the leader has met an error
 _LEADER_FAILED = "this host's leader could not exchange its gradient; look at what it has written"
 
 
-class Place(NamedTuple):
+class HostPosition(NamedTuple):
     """Where a rank is: on which of the hosts, and which of its host's ranks it is.
 
     `share` is what a rank's gradient counts for in its host's.
@@ -57,7 +57,7 @@ class Groups(NamedTuple):
     across: Any  # the ranks at its slot, one on each host
 
 
-def place_of(horovod: Any, process_set: Any, average: bool) -> Place:
+def place_of(horovod: Any, process_set: Any, average: bool) -> HostPosition:
     """Where this rank is; nothing is sent.
 
     Args:
@@ -86,10 +86,10 @@ def place_of(horovod: Any, process_set: Any, average: bool) -> Place:
     if slots > 1 and not allowed:
         raise ValueError(_NO_SETS)
     share = 1.0 / slots if average else 1.0
-    return Place(horovod.cross_rank(), hosts, horovod.local_rank(), slots, share)
+    return HostPosition(horovod.cross_rank(), hosts, horovod.local_rank(), slots, share)
 
 
-def groups_of(horovod: Any, place: Place, gather: Callable[[Any, Any], list[Any]]) -> Groups:
+def groups_of(horovod: Any, place: HostPosition, gather: Callable[[Any, Any], list[Any]]) -> Groups:
     """The process sets of this rank, made where they are not there yet; all ranks call it.
 
     Args:
@@ -145,7 +145,7 @@ def aggregate(
     gradient: Tensor,
     state: State,
     *,
-    place: Place,
+    place: HostPosition,
     leader: int,
     **extra: Tensor,
 ) -> Program:

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from hvd_gradcomp.core.collectives import Collective, Inside
-from hvd_gradcomp.runtime.hierarchy import Groups, Place
+from hvd_gradcomp.runtime.hierarchy import Groups, HostPosition
 
 
-class Seated(ABC):
+class Participants(ABC):
     """What takes part in an exchange.
 
     Attributes:
@@ -19,7 +19,7 @@ class Seated(ABC):
     """
 
     process_set: Any
-    place: Place | None
+    place: HostPosition | None
     _groups: Groups | None = None  # made when all are known to want them
 
     @abstractmethod
@@ -27,7 +27,7 @@ class Seated(ABC):
         """The place in its host of the rank that compresses a bucket."""
 
     @abstractmethod
-    def _make_groups(self, place: Place) -> Groups:
+    def _make_groups(self, place: HostPosition) -> Groups:
         """All ranks make the process sets of hosts, together."""
 
     @property

@@ -27,7 +27,7 @@ def never(index: Any) -> bool:
     return False
 
 
-class Stack:
+class ProgramRunner:
     """A program, and the branches that it has switched to, innermost last.
 
     Args:
@@ -62,7 +62,7 @@ class Stack:
 
 def run(program: Steps, perform: Callable[[Any], Any], enters: Any = always) -> Any:
     """What a program ends with, where each collective is performed at once."""
-    stack = Stack(program, enters)
+    stack = ProgramRunner(program, enters)
     request = stack.send(None)
     while request is not None:
         request = stack.send(perform(request))
@@ -74,7 +74,7 @@ def unswitched(program: Steps) -> Steps:
 
     So an error in a branch is raised here, as in a function that was called.
     """
-    stack = Stack(program, known)
+    stack = ProgramRunner(program, known)
     request = stack.send(None)
     while request is not None:
         request = stack.send((yield request))

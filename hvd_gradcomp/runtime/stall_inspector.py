@@ -8,8 +8,9 @@ by all ranks that it is for, nothing can come any more. Such a word may be old w
 the ranks tell once more, and raise if all have said the same: between the two they all waited.
 
 A word that not all ranks have told would lie with Horovod, which warns of that, and may stop what
-it takes for stalled. So the next round of a step, on PyTorch (`torch/rounds.py`), or the next step,
-on TensorFlow, brings it to its end. A frontend says how a table is summed over ranks: see `Watch`.
+it takes for stalled. So the next round of a step, on PyTorch (`torch/step_sync.py`), or the next
+step, on TensorFlow, brings it to its end. A frontend says how a table is summed over ranks: see
+`StallChannel`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class DeadlockError(RuntimeError):
     """All ranks wait, and none for what another one waits for."""
 
 
-class Asked(NamedTuple):
+class PendingOp(NamedTuple):
     """A collective that this rank has asked for and that has not come.
 
     Attributes:
@@ -48,7 +49,7 @@ class Asked(NamedTuple):
     shown: str = ""
 
 
-class Told(NamedTuple):
+class StallReport(NamedTuple):
     """One rank's word.
 
     Attributes:
@@ -62,7 +63,7 @@ class Told(NamedTuple):
     text: str
 
 
-def word(asked: Sequence[Asked], turn: int = 0) -> list[int]:
+def word(asked: Sequence[PendingOp], turn: int = 0) -> list[int]:
     """What a rank tells that waits, as `_WORD` numbers.
 
     Args:
@@ -85,7 +86,7 @@ def busy() -> list[int]:
     return [_BUSY, *[0] * (_WORD - 1)]
 
 
-def read(numbers: Sequence[int]) -> Told | None:
+def read(numbers: Sequence[int]) -> StallReport | None:
     """The inverse of `word` and `busy`; None for a rank that has joined, which adds zeros."""
     count, pairs = numbers[0], numbers[1 : 1 + 2 * _MOST]
     if count == 0:
@@ -93,10 +94,10 @@ def read(numbers: Sequence[int]) -> Told | None:
     held = 2 * min(max(count, 0), _MOST)
     text = b"".join(n.to_bytes(4, "little") for n in numbers[1 + 2 * _MOST : -1])
     asked = frozenset(zip(pairs[0:held:2], pairs[1:held:2]))
-    return Told(asked, 0 < count <= _MOST, text.decode("ascii", "replace").strip())
+    return StallReport(asked, 0 < count <= _MOST, text.decode("ascii", "replace").strip())
 
 
-def stuck(told: dict[int, Told | None], members: dict[int, Sequence[int]]) -> bool:
+def stuck(told: dict[int, StallReport | None], members: dict[int, Sequence[int]]) -> bool:
     """Whether nothing that a rank waits for can ever come.
 
     Args:
@@ -119,7 +120,7 @@ def _key(name: str) -> int:
     return zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 
-class Watch:
+class StallChannel:
     """Of the ranks of one process set.
 
     Args:
@@ -145,7 +146,7 @@ class Watch:
         """Whether this rank has told something that has not come yet."""
         return self._pending is not None
 
-    def look(self, asked: Sequence[Asked], turn: int = 0) -> None:
+    def look(self, asked: Sequence[PendingOp], turn: int = 0) -> None:
         """Tells what this rank has waited for in vain, and hears what others do; see `word`.
 
         Raises:
@@ -203,30 +204,30 @@ class Watch:
         )
 
 
-class Waiting:
+class StallInspector:
     """What this rank has asked for, and since when nothing has come.
 
     Args:
-        tell, members: see `Watch`.
+        tell, members: see `StallChannel`.
     """
 
     def __init__(self, tell: Callable[..., Any], members: Callable[..., Any]) -> None:
         self._how = tell, members
-        self._watches: dict[int, tuple[Any, Watch]] = {}
-        self._asked: dict[Hashable, Asked] = {}
+        self._watches: dict[int, tuple[Any, StallChannel]] = {}
+        self._asked: dict[Hashable, PendingOp] = {}
         self._threads: set[int] = set()
         self._since, self._turn = 0.0, 0
         self._looked: tuple[Hashable, ...] = ()
 
-    def among(self, process_set: Any) -> Watch:
+    def among(self, process_set: Any) -> StallChannel:
         """Watches the ranks of a process set from now on."""
         number = process_set.process_set_id
         known = self._watches.get(number)
         if known is None or known[0] is not process_set:
-            self._watches[number] = process_set, Watch(process_set, *self._how)
+            self._watches[number] = process_set, StallChannel(process_set, *self._how)
         return self._watches[number][1]
 
-    def ask(self, key: Hashable, asked: Asked) -> None:
+    def ask(self, key: Hashable, asked: PendingOp) -> None:
         """Takes note of a collective."""
         if len(self._asked) > _MOST:  # nobody has waited for them
             for known, one in list(self._asked.items()):

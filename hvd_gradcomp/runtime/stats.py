@@ -11,7 +11,7 @@ from hvd_gradcomp.core.protocols.reporting import Report, report
 from hvd_gradcomp.monitoring.stats import CompressionStats, mean_losses, norm_of
 
 
-class Exchanged(NamedTuple):
+class BucketTotals(NamedTuple):
     """A bucket that this rank compresses, and in how many steps it has."""
 
     layout: Layout
@@ -20,7 +20,7 @@ class Exchanged(NamedTuple):
     steps: int
 
 
-class Counted(NamedTuple):
+class Counters(NamedTuple):
     """What this rank has counted of its exchanges."""
 
     bytes_sent: int
@@ -29,8 +29,8 @@ class Counted(NamedTuple):
 
 
 def stats(
-    buckets: Iterable[Exchanged],
-    counted: Counted,
+    buckets: Iterable[BucketTotals],
+    counted: Counters,
     *,
     steps: int,
     order: Sequence[str],

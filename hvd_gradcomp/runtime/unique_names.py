@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Names:
+class UniqueNames:
     """Numbers the engines of a process. All ranks take one for each, in the process set or not.
 
     Attributes:

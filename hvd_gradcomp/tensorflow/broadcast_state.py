@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.runtime.config_check import MismatchError
-from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, Engine, gather_objects, living
+from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, GraphReducer, gather_objects, living
 from hvd_gradcomp.tensorflow.variables import is_rank_local, plain_variable
 
 _TRAVEL = frozenset({"uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bool"})
@@ -112,7 +112,7 @@ def broadcast_variables(
 
 
 def _agreed(
-    shared: Sequence[tf.Variable], engines: Sequence[Engine], process_set: Any
+    shared: Sequence[tf.Variable], engines: Sequence[GraphReducer], process_set: Any
 ) -> list[_Roll]:
     """What all ranks want to broadcast.
 

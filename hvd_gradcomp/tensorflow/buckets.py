@@ -17,7 +17,7 @@ from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.planning import assignment
 from hvd_gradcomp.runtime import hierarchy, naming
-from hvd_gradcomp.runtime.participants import Seated
+from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.tensorflow import step_sync
 from hvd_gradcomp.tensorflow.variables import is_rank_local, keep_local, new_variable
 
@@ -30,7 +30,7 @@ UNDECIDED, GATHERED, COMPRESSED = 0, 1, 2  # what becomes of the rows of a spars
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-class States(Seated):
+class Buckets(Participants):
     """What an exchange keeps from step to step.
 
     Args:
@@ -50,14 +50,14 @@ class States(Seated):
         op: Any,
         predivide: float,
         process_set: Any,
-        place: hierarchy.Place | None,
+        place: hierarchy.HostPosition | None,
         name: str,
         make_variable: Callable[[str, tf.Tensor], tf.Variable] | None,
         left_out: Collection[int] = (),
         apart: Collection[int] = (),
         rollback: bool = False,
     ) -> None:
-        self.rollback = rollback and not compressor.adds_up
+        self.rollback = rollback and not compressor.is_linear
         self.layers, self.compressor, self.op = list(layers), compressor, op
         self.process_set, self.place, self.name = process_set, place, name
         average = op == horovod.Average
@@ -193,7 +193,7 @@ class States(Seated):
             RuntimeError: there is nothing to discard; in a graph TensorFlow's
                 `InvalidArgumentError`, with the same message.
         """
-        if not (self.rollback or self.compressor.adds_up):
+        if not (self.rollback or self.compressor.is_linear):
             raise RuntimeError(
                 "discard_step() needs what was kept before the exchange: make the tape without "
                 "rollback=False, or the optimizer with rollback=True"

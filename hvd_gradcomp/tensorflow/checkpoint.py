@@ -27,7 +27,7 @@ from hvd_gradcomp.core.protocols import learning, resizing
 from hvd_gradcomp.tensorflow.checkpoint_barrier import meet
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
-    Engine,
+    GraphReducer,
     distributed_in,
     gather_objects,
     optimizer_of,
@@ -207,7 +207,7 @@ def _optimizer_of(item: Any) -> Any:
     return item if getattr(item, "optimizer", None) is None else optimizer_of(item)
 
 
-def _engine_of(item: Any) -> Engine | None:
+def _engine_of(item: Any) -> GraphReducer | None:
     return getattr(distributed_in(_optimizer_of(item)), "_gradcomp", None)
 
 
@@ -244,7 +244,9 @@ def _array(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
 
 
-def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays) -> dict[str, Any]:
+def _exchange(
+    engine: GraphReducer, mode: str, name: str, shared: Arrays, own: Arrays
+) -> dict[str, Any]:
     """Adds what an exchange keeps to the arrays, and describes it."""
 
     def add(title: str, value: np.ndarray, alike: bool) -> None:
@@ -274,7 +276,7 @@ def _exchange(engine: Engine, mode: str, name: str, shared: Arrays, own: Arrays)
     }
 
 
-def _state(engine: Engine, bucket: int, mode: str) -> Arrays:
+def _state(engine: GraphReducer, bucket: int, mode: str) -> Arrays:
     """A bucket's tensors by path: this rank's, or what is kept of all ranks'."""
     state, one, steps = {}, engine.compressors[bucket], int(engine.steps)
     for (path, _), variable in zip(leaves(engine.templates[bucket]), engine.variables[bucket]):
@@ -289,7 +291,7 @@ def _state(engine: Engine, bucket: int, mode: str) -> Arrays:
     return state
 
 
-def _of_leader(engine: Engine, bucket: int, state: Arrays) -> Arrays:
+def _of_leader(engine: GraphReducer, bucket: int, state: Arrays) -> Arrays:
     """The state that the leader of a host has of a bucket, on all its ranks."""
     name, inside = f"{engine.name}.consolidate.{bucket}", engine.groups.inside
     mine = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
@@ -307,7 +309,7 @@ def _of_leader(engine: Engine, bucket: int, state: Arrays) -> Arrays:
 
 
 def _summed(
-    engine: Engine, title: str, variable: tf.Variable, process_set: Any, counts: bool = True
+    engine: GraphReducer, title: str, variable: tf.Variable, process_set: Any, counts: bool = True
 ) -> np.ndarray:
     """The sum over ranks, of those that count, in double precision on the way."""
     value = variable.read_value()
@@ -405,7 +407,12 @@ def _restored(
 
 
 def _restored_exchange(
-    engine: Engine, saved: dict[str, Any], name: str, arrays: Arrays, mode: str, size_then: int
+    engine: GraphReducer,
+    saved: dict[str, Any],
+    name: str,
+    arrays: Arrays,
+    mode: str,
+    size_then: int,
 ) -> list[tuple[Any, Any]]:
     rank, hosts = engine.process_set.rank(), saved.get("hosts")
     if mode == "sharded":

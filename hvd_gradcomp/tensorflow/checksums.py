@@ -9,11 +9,11 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.monitoring import verify
-from hvd_gradcomp.tensorflow.engine import Engine
+from hvd_gradcomp.tensorflow.engine import GraphReducer
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
-def check(engine: Engine, sources: Sequence[Any]) -> None:
+def check(engine: GraphReducer, sources: Sequence[Any]) -> None:
     """Compares variables and replicated state over the ranks of an engine.
 
     Args:

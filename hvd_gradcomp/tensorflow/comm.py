@@ -12,7 +12,7 @@ from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Gather, Inside, 
 from hvd_gradcomp.ops.tensorflow import ASSERTION, assertion
 
 
-class Tracing:
+class HorovodBackend:
     """The five collectives; see `Transport`. What they return is the reply."""
 
     def allgather(self, tensor: tf.Tensor, name: str, group: Any) -> tf.Tensor:

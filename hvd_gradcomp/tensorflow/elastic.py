@@ -26,11 +26,11 @@ from horovod.tensorflow.elastic import (
 )
 
 from hvd_gradcomp.core.protocols import carrying
-from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, Seat
+from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
-from hvd_gradcomp.tensorflow.engine import TITLES, Engine, distributed_in, gather_objects
+from hvd_gradcomp.tensorflow.engine import TITLES, GraphReducer, distributed_in, gather_objects
 from hvd_gradcomp.tensorflow.stall_inspector import init, shutdown
-from hvd_gradcomp.tensorflow.tape import drop_engines, engine_for, engines_over
+from hvd_gradcomp.tensorflow.tape import drop_engines, engines_over, reducer_for
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
 __all__ = [
@@ -101,7 +101,7 @@ class Variables(ObjectState):
         self._copy()
         ObjectState.__init__(self, bcast_object=_broadcast_object, get_rank=horovod.rank, **kwargs)
 
-    def _engines(self) -> list[Engine]:
+    def _engines(self) -> list[GraphReducer]:
         """The optimizer's, and those of tapes that were asked about these variables."""
         owned = getattr(self._reducing, "_gradcomp", None)
         taped = [engine for engine, _, _ in engines_over(self._variables)]
@@ -142,7 +142,7 @@ class Variables(ObjectState):
         taped, titles, number = _broadcast_object((taped, titles, TITLES.draw()))
         for places, compressor, layers, (left_out, apart, settled), settings in taped:
             sources = [self._variables[place] for place in places]
-            engine = engine_for(
+            engine = reducer_for(
                 sources, compressor, layers, process_set=horovod.global_process_set, **settings
             )
             assert engine is not None
@@ -166,8 +166,8 @@ class Elastic(Membership, Variables):
         with _as_horovod_says():
             super().sync()
 
-    def _gather(self, seat: Seat) -> list[Seat]:
-        return gather_objects(seat, Seat, "gradcomp.elastic.roll", horovod.global_process_set)
+    def _gather(self, seat: RankState) -> list[RankState]:
+        return gather_objects(seat, RankState, "gradcomp.elastic.roll", horovod.global_process_set)
 
     def _place(self) -> tuple[int, int]:
         return horovod.rank(), horovod.local_rank()
@@ -260,7 +260,7 @@ def _broadcast_object(item: Any) -> Any:
     return horovod.broadcast_object(item, name="gradcomp.elastic")
 
 
-def _squares(engine: Engine) -> float:
+def _squares(engine: GraphReducer) -> float:
     total = 0.0
     for bucket, compressor in enumerate(engine.compressors):
         residual = carrying.residual(compressor, engine.state_of(bucket))

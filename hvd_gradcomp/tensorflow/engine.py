@@ -33,16 +33,22 @@ from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.runtime import config_check, errors, hierarchy, typed_json
 from hvd_gradcomp.runtime import stats as runtime_stats
-from hvd_gradcomp.runtime.unique_names import Names
+from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.tensorflow import stall_inspector
 from hvd_gradcomp.tensorflow.buckets import GATHERED, Layers
-from hvd_gradcomp.tensorflow.graph_exchange import Running, as_dtype, nothing_like, times, values_of
+from hvd_gradcomp.tensorflow.graph_exchange import (
+    GraphExchange,
+    as_dtype,
+    nothing_like,
+    times,
+    values_of,
+)
 from hvd_gradcomp.tensorflow.step_sync import JOINED
 from hvd_gradcomp.tensorflow.variables import new_variable
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-living: weakref.WeakSet[Engine] = weakref.WeakSet()
-TITLES = Names("gradcomp")
+living: weakref.WeakSet[GraphReducer] = weakref.WeakSet()
+TITLES = UniqueNames("gradcomp")
 
 
 def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
@@ -138,7 +144,7 @@ def takes_part(process_set: Any) -> bool:
     return horovod.rank() in (process_set.ranks or ())
 
 
-class Engine(Running):
+class GraphReducer(GraphExchange):
     """The exchange of one optimizer, or of the tapes over one list of variables.
 
     Args:
@@ -153,7 +159,7 @@ class Engine(Running):
         nonfinite: what becomes of a step in which a gradient is not finite: "raise", or "skip" or
             "propagate", which are the same here: gradients are NaN and nothing else changes.
         settings: what else must be equal on all ranks, for the handshake.
-        name: begins the name of everything that travels; see `Names`.
+        name: begins the name of everything that travels; see `UniqueNames`.
         make_variable: makes the variables that hold the state, for an owner that saves them.
             Without an owner, layers whose rows are gathered get no state and no bucket.
         tables: places of layers whose gradients are expected to be sparse.
@@ -214,7 +220,7 @@ class Engine(Running):
         self._eager = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         living.add(self)
 
-    def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
+    def _make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
         with tf.init_scope():
             return hierarchy.groups_of(mpi_ops, place, self._gather_objects)
 
@@ -396,7 +402,7 @@ class Engine(Running):
         steps = counted.pop("exchanges")
         return runtime_stats.stats(
             [
-                runtime_stats.Exchanged(
+                runtime_stats.BucketTotals(
                     self.layouts[bucket],
                     self.compressors[bucket],
                     with_leaves(self.templates[bucket], list(self.variables[bucket])),
@@ -404,7 +410,7 @@ class Engine(Running):
                 )
                 for bucket in mine
             ],
-            runtime_stats.Counted(**counted),
+            runtime_stats.Counters(**counted),
             steps=steps,
             order=names,
             beside={name: sent for name, sent in zip(names, unbucketed) if name not in theirs},

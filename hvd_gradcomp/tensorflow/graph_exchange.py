@@ -25,20 +25,20 @@ from hvd_gradcomp.core.compressor import Context, Program, State, leaves, with_l
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION
 from hvd_gradcomp.runtime import hierarchy, naming
-from hvd_gradcomp.runtime.collectives import Dispatch
-from hvd_gradcomp.runtime.program_runner import Stack, known, run
+from hvd_gradcomp.runtime.collectives import CollectiveRunner
+from hvd_gradcomp.runtime.program_runner import ProgramRunner, known, run
 from hvd_gradcomp.tensorflow import comm, step_sync
 from hvd_gradcomp.tensorflow.buckets import DISCARDABLE, LEFT_OUT
-from hvd_gradcomp.tensorflow.sparse_rows import Rows
+from hvd_gradcomp.tensorflow.sparse_rows import SparseRows
 
 
-class Running(Rows):
+class GraphExchange(SparseRows):
     """An exchange as it is traced; the ledger of what it moves.
 
     Args:
         layers, compressor: see `Engine`.
         undoes: whether a step with a gradient that is not finite is undone.
-        how: for `Rows`.
+        how: for `SparseRows`.
     """
 
     _asked: tf.Variable  # whether somebody wants to know the norm
@@ -46,7 +46,9 @@ class Running(Rows):
     def __init__(self, layers: Any, compressor: Any, *, undoes: bool, **how: Any) -> None:
         super().__init__(layers, compressor, **how)
         self.undoes = undoes
-        self.dispatch = Dispatch(comm.Tracing(), weakref.proxy(self), weakref.proxy(self))
+        self.dispatch = CollectiveRunner(
+            comm.HorovodBackend(), weakref.proxy(self), weakref.proxy(self)
+        )
         self._heard: list[tf.Tensor] = []  # of the bits of replies that all ranks have alike
         self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
 
@@ -76,7 +78,7 @@ class Running(Rows):
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             with tf.control_dependencies([_still_valid()]):
                 dense = [None if g is None else tf.identity(g) for g in dense]
-        stacks: list[Stack] = []
+        stacks: list[ProgramRunner] = []
         before: list[State] = []
         trained = [self._trained(bucket, gradients) for bucket in range(len(self.layouts))]
         for bucket, layout in enumerate(self.layouts):
@@ -100,13 +102,13 @@ class Running(Rows):
             if place in undecided:
                 how = partial(self._program, bucket, context, state, extra)
                 either = self._rows_or(bucket, undecided[place], state, how)
-                stacks.append(Stack(either, known))
+                stacks.append(ProgramRunner(either, known))
                 continue
             if trained[bucket] is not None:
                 nothing = with_leaves(state, [tf.zeros_like(x) for _, x in leaves(state)])
                 state = _where(trained[bucket], state, nothing)
             flat = self._flat(bucket, dense, layout.dtype)
-            stacks.append(Stack(self._program(bucket, context, state, extra, flat), known))
+            stacks.append(ProgramRunner(self._program(bucket, context, state, extra, flat), known))
         # All first rounds come before any second one, as far as an eager run is concerned.
         requests = [stack.send(None) for stack in stacks]
         self._heard = []
@@ -165,7 +167,7 @@ class Running(Rows):
         leader = self.leader(bucket)
         return hierarchy.aggregate(one, *how, place=self.place, leader=leader, **extra)
 
-    def _finish(self, stacks: Sequence[Stack], requests: list[Any]) -> None:
+    def _finish(self, stacks: Sequence[ProgramRunner], requests: list[Any]) -> None:
         """Runs all programs from their first requests to their ends."""
         rounds = 0
         while any(request is not None for request in requests):
@@ -204,8 +206,8 @@ class Running(Rows):
         self._rows = dict(zip(self.apart, step_sync.most_rows(word, everybody)))
         return [step_sync.check(word, everybody, self.ops)]
 
-    def _word(self, does: int, kinds: int, rows: Sequence[tf.Tensor]) -> step_sync.Word:
-        return step_sync.Word(
+    def _word(self, does: int, kinds: int, rows: Sequence[tf.Tensor]) -> step_sync.SyncMessage:
+        return step_sync.SyncMessage(
             does, kinds, tf.identity(self.steps), tf.identity(self._summed), self._alike, rows
         )
 

@@ -15,18 +15,18 @@ from hvd_gradcomp.core.compressor import Program, State, leaves, with_leaves
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.runtime import naming
 from hvd_gradcomp.tensorflow import comm
-from hvd_gradcomp.tensorflow.buckets import COMPRESSED, GATHERED, UNDECIDED, States
+from hvd_gradcomp.tensorflow.buckets import COMPRESSED, GATHERED, UNDECIDED, Buckets
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 
-class Rows(States):
+class SparseRows(Buckets):
     """The choice for each layer, which the first step makes by bytes; and the count of bytes.
 
     Args:
         layers, compressor: see `Engine`.
         sparse_as_dense: as there.
-        how: for `States`.
+        how: for `Buckets`.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ A collective of Horovod's blocks its thread, or a graph, until it has come; noth
 time there. So each is recorded while it is on its way: eager ones by the call, those in a graph by
 a variable that the graph changes before and after. A thread looks at these records. Where nothing
 has changed for `deadlock.PATIENCE` it tells, as the loops that wait do on PyTorch (see
-`engine/deadlock.py`). Where the ranks find that nothing can come, each notes why, and then Horovod
+`runtime/stall_inspector.py`). Where the ranks find that nothing can come, each notes why, and then Horovod
 is shut down: that ends what has blocked, with an error which is translated where it can be caught.
 
 Of an exchange the word of the step is enough, which all ranks ask for (see `running`).
@@ -28,7 +28,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.runtime import stall_inspector
-from hvd_gradcomp.runtime.stall_inspector import Asked, DeadlockError
+from hvd_gradcomp.runtime.stall_inspector import DeadlockError, PendingOp
 
 __all__ = ["DeadlockError", "init", "marked", "rounds", "shutdown", "translated", "unmarked"]
 
@@ -77,7 +77,7 @@ class _Site(NamedTuple):
         turn: odd while it is on its way; a greater one each time.
     """
 
-    asked: Asked
+    asked: PendingOp
     turn: tf.Variable
 
     def begin(self) -> Any:
@@ -87,7 +87,7 @@ class _Site(NamedTuple):
         return self.turn.assign_add(self.turn % 2)
 
 
-class Rounds:
+class ReportRounds:
     """How often the ranks of a process set have told what they wait for, for graphs to read.
 
     What a rank has told and not all have would lie with Horovod, which takes it for stalled. So
@@ -142,7 +142,7 @@ class _Answer:
         return self._result
 
 
-class _Watcher:
+class _StallInspector:
     """The records of this rank, and the thread that looks at them."""
 
     def __init__(self) -> None:
@@ -150,8 +150,8 @@ class _Watcher:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._sites: dict[tuple[str, int], _Site] = {}
-        self._calls: dict[int, Asked] = {}
-        self._rounds: dict[int, Rounds] = {}
+        self._calls: dict[int, PendingOp] = {}
+        self._rounds: dict[int, ReportRounds] = {}
         self._numbers = itertools.count()
         self.drop()
         atexit.register(self._stop.set)
@@ -163,16 +163,16 @@ class _Watcher:
         self._calls.clear()
         self._looked: tuple[Hashable, ...] = ()
         self._since, self._turn = time.monotonic(), 0
-        self._watches: dict[int, tuple[Sequence[int], stall_inspector.Watch]] = {}
+        self._watches: dict[int, tuple[Sequence[int], stall_inspector.StallChannel]] = {}
         self._sets: dict[int, Sequence[int]] = {}
         for rounds in list(self._rounds.values()):
             rounds.drop()
         self.settle()
 
-    def rounds(self, process_set: int) -> Rounds:
+    def rounds(self, process_set: int) -> ReportRounds:
         """Those of a process set."""
         if process_set not in self._rounds:
-            self._rounds[process_set] = Rounds()
+            self._rounds[process_set] = ReportRounds()
         return self._rounds[process_set]
 
     def settle(self) -> None:
@@ -188,7 +188,7 @@ class _Watcher:
         if key not in self._sites:
             with tf.init_scope(), tf.device("/cpu:0"):
                 turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradcomp_waits")
-            asked = Asked(name, _Set(process_set, []), lambda: False, shown=shown)
+            asked = PendingOp(name, _Set(process_set, []), lambda: False, shown=shown)
             self._sites[key] = _Site(asked, turn)
         return self._sites[key]
 
@@ -198,7 +198,7 @@ class _Watcher:
         self._start()
         number = next(self._numbers)
         ranks, thread = _Set(process_set, []), threading.get_ident()
-        self._calls[number] = Asked(name, ranks, lambda: False, thread, shown)
+        self._calls[number] = PendingOp(name, ranks, lambda: False, thread, shown)
         try:
             yield
         finally:
@@ -262,13 +262,13 @@ class _Watcher:
                 rounds.said = max(rounds.said, int(rounds.due.numpy()))
                 rounds.told.assign(0)
 
-    def _among(self, number: int) -> stall_inspector.Watch | None:
+    def _among(self, number: int) -> stall_inspector.StallChannel | None:
         """Watches a process set; None where there is nobody to wait for."""
         ranks = self._members().get(number)
         if not ranks or len(ranks) == 1 or horovod.rank() not in ranks:
             return None
         if number not in self._watches or self._watches[number][0] != ranks:
-            watch = stall_inspector.Watch(_Set(number, ranks), self._tell, self._members)
+            watch = stall_inspector.StallChannel(_Set(number, ranks), self._tell, self._members)
             self._watches[number] = ranks, watch
         return self._watches[number][1]
 
@@ -311,10 +311,10 @@ def _summed(table: list[list[int]], name: str, process_set: _Set) -> _Answer:
     return _Answer(lambda: graph().numpy())
 
 
-_watcher = _Watcher()
+_watcher = _StallInspector()
 
 
-class _Recording:
+class _RecordedOps:
     """Horovod's operations, of which collectives are recorded."""
 
     def __getattr__(self, name: str) -> Any:
@@ -361,7 +361,7 @@ def _marks(on: bool) -> Iterator[None]:
         _marking.on = before
 
 
-def rounds(process_set: Any) -> Rounds:
+def rounds(process_set: Any) -> ReportRounds:
     """What the words of steps of these ranks carry."""
     return _watcher.rounds(process_set.process_set_id)
 
@@ -405,7 +405,7 @@ def shutdown(*given: Any, **named: Any) -> Any:
 
 
 def _replace() -> None:
-    mpi_ops.MPI_LIB = _Recording()
+    mpi_ops.MPI_LIB = _RecordedOps()
     replaced = ("init", _STOCK_INIT, init), ("shutdown", _STOCK_SHUTDOWN, shutdown)
     for title, module in list(sys.modules.items()):
         if title.startswith("horovod."):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.tensorflow import checksums
-from hvd_gradcomp.tensorflow.engine import Engine, distributed_in
+from hvd_gradcomp.tensorflow.engine import GraphReducer, distributed_in
 from hvd_gradcomp.tensorflow.tape import engine_of_variables
 
 
@@ -23,7 +23,7 @@ def compression_stats(source: Any) -> CompressionStats:
     Raises:
         TypeError: nothing was exchanged for it.
     """
-    return engine_of(source).stats()
+    return reducer_of(source).stats()
 
 
 def describe(source: Any) -> str:
@@ -41,7 +41,7 @@ def describe(source: Any) -> str:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    engine = engine_of(source)
+    engine = reducer_of(source)
     return description.describe(
         engine.compressor, engine.layers, len(engine.layouts), engine.seat[1], filters_last=True
     )
@@ -58,7 +58,7 @@ def retrain(source: Any) -> None:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    engine_of(source).retrain()
+    reducer_of(source).retrain()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -88,7 +88,7 @@ def discard_step(source: Any) -> None:
             `InvalidArgumentError`, with the same message).
         TypeError: as in `compression_stats`.
     """
-    engine_of(source).discard()
+    reducer_of(source).discard()
 
 
 def verify(source: Any) -> None:
@@ -106,12 +106,12 @@ def verify(source: Any) -> None:
             is TensorFlow's `UnknownError`, with the same message in it.
         TypeError: as in `compression_stats`.
     """
-    engine = engine_of(source)
+    engine = reducer_of(source)
     given = isinstance(source, (list, tuple))
     checksums.check(engine, source if given else distributed_in(source)._gradcomp_sources)
 
 
-def engine_of(source: Any) -> Engine:
+def reducer_of(source: Any) -> GraphReducer:
     """The engine behind an optimizer, a tape or a list of variables.
 
     Raises:

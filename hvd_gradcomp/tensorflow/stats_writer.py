@@ -8,7 +8,7 @@ from typing import Any
 import horovod.tensorflow as horovod
 
 from hvd_gradcomp.monitoring import reports
-from hvd_gradcomp.tensorflow.stats import engine_of
+from hvd_gradcomp.tensorflow.stats import reducer_of
 
 
 class StatsWriter(reports.StatsWriter):
@@ -40,7 +40,7 @@ class StatsWriter(reports.StatsWriter):
     def __init__(
         self, source: Any, every: int = 100, writers: Sequence[reports.Writer] = ()
     ) -> None:
-        self._engine = engine_of(source)
+        self._engine = reducer_of(source)
         super().__init__(
             self._engine.stats,
             rank=horovod.rank(),

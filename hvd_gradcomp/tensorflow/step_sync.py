@@ -39,7 +39,7 @@ _OTHER_PHASE = (
 )
 
 
-class Word(NamedTuple):
+class SyncMessage(NamedTuple):
     """A rank's row, scalars of int64.
 
     Attributes:
@@ -65,7 +65,7 @@ class Word(NamedTuple):
         return tf.stack([*head, self.steps, self.summed, *counters])
 
 
-def gather(word: Word, name: str, process_set: Any) -> tf.Tensor:
+def gather(word: SyncMessage, name: str, process_set: Any) -> tf.Tensor:
     """The words of all ranks, one a row: what is compared, rows, and the round of telling.
 
     Args:
@@ -84,13 +84,13 @@ def gather(word: Word, name: str, process_set: Any) -> tf.Tensor:
     return everybody
 
 
-def most_rows(word: Word, everybody: tf.Tensor) -> list[tf.Tensor]:
+def most_rows(word: SyncMessage, everybody: tf.Tensor) -> list[tf.Tensor]:
     """The most rows of any rank, for each of `word.rows`."""
     count = len(word.rows)
     return tf.unstack(tf.reduce_max(everybody[:, -1 - count : -1], 0), count)
 
 
-def check(word: Word, everybody: tf.Tensor, ops: TensorFlowOps) -> tf.Tensor:
+def check(word: SyncMessage, everybody: tf.Tensor, ops: TensorFlowOps) -> tf.Tensor:
     """Fails, on all ranks, unless they are in the same step and phase, or have joined."""
     mine = word.compared()
     everybody = everybody[:, : FIELDS - 1 + len(word.counters)]

@@ -24,11 +24,11 @@ from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer, Weight, convolving
-from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, Engine, check, takes_part
+from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, GraphReducer, check, takes_part
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
 _said: set[Compressor] = set()
-_known: dict[Any, tuple[list[Any], Engine | None]] = {}
+_known: dict[Any, tuple[list[Any], GraphReducer | None]] = {}
 
 
 @tf.autograph.experimental.do_not_convert
@@ -173,7 +173,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             return []
         if moments is None:
             _say_once(compressor)
-        engine = engine_for(
+        engine = reducer_for(
             sources,
             compressor,
             [paths.get(id(source)) for source in sources],
@@ -309,14 +309,14 @@ def check_seam(tape: tf.GradientTape) -> None:
         raise RuntimeError("this Horovod's tape is built otherwise; install horovod==0.28.1")
 
 
-def engine_for(
+def reducer_for(
     sources: Sequence[Any],
     compressor: Compressor,
     names: Sequence[str | None] | None = None,
     *,
     process_set: Any,
     **settings: Any,
-) -> Engine | None:
+) -> GraphReducer | None:
     """The engine of these sources and settings, made when they are seen for the first time.
 
     None on a rank that is not in the process set.
@@ -341,7 +341,7 @@ def engine_for(
     engine = None
     if takes_part(process_set):
         layers = named_layers(sources, names)
-        engine = Engine(layers, compressor, process_set=process_set, name=name, **settings)
+        engine = GraphReducer(layers, compressor, process_set=process_set, name=name, **settings)
     _known[key] = (refs, engine)
     return engine
 
@@ -359,7 +359,7 @@ def _say_once(compressor: Compressor) -> None:
         _said.add(compressor)
 
 
-def engine_of_variables(variables: Sequence[Any]) -> Engine | None:
+def engine_of_variables(variables: Sequence[Any]) -> GraphReducer | None:
     """The newest engine whose sources are these variables."""
     identity = tuple(_identity(v) for v in variables)
     for (known, *_), (_, engine) in reversed(list(_known.items())):
@@ -368,7 +368,7 @@ def engine_of_variables(variables: Sequence[Any]) -> Engine | None:
     return None
 
 
-def engines_over(variables: Sequence[Any]) -> list[tuple[Engine, list[int], dict[str, Any]]]:
+def engines_over(variables: Sequence[Any]) -> list[tuple[GraphReducer, list[int], dict[str, Any]]]:
     """Engines whose sources are all among these: (engine, places of its sources, settings)."""
     places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
     return [
@@ -385,7 +385,7 @@ def drop_stale() -> None:
         del _known[stale]
 
 
-def drop_engines(engines: Iterable[Engine]) -> None:
+def drop_engines(engines: Iterable[GraphReducer]) -> None:
     """Forgets engines as if nobody had asked for them."""
     dropped = {id(engine) for engine in engines}
     for key in [key for key, (_, engine) in _known.items() if id(engine) in dropped]:
@@ -525,7 +525,7 @@ def reduce_gradients(
     compressor = check("reduce_gradients", op, None, 0, compression, process_set, hierarchical)
     if moments is None:
         _say_once(compressor)
-    engine = engine_for(
+    engine = reducer_for(
         sources,
         compressor,
         op=op,
@@ -542,7 +542,7 @@ def reduce_gradients(
 class TapeState(tf.Module):
     """What tapes over some sources keep from step to step; see `tape_state`."""
 
-    def __init__(self, engine: Engine | None) -> None:
+    def __init__(self, engine: GraphReducer | None) -> None:
         super().__init__(name="gradcomp")
         self._gradcomp = engine
         self.kept = [] if engine is None else engine.everything
@@ -573,7 +573,7 @@ def tape_state(
         loss_scale: as for the tapes; only whether there is one counts.
         rollback: as for the tapes.
     """
-    engine = engine_for(
+    engine = reducer_for(
         sources,
         check("tape_state", op, None, 0, compression, process_set, hierarchical),
         op=op,

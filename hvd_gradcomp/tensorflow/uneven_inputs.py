@@ -36,7 +36,7 @@ def join() -> tf.Tensor:
     tape.drop_stale()
     gc.collect()  # what nobody refers to takes part in nothing, on any rank
     engines = list(living)
-    if all(engine.place is None and engine.compressor.adds_up for engine in engines):
+    if all(engine.place is None and engine.compressor.is_linear for engine in engines):
         with explained("hvd.join()"):
             return horovod.join()
     if not tf.executing_eagerly():

@@ -21,7 +21,7 @@ GRAD_SCALER: Any = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
 _scaling: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # the last one last
 
 
-class LossScaling:
+class GradScalerAdapter:
     """The scale of one optimizer's gradients.
 
     Args:

@@ -23,7 +23,7 @@ from hvd_gradcomp.torch.moments.dynamo import interpreted
 _backwards: dict[int, weakref.WeakSet[Any]] = {}
 
 
-class Arrivals:
+class GradHooks:
     """The hooks by which an optimizer takes gradients.
 
     Attributes:

@@ -20,7 +20,7 @@ from hvd_gradcomp.torch.step_sync import (
     SPARSE,
     GradientChangedError,
     OutOfStepError,
-    Word,
+    SyncMessage,
     all_plain,
     all_set_alike,
     any_told,
@@ -118,7 +118,7 @@ def _tell(optimizer: Any, last: bool, joined: bool) -> Any:
     codes = [*usual(len(engine.ordered_parameters), known)] if joined else _codes(optimizer)
     settings = 0 if joined else digest_of(engine.in_step)
     said = last, rounds.ended, codes, settings, engine.summed, watch.pending, joined
-    word = Word(engine.steps, *said)
+    word = SyncMessage(engine.steps, *said)
     heads = yield from engine.agreement.tell(word.head(known), "end")
     if any_told(heads):
         watch.complete()

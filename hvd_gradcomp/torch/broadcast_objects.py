@@ -43,10 +43,10 @@ def broadcast_parameters(
     """
     named: dict[str, torch.Tensor] = {}
 
-    def describe() -> Said:
+    def describe() -> RankInfo:
         named.update(_named(params))
         kinds = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in named.items()}
-        return Said(kinds, [str(x.device) for x in named.values()])
+        return RankInfo(kinds, [str(x.device) for x in named.values()])
 
     everybody = agreed("broadcast_parameters", describe, list[str], root_rank, process_set)
     root = everybody[root_rank]
@@ -68,7 +68,7 @@ def _named(params: Any) -> dict[str, torch.Tensor]:
     return {name: x.detach() for name, x in pairs}
 
 
-class Said(NamedTuple):
+class RankInfo(NamedTuple):
     """What a rank says of itself before anything is handed out."""
 
     description: config_check.Description  # has to be equal on all ranks
@@ -76,8 +76,8 @@ class Said(NamedTuple):
 
 
 def agreed(
-    what: str, describe: Callable[[], Said], kind: Any, root_rank: int, process_set: Any
-) -> dict[int, Said]:
+    what: str, describe: Callable[[], RankInfo], kind: Any, root_rank: int, process_set: Any
+) -> dict[int, RankInfo]:
     """What each rank says of itself, once all have said the same.
 
     Args:
@@ -108,7 +108,7 @@ def agreed(
     problems = [f"rank {rank}: {said}" for rank, (_, said) in everybody.items() if said]
     if problems:
         raise MismatchError(f"{what} has changed nothing: {'; '.join(problems[:4])}")
-    found = {rank: Said(*said) for rank, (said, _) in everybody.items()}
+    found = {rank: RankInfo(*said) for rank, (said, _) in everybody.items()}
     config_check.agree([said.description for said in found.values()], ranks)
     return found
 

@@ -12,9 +12,9 @@ from hvd_gradcomp.core.compressor import Compressor, is_replicated, leaves, with
 from hvd_gradcomp.core.protocols import learning, resizing
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.torch import broadcast_objects, parameters
-from hvd_gradcomp.torch.broadcast_objects import Said
+from hvd_gradcomp.torch.broadcast_objects import RankInfo
 from hvd_gradcomp.torch.bucket import Bucket
-from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.engine import HorovodReducer
 from hvd_gradcomp.torch.exchange import LOGGER, synchronized
 
 
@@ -64,16 +64,16 @@ def hand_out(
         optimizer, root_rank, process_set: as there.
         elastic: after a reset. What was on its way then is abandoned, and who joins begins empty.
     """
-    engine: Engine | None = getattr(optimizer, "_gradcomp", None)
+    engine: HorovodReducer | None = getattr(optimizer, "_gradcomp", None)
 
-    def describe() -> Said:
+    def describe() -> RankInfo:
         if engine is not None and optimizer.exchanging and not elastic:
             raise RuntimeError("gradients are on their way: call it before backward or after step")
         if engine is not None:
             parameters.join(optimizer)  # unfrozen since it was made, as in the run that saved
         groups = [len(group["params"]) for group in optimizer.param_groups]
         said = {f"parameter group {place}": f"{n} parameters" for place, n in enumerate(groups)}
-        return Said(said, engine and _exchange_of(engine))
+        return RankInfo(said, engine and _exchange_of(engine))
 
     everybody = broadcast_objects.agreed(
         "broadcast_optimizer_state", describe, Optional[_Exchange], root_rank, process_set
@@ -133,7 +133,9 @@ def _steps_of_peers(exchanges: dict[int, _Exchange | None], root_rank: int) -> d
     return {rank: one.steps for rank, one in peers.items()}
 
 
-def _report(engine: Engine, root_rank: int, emptied: list[int], anew: Iterable[Compressor]) -> None:
+def _report(
+    engine: HorovodReducer, root_rank: int, emptied: list[int], anew: Iterable[Compressor]
+) -> None:
     """Says on one rank what was lost, where something was."""
     for one in anew:
         LOGGER.warning("%s learns anew: no rank that goes on has what it had learned", one)
@@ -203,16 +205,16 @@ def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
 # -- the state of an exchange ----------------------------------------------------------------------
 
 
-def _exchange_of(engine: Engine) -> _Exchange:
+def _exchange_of(engine: HorovodReducer) -> _Exchange:
     said = engine.agreement.description()
-    if engine.compressor.needs_order:
+    if engine.compressor.needs_execution_order:
         del said["buckets"]  # they follow from the order of use, which is handed out
     process_set = engine.process_set
     ranks = tuple(process_set.ranks or range(process_set.size()))
     return _Exchange(said, ranks, engine.steps)
 
 
-def _held(engine: Engine) -> dict[str, Any]:
+def _held(engine: HorovodReducer) -> dict[str, Any]:
     """What this rank can hand out."""
     synchronized(engine)
     return {
@@ -242,7 +244,7 @@ def _common(compressor: Compressor, path: str, steps: int, seat: int) -> bool:
 
 def _counts(compressor: Compressor, path: str, x: torch.Tensor) -> bool:
     """Whether it is what a rank has counted so far."""
-    return not x.is_floating_point() and path not in compressor.begins_anew
+    return not x.is_floating_point() and path not in compressor.reset_on_merge
 
 
 def _keeps_alone(bucket: Bucket, steps: int) -> bool:
@@ -255,7 +257,9 @@ def _keeps_alone(bucket: Bucket, steps: int) -> bool:
     )
 
 
-def _take(engine: Engine, given: dict[str, Any], keeps: bool, all_keep: bool) -> list[Compressor]:
+def _take(
+    engine: HorovodReducer, given: dict[str, Any], keeps: bool, all_keep: bool
+) -> list[Compressor]:
     """Goes on from the root's exchange.
 
     Args:
@@ -269,7 +273,7 @@ def _take(engine: Engine, given: dict[str, Any], keeps: bool, all_keep: bool) ->
     """
     if given["ordered"]:
         engine.reorder(given["order"])
-    elif engine.compressor.needs_order:
+    elif engine.compressor.needs_execution_order:
         if engine.ordered:
             engine.unorder()
         engine.order = list(given["order"])
@@ -297,7 +301,7 @@ def _take(engine: Engine, given: dict[str, Any], keeps: bool, all_keep: bool) ->
 
 
 def _fill(
-    engine: Engine, bucket: Bucket, fields: dict[str, torch.Tensor], seat: int, stays: bool
+    engine: HorovodReducer, bucket: Bucket, fields: dict[str, torch.Tensor], seat: int, stays: bool
 ) -> None:
     """Sets a bucket's state to what the root holds, and the rest to what it was, or at first."""
     one, state = bucket.compressor, bucket.state

@@ -20,9 +20,9 @@ from hvd_gradcomp.core.protocols.resizing import start
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import assignment
 from hvd_gradcomp.runtime import naming
-from hvd_gradcomp.runtime.collectives import Sent
-from hvd_gradcomp.runtime.hierarchy import Place
-from hvd_gradcomp.runtime.program_runner import Stack
+from hvd_gradcomp.runtime.collectives import PendingCollective
+from hvd_gradcomp.runtime.hierarchy import HostPosition
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.torch.moments import tracker
 
 BUCKET_BYTES = 25 << 20  # large enough that calls and launches do not count
@@ -69,8 +69,8 @@ class Bucket:
     views: list[torch.Tensor] = field(init=False)
     moment_views: list[torch.Tensor] = field(init=False)
     absent: set[int] = field(init=False)
-    stack: Stack | None = None
-    sent: Sent | None = None
+    stack: ProgramRunner | None = None
+    sent: PendingCollective | None = None
     round: int = 0
     result: torch.Tensor | None = None
     streams: set[Any] = field(default_factory=set)
@@ -160,7 +160,7 @@ def planned(
     *,
     name: str,
     ranks: int,
-    place: Place | None = None,
+    place: HostPosition | None = None,
     bucket_bytes: int | None = None,
     with_moments: bool = False,
     placed: Collection[Bucket] = (),
@@ -193,7 +193,7 @@ def planned(
     target = bucket_bytes or BUCKET_BYTES
     plan = assignment.plan(compressor, layers, target, devices, left_out, ranks)
     # Layers that change buckets, as their order becomes known, do not change leaders.
-    turns = 1 if place is None or compressor.needs_order else place.slots
+    turns = 1 if place is None or compressor.needs_execution_order else place.slots
     for index, (one, layout) in enumerate(plan, len(placed)):
         parameters = [by_name[title] for title in layout.names]
         ops = verbs[parameters[0].device]

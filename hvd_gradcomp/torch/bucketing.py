@@ -22,7 +22,7 @@ from hvd_gradcomp.torch.bucket import (
     leaving_dense,
     planned,
 )
-from hvd_gradcomp.torch.exchange import LOGGER, Exchange, stats_of
+from hvd_gradcomp.torch.exchange import LOGGER, Reducer, stats_of
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.moments.sources import Sources, source_of
 from hvd_gradcomp.torch.parameters import layers_of
@@ -41,20 +41,20 @@ class Peers(Protocol):
         """Everybody's numbers, of ranks that do not all have the same."""
 
 
-class Planned(Exchange):
+class BucketPlanner(Reducer):
     """An exchange that plans its buckets.
 
     Args:
         named_parameters: (name, parameter) of everything that is reduced; the order is the same
             on all ranks.
         compressor: what runs.
-        transport: see `Exchange`.
+        transport: see `Reducer`.
         name: begins the name of everything that travels.
         tracking: what sets moments of samples up, before what; for messages.
         passes: backward passes for each exchange.
         batch_size: samples that a rank sees for each exchange, for `moments="microbatch"`.
         bucket_bytes: target size of a bucket; 25 MiB if None.
-        how: for `Exchange`.
+        how: for `Reducer`.
 
     Attributes:
         layers: of the model.
@@ -80,7 +80,7 @@ class Planned(Exchange):
         self.name = name
         self.compressor = compressor = leaving_dense(compressor, named_parameters)
         self.order: list[str] = []
-        self._arrived: list[str] | None = [] if compressor.needs_order else None
+        self._arrived: list[str] | None = [] if compressor.needs_execution_order else None
         self._named, self._bucket_bytes = list(named_parameters), bucket_bytes
         self._name_of = {p: name for name, p in named_parameters}
         self.layers = layers_of(named_parameters)
@@ -139,7 +139,7 @@ class Planned(Exchange):
         """
         _require_data(named_parameters)
         names = ", ".join(name for name, _ in named_parameters)
-        if self.compressor.needs_order:
+        if self.compressor.needs_execution_order:
             raise ValueError(
                 f"the compressor plans the whole model at once: {names} cannot join. Build a new "
                 "DistributedOptimizer once all that will be trained requires gradients. It is "

@@ -17,11 +17,11 @@ from hvd_gradcomp.core.protocols import learning, resizing
 from hvd_gradcomp.torch import parameters, safetensors_file
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import Engine, gather_objects
+from hvd_gradcomp.torch.engine import HorovodReducer, gather_objects
 from hvd_gradcomp.torch.exchange import LOGGER, synchronized
 
 
-def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
+def save(engine: HorovodReducer, mode: str = "sharded") -> dict[str, Any]:
     """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
     checkpoint_files.check_mode(mode)
     synchronized(engine)
@@ -56,7 +56,7 @@ def save(engine: Engine, mode: str = "sharded") -> dict[str, Any]:
     }
 
 
-def _state(engine: Engine, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]:
+def _state(engine: HorovodReducer, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]:
     """A bucket's tensors by path: this rank's, or what is kept of all ranks'."""
     state, one = {}, bucket.compressor
     for path, x in leaves(bucket.state):
@@ -73,7 +73,7 @@ def _state(engine: Engine, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]
 
 
 def _of_leader(
-    engine: Engine, bucket: Bucket, state: dict[str, torch.Tensor]
+    engine: HorovodReducer, bucket: Bucket, state: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The state that the leader of a host has of a bucket, on all its ranks."""
     name, inside = f"{bucket.name}.consolidated", engine.groups.inside
@@ -98,7 +98,7 @@ def _summed(name: str, x: torch.Tensor, process_set: Any) -> torch.Tensor:
     return total.view(x.shape).to(x.dtype)
 
 
-def load(engine: Engine, saved: dict[str, Any]) -> None:
+def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
     """Takes a saved state back.
 
     A sharded one that another rank saved (rank 0's, broadcast to all) brings its replicated
@@ -136,7 +136,7 @@ def load(engine: Engine, saved: dict[str, Any]) -> None:
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
         values, one = [], bucket.compressor
         fresh: dict[str, torch.Tensor] = {}
-        if one.begins_anew:
+        if one.reset_on_merge:
             fresh = dict(leaves(resizing.start(one, bucket.ops, bucket.layout, size)))
         # An owner is a rank among those that exchange: with hosts, another's state has none.
         saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
@@ -187,7 +187,7 @@ class Snapshot(NamedTuple):
     states: list[State]
 
 
-def snapshot(engine: Engine) -> Snapshot:
+def snapshot(engine: HorovodReducer) -> Snapshot:
     """What `put_back` needs."""
     return Snapshot(
         engine.steps,
@@ -201,7 +201,7 @@ def snapshot(engine: Engine) -> Snapshot:
     )
 
 
-def put_back(engine: Engine, kept: Snapshot) -> None:
+def put_back(engine: HorovodReducer, kept: Snapshot) -> None:
     """Makes an engine what it was; nothing is on its way."""
     engine.steps, engine.counted = kept.steps, kept.counted
     engine.order = list(kept.order)
@@ -212,7 +212,7 @@ def put_back(engine: Engine, kept: Snapshot) -> None:
         bucket.state = state
 
 
-def way_back(item: Any) -> Callable[[], None]:
+def make_rollback(item: Any) -> Callable[[], None]:
     """Keeps what an object is now; what is returned makes it that again, to the bit.
 
     Args:
@@ -232,7 +232,7 @@ def way_back(item: Any) -> Callable[[], None]:
 
 def _way_back_of_optimizer(optimizer: Any) -> Callable[[], None]:
     """By reference: loading makes new tensors, and `load_state_dict` would cast the old ones."""
-    engine: Engine | None = getattr(optimizer, "_gradcomp", None)
+    engine: HorovodReducer | None = getattr(optimizer, "_gradcomp", None)
     kept = None if engine is None else snapshot(engine)
     state = optimizer.state
     held = {p: dict(x) if isinstance(x, dict) else x for p, x in state.items()}
@@ -292,7 +292,7 @@ def save_checkpoint(
     shared: dict[str, Any] = {}
     for name, item in objects.items():
         engine = getattr(item, "_gradcomp", None)
-        if not isinstance(engine, Engine):
+        if not isinstance(engine, HorovodReducer):
             shared[name] = item.state_dict() if hasattr(item, "state_dict") else item
             continue
         shared[name] = item.state_dict(mode=mode)
@@ -344,13 +344,13 @@ def load_checkpoint(
         for name, item in objects.items():
             if own is not None and name in own:
                 states[name] = {**states[name], "gradcomp": own[name]}
-            if isinstance(getattr(item, "_gradcomp", None), Engine):
+            if isinstance(getattr(item, "_gradcomp", None), HorovodReducer):
                 parameters.join(item)  # as loading does; what joined is no part of what is undone
         undos: list[Callable[[], None]] = []
 
         def take() -> dict[str, Any]:
             for name, item in objects.items():
-                undos.append(way_back(item))
+                undos.append(make_rollback(item))
                 try:
                     item.load_state_dict(states[name])
                 except (ValueError, RuntimeError, KeyError) as error:

@@ -8,10 +8,10 @@ import torch
 
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.torch.bucketing import Planned
+from hvd_gradcomp.torch.bucketing import BucketPlanner
 
 
-def check(engine: Planned) -> None:
+def check(engine: BucketPlanner) -> None:
     """Compares parameters and replicated state over the ranks of an exchange.
 
     Raises:

@@ -10,11 +10,11 @@ from horovod import __version__ as horovod_version
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_gradcomp.runtime import config_check, errors
-from hvd_gradcomp.torch.bucketing import Planned
+from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm import horovod
 
 
-class Agreement:
+class ConfigCheck:
     """Of the ranks of one engine.
 
     Args:
@@ -27,7 +27,7 @@ class Agreement:
     """
 
     def __init__(
-        self, run: Planned, settings: str, gather: Callable[[Any, Any], list[Any]]
+        self, run: BucketPlanner, settings: str, gather: Callable[[Any, Any], list[Any]]
     ) -> None:
         self._run, self._settings, self._gather = run, settings, gather
         self.reached = False
@@ -48,7 +48,7 @@ class Agreement:
         if self.reached:
             return
         mine = self.description()
-        if not self._run.compressor.adds_up:  # sums are the same in every step
+        if not self._run.compressor.is_linear:  # sums are the same in every step
             mine = {**mine, config_check.STEP: str(self._run.steps)}
         every = self._gather(mine, config_check.Description)
         config_check.agree(every, self._run.process_set.ranks)

@@ -39,8 +39,8 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check, errors, hierarchy
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import dcp, ddp_checkpoint, exchange, inspection, momentum
-from hvd_gradcomp.torch.bucketing import Planned
-from hvd_gradcomp.torch.comm.c10d import Distributed, Group, Reply
+from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, Work
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.parameters import as_real, layers_of
@@ -166,7 +166,7 @@ hook.__annotations__.update(
 class _Peers:
     """The ranks of a model; see `planning.Peers`."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def global_rank(self) -> int:
@@ -176,17 +176,17 @@ class _Peers:
         said = _said_by_all(self._group, [_VERIFY, 0, 0], "verify")
         if any(step != _VERIFY for step, *_ in said.values()):
             raise _out_of_step(said)
-        return Reply.of(dist.all_gather, row.to(self._group.device), self._group).wait()
+        return Work.of(dist.all_gather, row.to(self._group.device), self._group).wait()
 
     def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
         return self._group.gather_objects(numbers, dict[str, int])
 
 
-def _said_by_all(group: Group, words: list[int], what: str) -> dict[int, list[int]]:
+def _said_by_all(group: ProcessGroup, words: list[int], what: str) -> dict[int, list[int]]:
     """Everybody's three numbers, by rank: ranks meet by order, so they say what they begin."""
     mine = torch.tensor(words, device=group.device)
     with errors.named(RuntimeError, what, _WHO):
-        every = Reply.of(dist.all_gather, mine, group).wait().tolist()
+        every = Work.of(dist.all_gather, mine, group).wait().tolist()
     return dict(zip(group.ranks, every))
 
 
@@ -205,7 +205,7 @@ def _out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
     )
 
 
-class _Exchange(Planned):
+class _DDPReducer(BucketPlanner):
     """The programs of a model, over `torch.distributed`."""
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
@@ -215,7 +215,7 @@ class _Exchange(Planned):
     def peers(self) -> _Peers:
         return _Peers(self.process_set)
 
-    def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
+    def _make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
         raise NotImplementedError
 
     def watch_order(self) -> list[Any]:
@@ -350,7 +350,7 @@ class CompressionState:
                 f"a DistributedDataParallel is compressed, got {type(model).__name__}. Call "
                 "ddp.compress on what DistributedDataParallel(...) returns, before torch.compile"
             )
-        self._group = Group(process_group or model.process_group)
+        self._group = ProcessGroup(process_group or model.process_group)
         named, gives_up = _reduced(model), False
         compressor: Any = compression
         refused: Exception | None = None  # by this rank; the others must hear of it
@@ -361,10 +361,10 @@ class CompressionState:
                     "cannot leave out the optimizer's step. A GradScaler does, by itself"
                 )
             compressor, gives_up = _with_momentum(compression, optimizer)
-            self._run = _Exchange(
+            self._run = _DDPReducer(
                 named,
                 compressor,
-                Distributed(),
+                C10dBackend(),
                 name="ddp",
                 tracking="ddp.track_moments(module) before DistributedDataParallel",
                 passes=backward_passes_per_step,
@@ -558,7 +558,7 @@ class CompressionState:
             RuntimeError: nothing was exchanged since the last call, or rollback is False.
         """
         run = self._run
-        if not run.discard() and not (run.compressor.adds_up and run.steps):
+        if not run.discard() and not (run.compressor.is_linear and run.steps):
             raise RuntimeError(
                 "discard_step() restores the state from before the last exchange: call it once, "
                 "after backward(), and make ddp.compress without rollback=False"
@@ -642,11 +642,11 @@ def _with_momentum(
     return compression, False
 
 
-def _take_over(optimizer: Any, run: _Exchange) -> None:
+def _take_over(optimizer: Any, run: _DDPReducer) -> None:
     """Takes the momentum of SGD, which goes on as without it: what is saved has it still."""
     own = momentum.momentum_of(optimizer)
     assert own is not None
-    taken = momentum.Takeover(optimizer, *own)
+    taken = momentum.MomentumTransfer(optimizer, *own)
 
     def copied(protocol: Any) -> Any:
         """Gives a copy its momentum back, for a model that exchanges gradients as they are."""
@@ -689,7 +689,7 @@ class _Given:
                 f"QSGDCompressor(), or a CompressionState, got {given!r}"
             )
         compressor = given() if makes else given
-        if compressor.needs_order:
+        if compressor.needs_execution_order:
             raise ValueError(
                 "the compressor needs the order in which backward comes by the layers, and the "
                 "first backward has begun: call ddp.compress(model, compressor) before it, instead "

@@ -9,12 +9,12 @@ from hvd_gradcomp.checkpoint import files
 from hvd_gradcomp.checkpoint.files import CheckpointError, Source
 from hvd_gradcomp.core.compressor import leaves, with_leaves
 from hvd_gradcomp.torch import exchange
-from hvd_gradcomp.torch.bucketing import Planned
+from hvd_gradcomp.torch.bucketing import BucketPlanner
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 
-def save(run: Planned) -> dict[str, Any]:
+def save(run: BucketPlanner) -> dict[str, Any]:
     """What this rank's compressor keeps."""
     exchange.synchronized(run)
     return {
@@ -38,7 +38,7 @@ def save(run: Planned) -> dict[str, Any]:
     }
 
 
-def load(run: Planned, saved: dict[str, Any]) -> None:
+def load(run: BucketPlanner, saved: dict[str, Any]) -> None:
     """Takes back what `save` gave; of what another rank has saved what all ranks have alike.
 
     Raises:

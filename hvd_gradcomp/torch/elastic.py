@@ -17,12 +17,12 @@ from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.protocols import carrying, resizing
-from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, Seat
+from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.broadcast_objects import from_root
 from hvd_gradcomp.torch.broadcast_state import hand_out, plain_state
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import TITLES, Engine, gather_objects
+from hvd_gradcomp.torch.engine import TITLES, HorovodReducer, gather_objects
 from hvd_gradcomp.torch.exchange import synchronized
 from hvd_gradcomp.torch.optimizer import scales
 
@@ -66,7 +66,7 @@ class TorchState(Membership, _StockState):
     ) -> None:
         super().__init__(model, optimizer, **kwargs)
         for name, handler in self._handlers.items():
-            if isinstance(getattr(handler.value, "_gradcomp", None), Engine):
+            if isinstance(getattr(handler.value, "_gradcomp", None), HorovodReducer):
                 self._handlers[name] = CompressedOptimizer(handler.value)
             elif type(handler) is ModelStateHandler:
                 self._handlers[name] = Model(handler.value)
@@ -76,8 +76,8 @@ class TorchState(Membership, _StockState):
         comm_horovod.waiting.drop()  # Horovod has begun anew
         super().reset()
 
-    def _gather(self, seat: Seat) -> list[Seat]:
-        return gather_objects(seat, Seat, "gradcomp.elastic.roll", horovod.global_process_set)
+    def _gather(self, seat: RankState) -> list[RankState]:
+        return gather_objects(seat, RankState, "gradcomp.elastic.roll", horovod.global_process_set)
 
     def _place(self) -> tuple[int, int]:
         return horovod.rank(), horovod.local_rank()
@@ -134,7 +134,7 @@ class CompressedOptimizer(StateHandler):
         self.save()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> HorovodReducer:
         return self.value._gradcomp
 
     def save(self) -> None:
@@ -196,7 +196,7 @@ def _cloned(state: State) -> State:
     return with_leaves(state, [x.detach().clone() for _, x in leaves(state)])
 
 
-def _squares(engine: Engine) -> float:
+def _squares(engine: HorovodReducer) -> float:
     total = 0.0
     for bucket in engine.buckets:
         residual = carrying.residual(bucket.compressor, bucket.state)

@@ -17,21 +17,21 @@ from horovod.torch import mpi_ops
 
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.runtime import config_check, errors, hierarchy, typed_json
-from hvd_gradcomp.runtime.unique_names import Names
+from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.torch import parameters
 from hvd_gradcomp.torch.bucket import Bucket, Named
-from hvd_gradcomp.torch.bucketing import Planned
+from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm import horovod
-from hvd_gradcomp.torch.config_check import Agreement
+from hvd_gradcomp.torch.config_check import ConfigCheck
 from hvd_gradcomp.torch.exchange import LOGGER
 from hvd_gradcomp.torch.parameters import as_real
-from hvd_gradcomp.torch.step_sync import Rounds
+from hvd_gradcomp.torch.step_sync import StepSync
 
 _ALIKE = (
     "Freeze and thaw the same parameters on all ranks, before the same step, and scale the loss on "
     "all of them or on none"
 )
-TITLES = Names("gradcomp")
+TITLES = UniqueNames("gradcomp")
 
 
 def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
@@ -70,15 +70,15 @@ class Peers:
         return gather_objects(numbers, dict[str, int], self._name, self._set)
 
 
-class Engine(Planned):
+class HorovodReducer(BucketPlanner):
     """The exchange of one optimizer.
 
     Args:
-        named_parameters, compressor: see `Planned`.
+        named_parameters, compressor: see `BucketPlanner`.
         settings: what else must be equal on all ranks, for the handshake.
         chose_rows: whether nobody has asked for sparse gradients to go as dense ones.
-        how: for `Planned` and `Exchange`; nothing is sent among hosts, no scaler is given, and a
-            step that is not finite is an error, unless it says so.
+        how: for `BucketPlanner` and `Reducer`; by default there are no hosts and no scaler, and a
+            step that is not finite is an error.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class Engine(Planned):
         super().__init__(
             named_parameters,
             compressor,
-            horovod.Lending(),
+            horovod.HorovodBackend(),
             tracking="hvd.track_moments(model) before DistributedOptimizer",
             **how,
         )
         myself = weakref.proxy(self)
-        self.agreement = Agreement(
+        self.agreement = ConfigCheck(
             myself, settings, lambda item, kind: myself._gather_objects(item, kind)
         )
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
         self._chose_rows = chose_rows
-        self.rounds = Rounds()
+        self.rounds = StepSync()
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         return errors.named(HorovodInternalError, what)
@@ -112,7 +112,7 @@ class Engine(Planned):
     def peers(self) -> Peers:
         return Peers(f"{self.name}.verify", self.process_set)
 
-    def _make_groups(self, place: hierarchy.Place) -> hierarchy.Groups:
+    def _make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
         return hierarchy.groups_of(mpi_ops, place, self._gather_objects)
 
     def _plan(self, named_parameters: Named, placed: Collection[Bucket] = ()) -> Iterator[Bucket]:
@@ -248,7 +248,7 @@ class Engine(Planned):
             return reduced.to(dtype)
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(reduced)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Ends a step that has failed."""
         self.scaling.forget()
         if self._open:

@@ -20,10 +20,10 @@ from hvd_gradcomp.core.protocols.learning import retrained
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import hierarchy, stats
-from hvd_gradcomp.runtime.collectives import Dispatch, Sent, Transport
-from hvd_gradcomp.runtime.participants import Seated
-from hvd_gradcomp.runtime.program_runner import Stack
-from hvd_gradcomp.torch.amp import LossScaling
+from hvd_gradcomp.runtime.collectives import CollectiveRunner, PendingCollective, Transport
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
+from hvd_gradcomp.torch.amp import GradScalerAdapter
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.moments.sources import Sources
 from hvd_gradcomp.torch.parameters import as_real
@@ -33,7 +33,7 @@ _SENT, _RECEIVED, _SKIPPED = range(3)  # of a ledger's counters
 _PRIME = 2**31 - 1
 
 
-class Ledger:
+class TrafficCounter:
     """What this rank has moved.
 
     Attributes:
@@ -65,7 +65,7 @@ class Ledger:
         return sum(int(x) for x in sums) % _PRIME
 
 
-class Exchange(Seated):
+class Reducer(Participants):
     """The buckets of one model, and their programs.
 
     Args:
@@ -96,7 +96,7 @@ class Exchange(Seated):
         process_set: Any,
         prescale: float,
         postscale: float,
-        place: hierarchy.Place | None = None,
+        place: hierarchy.HostPosition | None = None,
         nonfinite: str | None = None,
         scaler: Any = None,
         rollback: bool = False,
@@ -104,12 +104,12 @@ class Exchange(Seated):
         self.process_set, self.place = process_set, place
         self.rollback = rollback
         self.prescale, self.postscale = prescale, postscale
-        self.nonfinite, self.scaling = nonfinite, LossScaling(scaler)
+        self.nonfinite, self.scaling = nonfinite, GradScalerAdapter(scaler)
         self._policy = nonfinite or "raise"
         self.joined = False
-        self.ledger = Ledger()
+        self.ledger = TrafficCounter()
         # A weak reference: what refers to itself would live on after its optimizer.
-        self.dispatch = Dispatch(transport, self.ledger, weakref.proxy(self))
+        self.dispatch = CollectiveRunner(transport, self.ledger, weakref.proxy(self))
         self.steps = self.summed = 0
         self.undone = False
         self._open = False  # a program of this step has started
@@ -177,7 +177,7 @@ class Exchange(Seated):
                 program = hierarchy.aggregate(
                     bucket.compressor, *how, place=self.place, leader=bucket.leader, **extra
                 )
-            bucket.stack = Stack(program)
+            bucket.stack = ProgramRunner(program)
             try:
                 self._advance(bucket, None)
             except Exception:
@@ -197,7 +197,7 @@ class Exchange(Seated):
             bucket.sent = self._submit(bucket, request)
         bucket.round += 1
 
-    def _submit(self, bucket: Bucket, request: Collective) -> Sent:
+    def _submit(self, bucket: Bucket, request: Collective) -> PendingCollective:
         return self.dispatch.submit(request, bucket.name, bucket.round)
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
@@ -335,7 +335,7 @@ class Exchange(Seated):
         return torch.view_as_complex(gradient) if parameter.is_complex() else gradient
 
 
-def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:
+def stats_of(exchange: Reducer, order: Sequence[str]) -> CompressionStats:
     """Totals since the start; reads the device.
 
     Args:
@@ -344,10 +344,10 @@ def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:
     """
     return stats.stats(
         [
-            stats.Exchanged(b.layout, b.compressor, b.state, exchange.steps - b.since)
+            stats.BucketTotals(b.layout, b.compressor, b.state, exchange.steps - b.since)
             for b in filter(exchange.leads, exchange.buckets)
         ],
-        stats.Counted(*exchange.ledger.counters),
+        stats.Counters(*exchange.ledger.counters),
         steps=exchange.steps,
         order=order,
         beside=exchange.ledger.gathered,
@@ -357,14 +357,14 @@ def stats_of(exchange: Exchange, order: Sequence[str]) -> CompressionStats:
     )
 
 
-def synchronized(exchange: Exchange) -> None:
+def synchronized(exchange: Reducer) -> None:
     """Waits for what is still on its way from a GPU to the host."""
     for device in {bucket.flat.device for bucket in exchange.buckets}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-def retrain(exchange: Exchange) -> None:
+def retrain(exchange: Reducer) -> None:
     """Lets the compressors learn anew what they learn, from the next step on."""
     exchange.commit()
     for bucket in exchange.buckets:

@@ -10,7 +10,7 @@ import torch
 _Version = tuple[Any, int]  # the tensor, and how often it was written to
 
 
-class Versions:
+class GradVersions:
     """Of gradients that were taken, or reduced."""
 
     def __init__(self) -> None:

@@ -14,17 +14,17 @@ import torch
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.torch import checksums, exchange
-from hvd_gradcomp.torch.bucketing import Planned
+from hvd_gradcomp.torch.bucketing import BucketPlanner
 
-_exchanges: weakref.WeakKeyDictionary[Any, Planned] = weakref.WeakKeyDictionary()
+_exchanges: weakref.WeakKeyDictionary[Any, BucketPlanner] = weakref.WeakKeyDictionary()
 
 
-def know(source: Any, run: Planned) -> None:
+def know(source: Any, run: BucketPlanner) -> None:
     """Lets an exchange be found by a model, or by a state; by the last that says so."""
     _exchanges[source] = run
 
 
-def exchange_of(source: Any) -> Planned:
+def exchange_of(source: Any) -> BucketPlanner:
     """The exchange behind an optimizer, a model or a state.
 
     Raises:

@@ -9,19 +9,19 @@ import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.grad_versions import Versions
+from hvd_gradcomp.torch.grad_versions import GradVersions
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.parameters import as_real
 
 
-class Late:
+class LateGradients:
     """What came after the end of a step's exchange.
 
     Args:
         versions: of the reduced gradients.
     """
 
-    def __init__(self, versions: Versions) -> None:
+    def __init__(self, versions: GradVersions) -> None:
         self._versions = versions
         self._brought: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._hooks: list[Any] = []

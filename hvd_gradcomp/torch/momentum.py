@@ -43,7 +43,7 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool] | None:
     return found.pop()
 
 
-class Takeover:
+class MomentumTransfer:
     """What was taken from an optimizer: where it goes back to, and what decay needs of it.
 
     Args:

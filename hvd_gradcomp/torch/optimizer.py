@@ -20,7 +20,7 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.torch import momentum
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import TITLES, Engine
+from hvd_gradcomp.torch.engine import TITLES, HorovodReducer
 from hvd_gradcomp.torch.optimizer_mixin import class_of, derived
 
 _SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
@@ -190,7 +190,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     ranks = process_set.size() if place is None else place.hosts
     prescale, postscale = scales(op, factor, ranks)
-    engine = Engine(
+    engine = HorovodReducer(
         _reduced(distributed, named_parameters),
         compressor,
         name=title,
@@ -211,7 +211,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     if gives_up:
         own = momentum.momentum_of(distributed)
         assert own is not None
-        takeover = momentum.Takeover(distributed, *own)
+        takeover = momentum.MomentumTransfer(distributed, *own)
         if process_set.rank() == 0:
             momentum.LOGGER.info(
                 "momentum=%g, nesterov=%s are taken over from %s by the compressor",
@@ -247,7 +247,7 @@ def check_seam(cls: type) -> None:
         )
 
 
-def engine_of(optimizer: Any) -> Engine:
+def reducer_of(optimizer: Any) -> HorovodReducer:
     """The engine behind an optimizer.
 
     Raises:

@@ -29,13 +29,13 @@ from hvd_gradcomp.torch import (
     parameters,
 )
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import Engine
+from hvd_gradcomp.torch.engine import HorovodReducer
 from hvd_gradcomp.torch.exchange import LOGGER
-from hvd_gradcomp.torch.grad_versions import Versions
-from hvd_gradcomp.torch.late_grads import Late
+from hvd_gradcomp.torch.grad_versions import GradVersions
+from hvd_gradcomp.torch.late_grads import LateGradients
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.moments.dynamo import interpreted
-from hvd_gradcomp.torch.step_sync import Rounds
+from hvd_gradcomp.torch.step_sync import StepSync
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _STOCK: Any = _stock._DistributedOptimizer
@@ -44,7 +44,7 @@ _OF_EACH_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__")
 _OF_EACH_OPTIMIZER = ("defaults", "state", "param_groups", "step", _SUPPORTS_SCALING)
 
 
-class _LeftOutError(Exception):
+class _StepSkippedError(Exception):
     """Leaves an optimizer's step from within its closure."""
 
     def __init__(self, loss: Any) -> None:
@@ -52,7 +52,7 @@ class _LeftOutError(Exception):
         self.loss = loss
 
 
-class Exchanging:
+class DistributedOptimizerMixin:
     """An optimizer whose gradients are exchanged; `DistributedOptimizer` makes it."""
 
     # Horovod's.
@@ -68,15 +68,15 @@ class Exchanging:
     process_set: Any
     sparse_as_dense: bool
 
-    def _exchange_by(self, engine: Engine, takeover: Any, verify_every: int) -> None:
+    def _exchange_by(self, engine: HorovodReducer, takeover: Any, verify_every: int) -> None:
         """Begins to watch gradients. Horovod has made the rest of the optimizer."""
         self._gradcomp, self._takeover, self._verify_every = engine, takeover, verify_every
-        self._rounds: Rounds = engine.rounds
+        self._rounds: StepSync = engine.rounds
         comm_horovod.waiting.among(engine.process_set)
-        self._versions, self._reduced = Versions(), Versions()
+        self._versions, self._reduced = GradVersions(), GradVersions()
         self._said_dropped = self._discarding = False
-        self._late = Late(self._versions)
-        self._arrivals = autograd_hooks.Arrivals(self)
+        self._late = LateGradients(self._versions)
+        self._arrivals = autograd_hooks.GradHooks(self)
         self._arrivals.watch(engine.parameters)
         parameters.take_over(self, engine.parameters)
 
@@ -153,7 +153,7 @@ class Exchanging:
 
     def _abandon(self) -> None:
         """The exchange has failed: the next backward begins a step."""
-        self._gradcomp.give_up()
+        self._gradcomp.abort()
         self._begin()
 
     # -- what a user calls -------------------------------------------------------------------
@@ -220,13 +220,13 @@ class Exchanging:
             self._synchronized = False
             self._decay()
             if engine.leaves_out:
-                raise _LeftOutError(loss)
+                raise _StepSkippedError(loss)
             return _of_all(self, loss) if isinstance(self, torch.optim.LBFGS) else loss
 
         self._synchronized = False
         try:
             return self._plain().step(reduced_closure)
-        except _LeftOutError as left_out:
+        except _StepSkippedError as left_out:
             return left_out.loss
 
     def _decay(self) -> None:
@@ -302,7 +302,7 @@ class Exchanging:
                 "discard_step() leaves out a step whose gradients are reduced: call it after "
                 "backward(), or after synchronize(), and before step()"
             )
-        if not self._gradcomp.rollback and not self._gradcomp.compressor.adds_up:
+        if not self._gradcomp.rollback and not self._gradcomp.compressor.is_linear:
             raise RuntimeError(
                 "discard_step() needs the state from before the exchange: make "
                 "DistributedOptimizer without rollback=False"
@@ -364,7 +364,7 @@ class Exchanging:
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if self.exchanging:
             self._abandon()
-        undo = checkpoint.way_back(self)
+        undo = checkpoint.make_rollback(self)
         try:
             if "gradcomp" in state_dict:
                 checkpoint.load(self._gradcomp, state_dict["gradcomp"])
@@ -395,7 +395,11 @@ def class_of(optimizer: torch.optim.Optimizer) -> type:
 
     All in one class, as Horovod makes it: its helpers reach past that one for what PyTorch does.
     """
-    ours = {name: value for name, value in vars(Exchanging).items() if name not in _OF_EACH_CLASS}
+    ours = {
+        name: value
+        for name, value in vars(DistributedOptimizerMixin).items()
+        if name not in _OF_EACH_CLASS
+    }
     return derived(optimizer, ours)
 
 

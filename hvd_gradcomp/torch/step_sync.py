@@ -45,7 +45,7 @@ class GradientChangedError(RuntimeError):
     """A gradient was changed where that cannot be honoured on all ranks."""
 
 
-class Word(NamedTuple):
+class SyncMessage(NamedTuple):
     """What one rank tells.
 
     Attributes:
@@ -94,7 +94,7 @@ def usual(layers: int, sparse: Collection[int]) -> tuple[int, ...]:
     return tuple(HERE | SPARSE * (layer in sparse) for layer in range(layers))
 
 
-def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> list[Word]:
+def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> list[SyncMessage]:
     """The words of all ranks.
 
     Args:
@@ -105,9 +105,11 @@ def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> lis
     for (flags, step, settings, summed), codes in zip(heads, layers):
         if flags & _SPEAKS:
             last, ended, joined = (bool(flags & bit) for bit in (_LAST, _ENDED, _JOINED))
-            words.append(Word(step, last, ended, tuple(codes), settings, summed, joined=joined))
+            words.append(
+                SyncMessage(step, last, ended, tuple(codes), settings, summed, joined=joined)
+            )
         else:
-            words.append(Word(0, True, True, (HERE,) * len(codes), joined=True))
+            words.append(SyncMessage(0, True, True, (HERE,) * len(codes), joined=True))
     return words
 
 
@@ -136,7 +138,7 @@ def changed_alone(name: str, rank: int) -> str:
 
 
 @dataclass
-class Rounds:
+class StepSync:
     """One step's rounds, on every rank alike; and what was learned in the steps before.
 
     Attributes:
@@ -171,7 +173,9 @@ class Rounds:
         self.ended = self.closed = self.mixed = self.ragged = False
         self.unused.clear()
 
-    def hear(self, words: Sequence[Word], names: Sequence[str], ranks: Sequence[int]) -> list[int]:
+    def hear(
+        self, words: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
+    ) -> list[int]:
         """Takes one round's words in; the exchange ends where `ended` becomes true.
 
         Args:
@@ -210,7 +214,9 @@ class Rounds:
         self.closed = not self.ragged or all(word.last for word in words)
         return sorted({i for _, i in late})
 
-    def _check(self, words: Sequence[Word], names: Sequence[str], ranks: Sequence[int]) -> None:
+    def _check(
+        self, words: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
+    ) -> None:
         speaking = [(rank, word) for rank, word in zip(ranks, words) if not word.joined]
         if len({word.step for _, word in speaking}) > 1:
             listed = ", ".join(f"rank {rank} in step {word.step}" for rank, word in speaking)

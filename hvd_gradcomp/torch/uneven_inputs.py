@@ -13,7 +13,7 @@ from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
 from hvd_gradcomp.torch.broadcast_state import hand_out_plain
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import gather_objects
-from hvd_gradcomp.torch.optimizer import engine_of
+from hvd_gradcomp.torch.optimizer import reducer_of
 
 
 def join(device: int = -1) -> int:
@@ -39,11 +39,11 @@ def join(device: int = -1) -> int:
         DeadlockError: on all ranks, if a rank waits for something else.
     """
     gc.collect()  # what nobody refers to takes part in nothing, on any rank
-    optimizers = sorted(parameters.optimizers, key=lambda one: engine_of(one).name)
-    engines = [engine_of(one) for one in optimizers]
+    optimizers = sorted(parameters.optimizers, key=lambda one: reducer_of(one).name)
+    engines = [reducer_of(one) for one in optimizers]
     made = {engine.name: engine.steps for engine in engines}
     with errors.named(HorovodInternalError, "hvd.join()"):
-        if all(engine.place is None and engine.compressor.adds_up for engine in engines):
+        if all(engine.place is None and engine.compressor.is_linear for engine in engines):
             last = int(horovod.join(device))
             everybody = _gathered(made)
             for engine in engines:  # all go on from the same step

@@ -27,9 +27,9 @@ from hvd_gradcomp.core.protocols.learning import Rehearses
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.worth import idle
-from hvd_gradcomp.runtime.collectives import Sent
+from hvd_gradcomp.runtime.collectives import PendingCollective
 from hvd_gradcomp.torch.bucket import Bucket
-from hvd_gradcomp.torch.engine import TITLES, Engine
+from hvd_gradcomp.torch.engine import TITLES, HorovodReducer
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.tuning.models import Model, ModelError, shapes
 
@@ -39,7 +39,7 @@ _LEARNED = 10_000  # the step by which methods that learn have learned
 _SHIFTS = 1 << 20
 
 Layers = Sequence[tuple[str, tuple[int, ...]]]
-Kind = TypeVar("Kind", bound=Engine)
+Kind = TypeVar("Kind", bound=HorovodReducer)
 
 
 # -- gradients -------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Times(NamedTuple):
     total: float
 
 
-class TimedEngine(Engine):
+class TimedReducer(HorovodReducer):
     """An engine that knows how long it has waited."""
 
     waited = 0.0
@@ -240,7 +240,7 @@ class CompressedExchange(Exchange):
         self, compressor: Compressor, layers: Layers, source: Gradients | None = None
     ) -> None:
         ranks, self._source = horovod.global_process_set, source
-        self._engine = engine_of(compressor, layers, TimedEngine, ranks, self._squares())
+        self._engine = reducer_of(compressor, layers, TimedReducer, ranks, self._squares())
         self._parameters = [p for _, p in self._engine._named]
 
     def stats(self) -> CompressionStats:
@@ -304,7 +304,7 @@ def measure(way: Exchange, gradients: Gradients, rounds: int, warm_up: int = 0) 
     return row
 
 
-def engine_of(
+def reducer_of(
     compressor: Compressor,
     layers: Layers,
     kind: type[Kind],
@@ -386,7 +386,7 @@ class _Answered:
         return True
 
 
-class _AloneEngine(Engine):
+class _AloneReducer(HorovodReducer):
     """An engine whose collectives give back what this rank has sent, at once.
 
     Attributes:
@@ -421,7 +421,7 @@ class _AloneEngine(Engine):
         super()._advance(bucket, reply)
         marks.append(time.perf_counter())
 
-    def _submit(self, bucket: Bucket, request: Collective) -> Sent:
+    def _submit(self, bucket: Bucket, request: Collective) -> PendingCollective:
         if isinstance(request, Gather):
             raise UnmeasurableError(
                 f"{type(self.compressor).__name__}: its ranks have different parts to play, so "
@@ -432,7 +432,7 @@ class _AloneEngine(Engine):
         half = isinstance(request, Allreduce) and tensor.dtype in (torch.float16, torch.bfloat16)
         kind = "allreduce16" if half else type(request).__name__.lower()
         self.asks[bucket.name].append((kind, size))
-        return Sent(request, self.process_set, True, _Answered())
+        return PendingCollective(request, self.process_set, True, _Answered())
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
         assert bucket.sent is not None
@@ -478,8 +478,8 @@ def alone(
         UnmeasurableError: it does not take these layers, or its ranks have different parts to
             play (a parameter server).
     """
-    engine = engine_of(
-        compressor, gradients.layers, _AloneEngine, _Imagined(ranks), gradients.squares
+    engine = reducer_of(
+        compressor, gradients.layers, _AloneReducer, _Imagined(ranks), gradients.squares
     )
     parameters = [p for _, p in engine._named]
     there = dict(zip((name for name, _ in engine._named), ready or [0.0] * len(parameters)))

@@ -17,7 +17,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.core.compressor import Context, leaves, with_leaves
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
@@ -266,7 +266,7 @@ def test_bytes_of_egc_follow_the_entropy(backend, coding):
     compressor = EGCCompressor(K=10, momentum=0.9, entropy_interval=2, index_coding=coding)
     world, random = World(compressor, ops(), layout, 2), np.random.default_rng(5)
     rooms = compressor.capacities(layout)
-    sizes = [compressor.payload_bytes(layout, Rung(0, room, False)) for room in rooms]
+    sizes = [compressor.payload_bytes(layout, CapacityLevel(0, room, False)) for room in rooms]
     assert rooms[-1] == compressor.capacity(layout) == 200 + 1 + 150
     assert all(b <= 1.25 * a for a, b in zip(rooms, rooms[1:])) and sizes == sorted(set(sizes))
     # Of the elements of one rank and of the other so many are in the upper of two bins.

@@ -29,12 +29,12 @@ from hvd_gradcomp import (
     after,
 )
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.capacity import PATIENCE, Ladder
+from hvd_gradcomp.core.capacity import PATIENCE, CapacitySchedule
 from hvd_gradcomp.core.collectives import Allgather, Allreduce, Switch
 from hvd_gradcomp.core.compressor import leaves, with_leaves
 from hvd_gradcomp.core.cost_model import volume
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import Hosts, World
@@ -165,9 +165,9 @@ def test_so_do_all_rungs(elements, layers, size, density):
     for compressor in (*RULES, *largest(density)):
         layout = layout_of(shapes, compressor)
         ladder = compressor.ladder(layout, size)
-        rungs = [Rung(i, c, False) for i, c in enumerate(ladder.capacities)]
+        rungs = [CapacityLevel(i, c, False) for i, c in enumerate(ladder.capacities)]
         if ladder.summed or compressor in RULES:
-            rungs.append(Rung(ladder.top, 0, True, ladder.summed))
+            rungs.append(CapacityLevel(ladder.top, 0, True, ladder.summed))
         dense = volume("allreduce", 4.0 * layout.elements, size)
         brought = volume("allgather", wire.HEADER_BYTES, size)
         for rung in rungs:
@@ -206,7 +206,7 @@ OF_SUMMED = pytest.mark.parametrize(("compressor", "size"), SUMMED, ids=repr)
 
 def gathering(ladder):
     """The same rungs, of which none is summed."""
-    return lambda self, layout, ranks: Ladder(ladder(self, layout, ranks).capacities)
+    return lambda self, layout, ranks: CapacitySchedule(ladder(self, layout, ranks).capacities)
 
 
 @OF_SUMMED

@@ -15,7 +15,7 @@ NAMES = ("a", "b", "gradcomp.0.end")
 
 
 def asked(name, number=0):
-    return stall_inspector.Asked(name, SimpleNamespace(process_set_id=number), lambda: False)
+    return stall_inspector.PendingOp(name, SimpleNamespace(process_set_id=number), lambda: False)
 
 
 of_a_rank = st.lists(
@@ -59,7 +59,7 @@ class Ranks:
     def __init__(self):
         self.given = {}
         self.watches = [
-            stall_inspector.Watch(
+            stall_inspector.StallChannel(
                 SimpleNamespace(process_set_id=0, size=lambda: 2, rank=lambda r=r: r, ranks=[0, 1]),
                 lambda x, name, _, r=r: self.give(r, torch.tensor(x)),
                 lambda: {0: (0, 1)},

@@ -14,7 +14,7 @@ from hvd_gradcomp import NonFiniteGradientError
 from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.codecs.topk import LargestCompressor
+from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
@@ -162,7 +162,7 @@ def test_a_state_lies_in_no_gradient(compressor):
 
 
 @dataclass(frozen=True)
-class FewOfEach(LargestCompressor):
+class FewOfEach(TopKCompressor):
     def count(self, size):
         return min(size, 5)
 

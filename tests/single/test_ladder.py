@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp.core.capacity import PATIENCE, Ladder
+from hvd_gradcomp.core.capacity import PATIENCE, CapacitySchedule
 from hvd_gradcomp.ops.torch import TorchOps
 
 
@@ -24,14 +24,14 @@ def walk(ladder, needs, start=None):
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=80), st.integers(17, 4000))
 @settings(deadline=None)
 def test_there_is_always_room_for_what_was_needed(needs, top):
-    ladder = Ladder.up_to(top)
+    ladder = CapacitySchedule.up_to(top)
     for need, rung in zip(needs, walk(ladder, needs)):
         assert rung.dense or rung.capacity >= need
         assert rung.dense == (rung.index == ladder.top)
 
 
 def test_it_leaves_a_rung_slowly():
-    ladder = Ladder.up_to(10_000)
+    ladder = CapacitySchedule.up_to(10_000)
     rungs = walk(ladder, [5000] + [100] * (PATIENCE + 1))
     assert len({r.index for r in rungs[:PATIENCE]}) == 1
     assert rungs[-1].capacity >= 100 and rungs[-1].capacity < 200
@@ -39,7 +39,7 @@ def test_it_leaves_a_rung_slowly():
 
 @given(st.integers(0, 20), st.integers(0, 5000))
 def test_a_rung_to_start_on_is_that_of_one_step(start, need):
-    ladder = Ladder.up_to(10_000)
+    ladder = CapacitySchedule.up_to(10_000)
     first, second = walk(ladder, [0, need], start)
     assert first.index == start
     assert second.capacity >= need
@@ -47,19 +47,19 @@ def test_a_rung_to_start_on_is_that_of_one_step(start, need):
 
 
 def test_it_goes_down_to_what_was_needed_meanwhile():
-    ladder = Ladder.up_to(10_000)
+    ladder = CapacitySchedule.up_to(10_000)
     needs = [5000] + [100] * (PATIENCE // 2) + [900] + [100] * (PATIENCE // 2)
     assert walk(ladder, needs)[-1].capacity >= 900
 
 
 def test_noise_does_not_change_the_size_each_step():
-    ladder = Ladder.up_to(10_000)
+    ladder = CapacitySchedule.up_to(10_000)
     needs = [1000 + 37 * (i * i % 11) for i in range(200)]
     indices = [r.index for r in walk(ladder, needs)][PATIENCE:]
     assert sum(a != b for a, b in zip(indices, indices[1:])) <= 2
 
 
 def test_a_tiny_bucket_has_only_the_dense_rung():
-    assert Ladder.up_to(5).capacities == ()
-    (rung,) = walk(Ladder.up_to(5), [3])
+    assert CapacitySchedule.up_to(5).capacities == ()
+    (rung,) = walk(CapacitySchedule.up_to(5), [3])
     assert rung.dense

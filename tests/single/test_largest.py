@@ -21,7 +21,7 @@ from hvd_gradcomp.algorithms.egc import entropy_of_layers
 from hvd_gradcomp.codecs.indices import CODINGS
 from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import LARGEST
@@ -65,11 +65,11 @@ def sent_by(world: World, rank: int) -> torch.Tensor:
     return compressor.decode_sum(ops, layout, rung_of(world), body, weight, room)
 
 
-def rung_of(world: World) -> Rung:
+def rung_of(world: World) -> CapacityLevel:
     """That of the last step, which was gathered."""
     capacities = world.compressor.capacities(world.layout)
     number = min(int(world.states[0].ladder.rung), len(capacities) - 1)
-    return Rung(number, capacities[number], False)
+    return CapacityLevel(number, capacities[number], False)
 
 
 KINDS = ("heavy", "normal", "constant", "sparse", "clustered", "zero")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import FP16Compressor, HybridCompressor, NoneCompressor, StromCompressor
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import EVERY, LEARNED, LINEAR, OUTSIDE, WORDS
@@ -59,7 +59,7 @@ def rung_of(world):
     ladder = world.compressor.ladder(world.layout, world.size)
     index = int(world.traffic[0][0].tensor[12:16].cpu().view(torch.int32))
     dense = index == ladder.top
-    return Rung(index, (*ladder.capacities, 0)[index], dense, dense and ladder.summed)
+    return CapacityLevel(index, (*ladder.capacities, 0)[index], dense, dense and ladder.summed)
 
 
 @pytest.mark.parametrize("compressor", WORDS, ids=repr)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hvd_gradcomp.runtime.elastic import Lost, Membership, Seat
+from hvd_gradcomp.runtime.elastic import Lost, Membership, RankState
 
 
 class Values:
@@ -94,7 +94,7 @@ def advanced(rank):
 
 
 def seat(rank):
-    return Seat(rank._process, rank.rank, rank._host, 0, rank._commits, rank._squares())
+    return RankState(rank._process, rank.rank, rank._host, 0, rank._commits, rank._squares())
 
 
 def test_ranks_a_commit_apart_go_back_to_the_one_they_share(caplog):

@@ -104,4 +104,4 @@ def test_a_graph_for_sessions_is_refused():
     tf = pytest.importorskip("tensorflow")
     tape = pytest.importorskip("hvd_gradcomp.tensorflow.tape")
     with tf.Graph().as_default(), pytest.raises(RuntimeError, match=r"^gradients .*tf\.function"):
-        tape.engine_for([tf.constant(1.0)], NoneCompressor(), process_set=None)
+        tape.reducer_for([tf.constant(1.0)], NoneCompressor(), process_set=None)

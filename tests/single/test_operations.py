@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hvd_gradcomp import cli
 from hvd_gradcomp.cli import doctor
 from hvd_gradcomp.codecs.topk import form_of
-from hvd_gradcomp.core.capacity import PATIENCE, Ladder, LadderState
+from hvd_gradcomp.core.capacity import PATIENCE, CapacitySchedule, CapacityState
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import Band, Bands
 from hvd_gradcomp.ops import PayloadError, building
 from hvd_gradcomp.ops.interface.header import Field
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps, library
 from hvd_gradcomp.testing import World
@@ -389,7 +389,7 @@ def test_passes_do_what_the_verbs_do(compressor, sizes, ranks, moments, scale, s
 def test_no_index_is_trusted(compressor, how, data):
     """Bodies that nobody wrote: the sum of the verbs, or an error, whatever the bytes."""
     layout, dense = Layout(("a", "b"), ((300,), (200,))), data.draw(st.booleans())
-    rung = Rung(0, 20, dense)
+    rung = CapacityLevel(0, 20, dense)
     size = compressor.body_bytes(layout, rung)
     given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
     bodies = np.array([list(body) for body in given], np.uint8)
@@ -423,7 +423,7 @@ def test_no_index_is_trusted(compressor, how, data):
 @built
 def test_passes_refuse_what_does_not_fit():
     layout, compressor = Layout(("a",), ((300,),)), VARIANCE
-    passes, rule, rung = TensorFlowOps().word_passes, VARIANCE.rule, Rung(0, 20, False)
+    passes, rule, rung = TensorFlowOps().word_passes, VARIANCE.rule, CapacityLevel(0, 20, False)
     r, moment, weights = noise(1, 512), tf.abs(noise(2, 512)), noise(3, 1)
     body = codes(4, 1, compressor.body_bytes(layout, rung))
     sent = tf.zeros((1,), tf.int64)
@@ -432,11 +432,11 @@ def test_passes_refuse_what_does_not_fit():
         (passes.write, (rung, 0, (r, moment), r[:-1], moment, sent)),
         (passes.write, (rung, 0, (r, moment), r, moment[:-1], sent)),
         (passes.write, (rung, -1, (r, moment), r, moment, sent)),
-        (passes.write, (Rung(0, 513, False), 0, (r, moment), r, moment, sent)),
+        (passes.write, (CapacityLevel(0, 513, False), 0, (r, moment), r, moment, sent)),
         (passes.add, (rung, body[:, :-4], weights, r)),
         (passes.add, (rung, body, noise(1, 2), r)),
         (passes.add, (rung, body, weights, r[:-1])),
-        (passes.add, (Rung(0, 0, True), body, weights, r)),
+        (passes.add, (CapacityLevel(0, 0, True), body, weights, r)),
     ]
     for function, arguments in wrong:
         with pytest.raises(tf.errors.InvalidArgumentError):
@@ -478,8 +478,8 @@ def test_passes_refuse_what_does_not_fit():
 )
 @settings(max_examples=200, deadline=None)
 def test_a_ladder_is_climbed_alike(capacities, state):
-    ladder = Ladder(capacities)
-    given_ = LadderState(*(tf.constant(x, tf.int64) for x in state))
+    ladder = CapacitySchedule(capacities)
+    given_ = CapacityState(*(tf.constant(x, tf.int64) for x in state))
     room, after = ladder.climb(verbs(), given_)
     rung, capacity, dense, calm, peak, changes = TensorFlowOps()._climb(
         capacities, PATIENCE, given_

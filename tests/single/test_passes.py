@@ -17,11 +17,11 @@ from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.algorithms.variance import Ambiguity
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo, Sign
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.codecs.threshold import WordCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building
-from hvd_gradcomp.ops.kernel_params import Rule, Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
 from hvd_gradcomp.ops.torch import blocks, fused
 from hvd_gradcomp.testing import World
 from tests.methods import WORDS
@@ -172,7 +172,7 @@ def test_bodies_of_another_rung_are_an_error(compressor, dense):
             compressor.decode_sum(ops, layout, rung, bodies, *given)
 
 
-class ByRule(WordCompressor, registered=False):
+class ByRule(ThresholdCompressor, registered=False):
     """Does in verbs what a rule says, whichever; v is only there where the rule has it."""
 
     def __init__(self, rule):
@@ -232,7 +232,7 @@ def test_every_rule_there_may_be(rule):
         assert all(map(torch.equal, fused.step(given), reference.step(given)))
         assert_alike(fused, reference)
         sizes.add(fused.traffic[0][0].tensor.numel())
-    assert compressor.payload_bytes(layout, Rung(0, 0, True)) in sizes and len(sizes) > 1
+    assert compressor.payload_bytes(layout, CapacityLevel(0, 0, True)) in sizes and len(sizes) > 1
 
 
 def test_a_rule_is_not_inherited_by_another_gate():

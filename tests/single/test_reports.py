@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hvd_gradcomp import JSONLines, SparseGDCompressor, StromCompressor, TensorBoard, after
-from hvd_gradcomp.core.capacity import Ladder
+from hvd_gradcomp.core.capacity import CapacitySchedule
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import report
 from hvd_gradcomp.core.protocols.resizing import start
@@ -282,7 +282,7 @@ def test_a_disk_that_stands_still_does_not_stop_the_training(opens, caplog, monk
 
 
 def test_changes_of_the_rung_are_counted():
-    ladder, ops = Ladder.up_to(10_000), TorchOps()
+    ladder, ops = CapacitySchedule.up_to(10_000), TorchOps()
     state = ladder.init(ops)
     rungs = [int(state.rung)]
     for need in [5000] + [100] * 40 + [3000] * 3:

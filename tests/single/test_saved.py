@@ -14,7 +14,7 @@ import torch
 from hvd_gradcomp.runtime import typed_json
 from hvd_gradcomp.runtime.typed_json import MessageError
 from hvd_gradcomp.torch import safetensors_file
-from hvd_gradcomp.torch.checkpoint import way_back
+from hvd_gradcomp.torch.checkpoint import make_rollback
 
 
 class Hostile:
@@ -142,7 +142,7 @@ def trained():
 
 def test_the_way_back_is_to_the_bit():
     model, optimizer, scheduler = objects = trained()
-    undos = [way_back(item) for item in objects]
+    undos = [make_rollback(item) for item in objects]
     before = safetensors_file.unpacked(
         safetensors_file.packed([item.state_dict() for item in objects])
     )

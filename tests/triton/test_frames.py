@@ -59,7 +59,7 @@ def test_frames_are_those_of_the_verbs(sizes, ranks, groups, kind, size, damage,
             frames[-1, -1] += 1
         try:
             how = weighing(context, side)
-            given, got = wire.open_sealed(ops, header, frames, how)
+            given, got = wire.unpack(ops, header, frames, how)
             weights = weights_of(ops, context, given)
             ops.raise_found()
         except (PayloadError, NonFiniteGradientError) as error:

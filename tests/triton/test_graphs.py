@@ -19,16 +19,16 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.codecs.quantized import Into, QuantizedCompressor
-from hvd_gradcomp.codecs.threshold import WordCompressor
-from hvd_gradcomp.codecs.topk import LargestCompressor
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
+from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from tests.triton.gradients import on
 
 SHAPES = (("a", "b", "c"), ((40, 45), (3,), (1500,)))
-FAMILIES = (WordCompressor, LargestCompressor, QuantizedCompressor)
+FAMILIES = (ThresholdCompressor, TopKCompressor, QuantizedCompressor)
 HAVE_KERNELS = [name for name, (one, *_) in METHODS.items() if isinstance(one, FAMILIES)]
 CODECS = [
     VarianceCompressor(alpha=0.5),
@@ -55,7 +55,7 @@ class Codec:
         self.compressor, self.ops = compressor, ops
         self.layout = Layout(*SHAPES, block=compressor.block)
         self.context = Context(self.layout, 0, 2, 0, 1.0, 0.5)
-        self.rung = Rung(0, 200, dense)
+        self.rung = CapacityLevel(0, 200, dense)
         self.gradient = ops.zeros((self.layout.size,))
         self.state = compressor.init(ops, self.layout)
         self.weights = ops.full((2,), 0.5, "float32")
@@ -75,7 +75,7 @@ class Codec:
         buffer = wire.seal(ops, header, encoded.body)
         bodies = wire.bodies_of(self.gathered(buffer))
         encoded.settle()
-        if isinstance(codec, LargestCompressor):
+        if isinstance(codec, TopKCompressor):
             return (buffer,)
         total = codec.decode_sum(ops, layout, rung, bodies, self.weights, gradient)
         return buffer, total
@@ -147,7 +147,7 @@ def test_a_step_is_twelve_launches_and_waits_for_nothing(name):
         step.take()
         launched = [launch for part in step.listed for launch, _ in part]
         assert len(launched) <= LAUNCHES, launched
-        largest = isinstance(compressor, LargestCompressor)  # adding looks at what comes of it
+        largest = isinstance(compressor, TopKCompressor)  # adding looks at what comes of it
         assert launched.count("to the host") == 1 + largest
         assert launched.count("from the host") == 0
         assert kept == [set(each._rooms) for each in passes]

@@ -14,7 +14,7 @@ from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.patterns import header_of, weights_of
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from hvd_gradcomp.ops.kernel_params import Rung
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from tests.methods import WORDS
 from tests.passes import layout_of
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
@@ -91,7 +91,7 @@ def test_no_index_is_trusted(compressor, data, device):
     layout, capacity = layout_of(300, 200), 20
     ours, theirs = on(device, True), on(device, False)
     dense = data.draw(st.booleans())
-    rung = Rung(0, capacity, dense)
+    rung = CapacityLevel(0, capacity, dense)
     size = compressor.payload_bytes(layout, rung) - HEADER_BYTES
     given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
     bodies = torch.tensor([list(body) for body in given], dtype=torch.uint8)
@@ -114,7 +114,7 @@ def test_no_index_is_trusted(compressor, data, device):
         frames = torch.stack([wire.seal(ops, header, body.to(device)) for body in bodies])
         weighing = compressor.weighing(context, rung)
         try:
-            said, found = wire.open_sealed(ops, header, frames, weighing)
+            said, found = wire.unpack(ops, header, frames, weighing)
             weights = weights_of(ops, context, said)
             found = compressor.decode_sum(ops, layout, rung, found, weights, into)
             ops.raise_found()

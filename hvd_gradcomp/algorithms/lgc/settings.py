@@ -80,7 +80,7 @@ class LGCSettings(MomentumCorrected, registered=False):
 
     state_format = 2  # what is owed beside the residual, and what the loss is sampled from
     replicated = frozenset({"start", "ready", "drifted"})
-    begins_anew = frozenset({"hint", "asked"})
+    reset_on_merge = frozenset({"hint", "asked"})
     whole_model = True
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class LGCSettings(MomentumCorrected, registered=False):
         ]
 
     @derived
-    def needs_order(self) -> bool:
+    def needs_execution_order(self) -> bool:
         return self.first_layer is None or self.last_layer is None
 
     def _chosen(self, layers: Sequence[Layer], name: str, role: str) -> set[int]:

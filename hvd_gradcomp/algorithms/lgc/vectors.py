@@ -129,7 +129,7 @@ def opened(
 ) -> tuple[wire.Header, Tensor]:
     """What travelled: the headers and the bodies."""
     expected, weighing = patterns.header_of(lgc, context), patterns.weighing(context, {})
-    return wire.open_sealed(ops, expected, buffers, weighing)
+    return wire.unpack(ops, expected, buffers, weighing)
 
 
 def counted(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:

@@ -33,7 +33,7 @@ class Weighs(Protocol):
         """About what a layer takes of a payload; None where that depends on the gradients.
 
         Args:
-            shape: with the outputs first, as `foundation.layout.outputs_first` has it.
+            shape: with the outputs first, as `core.layout.outputs_first` has it.
         """
 
 

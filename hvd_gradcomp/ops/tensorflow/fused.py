@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.kernel_params import Collecting, Form, Rule, Rung, Written
+from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form, Rule, Written
 from hvd_gradcomp.ops.scope import Scope
 
 
@@ -32,7 +32,7 @@ class TensorFlowWordPasses:
         self,
         rule: Rule,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         turn: Any,
         memory: Sequence[Tensor],
         gradient: Tensor,
@@ -56,7 +56,7 @@ class TensorFlowWordPasses:
         self,
         rule: Rule,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,
@@ -203,7 +203,7 @@ def _numbers(rule: Rule, layout: Layout) -> dict[str, Any]:
     return {"rule": [float(number) for number in rule.numbers], **_bucket(layout)}
 
 
-def _capacity(rung: Rung) -> Tensor:
+def _capacity(rung: CapacityLevel) -> Tensor:
     """As the operations take it."""
     if isinstance(rung.dense, bool):
         return tf.constant(-1, tf.int64) if rung.dense else tf.cast(rung.capacity, tf.int64)

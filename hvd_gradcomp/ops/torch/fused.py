@@ -23,7 +23,7 @@ import torch
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import PayloadError, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
-from hvd_gradcomp.ops.kernel_params import Collecting, Form, Rule, Rung, Written
+from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form, Rule, Written
 from hvd_gradcomp.ops.scope import Scope
 
 _BEYOND = -2  # in passes.h
@@ -73,7 +73,7 @@ class WordPasses(Passes):
         self,
         rule: Rule,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         turn: int,
         memory: Sequence[Tensor],
         gradient: Tensor,
@@ -124,7 +124,7 @@ class WordPasses(Passes):
         self,
         rule: Rule,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,

@@ -40,7 +40,7 @@ from hvd_gradcomp.ops.triton.common import (
 
 if TYPE_CHECKING:
     from hvd_gradcomp.core.layout import Layout
-    from hvd_gradcomp.ops.kernel_params import Rung
+    from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 TILE = 2048
 ADDED = 8192  # elements of a sum that a program is to write
@@ -422,7 +422,7 @@ class WordPasses(Launcher):
         self,
         rule: Rule,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         turn: int,
         memory: Sequence[Tensor],
         gradient: Tensor,
@@ -502,7 +502,7 @@ class WordPasses(Launcher):
         self,
         rule: Rule,
         layout: Layout,
-        rung: Rung,
+        rung: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,

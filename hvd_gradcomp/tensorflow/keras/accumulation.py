@@ -12,7 +12,7 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.tensorflow.engine import LOGGER
 
 
-class Passes:
+class GradientAccumulation:
     """Gradients, and their squares or moments, added up over the passes of a step.
 
     Args:

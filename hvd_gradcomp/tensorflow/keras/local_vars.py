@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.tensorflow.engine import Engine, poisoned
+from hvd_gradcomp.tensorflow.engine import GraphReducer, poisoned
 from hvd_gradcomp.tensorflow.graph_exchange import times
 from hvd_gradcomp.tensorflow.variables import keep_own, plain_variable
 
@@ -62,7 +62,7 @@ def local_places(
     return local
 
 
-class Sharing:
+class LocalVariableFilter:
     """The exchange of those gradients that are not this rank's alone.
 
     Args:
@@ -72,7 +72,11 @@ class Sharing:
     """
 
     def __init__(
-        self, engine: Engine, exchanged: Sequence[int], local: frozenset[int], scale_local: bool
+        self,
+        engine: GraphReducer,
+        exchanged: Sequence[int],
+        local: frozenset[int],
+        scale_local: bool,
     ) -> None:
         self._engine, self._exchanged, self._local = engine, list(exchanged), local
         self._scale_local = scale_local

@@ -30,7 +30,7 @@ from keras import layers
 from hvd_gradcomp.tensorflow.engine import distributed_in
 
 
-class Use(NamedTuple):
+class LayerUse(NamedTuple):
     """One call of a layer in the forward pass."""
 
     layer: Any
@@ -40,7 +40,7 @@ class Use(NamedTuple):
 
 _CHUNK = 1 << 24  # elements of per-sample gradients and patches that exist at a time
 OTHERS = ("error", "step")
-_uses: list[Use] | None = None  # of the step being traced
+_uses: list[LayerUse] | None = None  # of the step being traced
 
 
 # -- rules: squares of each weight's contributions, summed over samples ---------------------------
@@ -244,7 +244,7 @@ def _watch(layer: Any) -> None:
             finally:
                 layer.activation = activation
             result = activation(output)
-        _uses.append(Use(layer, tf.convert_to_tensor(x), output))
+        _uses.append(LayerUse(layer, tf.convert_to_tensor(x), output))
         return result
 
     layer._gradcomp_call = call
@@ -252,7 +252,7 @@ def _watch(layer: Any) -> None:
 
 
 @contextmanager
-def _noting() -> Iterator[list[Use]]:
+def _noting() -> Iterator[list[LayerUse]]:
     global _uses
     _uses = []
     try:
@@ -289,7 +289,7 @@ def _squared(gradient: Any) -> tf.Tensor:
 
 
 def moments_of(
-    weights: Sequence[Any], uses: Sequence[Use], deltas: Sequence[Any], others: str = "error"
+    weights: Sequence[Any], uses: Sequence[LayerUse], deltas: Sequence[Any], others: str = "error"
 ) -> list[Any]:
     """The moment of each weight from the layers' inputs and output gradients; None without one."""
     found: dict[int, tf.Tensor] = {}

@@ -32,14 +32,14 @@ from hvd_gradcomp.tensorflow import checksums
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
     TITLES,
-    Engine,
+    GraphReducer,
     check,
     distributed_in,
     takes_part,
 )
 from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
-from hvd_gradcomp.tensorflow.keras.accumulation import MomentSource, Passes
-from hvd_gradcomp.tensorflow.keras.local_vars import Sharing, local_places, places_of
+from hvd_gradcomp.tensorflow.keras.accumulation import GradientAccumulation, MomentSource
+from hvd_gradcomp.tensorflow.keras.local_vars import LocalVariableFilter, local_places, places_of
 from hvd_gradcomp.tensorflow.tape import layers_in, named_layers, variables_of
 from hvd_gradcomp.tensorflow.variables import keep_local
 
@@ -199,7 +199,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
         if hasattr(inner, excluded):  # no part of the configuration
             setattr(of, excluded, getattr(inner, excluded))
-    if isinstance(optimizer, _Reducing):
+    if isinstance(optimizer, DistributedOptimizerMixin):
         distributed._find_local.extend(optimizer._find_local)
         distributed._known_local = optimizer._known_local
     if optimizer.built:
@@ -265,12 +265,12 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
     return distributed
 
 
-class _Reducing:
+class DistributedOptimizerMixin:
     """What the class of a distributed optimizer has before its Keras class."""
 
     built: bool  # Keras's
     _base: type  # the Keras class
-    _gradcomp: Engine | None = None
+    _gradcomp: GraphReducer | None = None
     _moments: list[Any] | None = None  # left here by `track_moments`, for the next `apply`
     _known_local: frozenset[int] = frozenset()  # places of local variables, from a file
     _refusal: str = ""  # why it cannot train here, where it was read from a file
@@ -397,7 +397,7 @@ class _Reducing:
         rank = tf.constant(horovod.rank(), tf.int64)
         self._owner = keep_local(self._state_variable("gradcomp_rank", rank))
         layers = named_layers(variables)
-        self._gradcomp = Engine(
+        self._gradcomp = GraphReducer(
             [layers[i] for i in self._exchanged],
             self._compressor,
             make_variable=self._state_variable,
@@ -407,7 +407,9 @@ class _Reducing:
             tables=[] if self._passes > 1 else tables_of([layers[i] for i in self._exchanged]),
             **self._settings,
         )
-        self._sharing = Sharing(self._gradcomp, self._exchanged, self._local, self._scale_local)
+        self._sharing = LocalVariableFilter(
+            self._gradcomp, self._exchanged, self._local, self._scale_local
+        )
         if self._passes > 1:
             self._pass = self._state_variable("gradcomp_pass", tf.constant(0, tf.int64))
             zeros = [tf.zeros(v.shape) for v in variables]
@@ -416,7 +418,7 @@ class _Reducing:
                 for name in ("added", "squared")
             )
             self._gradcomp.sums = [*self._added, *self._squared]
-            self._sums = Passes(
+            self._sums = GradientAccumulation(
                 self._passes,
                 self._average_passes,
                 self._batch_size,
@@ -527,7 +529,7 @@ class _Reducing:
         """Applies the result, unless the step is to be left out and no loss scaler does so."""
 
         def update() -> None:
-            super(_Reducing, self).apply(reduced, variables)  # type: ignore[misc]
+            super(DistributedOptimizerMixin, self).apply(reduced, variables)  # type: ignore[misc]
 
         if self._skips and not isinstance(self, LossScaleOptimizer):
             tf.cond(self._gradcomp.finite, update, lambda: None)  # type: ignore[union-attr]
@@ -611,7 +613,7 @@ def load_model(
     if model.optimizer is None:
         return model
     found = distributed_in(model.optimizer)
-    if not isinstance(found, _Reducing):  # it was saved undistributed
+    if not isinstance(found, DistributedOptimizerMixin):  # it was saved undistributed
         compiled = keras.saving.deserialize_keras_object(model.get_compile_config())
         compiled["optimizer"] = DistributedOptimizer(model.optimizer, **options)
         model.compile(**compiled)
@@ -623,7 +625,7 @@ def load_model(
 def refusal(optimizer: Any) -> str:
     """Why training with this optimizer would not exchange gradients; "" where it would."""
     found = distributed_in(optimizer)
-    if not isinstance(found, _Reducing):
+    if not isinstance(found, DistributedOptimizerMixin):
         return f"{type(found).__name__} is not distributed"
     return found._refusal
 
@@ -635,7 +637,11 @@ def refusal(optimizer: Any) -> str:
 def _class_of(base: type) -> Any:
     """The class of distributed optimizers of a Keras class, registered."""
     register = keras.saving.register_keras_serializable("hvd_gradcomp", "DistributedOptimizer")
-    made = type(base.__name__, (_Reducing, base), {"__module__": base.__module__, "_base": base})
+    made = type(
+        base.__name__,
+        (DistributedOptimizerMixin, base),
+        {"__module__": base.__module__, "_base": base},
+    )
     register(made)
     register(_Saved)  # the last one is found by the name
     return made
@@ -647,7 +653,7 @@ def _base_of(optimizer: Any) -> type:
 
 def _made(base: type, config: dict[str, Any]) -> Any:
     cls = _class_of(base)
-    return super(_Reducing, cls).from_config(dict(config))
+    return super(DistributedOptimizerMixin, cls).from_config(dict(config))
 
 
 def _plain_config(optimizer: Any) -> dict[str, Any]:
@@ -656,7 +662,7 @@ def _plain_config(optimizer: Any) -> dict[str, Any]:
     Raises:
         ValueError: it is a loss scaler around a distributed one.
     """
-    if isinstance(getattr(optimizer, "inner_optimizer", None), _Reducing):
+    if isinstance(getattr(optimizer, "inner_optimizer", None), DistributedOptimizerMixin):
         raise ValueError(
             "what this LossScaleOptimizer is wrapped around is distributed already: pass its "
             "inner_optimizer to hvd.DistributedOptimizer, or nothing"
@@ -708,7 +714,7 @@ def _those(optimizer: Any, variables: Any) -> list[Any]:
 
 
 def _restored(config: dict[str, Any], base: Any = None) -> Any:
-    """A distributed optimizer from the configuration of one; see `_Reducing.from_config`."""
+    """Restores a distributed optimizer; see `DistributedOptimizerMixin.from_config`."""
     config, written = serialization.parted(config)
     base = base or serialization.named(written.get("optimizer", ""))
     try:

@@ -12,7 +12,7 @@ from hvd_gradcomp.monitoring.reports import Writer
 from hvd_gradcomp.tensorflow import stats_writer
 from hvd_gradcomp.tensorflow.engine import distributed_in, optimizer_of, takes_part
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
-from hvd_gradcomp.tensorflow.stats import engine_of
+from hvd_gradcomp.tensorflow.stats import reducer_of
 
 
 class StatsWriter(keras.callbacks.Callback):
@@ -49,7 +49,7 @@ class StatsWriter(keras.callbacks.Callback):
         if not refusal(self.model.optimizer) and not self.model.built:
             distributed_in(self.model.optimizer).when_built(self._open)  # in the first step
             return
-        if engine_of(optimizer_of(self.model)).watch():  # which what is traced already cannot
+        if reducer_of(optimizer_of(self.model)).watch():  # which what is traced already cannot
             self.model.make_train_function(force=True)
         self._open()
 

@@ -1,0 +1,6 @@
+"""Transports of PyTorch.
+
+horovod    Horovod's asynchronous collectives
+c10d       `torch.distributed`
+recorded   Horovod's own collectives, recorded for the stall inspector
+"""

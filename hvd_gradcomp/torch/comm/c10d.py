@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime import typed_json
 
-_open: weakref.WeakSet[Group] = weakref.WeakSet()
+_open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 @atexit.register
@@ -30,7 +30,7 @@ def _let_go() -> None:
         group.handle = None
 
 
-class Group:
+class ProcessGroup:
     """Connections of our own between the ranks of a process group; all of them call it.
 
     So what a user sends meets nothing of ours, and a rank that fails can hang up: then the others
@@ -75,10 +75,10 @@ class Group:
         def allgather(mine: bytes) -> Iterator[bytes]:
             data = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
             length = torch.tensor([data.numel()], device=self.device)
-            lengths = [int(x) for x in Reply.of(dist.all_gather, length, self).wait()]
+            lengths = [int(x) for x in Work.of(dist.all_gather, length, self).wait()]
             room = data.new_zeros(max(lengths))
             room[: data.numel()] = data
-            rows = Reply.of(dist.all_gather, room, self).wait()
+            rows = Work.of(dist.all_gather, room, self).wait()
             return (bytes(row[:n].tolist()) for row, n in zip(rows, lengths))
 
         return typed_json.gathered(item, kind, allgather, self.ranks)
@@ -90,14 +90,14 @@ def _timeout_of(group: Any, device: torch.device) -> Any:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
-class Reply:
+class Work:
     """What is on its way, and what is made of it."""
 
     def __init__(self, work: Any, shaped: Callable[[], torch.Tensor]) -> None:
         self._work, self._shaped = work, shaped
 
     @classmethod
-    def of(cls, allgather: Any, tensor: torch.Tensor, group: Group) -> Reply:
+    def of(cls, allgather: Any, tensor: torch.Tensor, group: ProcessGroup) -> Work:
         """Of an allgather."""
         rows = tensor.new_empty((group.size(), *tensor.shape))
         work = allgather(list(rows.unbind(0)), tensor, group=group.handle, async_op=True)
@@ -113,14 +113,14 @@ class Reply:
         return self._shaped()
 
 
-class Distributed:
+class C10dBackend:
     """The collectives of `torch.distributed`; see `Transport`."""
 
-    def allgather(self, tensor: torch.Tensor, name: str, group: Group) -> Reply:
+    def allgather(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name
-        return Reply.of(dist.all_gather, tensor.contiguous(), group)
+        return Work.of(dist.all_gather, tensor.contiguous(), group)
 
-    def allreduce(self, request: Allreduce, name: str, group: Group) -> Reply:
+    def allreduce(self, request: Allreduce, name: str, group: ProcessGroup) -> Work:
         del name
         tensor, prescale, postscale, donated = request
         if prescale != 1.0:
@@ -128,15 +128,15 @@ class Distributed:
         else:
             total = tensor.contiguous() if donated else tensor.clone()
         work = dist.all_reduce(total, group=group.handle, async_op=True)
-        return Reply(work, lambda: total if postscale == 1.0 else total.mul_(postscale))
+        return Work(work, lambda: total if postscale == 1.0 else total.mul_(postscale))
 
-    def alltoall(self, tensor: torch.Tensor, name: str, group: Group) -> Reply:
+    def alltoall(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name
         given, received = tensor.contiguous(), torch.empty_like(tensor)
         work = dist.all_to_all_single(received, given, group=group.handle, async_op=True)
-        return Reply(work, lambda: received)
+        return Work(work, lambda: received)
 
-    def gather(self, request: Gather, name: str, group: Group) -> Reply:
+    def gather(self, request: Gather, name: str, group: ProcessGroup) -> Work:
         del name
         given, here, nothing = request.tensor.contiguous(), group.rank(), [0] * group.size()
         to, of = list(nothing), nothing
@@ -145,13 +145,13 @@ class Distributed:
             of = list(request.lengths)
         received = given.new_empty(sum(of))
         work = dist.all_to_all_single(received, given, of, to, group=group.handle, async_op=True)
-        return Reply(work, lambda: received)
+        return Work(work, lambda: received)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Group) -> Reply:
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: ProcessGroup) -> Work:
         del name
         given = tensor.clone()
         work = dist.broadcast(given, root, group=group.handle, async_op=True)
-        return Reply(work, lambda: given)
+        return Work(work, lambda: given)
 
-    def wait(self, pending: Reply) -> torch.Tensor:
+    def wait(self, pending: Work) -> torch.Tensor:
         return pending.wait()

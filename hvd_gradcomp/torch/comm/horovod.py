@@ -49,7 +49,7 @@ def pauses() -> Callable[[], None]:
 
 
 @dataclass(frozen=True)
-class Loan:
+class Work:
     """Tensors that are with Horovod, until `wait` has returned.
 
     After an error they may still be: then it has to live on.
@@ -111,19 +111,19 @@ def takes(device: torch.device) -> bool:
     return hasattr(mpi_ops.mpi_lib, mpi_ops._allgather_function_factory(bytes_there))
 
 
-def _lend(name: str, process_set: Any, enqueue: Callable[..., int], *arguments: Any) -> Loan:
+def _lend(name: str, process_set: Any, enqueue: Callable[..., int], *arguments: Any) -> Work:
     loan = _unwatched(enqueue, *arguments, name, process_set)
-    waiting.ask(loan.key, stall_inspector.Asked(name, process_set, loan.ready))
+    waiting.ask(loan.key, stall_inspector.PendingOp(name, process_set, loan.ready))
     return loan
 
 
-def _unwatched(enqueue: Callable[..., int], *arguments: Any) -> Loan:
+def _unwatched(enqueue: Callable[..., int], *arguments: Any) -> Work:
     lent = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     references = [x.view(x.shape) for x in lent if isinstance(x, torch.Tensor)]
-    return Loan(next(_keys), enqueue(*lent), references)
+    return Work(next(_keys), enqueue(*lent), references)
 
 
-def _told(table: list[list[int]], name: str, process_set: Any) -> Loan:
+def _told(table: list[list[int]], name: str, process_set: Any) -> Work:
     """The sum over ranks, of which nobody takes note."""
     tensor = torch.tensor(table, dtype=torch.int64, device="cpu")
     sums = torch.empty_like(tensor), name, horovod.Sum, 1.0, 1.0, process_set
@@ -132,11 +132,13 @@ def _told(table: list[list[int]], name: str, process_set: Any) -> Loan:
 
 _keys = itertools.count()
 _stock = recorded.STOCK  # these collectives are recorded here, not there
-waiting = stall_inspector.Waiting(_told, lambda: mpi_ops._basics._get_process_set_ids_and_ranks())
+waiting = stall_inspector.StallInspector(
+    _told, lambda: mpi_ops._basics._get_process_set_ids_and_ranks()
+)
 recorded.watch(waiting, pauses)
 
 
-def allgather(tensor: torch.Tensor, name: str, process_set: Any) -> Loan:
+def allgather(tensor: torch.Tensor, name: str, process_set: Any) -> Work:
     """As `horovod.torch.allgather_async`; the tensor is contiguous, as for all of these."""
     return _lend(name, process_set, _stock["_allgather_async"], tensor, tensor.new_empty(0))
 
@@ -148,7 +150,7 @@ def allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
     result: torch.Tensor | None = None,
-) -> Loan:
+) -> Work:
     """As `horovod.torch.allreduce_async` with `op=Sum`; the result goes where it is told to."""
     result = torch.empty_like(tensor) if result is None else result
 
@@ -159,7 +161,7 @@ def allreduce(
     return _lend(name, process_set, enqueue, tensor, result)
 
 
-def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: Any) -> Loan:
+def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: Any) -> Work:
     """As `horovod.torch.alltoall_async`; equal splits if there are none."""
     parts = torch.tensor(splits, dtype=torch.int32, device="cpu")
     received = torch.empty(process_set.size(), dtype=torch.int32, device="cpu")
@@ -167,7 +169,7 @@ def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: An
     return _lend(name, process_set, _stock["_alltoall_async"], tensor, parts, result, received)
 
 
-def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> Loan:
+def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> Work:
     """As `horovod.torch.broadcast_async`."""
     result = torch.empty_like(tensor)
     return _lend(name, process_set, _stock["_broadcast_async"], tensor, result, root)
@@ -188,10 +190,10 @@ def sparse_allreduce(
     return wait
 
 
-class _Reply:
+class _AsyncReply:
     """A loan, and what is made of its result."""
 
-    def __init__(self, loan: Loan, shaped: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, loan: Work, shaped: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._loan, self.ready, self._shaped = loan, loan.ready, shaped
 
     def wait(self) -> torch.Tensor:
@@ -206,10 +208,10 @@ class _Reply:
         return self._shaped(reply)
 
 
-class Lending:
+class HorovodBackend:
     """Horovod as a transport; see `Transport`. What its collectives return has `ready()`."""
 
-    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
+    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _AsyncReply:
         own, ranks = tensor.contiguous(), group.size()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if goes_as_sum(tensor.numel(), dtype, ranks, horovod.gloo_enabled()):
@@ -221,7 +223,7 @@ class Lending:
                 torch.sub(total, mine, out=other)
                 return both
 
-            return _Reply(allreduce(mine, name, group, result=other), bytes_of_both)
+            return _AsyncReply(allreduce(mine, name, group, result=other), bytes_of_both)
 
         def rows(reply: torch.Tensor) -> torch.Tensor:
             if reply.numel() != ranks * own.numel():
@@ -232,27 +234,27 @@ class Lending:
                 )
             return reply.view(ranks, *own.shape)
 
-        return _Reply(allgather(own, name, group), rows)
+        return _AsyncReply(allgather(own, name, group), rows)
 
-    def allreduce(self, request: Allreduce, name: str, group: Any) -> _Reply:
+    def allreduce(self, request: Allreduce, name: str, group: Any) -> _AsyncReply:
         tensor, prescale, postscale, donated = request
         tensor = tensor.contiguous()
         how = prescale, postscale, tensor if donated else None
         loan = allreduce(tensor, name, group, *how)
-        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+        return _AsyncReply(loan, lambda reply: reply.view(tensor.shape))
 
-    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
+    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _AsyncReply:
         loan = alltoall(tensor.contiguous().view(-1), [], name, group)
-        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+        return _AsyncReply(loan, lambda reply: reply.view(tensor.shape))
 
-    def gather(self, request: Gather, name: str, group: Any) -> _Reply:
+    def gather(self, request: Gather, name: str, group: Any) -> _AsyncReply:
         tensor, splits = request.tensor.contiguous(), [0] * group.size()
         splits[request.root] = tensor.numel()
-        return _Reply(alltoall(tensor, splits, name, group), lambda reply: reply)
+        return _AsyncReply(alltoall(tensor, splits, name, group), lambda reply: reply)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Reply:
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _AsyncReply:
         loan = broadcast(tensor.contiguous(), root, name, group)
-        return _Reply(loan, lambda reply: reply.view(tensor.shape))
+        return _AsyncReply(loan, lambda reply: reply.view(tensor.shape))
 
-    def wait(self, pending: _Reply) -> torch.Tensor:
+    def wait(self, pending: _AsyncReply) -> torch.Tensor:
         return pending.wait()

@@ -17,7 +17,7 @@ from typing import Any
 
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.runtime.stall_inspector import Asked, Waiting
+from hvd_gradcomp.runtime.stall_inspector import PendingOp, StallInspector
 
 _PREFIXES = {  # of the names that Horovod pairs collectives by, by what enqueues them
     "_allreduce_async": "allreduce",
@@ -36,7 +36,7 @@ _REPLACED = {name: getattr(mpi_ops, name) for name in ("synchronize", "barrier",
 _unnamed: dict[tuple[str, int], int] = {}  # how many there were, by prefix and process set
 
 
-def watch(waiting: Waiting, pauses: Callable[[], Callable[[], None]]) -> None:
+def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> None:
     """Replaces what enqueues and what waits in all of Horovod's modules for PyTorch.
 
     Args:
@@ -56,7 +56,7 @@ def watch(waiting: Waiting, pauses: Callable[[], Callable[[], None]]) -> None:
 
     def barrier(process_set: Any = mpi_ops.global_process_set) -> None:
         key = _key(object())
-        waiting.ask(key, Asked("barrier", process_set, lambda: False, _thread()))
+        waiting.ask(key, PendingOp("barrier", process_set, lambda: False, _thread()))
         try:
             _REPLACED["barrier"](process_set)  # enqueues, and calls the `synchronize` above
         finally:
@@ -81,7 +81,9 @@ def watch(waiting: Waiting, pauses: Callable[[], Callable[[], None]]) -> None:
                     setattr(module, name, functools.wraps(stock)(ours[name]))
 
 
-def _recorded(waiting: Waiting, stock: Callable[..., int], prefix: str) -> Callable[..., int]:
+def _recorded(
+    waiting: StallInspector, stock: Callable[..., int], prefix: str
+) -> Callable[..., int]:
     """A function that enqueues, and records what it has enqueued."""
     signature = inspect.signature(stock)
 
@@ -98,7 +100,9 @@ def _recorded(waiting: Waiting, stock: Callable[..., int], prefix: str) -> Calla
         def ready() -> bool:  # also where somebody has waited for it elsewhere
             return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
 
-        waiting.ask(_key(handle), Asked(f"{prefix}.{call['name']}", process_set, ready, _thread()))
+        waiting.ask(
+            _key(handle), PendingOp(f"{prefix}.{call['name']}", process_set, ready, _thread())
+        )
         return handle
 
     return enqueue

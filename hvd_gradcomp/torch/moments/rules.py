@@ -1,7 +1,7 @@
 """What each sample contributes to the gradient of a function's parameters, function by function.
 
-A rule takes a function's arguments and says in a `Form` how contributions follow from the input
-and the gradient of the output. Both come as [samples, k, ...]: what a sample has of the axis that
+A rule takes a function's arguments and says in a `PerSampleRule` how contributions follow from the
+input and the gradient of the output. Both come as [samples, k, ...]: what a sample has of the axis that
 counts samples, and then the other axes. Whatever has no rule is run once more for each sample; see
 `Replay`.
 """
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvd_gradcomp.torch.moments.sample_axis import Place, samples_first, tensors_in
+from hvd_gradcomp.torch.moments.sample_axis import SampleAxis, samples_first, tensors_in
 
 
-class Form(NamedTuple):
+class PerSampleRule(NamedTuple):
     """How a function's contributions are formed.
 
     Attributes:
@@ -75,23 +75,23 @@ def _product_squares(name: str, x: Tensor, delta: Tensor) -> Tensor | None:
     return x.T @ delta if name == "transposed" else delta.T @ x
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Form:
-    return Form(input, _named(weight=weight, bias=bias), 2, _product, _product_squares)
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> PerSampleRule:
+    return PerSampleRule(input, _named(weight=weight, bias=bias), 2, _product, _product_squares)
 
 
 def _addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Form | None:
+) -> PerSampleRule | None:
     """GPT-2's `Conv1D`: the bias comes first, and the weight is the other way round."""
     if beta != 1 or alpha != 1 or input.dim() != 1:
         return None
-    return Form(mat1, _named(transposed=mat2, bias=input), 2, _product, _product_squares)
+    return PerSampleRule(mat1, _named(transposed=mat2, bias=input), 2, _product, _product_squares)
 
 
-def _matmul(input: Tensor, other: Tensor) -> Form | None:
+def _matmul(input: Tensor, other: Tensor) -> PerSampleRule | None:
     if input.dim() < 2 or other.dim() != 2:
         return None
-    return Form(input, _named(transposed=other), 2, _product, _product_squares)
+    return PerSampleRule(input, _named(transposed=other), 2, _product, _product_squares)
 
 
 # -- convolutions ------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def _convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Form:
+) -> PerSampleRule:
     """Patches of the padded input, times the output gradient, summed over places."""
     axes, shape = weight.dim() - 2, weight.shape
     kernel = shape[2:]
@@ -159,7 +159,7 @@ def _convolution(
         return torch.bmm(delta, patches.transpose(1, 2)).reshape(samples, *shape)
 
     targets = _named(weight=weight, bias=bias)
-    return Form(input, targets, axes + 2, _over_entries(of_entry))
+    return PerSampleRule(input, targets, axes + 2, _over_entries(of_entry))
 
 
 def _transposed(
@@ -171,7 +171,7 @@ def _transposed(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> Form:
+) -> PerSampleRule:
     """A convolution backwards: input and output gradient change places."""
     del output_padding  # delta is as large as it made the output
     axes, shape = weight.dim() - 2, weight.shape
@@ -189,7 +189,7 @@ def _transposed(
         return torch.bmm(x, patches.transpose(1, 2)).reshape(samples, *shape)
 
     targets = _named(weight=weight, bias=bias)
-    return Form(input, targets, axes + 2, _over_entries(of_entry))
+    return PerSampleRule(input, targets, axes + 2, _over_entries(of_entry))
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Form:
+) -> PerSampleRule:
     del max_norm, norm_type, sparse
     rows, width = weight.shape
     if padding_idx is not None:
@@ -236,7 +236,7 @@ def _embedding(
         return values.new_zeros(rows, width).index_add_(0, row, total.square())
 
     why_not = "scale_grad_by_freq counts in the whole batch" if scale_grad_by_freq else ""
-    return Form(input, {"weight": weight}, 1, contribute, squares, why_not=why_not)
+    return PerSampleRule(input, {"weight": weight}, 1, contribute, squares, why_not=why_not)
 
 
 # -- normalisation -----------------------------------------------------------------------------
@@ -244,12 +244,12 @@ def _embedding(
 
 def _of_last_axes(
     input: Tensor, shape: Sequence[int], targets: dict[str, Tensor], prepare: Any
-) -> Form:
+) -> PerSampleRule:
     def contribute(name: str, x: Tensor, delta: Tensor) -> Tensor:
         delta = delta.reshape(delta.shape[0], -1, *shape)
         return (delta if name == "bias" else delta * x.reshape(delta.shape)).sum(1)
 
-    return Form(input, targets, len(shape) + 1, contribute, prepare=prepare)
+    return PerSampleRule(input, targets, len(shape) + 1, contribute, prepare=prepare)
 
 
 def _layer_norm(
@@ -259,7 +259,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Form:
+) -> PerSampleRule:
     del cudnn_enable
     shape = tuple(normalized_shape)
     prepare = lambda x: functional.layer_norm(x, shape, eps=eps)  # noqa: E731
@@ -271,7 +271,7 @@ def _rms_norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-) -> Form:
+) -> PerSampleRule:
     shape = tuple(normalized_shape)
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     prepare = lambda x: functional.rms_norm(x, shape, eps=eps)  # noqa: E731
@@ -291,10 +291,10 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Form:
+) -> PerSampleRule:
     del cudnn_enabled
     prepare = lambda x: functional.group_norm(x, num_groups, eps=eps)  # noqa: E731
-    return Form(input, _named(weight=weight, bias=bias), 2, _per_channel, prepare=prepare)
+    return PerSampleRule(input, _named(weight=weight, bias=bias), 2, _per_channel, prepare=prepare)
 
 
 def _batch_norm(
@@ -306,7 +306,7 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Form:
+) -> PerSampleRule:
     """The statistics count as constants: the contribution as the layer sees it."""
     del momentum
 
@@ -317,7 +317,7 @@ def _batch_norm(
         mean, variance = running_mean.to(x.dtype), running_var.to(x.dtype)
         return functional.batch_norm(x, mean, variance, eps=eps)
 
-    return Form(input, _named(weight=weight, bias=bias), 2, _per_channel, prepare=prepare)
+    return PerSampleRule(input, _named(weight=weight, bias=bias), 2, _per_channel, prepare=prepare)
 
 
 def _instance_norm(
@@ -329,7 +329,7 @@ def _instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Form:
+) -> PerSampleRule:
     del momentum
 
     def prepare(x: Tensor) -> Tensor:
@@ -339,10 +339,10 @@ def _instance_norm(
         mean, variance = running_mean.to(x.dtype), running_var.to(x.dtype)
         return functional.batch_norm(x, mean, variance, eps=eps)
 
-    return Form(input, _named(weight=weight, bias=bias), 3, _per_channel, prepare=prepare)
+    return PerSampleRule(input, _named(weight=weight, bias=bias), 3, _per_channel, prepare=prepare)
 
 
-RULES: dict[Any, Callable[..., Form | None]] = {
+RULES: dict[Any, Callable[..., PerSampleRule | None]] = {
     functional.linear: _linear,
     torch.addmm: _addmm,
     torch.matmul: _matmul,
@@ -393,8 +393,8 @@ class Replay:
 
     func: Any
     fill: Callable[[Sequence[Tensor]], tuple[Any, dict[str, Any]]]
-    places: Sequence[Place | None]
-    out: Sequence[Place]
+    places: Sequence[SampleAxis | None]
+    out: Sequence[SampleAxis]
 
     def contribute(
         self, target: int, tensors: Sequence[Tensor], deltas: Sequence[Tensor], piece: range
@@ -414,7 +414,7 @@ class Replay:
         return torch.stack(found)
 
 
-def _of(sample: int, tensor: Tensor, place: Place | None) -> Tensor:
+def _of(sample: int, tensor: Tensor, place: SampleAxis | None) -> Tensor:
     """What one sample has of a tensor, the sample's axis kept."""
     if place is None:
         return tensor

@@ -1,6 +1,6 @@
 """Where a tensor of a model's forward pass has its samples, and how functions move them.
 
-A `Place` is noted of each tensor, from the model's inputs on. Views say by their strides where
+A `SampleAxis` is noted of each tensor, from the model's inputs on. Views say by their strides where
 the samples went, reshapes by the order in memory; of other functions the few that move or remove
 axes are known. Where samples are mixed or their axis cannot be found, the place is `LOST`: what
 needs it then is an error, never a guess.
@@ -20,7 +20,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class SampleAxis(NamedTuple):
     """Entry `i` along `axis` belongs to sample `i // inner % samples`."""
 
     samples: int
@@ -57,7 +57,7 @@ class Notes(Generic[T]):
             del self._notes[key]
 
 
-_places: Notes[Place | Lost] = Notes()
+_places: Notes[SampleAxis | Lost] = Notes()
 
 
 def _names(text: str) -> frozenset[str]:
@@ -103,25 +103,25 @@ def mapped(value: Any, change: Any) -> Any:
     return value
 
 
-def mark(tensor: Tensor, place: Place | Lost) -> None:
+def mark(tensor: Tensor, place: SampleAxis | Lost) -> None:
     """Takes note of a tensor's place."""
     _places.put(tensor, place)
 
 
-def noted(tensor: Tensor) -> Place | Lost | None:
+def noted(tensor: Tensor) -> SampleAxis | Lost | None:
     """What is known of a tensor's place; None if it depends on no sample."""
     return _places.of(tensor)
 
 
-def found(tensor: Tensor, samples: int) -> Place | Lost:
+def found(tensor: Tensor, samples: int) -> SampleAxis | Lost:
     """The place in a tensor that came from where nobody looked, by its shape."""
     if samples == 1 or (tensor.dim() and tensor.shape[0] == samples):
-        return Place(samples, 0)
+        return SampleAxis(samples, 0)
     axes = [axis for axis, extent in enumerate(tensor.shape) if extent == samples]
-    return Place(samples, axes[0]) if len(axes) == 1 else LOST
+    return SampleAxis(samples, axes[0]) if len(axes) == 1 else LOST
 
 
-def samples_first(tensor: Tensor, place: Place) -> Tensor:
+def samples_first(tensor: Tensor, place: SampleAxis) -> Tensor:
     """As [samples, what a sample has of the axis, all other axes in order]."""
     moved = tensor.movedim(place.axis, 0)
     split = moved.reshape(-1, place.samples, place.inner, *moved.shape[1:])
@@ -140,11 +140,11 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     if name.startswith("new_"):
         return
     if name == "_pad_packed_sequence":
-        mark(out[0], Place(int(args[1][0]), int(not args[2])))
+        mark(out[0], SampleAxis(int(args[1][0]), int(not args[2])))
         return
     place = noted(first)
-    if isinstance(place, Place) and name in _VIEWS and first is args[0]:
-        places: list[Place | Lost | None] = _seen(func, args, kwargs, first, place)
+    if isinstance(place, SampleAxis) and name in _VIEWS and first is args[0]:
+        places: list[SampleAxis | Lost | None] = _seen(func, args, kwargs, first, place)
     else:
         places = [None]
     results = list(tensors_in(out))
@@ -158,8 +158,8 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
 
 
 def _seen(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: Place
-) -> list[Place | Lost | None]:
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: SampleAxis
+) -> list[SampleAxis | Lost | None]:
     """Lets the function view a tensor without memory, whose only stride is that of the samples."""
     if place.samples == 1 or any(True for _ in tensors_in((args[1:], kwargs))):
         return []
@@ -168,7 +168,7 @@ def _seen(
     return [_strided(view, place) for view in tensors_in(func(probe, *args[1:], **kwargs))]
 
 
-def _strided(view: Tensor, place: Place) -> Place | Lost:
+def _strided(view: Tensor, place: SampleAxis) -> SampleAxis | Lost:
     if not view.is_meta:
         return LOST
     axes = [axis for axis, s in enumerate(view.stride()) if s and view.shape[axis] > 1]
@@ -184,10 +184,10 @@ def _after(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     tensor: Tensor,
-    place: Place | Lost | None,
+    place: SampleAxis | Lost | None,
     out: Tensor,
-) -> Place | Lost:
-    if not isinstance(place, Place) or name in _MIXES:
+) -> SampleAxis | Lost:
+    if not isinstance(place, SampleAxis) or name in _MIXES:
         return LOST
     if place.samples == 1:
         return place._replace(axis=0)
@@ -211,7 +211,7 @@ def _after(
     return place._replace(axis=axis)
 
 
-def _reshaped(tensor: Tensor, place: Place, out: Tensor) -> Place | Lost:
+def _reshaped(tensor: Tensor, place: SampleAxis, out: Tensor) -> SampleAxis | Lost:
     """The order in memory stays: so many elements from one sample to the next."""
     if out.numel() != tensor.numel():
         return LOST
@@ -219,13 +219,13 @@ def _reshaped(tensor: Tensor, place: Place, out: Tensor) -> Place | Lost:
     for axis in range(out.dim()):
         inner, rest = divmod(step, prod(out.shape[axis + 1 :]) or 1)
         if inner and not rest and out.shape[axis] % (inner * place.samples) == 0:
-            return Place(place.samples, axis, inner)
+            return SampleAxis(place.samples, axis, inner)
     return LOST
 
 
 def _joined(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place, out: Tensor
-) -> Place | Lost:
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], place: SampleAxis, out: Tensor
+) -> SampleAxis | Lost:
     along = _dim(args, kwargs, default=0)
     if not isinstance(along, int):
         return LOST
@@ -237,7 +237,7 @@ def _joined(
     return place  # along the samples' axis: they begin anew with each tensor
 
 
-def _einsum(args: Sequence[Any], tensor: Tensor, place: Place) -> int | None:
+def _einsum(args: Sequence[Any], tensor: Tensor, place: SampleAxis) -> int | None:
     left, arrow, right = str(args[0]).replace(" ", "").partition("->")
     if not arrow or "." in left:
         return None
@@ -246,7 +246,7 @@ def _einsum(args: Sequence[Any], tensor: Tensor, place: Place) -> int | None:
     return right.index(letter) if letter in right else None
 
 
-def _indexed(index: Any, place: Place) -> int | None:
+def _indexed(index: Any, place: SampleAxis) -> int | None:
     """The axis, where all samples are taken in order: by `:`, or by numbers of no sample's."""
     first = index[0] if isinstance(index, tuple) and index else index
     if place.axis or not isinstance(first, (slice, Tensor)):
@@ -261,13 +261,13 @@ def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any], axis: int, out: Ten
     """The axis, counted from the end, unless another argument has its samples elsewhere."""
     for tensor in tensors_in((args, kwargs)):
         place = noted(tensor)
-        if isinstance(place, Place) and place.axis - tensor.dim() != axis:
+        if isinstance(place, SampleAxis) and place.axis - tensor.dim() != axis:
             return None
     return out.dim() + axis
 
 
 def _turned(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: Place
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: SampleAxis
 ) -> int | None:
     """The axis, unless it is among those that `roll` or `flip` turn."""
     dims = kwargs.get("dims", args[2:] if name == "roll" else args[1:])
@@ -277,7 +277,7 @@ def _turned(
 
 
 def _without(
-    args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: Place
+    args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: SampleAxis
 ) -> int | None:
     """The axis once those that are summed over, or taken out, are gone."""
     dims = _dim(args, kwargs, default=None)

@@ -11,7 +11,7 @@ import torch
 
 from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.torch.amp import LossScaling
+from hvd_gradcomp.torch.amp import GradScalerAdapter
 from hvd_gradcomp.torch.bucket import Bucket, Named
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.parameters import as_real
@@ -74,7 +74,7 @@ class Sources:
         places: the bucket of each parameter, and its place there.
     """
 
-    def __init__(self, source: str, batch_size: int | None, scaling: LossScaling) -> None:
+    def __init__(self, source: str, batch_size: int | None, scaling: GradScalerAdapter) -> None:
         self.source = source
         self.places: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
         self._batch_size, self._scaling = batch_size, scaling

@@ -63,8 +63,8 @@ from hvd_gradcomp.torch.moments.rules import (
     OPENED,
     RECURRENT,
     RULES,
-    Form,
     Gates,
+    PerSampleRule,
     Recurrence,
     Replay,
     recurrence,
@@ -73,7 +73,7 @@ from hvd_gradcomp.torch.moments.sample_axis import (
     ELEMENTWISE,
     LOST,
     Notes,
-    Place,
+    SampleAxis,
     mapped,
     samples_first,
     tensors_in,
@@ -106,7 +106,7 @@ class Step:
 STEP = Step()
 
 
-class Use(NamedTuple):
+class ParamUse(NamedTuple):
     """One application of a parameter in the forward pass, once its backward has come by."""
 
     task: int  # the backward pass
@@ -121,7 +121,7 @@ class _Record:
     owner: str
     chunk: int
     others: str
-    uses: list[Use] = field(default_factory=list)
+    uses: list[ParamUse] = field(default_factory=list)
     moment: Tensor | None = None
     bypassed: bool = False  # a gradient came that no use explains
     ways: dict[str, None] = field(default_factory=dict)  # seen so far, in order
@@ -138,7 +138,7 @@ _running = threading.local()  # the observer of this thread
 # -- values without samples --------------------------------------------------------------------
 
 
-class Made:
+class DerivedParam:
     """A value that a function has made of parameters and of nothing that depends on samples.
 
     Args:
@@ -176,7 +176,7 @@ class Made:
         return None if found is None else found.to(c.dtype)
 
 
-Source = Union[nn.Parameter, Made, Tensor]  # a plain tensor is a constant
+Source = Union[nn.Parameter, DerivedParam, Tensor]  # a plain tensor is a constant
 
 
 def _source(tensor: Tensor) -> Source | None:
@@ -189,19 +189,19 @@ def _source(tensor: Tensor) -> Source | None:
     return None
 
 
-_made: Notes[Made] = Notes()
+_made: Notes[DerivedParam] = Notes()
 
 
 def _behind(source: Source) -> Sequence[nn.Parameter]:
     """The parameters that something is made of."""
-    if isinstance(source, Made):
+    if isinstance(source, DerivedParam):
         return source.behind
     return (source,) if source.requires_grad else ()
 
 
 def _back_to(parameter: nn.Parameter, source: Source, c: Tensor) -> Tensor | None:
     """Contributions to a parameter, from those to what is made of it; last made first."""
-    if not isinstance(source, Made):
+    if not isinstance(source, DerivedParam):
         return c if source is parameter else None
     total: Tensor | None = None
     rest = {source: c}
@@ -214,7 +214,7 @@ def _back_to(parameter: nn.Parameter, source: Source, c: Tensor) -> Tensor | Non
             part = made.back(place, c)
             if part is None:
                 continue
-            if isinstance(parent, Made):
+            if isinstance(parent, DerivedParam):
                 rest[parent] = rest[parent] + part if parent in rest else part
             else:
                 total = part if total is None else total + part
@@ -255,7 +255,7 @@ def _add_use(
         if record is None:
             continue
         if source is parameter:
-            record.uses.append(Use(task, samples_, contribute, squares))
+            record.uses.append(ParamUse(task, samples_, contribute, squares))
             continue
 
         def through(piece: range, parameter: nn.Parameter = parameter) -> Tensor:
@@ -263,7 +263,7 @@ def _add_use(
             found = _back_to(parameter, source, c)
             return c.new_zeros(len(piece), *parameter.shape) if found is None else found
 
-        record.uses.append(Use(task, samples_, through))
+        record.uses.append(ParamUse(task, samples_, through))
 
 
 def _transforms() -> bool:
@@ -300,7 +300,9 @@ class _Spread(torch.autograd.Function):
     """A value without samples, expanded; in backward, a use of what it is made of."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, shape: torch.Size, place: Place, source: Source) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, shape: torch.Size, place: SampleAxis, source: Source
+    ) -> Tensor:
         ctx.value, ctx.place, ctx.source = value.shape, place, source
         return value.detach().expand(shape)
 
@@ -334,7 +336,9 @@ def _wide(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.to(torch.float32)
 
 
-def _by_rule(form: Form, x: Place, out: Place) -> Callable[[list[Tensor], Any], None]:
+def _by_rule(
+    form: PerSampleRule, x: SampleAxis, out: SampleAxis
+) -> Callable[[list[Tensor], Any], None]:
     """What takes note of a use of a function that has a rule."""
 
     def note(deltas: list[Tensor], kept: tuple[Tensor, ...]) -> None:
@@ -365,7 +369,7 @@ def _by_rule(form: Form, x: Place, out: Place) -> Callable[[list[Tensor], Any], 
     return note
 
 
-def _entries(t: Tensor, place: Place) -> Tensor:
+def _entries(t: Tensor, place: SampleAxis) -> Tensor:
     return samples_first(
         t.unsqueeze(0) if place.axis < 0 else t, place._replace(axis=max(place.axis, 0))
     )
@@ -474,7 +478,7 @@ class _Observer(TorchFunctionMode):
                     if not result.is_leaf:
                         self._cannot(made, func, "it changes in place what is made of parameters")
                 elif result.requires_grad and not result.is_leaf:
-                    _made.put(result, Made(func, args, kwargs, index))
+                    _made.put(result, DerivedParam(func, args, kwargs, index))
             return out
         if name in ELEMENTWISE:
             return self._elementwise(func, args, kwargs, made)
@@ -509,9 +513,9 @@ class _Observer(TorchFunctionMode):
         shape = (1,) * (out.dim() - value.dim()) + tuple(value.shape)
         axes = [a for a, n in enumerate(out.shape) if shape[a] == 1 and n == self.samples]
         if not axes or (len(axes) > 1 and axes[0] > 0):
-            _made.put(out, Made(func, args, kwargs, 0))
+            _made.put(out, DerivedParam(func, args, kwargs, 0))
             return out
-        place = Place(self.samples, axes[0])
+        place = SampleAxis(self.samples, axes[0])
         wide = (*shape[: place.axis], self.samples, *shape[place.axis + 1 :])
         spread = _Spread.apply(value, torch.Size(wide), place, _source(value))
         self._saw([value], "expanded")
@@ -539,12 +543,12 @@ class _Observer(TorchFunctionMode):
         self, func: Any, args: Any, kwargs: Any, made: list[Tensor], shape: Sequence[int]
     ) -> Any:
         """Expands what has no samples, so that each of them has its own gradient."""
-        place: Place | None = None
+        place: SampleAxis | None = None
         for t in tensors_in((args, kwargs)):
             there = sample_axis.noted(t)  # None of what is made
-            if isinstance(there, Place) and there.samples == 1:
+            if isinstance(there, SampleAxis) and there.samples == 1:
                 place = there
-            elif isinstance(there, Place) and place is None:
+            elif isinstance(there, SampleAxis) and place is None:
                 axis = there.axis + len(shape) - t.dim()
                 if t.shape[there.axis] == shape[axis]:
                     place = there._replace(axis=axis)
@@ -556,16 +560,16 @@ class _Observer(TorchFunctionMode):
         args, kwargs = mapped((args, kwargs), lambda t: spread.get(id(t), t))
         return func(*args, **kwargs)
 
-    def _by_rule(self, func: Any, args: Any, kwargs: Any, form: Form) -> Any:
+    def _by_rule(self, func: Any, args: Any, kwargs: Any, form: PerSampleRule) -> Any:
         targets = [t for t in form.targets.values() if _source(t) is not None]
         out = func(*args, **kwargs)
         x = form.inputs
-        place: Any = Place(1, -1)  # one sample without an axis
+        place: Any = SampleAxis(1, -1)  # one sample without an axis
         there = place
         if x.dim() != form.rank - 1:
             sample_axis.follow(func, args, kwargs, out)
             place, there = sample_axis.noted(x), sample_axis.noted(out)
-        if form.why_not or not isinstance(place, Place) or not isinstance(there, Place):
+        if form.why_not or not isinstance(place, SampleAxis) or not isinstance(there, SampleAxis):
             self._cannot(targets, func, form.why_not or "no axis counts the samples of its input")
             return out
         self._saw(targets, func.__name__)
@@ -593,7 +597,7 @@ class _Observer(TorchFunctionMode):
         else:
             count = tensors[0].shape[axis]
             if count not in (1, self.samples) or (
-                isinstance(place, Place) and place.axis != axis and count > 1
+                isinstance(place, SampleAxis) and place.axis != axis and count > 1
             ):
                 why_not = why_not or "its batch is not where the model has its samples"
         states = len(tensors) - 1 - len(args[3 if how.batch_sizes is not None else 2])
@@ -601,7 +605,7 @@ class _Observer(TorchFunctionMode):
         made = [w for w in weights if _source(w) is not None]
         for index, result in enumerate(out):
             if index or how.batch_sizes is None:
-                sample_axis.mark(result, Place(count, 1 if index else axis))
+                sample_axis.mark(result, SampleAxis(count, 1 if index else axis))
             else:
                 sample_axis.mark(result, LOST)
         if why_not:
@@ -627,8 +631,8 @@ class _Observer(TorchFunctionMode):
         counted = [p for p in (*places, *there) if p is not None]
         if (
             func.__name__.endswith("_")
-            or not all(isinstance(p, Place) for p in counted)
-            or len({p.samples for p in counted if isinstance(p, Place)}) != 1
+            or not all(isinstance(p, SampleAxis) for p in counted)
+            or len({p.samples for p in counted if isinstance(p, SampleAxis)}) != 1
             or len(there) != len(list(tensors_in(out)))
         ):
             self._cannot(made, func, "it has no rule, and no axis counts the samples")
@@ -889,15 +893,15 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> bool:
     first = next((t for t in given if t.dim()), None)
     before = None if first is None else sample_axis.noted(first)
     count = 1 if first is None else first.shape[0]
-    count = before.samples if isinstance(before, Place) else count
+    count = before.samples if isinstance(before, SampleAxis) else count
     if count == 0:  # an empty batch has no samples whose squares would count
         return False
     for t in given:
         there = sample_axis.noted(t)
-        if isinstance(there, Place) and there.samples == count:
+        if isinstance(there, SampleAxis) and there.samples == count:
             continue
         if count == 1 or (t.dim() and t.shape[0] == count):
-            sample_axis.mark(t, Place(count, 0))
+            sample_axis.mark(t, SampleAxis(count, 0))
         elif there is not None:
             sample_axis.mark(t, LOST)
     _running.observer = _Observer(module, count)
@@ -945,7 +949,7 @@ def _flush(parameter: Any) -> None:
     record.moment = moment if record.moment is None else record.moment + moment
 
 
-def _sum_of_squares(record: _Record, uses: Sequence[Use]) -> Tensor:
+def _sum_of_squares(record: _Record, uses: Sequence[ParamUse]) -> Tensor:
     counts = {use.samples for use in uses}
     if len(counts) > 1:
         raise ValueError(

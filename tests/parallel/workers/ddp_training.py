@@ -392,7 +392,7 @@ def fewer_batches():
             assert state.steps == most, (compression, state.steps)
             trained.append(vector(model))
             kept.append(state.state_dict()["buckets"])
-        if not compression.needs_order:  # rank 0 has seen none
+        if not compression.needs_execution_order:  # rank 0 has seen none
             assert torch.equal(*trained), compression
             for one, other in zip(*kept):
                 assert all(torch.equal(x, other["state"][k]) for k, x in one["state"].items())
@@ -484,7 +484,7 @@ def copies():
         for copy_it in (None, copy.deepcopy, saved_and_loaded, AveragedModel):
             model = ddp_model(before)
             optimizer = sgd(model, **how)
-            own = compression.needs_order or compression == QSGDCompressor()
+            own = compression.needs_execution_order or compression == QSGDCompressor()
             takes = {} if own or before else {"optimizer": optimizer}
             state = ddp.compress(model, compression, **takes)
             train(model, optimizer, 2)

@@ -117,14 +117,14 @@ def everything(model):
     return digest(np.asarray(v.value) for v in (*model.variables, *model.optimizer.variables))
 
 
-def engine_of(model):
+def reducer_of(model):
     return model.optimizer._gradcomp
 
 
 def filled(model, steps):
     """As if it had trained: something in everything that its exchange keeps."""
     random = np.random.default_rng(5)
-    engine = engine_of(model)
+    engine = reducer_of(model)
     for some in engine.variables:
         for v in some:
             v.assign(tf.cast(random.integers(1, 100, v.shape), v.dtype))
@@ -172,7 +172,7 @@ def goes_on(folder):
     mine = digest(np.asarray(v) for v in other.optimizer.variables[:moments])
     there = keras.models.load_model(path).optimizer
     pairs["another compressor"] = [mine, digest(np.asarray(v) for v in there.variables[:moments])]
-    anew = engine_of(other)
+    anew = reducer_of(other)
     pairs["anew"] = [[int(anew.steps), repr(anew.compressor)], [0, repr(VarianceCompressor())]]
     # Undistributed: distributed afterwards, and still so when it is saved again.
     bare = network()
@@ -214,7 +214,7 @@ def resumed(folder):
             model = hvd.load_model(path)
         else:
             model.optimizer.build(model.trainable_variables)
-        engine = engine_of(model)
+        engine = reducer_of(model)
         hvd.broadcast_variables(model.variables, 0)
         hvd.broadcast_variables(model.optimizer.variables, 0)
         shared = [v.numpy() for _, v in engine.replicated]
@@ -241,16 +241,16 @@ def resumed(folder):
         if hvd.rank() == 0:
             model = compiled(network(), compressor)
             model.optimizer.build(model.trainable_variables)
-            engine_of(model).steps.assign(50)
+            reducer_of(model).steps.assign(50)
             model.save(path)
             model = hvd.load_model(path)
         else:
             model = compiled(network(build=compressor is LGC), compressor)
         fit(model)
-        said += engine_of(model).keeps_local
+        said += reducer_of(model).keeps_local
         hvd.verify(model.optimizer)
         replicas[f"trains on from rank 0: {compressor!r}"] = weights(model)
-        assert int(engine_of(model).steps) == 54
+        assert int(reducer_of(model).steps) == 54
     return replicas, said
 
 
@@ -530,7 +530,7 @@ def of_a_process_set(folder):
     path = Path(folder, f"set-{hvd.rank()}.keras")
     model.save(path)
     loaded = hvd.load_model(path, process_set=pair)
-    assert engine_of(loaded).process_set is pair
+    assert reducer_of(loaded).process_set is pair
     keras.models.load_model(path).predict(data()[0], verbose=0)
     hvd.load_model(path)
 
