@@ -1,7 +1,7 @@
-"""A world of P ranks in one process, in lockstep.
+"""In-process world of P ranks that run in lockstep.
 
-Programs run as they do over Horovod, and every tensor that would travel can be looked at, or
-damaged, on its way.
+Programs run as they do over Horovod, and every tensor that would travel can be inspected or
+damaged in transit.
 
 >>> import torch
 >>> from hvd_gradcomp import StromCompressor
@@ -32,7 +32,7 @@ from hvd_gradcomp.runtime.program_runner import ProgramRunner, never
 
 
 class Group(NamedTuple):
-    """Ranks that take part in a collective, and which of them asks."""
+    """Ranks that take part in a collective, and the calling one."""
 
     ranks: Sequence[int]
     own: int
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
 
 class _Member(Participants):
-    """A rank of a world, or of a host in it."""
+    """Rank of a world, or of a host in it."""
 
     def __init__(self, across: Group, inside: Group) -> None:
         self.process_set, self.place = across, None
@@ -63,16 +63,16 @@ class _Member(Participants):
 
 
 class _Uncounted:
-    """A ledger that nobody reads."""
+    """Traffic counter that discards everything."""
 
     def sent(self, tensor: Tensor) -> None:
-        """Nothing: `World.traffic` has it."""
+        """Do nothing: `World.traffic` records the requests."""
 
     received = heard = sent
 
 
 class _Table:
-    """What ranks have laid down for one collective, and what each picks up."""
+    """Inputs of the ranks for one collective, and their replies."""
 
     def __init__(self) -> None:
         self.given: dict[int, Any] = {}
@@ -80,7 +80,7 @@ class _Table:
 
 
 class InMemory:
-    """A transport between ranks of one process: each lays a tensor down, and all pick up."""
+    """Transport between ranks of one process: a collective completes once all have submitted."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -115,7 +115,7 @@ class InMemory:
             total = _alike(tensors)[0] * request.prescale
             for tensor in tensors[1:]:
                 total = total + tensor * request.prescale
-            return [total * request.postscale for _ in tensors]  # each rank may write to its own
+            return [total * request.postscale for _ in tensors]  # each rank may write to its copy
 
         return self._lay(request.tensor, name, group, replies)
 
@@ -157,22 +157,22 @@ def _alike(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class World:
-    """P ranks that share a process.
+    """World of P ranks that share a process.
 
     Args:
-        compressor: what they run.
-        ops: the verbs they run it with.
+        compressor: the compressor that they run.
+        ops: the operations that they run it with.
         layout: of the one bucket.
-        size: how many ranks.
+        size: number of ranks.
         average: mean over ranks; the sum if False.
         tamper: called as `tamper(rank, request)` for each request before it is performed; returns
-            the request that is performed instead. For faults.
+            the request to perform instead. For fault injection.
 
     Attributes:
         states: each rank's state.
-        steps: how many steps were made.
+        steps: number of steps so far.
         traffic: the requests of the last step, `[round][rank]`.
-        failures: what each rank has raised in the last step, or None.
+        failures: each rank's exception in the last step, or None.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class World:
         self._name = naming.bucket("world", 0, self.layout)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors of the layers' shapes as one bucket."""
+        """Flatten tensors of the layers' shapes into one bucket."""
         pieces = []
         ends = (*self.layout.offsets[1:], self.layout.size)
         for x, size, start, end in zip(tensors, self.layout.sizes, self.layout.offsets, ends):
@@ -212,17 +212,17 @@ class World:
         return self.ops.concat(pieces)
 
     def step(self, gradients: Sequence[Tensor], **extra: Sequence[Tensor]) -> list[Tensor]:
-        """One step of all ranks; `extra` holds a sequence over ranks for each name.
+        """Run one step of all ranks; `extra` holds a sequence over ranks for each name.
 
         Returns:
-            What each rank hands to its optimizer.
+            Each rank's reduced gradient, for its optimizer.
         """
         self.traffic, self.failures = [], [None] * self.size
         programs = [
             self.compressor.aggregate(
                 self.ops,
                 Context(self.layout, rank, self.size, self.steps, 1.0, self.postscale),
-                gradients[rank] * 1,  # a program may write to what it is given
+                gradients[rank] * 1,  # a program may write to its arguments
                 self.states[rank],
                 **{name: values[rank] for name, values in extra.items()},
             )
@@ -234,7 +234,7 @@ class World:
         return [total for total, _ in results]
 
     def _run(self, programs: list[Program]) -> list[Any]:
-        """All programs to their end, round by round."""
+        """Run all programs to completion, round by round."""
         stacks = [ProgramRunner(program, enters=never) for program in programs]
         requests = [stack.send(None) for stack in stacks]
         while any(request is not None for request in requests):
@@ -249,12 +249,12 @@ class World:
                 try:
                     requests[rank] = stack.send(replies[rank])
                 except Exception as error:
-                    self.failures[rank] = error  # the other ranks have to see their replies too
+                    self.failures[rank] = error  # the other ranks must get their replies too
             _raise_any(self.failures)
         return [stack.result for stack in stacks]
 
     def _perform(self, requests: list[Any], ranks: Sequence[int] | None = None) -> list[Any]:
-        """The replies to what ranks ask for at the same time; all ranks, if none are named."""
+        """Perform the ranks' concurrent requests and return the replies; by default for all ranks."""
         kinds = {type(r) for r in requests}
         if len(kinds) != 1:
             raise AssertionError(f"ranks ask for different collectives: {kinds}")
@@ -275,19 +275,19 @@ def _raise_any(failures: Sequence[Exception | None]) -> None:
 
 
 def _as_sent(request: Any) -> Any:
-    """A request that stays as it is, though what is donated may be written to."""
+    """Copy a donated tensor, which may be written to, so that the recorded request is unchanged."""
     if isinstance(request, Allreduce) and request.donated:
         return request._replace(tensor=request.tensor * 1)
     return request
 
 
 class Hosts(World):
-    """Hosts of several ranks, in one process; see `hierarchy`. Ranks are counted host by host.
+    """World of hosts with several ranks; see `hierarchy`. Ranks are numbered host by host.
 
     Args:
         compressor, ops, layout, average, tamper: as in `World`; ranks of `tamper` are hosts.
-        hosts: how many.
-        slots: ranks on each.
+        hosts: number of hosts.
+        slots: ranks on each host.
         leader: the slot whose ranks compress.
 
     Attributes:
@@ -320,10 +320,10 @@ class Hosts(World):
         )
 
     def step(self, gradients: Sequence[Tensor], **extra: Sequence[Tensor]) -> list[Tensor]:
-        """One step of all ranks; gradients and the sequences in `extra` are over ranks.
+        """Run one step of all ranks; gradients and the sequences in `extra` are over ranks.
 
         Raises:
-            Exception: what the first rank has raised, once all have ended; then states stay.
+            Exception: the first rank's error, once all ranks have ended; the states are then unchanged.
         """
         self.traffic = []
         programs = [

@@ -1,4 +1,4 @@
-"""The algorithms: one paper, one file, or one package where a file would be too long.
+"""Algorithms: one file for each paper, or a package if a file would be too long.
 
-`wrappers` makes compressors of others; `schedule` is EGC's correction of the learning rate.
+`wrappers` composes compressors; `schedule` is EGC's learning-rate correction.
 """

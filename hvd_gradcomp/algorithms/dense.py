@@ -1,4 +1,4 @@
-"""No compression, and half precision: what everything else is compared with."""
+"""No compression, and half precision: the baselines of all comparisons."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 @dataclass(frozen=True)
 class NoneCompressor(LinearCompressor):
-    """Gradients as they are; the same result as stock Horovod without compression.
+    """No compression; the same result as stock Horovod without compression.
 
-    What travels: 4 bytes an element (8 for float64, 2 for float16 parameters), by allreduce.
-    State: none. bfloat16 gradients travel as float32, since no collective knows bfloat16.
+    What travels: 4 bytes for each element (8 for float64, 2 for float16 parameters), by allreduce.
+    State: none. bfloat16 gradients travel as float32, since no collective supports bfloat16.
 
     >>> NoneCompressor()
     NoneCompressor()
@@ -37,8 +37,8 @@ class NoneCompressor(LinearCompressor):
 class FP16Compressor(LinearCompressor):
     """Half precision on the wire; the same result as Horovod's `Compression.fp16`.
 
-    What travels: 2 bytes an element, by allreduce. State: none. What the rounding takes is
-    dropped, and the sum is formed in half precision: magnitudes above 65504 overflow.
+    What travels: 2 bytes for each element, by allreduce. State: none. Rounding errors are dropped,
+    and the sum is computed in half precision: magnitudes above 65504 overflow.
 
     >>> FP16Compressor()
     FP16Compressor()
@@ -55,15 +55,15 @@ class FP16Compressor(LinearCompressor):
 
 
 def as_compressor(compression: Any, stock: Any) -> Compressor:
-    """What a user passes as `compression=`, as a compressor of this package.
+    """Convert a `compression=` argument to a compressor of this package.
 
     Args:
-        compression: a compressor, a class of them, None, or Horovod's `Compression.none` or
-            `.fp16`, which become their namesakes here.
-        stock: Horovod's `Compression` of the frontend.
+        compression: a compressor, a compressor class, None, or Horovod's `Compression.none` or
+            `.fp16`, which become their counterparts here.
+        stock: the frontend's `Compression` of Horovod.
 
-    Raises:
-        TypeError: it is something else.
+        Raises:
+            TypeError: `compression` is something else.
     """
     if isinstance(compression, Compressor):
         return compression

@@ -16,36 +16,36 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 @dataclass(frozen=True)
 class DGCCompressor(MomentumCorrected):
-    """Sends the largest accumulated velocities of each layer (Lin et al. 2018).
+    """DGC: sends the largest accumulated velocities of each layer (Lin et al. 2018).
 
     Each step: `u = m*u + g`, `r += u` (with Nesterov `r += m*u + g`); of each layer the
     `k = max(1, round(n * density))` largest `|r|` are sent, and `r = u = 0` there.
 
     What travels: float32 values and packed indices, by allgather; about
-    `4 + (log2(1/density) + 3) / 8` bytes an element sent. Where that would bring a
-    rank more than dense gradients, 4 bytes an element of the bucket, by allreduce.
-    State: `r` and `u`, 8 bytes an element.
+    `4 + (log2(1/density) + 3) / 8` bytes for each element sent. If a rank would receive more
+    bytes than with dense gradients, 4 bytes for each element of the bucket, by allreduce.
+    State: `r` and `u`, 8 bytes for each element.
 
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent
             dense and get their momentum after the allreduce.
         momentum: of the velocity, in [0, 1). None takes it over from the wrapped SGD, whose own
-            is then 0; 0 goes without correction.
+            momentum is then set to 0; 0 disables the correction.
         nesterov: the look-ahead variant; None takes it over as well.
-        clip_norm: before accumulating, a layer whose norm exceeds `clip_norm / sqrt(ranks)` is
-            scaled down to it; None clips nothing. Smaller clips more.
-        masking: also stop the velocity of what was sent (momentum factor masking).
-        warmup_epochs: epochs over which the densities of `warmup` are gone through, in equal
-            parts; 0 for none.
+        clip_norm: each rank clips the norm of each layer to `clip_norm / sqrt(ranks)` before
+            accumulating; None clips nothing. Smaller clips more.
+        masking: also clear the velocity of sent elements (momentum factor masking).
+        warmup_epochs: epochs of the warm-up, divided equally among the densities of `warmup`; 0
+            for none.
         steps_per_epoch: steps of an epoch; needed with `warmup_epochs`.
         warmup_steps: the length of the warm-up in steps, instead of the two above.
         warmup: densities of the warm-up, in (0, 1].
         index_coding: "delta", packed, or "int32", plain.
 
     Differs from the paper: the selection is exact, not by a sampled threshold; zeros are not sent;
-    no warm-up unless asked for; `clip_norm` bounds the norm of each layer by itself, where the
-    paper's local clipping (section 3.2) bounds that of all gradients together, since buckets are
-    compressed as they come. A model of L layers may so have sqrt(L) times the paper's norm.
+    no warm-up by default; `clip_norm` bounds the norm of each layer, while the paper's local
+    clipping (section 3.2) bounds the global norm, since buckets are compressed as they become
+    ready. So a model of L layers may have sqrt(L) times the paper's norm.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or the warm-up has no length.
@@ -88,7 +88,7 @@ class DGCCompressor(MomentumCorrected):
 
     @property
     def phases(self) -> tuple[tuple[int, float], ...]:
-        """The warm-up as (the step it ends before, its density)."""
+        """Phases of the warm-up as (end step, exclusive; density)."""
         steps = self.warmup_steps or round(self.warmup_epochs * (self.steps_per_epoch or 0))
         parts = [density for density in self.warmup if density > self.density]
         ends = [round(steps * (i + 1) / len(parts)) for i in range(len(parts))]

@@ -22,45 +22,45 @@ class EGCState(NamedTuple):
     memory: Memory  # r, and u with momentum; rank-local
     ladder: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
-    hint: Tensor  # float32 [layers], where to look first in the next step; rank-local
+    hint: Tensor  # float32 [layers], magnitude to search from in the next step; rank-local
     quota: Tensor  # int64 [layers], elements to send of each layer; rank-local
 
 
 @dataclass(frozen=True, repr=False)
 class EGCCompressor(MomentumCorrected):
-    """Sends the `n * H / K` largest elements of each layer (Kuang et al. 2019, IV.A).
+    """EGC: sends the `n * H / K` largest elements of each layer (Kuang et al. 2019, IV.A).
 
     `H` is the entropy, in bits, of the histogram of the layer's gradient over `bins` equal bins
-    between its smallest and largest element; it is taken anew every `entropy_interval` steps. Each
+    between its smallest and largest element, recomputed every `entropy_interval` steps. Each
     step: `u = m*u + g`, `r += u`; of each layer the `k = max(1, round(n * H / K))` largest `|r|`
     are sent, and `r = u = 0` there.
 
     What travels: float32 values and packed indices, by allgather; about
-    `4 + (log2(K/H) + 3) / 8` bytes an element that there is room for. The room follows the entropy:
-    it is the smallest of a ladder, four to an octave and 16 elements at least, that holds what each
-    rank has to send; in the first step the largest. Where it grows, what has no room waits for the
-    next step; where it shrinks, payloads do so 16 steps later. Where gathering would bring a rank
-    more than dense gradients, 4 bytes an element of the bucket, by allreduce. State: `r` and `u`,
-    8 bytes an element.
+    `4 + (log2(K/H) + 3) / 8` bytes for each element of capacity. The capacity follows the entropy:
+    it is the smallest capacity level (four per octave, at least 16 elements) that fits every rank's
+    quota; in the first step the largest. When the quota grows, the excess waits for the next step;
+    when it shrinks, payloads shrink 16 steps later. If an allgather would move more bytes than
+    dense gradients, 4 bytes for each element of the bucket, by allreduce. State: `r` and `u`,
+    8 bytes for each element.
 
     Args:
         K: the density is `H / K`; positive; larger sends less. The paper recommends 1024.
-        bins: of the histogram, 2 to 256; more send more (`H` grows to at most `log2(bins)`). A
-            refresh makes one pass over the gradient for each.
+        bins: of the histogram, 2 to 256; more send more (`H` grows to at most `log2(bins)`). Each
+            refresh makes one pass over the gradient for each bin.
         entropy_interval: steps from one histogram to the next, at least 1; an epoch in the paper.
         momentum: of the velocity, in [0, 1). None takes it over from the wrapped SGD, whose own
-            is then 0; 0 goes without correction.
+            momentum is then set to 0; 0 disables the correction.
         nesterov: the look-ahead variant; None takes it over as well.
-        masking: also stop the velocity of what was sent.
+        masking: also clear the velocity of sent elements.
         index_coding: "delta", packed, or "int32", plain.
-        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
-            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-    Residual and momentum correction are those of section IV.C, which takes them from DGC.
+        Residual and momentum correction follow section IV.C, which takes them from DGC.
 
-    Differs from the paper: a constant layer (`H = 0`) still sends one element; the entropy is
-    refreshed by steps and not by epochs. The paper's learning-rate correction (section IV.B) is
+        Differs from the paper: a constant layer (`H = 0`) still sends one element; the entropy is
+        refreshed by steps, not epochs. The paper's learning-rate correction (section IV.B) is
     `hvd_gradcomp.torch.EGCScheduler` and the Keras callback `EGCLearningRate`.
 
     Raises:
@@ -111,8 +111,8 @@ class EGCCompressor(MomentumCorrected):
             lambda: self._quota_by_entropy(ops, layout, gradient),
             lambda: state.quota,
         )
-        # Of a rank that joins between two looks at the entropy nothing is known, its quota is 0: it
-        # sends the most.
+        # A rank that joins between two refreshes has no entropy yet: its quota is 0, which stands
+        # for the maximum.
         return quota, state._replace(quota=quota)
 
     def _quota_by_entropy(self, ops: Ops, layout: Layout, gradient: Tensor) -> Tensor:
@@ -124,12 +124,12 @@ class EGCCompressor(MomentumCorrected):
 
 @lru_cache(maxsize=1024)
 def _capacities(least: int, most: int) -> tuple[int, ...]:
-    """Of the rungs: from one element of each layer to the most of all."""
+    """Return the capacities, from one element of each layer to the maximum."""
     return (*(room for room in CapacitySchedule.up_to(most).capacities if room >= least), most)
 
 
 def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> Tensor:
-    """Bits of each layer's histogram over equal bins between its extremes; float64 [layers]."""
+    """Return the entropy, in bits, of each layer's histogram of equal bins; float64 [layers]."""
     sizes = ops.cast(ops.words(layout.sizes), "float64")
     entropy = sizes * 0.0
     counts = ops.layer_histograms(layout, gradient, bins)

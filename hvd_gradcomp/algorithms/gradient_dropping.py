@@ -11,26 +11,26 @@ from hvd_gradcomp.core import validate
 
 @dataclass(frozen=True, repr=False)
 class GradientDroppingCompressor(ResidualTopK):
-    """Drops all but the largest elements of the model (Aji and Heafield 2017, Algorithm 1).
+    """Gradient dropping: sends the model's largest elements (Aji and Heafield 2017, Algorithm 1).
 
     Each step: `r += g`; the `k = max(1, round(n * (1 - ratio)))` largest `|r|` of the whole model
     are sent as they are, and `r = 0` there. "Dropped" elements stay in the residual.
 
     What travels: float32 values and packed indices, by one allgather; about
-    `4 + (log2(1/(1 - ratio)) + 3) / 8` bytes an element sent. Where that would bring
-    a rank more than dense gradients, 4 bytes an element of the model, by allreduce.
-    State: `r`, 4 bytes an element.
+    `4 + (log2(1/(1 - ratio)) + 3) / 8` bytes for each element sent. If a rank would receive more
+    bytes than with dense gradients, 4 bytes for each element of the model, by allreduce.
+    State: `r`, 4 bytes for each element.
     The model is one bucket, so the exchange does not overlap with backward.
 
     Args:
         ratio: share of elements to drop, in (0, 1); larger sends less. The paper uses 0.99.
         index_coding: "delta", packed, or "int32", plain.
-        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
-            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-    Differs from the paper: the threshold is exact, not of a sample; zeros are not sent; layer
-    normalisation, which makes one threshold fair, is the model's affair.
+    Differs from the paper: the threshold is exact, not sampled; zeros are not sent; layer
+    normalisation, which makes one global threshold fair, is left to the model.
 
     Raises:
         ValueError: a hyper-parameter is out of range.

@@ -17,27 +17,27 @@ from hvd_gradcomp.ops.kernel_params import Rule
 
 @dataclass(frozen=True, repr=False)
 class HybridCompressor(ThresholdCompressor):
-    """Sends a threshold's worth of an element once it is large and clear (Tsuzuku et al. 2018).
+    """Hybrid: sends a threshold for large and unambiguous elements (Tsuzuku et al. 2018).
 
     Each step and element: `r += g`, `v += q`; where `|r| > tau` and `r*r > alpha*v`, `sign(r)` is
     sent, `v = max(v - 2*|r|*tau + tau*tau, 0)` and `r -= sign(r)*tau`; then `v *= zeta`
     everywhere. `g` and `q` as in `VarianceCompressor`.
 
-    What travels: one 32-bit word an element (sign, 31 bits of index) by allgather; two bits an
-    element when most are sent. Where that would bring a rank more, 4 bytes an element of the
-    bucket, by allreduce. State: `r` and `v`, 8 bytes an element.
+    What travels: one 32-bit word for each sent element (sign, 31 bits of index) by allgather; two
+    bits for each element if most are sent. If that is more bytes, 4 bytes for each element of the
+    bucket, by allreduce. State: `r` and `v`, 8 bytes for each element.
 
     Args:
         tau: the threshold, in units of the gradient, positive; larger sends less.
         alpha: how unambiguous an element must be, positive; larger sends less.
         zeta: decay of `v` each step, in (0, 1]; smaller sends delayed elements sooner.
-        moments: where `q` comes from; see `VarianceCompressor`.
-        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
-            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+        moments: source of `q`; see `VarianceCompressor`.
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: Algorithm 2 lists `r -= sign(r)*tau` above the correction of `v`; the
-    derivation in section 4.5, the sum of squares of `a - b`, needs the `r` from before.
+    derivation in section 4.5, the sum of squares of `a - b`, needs the earlier `r`.
 
     Raises:
         ValueError: a hyper-parameter is out of range.

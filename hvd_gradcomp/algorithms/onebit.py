@@ -1,4 +1,4 @@
-"""1-bit SGD (Seide, Fu, Droppo, Li, Yu 2014): signs, two means a column, and error feedback."""
+"""1-bit SGD (Seide, Fu, Droppo, Li, Yu 2014): signs, two means per column, error feedback."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 @dataclass(frozen=True, repr=False)
 class OneBitCompressor(Clipping, QuantizedCompressor):
-    """Sends the sign of each element and two means for each column (Seide et al. 2014).
+    """1-bit SGD: sends signs and two means for each column (Seide et al. 2014).
 
-    Each step: `r += g`; an element is sent as the mean of the elements of its column that have its
-    sign, and `r` keeps the difference. A column is what leads to one output: one index of the first
-    axis of PyTorch's weights and of the last of TensorFlow's (of a table of embeddings, one row); a
-    layer with one axis is one column. TensorFlow's weights are laid into a bucket in PyTorch's
+    Each step: `r += g`; an element is sent as the mean of the elements of its column with the same
+    sign, and `r` keeps the difference. A column holds the weights of one output: one index of the
+    first axis of PyTorch's weights or of the last of TensorFlow's (one row of an embedding table);
+    a layer with one axis is one column. TensorFlow's weights are copied to the bucket in PyTorch's
     order, so both frameworks send the same codes.
 
-    What travels: 1 bit an element and two float32 a column, by allgather; by alltoall and
-    allgather (two-shot) where that moves fewer bytes. State: `r`, 4 bytes an element, in that
-    order.
+    What travels: 1 bit for each element and two float32 for each column, by allgather; by alltoall
+    and allgather (two-shot) if that moves fewer bytes. State: `r`, 4 bytes for each element, in
+    bucket order.
 
     Args:
-        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
-            elements are those of the elements themselves, by allreduce. The two-shot exchange
-            quantizes the sum of a shard by the columns that lie in it.
-        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
-            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+        exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes; for a few
+            elements that is an uncompressed allreduce. The two-shot exchange quantizes the sum of
+            a shard by the shard's columns.
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-    Differs from the paper: nothing but the exchange.
+        Differs from the paper: only in the exchange.
 
     Raises:
         ValueError: a hyper-parameter is out of range.

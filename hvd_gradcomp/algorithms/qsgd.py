@@ -14,28 +14,28 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 @dataclass(frozen=True)
 class QSGDCompressor(LevelsCompressor):
-    """Rounds each element at random to a level of its bucket's norm (Alistarh et al. 2017, 3.1).
+    """QSGD: rounds elements at random to levels of a bucket's norm (Alistarh et al. 2017, 3.1).
 
     A bucket is `bucket_size` neighbours of a layer. There are `s = 2**(bits-1) - 1` levels:
-    `|g| / norm * s` is rounded up or down at random so that it is right on average.
+    `|g| / norm * s` is rounded up or down at random, unbiased.
 
-    What travels: `bits` an element and one float32 a bucket, by allgather; by alltoall and
-    allgather (two-shot) where that moves fewer bytes. State: none.
+    What travels: `bits` for each element and one float32 for each bucket, by allgather; by alltoall
+    and allgather (two-shot) if that moves fewer bytes. State: none.
 
     Args:
-        bits: of a code, its sign included: 2, 3, 4 or 8; fewer send less. 4 is seven levels and a
-            sign.
+        bits: of a code, including its sign: 2, 3, 4 or 8; fewer send less. 4 means seven levels
+            and a sign.
         bucket_size: elements that share a norm, at least 32; larger sends less and is noisier.
             Tsuzuku et al. 2018 use 128 and 512.
-        norm: "l2", as the paper's rule has it (section 3.1), or "max", the largest magnitude, as
-            the paper's experiments have it.
-        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
-            elements are those of the elements themselves, by allreduce.
+        norm: "l2", as in the paper's definition (section 3.1), or "max", the largest magnitude, as
+            in the paper's experiments.
+        exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes; for a few
+            elements that is an uncompressed allreduce.
         seed: of the private random numbers, which also depend on step, rank and bucket.
 
-    Differs from the paper: codes have a fixed width, where the paper codes levels by Elias. Tsuzuku
-    et al. 2018 count `bits` without the sign (Table 1), here they are what is sent; they do not say
-    which norm they took. A bucket whose norm is below 2**-100 counts as zero.
+        Differs from the paper: codes have a fixed width, while the paper uses Elias coding. Tsuzuku
+        et al. 2018 count `bits` without the sign (Table 1), here the sign is included; they do not
+        say which norm they used. A bucket whose norm is below 2**-100 counts as zero.
 
     Raises:
         ValueError: a hyper-parameter is out of range.

@@ -1,4 +1,4 @@
-"""ScaleCom's CLT-k (Chen et al. 2020): one rank chooses, all send there."""
+"""ScaleCom's CLT-k (Chen et al. 2020): the leader chooses the indices for all ranks."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class ScaleComState(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ScaleComCompressor(ResidualTopK):
-    """Sends each rank's values where one rank's are the largest (Chen et al. 2020, CLT-k).
+    """CLT-k: all ranks send their values at the leader's top-k indices (Chen et al. 2020).
 
     The leader of step t is rank `t mod size`. It chooses the `k = max(1, round(n * density))`
-    largest elements of each layer of its `r + g` and broadcasts where they are; all ranks' values
-    there are added up by an allreduce, whose cost does not grow with the number of ranks. Then
+    largest elements of each layer of its `r + g` and broadcasts their indices; all ranks' values
+    there are allreduced, at a cost that does not grow with the number of ranks. Then
     `r = (1-beta)*r + beta*(r + g - sent)`.
 
-    What travels: packed indices from the leader, by broadcast; then 4 bytes an element sent, by
-    allreduce. Where that is more than dense gradients, near density 1, all elements are sent.
-    State: `r`, 4 bytes an element.
+    What travels: packed indices from the leader, by broadcast; then 4 bytes for each element sent,
+    by allreduce. If that is more than dense gradients, near density 1, all elements are sent.
+    State: `r`, 4 bytes for each element.
 
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent
             dense.
-        beta: of the low-pass filter on the residual, in (0, 1]; 1 keeps all that was not sent,
-            smaller forgets by design.
+        beta: of the low-pass filter on the residual, in (0, 1]; 1 keeps everything that was not
+            sent, smaller values forget by design.
         index_coding: "delta", packed, or "int32", plain.
-        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
-            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-    Differs from the paper: the selection is exact, not by chunks; zeros of the leader are not sent.
+        Differs from the paper: the selection is exact, not chunked; the leader sends no zeros.
 
     Raises:
         ValueError: a hyper-parameter is out of range.
@@ -85,7 +85,7 @@ class ScaleComCompressor(ResidualTopK):
         return patterns.leader(self, ops, context, gradient, state)
 
     def sends_all(self, layout: Layout, ranks: int) -> bool:
-        """Whether all elements take fewer bytes than the leader's choice and the values there."""
+        """Return True if dense gradients take fewer bytes than indices and selected values."""
         chosen = volume("broadcast", self.choice_bytes(layout), ranks)
         values = volume("allreduce", 4.0 * (self.capacity(layout) + 1), ranks)
         return chosen + values > volume("allreduce", 4.0 * layout.elements, ranks)
@@ -100,20 +100,20 @@ class ScaleComCompressor(ResidualTopK):
     # -- what the leader sends ---------------------------------------------------------------
 
     def choice_parts(self, layout: Layout) -> dict[str, wire.Part]:
-        """The body of the broadcast."""
+        """Return the parts of the broadcast's body."""
         return self.coding.parts(layout, self.capacity(layout))
 
     def choice_bytes(self, layout: Layout) -> int:
-        """Bytes of the broadcast, header included."""
+        """Return the bytes of the broadcast, header included."""
         return wire.HEADER_BYTES + int(wire.body_bytes(self.choice_parts(layout)))
 
     def payload_bytes(self, layout: Layout, rung: Any = None) -> int:
-        """Bytes that one rank hands to both collectives."""
+        """Return the bytes that one rank hands to both collectives."""
         del rung
         return self.choice_bytes(layout) + 4 * (self.capacity(layout) + 1)
 
     def choice_form(self, ops: Ops, layout: Layout) -> Form | None:
-        """Where all lies in the body of the broadcast; None where there are no passes for it."""
+        """Return the offsets of the broadcast's parts; None if no fused kernel supports them."""
         passes = ops.largest_passes
         if passes is None or not passes.leads or self.rule is None:
             return None
@@ -122,7 +122,7 @@ class ScaleComCompressor(ResidualTopK):
         return form and form._replace(size=size, values=size)
 
     def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
-        """The leader's payload: where its error-compensated gradient is largest."""
+        """Encode the leader's payload: the indices of its largest error-compensated elements."""
         layout, most = context.layout, self.most(context.layout)
         scope, r = Scope(layout, whole=False), state.memory.r
         form = self.choice_form(ops, layout)
@@ -141,9 +141,9 @@ class ScaleComCompressor(ResidualTopK):
         return wire.Header(self.algorithm, self.digest(context.layout), step, 0, 0, 0)
 
     def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
-        """The leader's choice, from its payload [1, bytes]: indices, int64 [capacity].
+        """Decode the leader's indices from its payload [1, bytes]; int64 [capacity].
 
-        For passes their body as it is, which they read themselves.
+        For fused kernels, return the raw body, which they decode themselves.
         """
         layout = context.layout
         header, bodies = wire.unpack(ops, self._header(context), buffer)
@@ -161,7 +161,7 @@ class ScaleComCompressor(ResidualTopK):
     def values(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor
     ) -> Tensor:
-        """What this rank has where the leader has chosen; float32 [capacity]."""
+        """Return this rank's values at the leader's indices; float32 [capacity]."""
         r, form = state.memory.r, self.choice_form(ops, layout)
         if form is not None:
             return ops.largest_passes.values(layout, form, index, r, gradient)
@@ -170,7 +170,7 @@ class ScaleComCompressor(ResidualTopK):
     def settle_all(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor, total: Tensor
     ) -> tuple[Tensor, ScaleComState]:
-        """The mean, and the state without what was sent."""
+        """Return the mean and the state without what was sent."""
         r, form = state.memory.r, self.choice_form(ops, layout)
         if form is not None:
             given = form, index, total, self.beta, r, gradient

@@ -1,4 +1,4 @@
-"""EGC's automatic learning-rate correction (Kuang et al. 2019, section IV.B), for any framework."""
+"""EGC's automatic learning-rate correction (Kuang et al. 2019, section IV.B)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from hvd_gradcomp.core import validate
 
 @dataclass
 class EGCCorrection:
-    """Divides learning rates by `1 + t * epoch` when the validation loss has stopped falling.
+    """Schedule that divides rates by `1 + t * epoch` when the validation loss stops falling.
 
-    After `patience` consecutive epochs without a loss below the lowest so far, each rate becomes
-    `max(rate / (1 + t * epoch), min_lr)`, and the count of epochs begins anew. Epochs count from 1.
-    A loss that is not finite is none that is lower. A rate never grows: one that is below its
-    `min_lr` already stays.
+    After `patience` consecutive epochs without a new lowest loss, each rate becomes
+    `max(rate / (1 + t * epoch), min_lr)`, and the count restarts. Epochs count from 1. A non-finite
+    loss is never a new lowest. A rate never grows: a rate already below its `min_lr` stays.
 
-    The paper's text and its Algorithm 2 differ, and this follows the text: only consecutive epochs
-    count, where the algorithm adds up all of them, and they are compared with the lowest loss,
-    where the algorithm takes over each larger one. The paper gives no values; the defaults are
+    The paper's text and its Algorithm 2 differ; this follows the text: only consecutive epochs
+    count, while the algorithm counts all of them, and each loss is compared with the lowest, while
+    the algorithm compares with the last larger one. The paper gives no values; the defaults are
     ours.
 
     Args:
         patience: `n` in the paper; epochs, at least 1.
         t: rate of attenuation; positive.
-        min_lr: lower limit of the learning rate, not negative; one for all rates or one for each.
+        min_lr: lower limit of the learning rates, not negative; one for all or one for each.
         epoch: epochs seen.
         best: lowest loss seen.
-        waited: epochs since then, or since the last correction.
+        waited: epochs since the lowest loss or the last correction.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -56,10 +55,10 @@ class EGCCorrection:
             validate.real(self, "min_lr", low=0, closed="[")
 
     def floors(self, count: int) -> list[float]:
-        """The lower limit of each of so many rates.
+        """Return the lower limits of `count` rates.
 
         Raises:
-            ValueError: `min_lr` has another number of them.
+            ValueError: `min_lr` is a list of another length.
         """
         if not isinstance(self.min_lr, (list, tuple)):
             return [self.min_lr] * count  # type: ignore[list-item]
@@ -71,7 +70,7 @@ class EGCCorrection:
         return list(self.min_lr)
 
     def step(self, loss: float, rates: Sequence[float]) -> list[float]:
-        """The rates after an epoch that ended with this validation loss."""
+        """Return the rates after an epoch that ended with this validation loss."""
         floors = self.floors(len(rates))
         self.epoch += 1
         if math.isfinite(loss) and loss < self.best:

@@ -1,4 +1,4 @@
-"""Sparse gradient descent: the k largest of each layer, the plainest of the top-k methods.
+"""Sparse gradient descent: the k largest of each layer, the simplest top-k method.
 
 The "Sparse GD" of the papers' comparisons (Aji and Heafield 2017, by layer).
 """
@@ -16,7 +16,7 @@ from hvd_gradcomp.ops.kernel_params import Collecting
 
 
 class ResidualTopK(TopKCompressor):
-    """What Sparse GD and Gradient Dropping share: a residual and nothing else."""
+    """Base of Sparse GD and Gradient Dropping: top-k with a residual only."""
 
     rule = Collecting()
 
@@ -32,22 +32,22 @@ class ResidualTopK(TopKCompressor):
 
 @dataclass(frozen=True, repr=False)
 class SparseGDCompressor(ResidualTopK):
-    """Sends a fixed share of each layer, the largest (Aji and Heafield 2017, by layer).
+    """Top-k that sends a fixed share of each layer (Aji and Heafield 2017, by layer).
 
     Each step: `r += g`; of each layer the `k = max(1, round(n * density))` largest `|r|` are sent
     as they are, and `r = 0` there.
 
     What travels: float32 values and packed indices, by allgather; about
-    `4 + (log2(1/density) + 3) / 8` bytes an element sent. Where that would bring a
-    rank more than dense gradients, 4 bytes an element of the bucket, by allreduce.
-    State: `r`, 4 bytes an element.
+    `4 + (log2(1/density) + 3) / 8` bytes for each element sent. If a rank would receive more
+    bytes than with dense gradients, 4 bytes for each element of the bucket, by allreduce.
+    State: `r`, 4 bytes for each element.
 
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent
             dense.
         index_coding: "delta", packed, or "int32", plain.
-        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
-            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: the selection is exact, not by a sampled threshold; zeros are not sent.

@@ -17,20 +17,20 @@ from hvd_gradcomp.ops.kernel_params import Rule
 
 @dataclass(frozen=True, repr=False)
 class StromCompressor(ThresholdCompressor):
-    """Sends plus or minus a threshold wherever the residual exceeds it (Strom 2015).
+    """Strom's method: sends plus or minus a threshold where the residual exceeds it (Strom 2015).
 
     Each step and element: `r += g`; where `|r| > tau`, `sign(r)` is sent and
-    `r -= sign(r) * tau`: what was not sent stays.
+    `r -= sign(r) * tau`; the rest stays.
 
-    What travels: one 32-bit word an element (sign, 31 bits of index) by allgather; two bits an
-    element when most are sent. Where that would bring a rank more, 4 bytes an element of the
-    bucket, by allreduce. State: `r`, 4 bytes an element.
+    What travels: one 32-bit word for each sent element (sign, 31 bits of index) by allgather; two
+    bits for each element if most are sent. If that is more bytes, 4 bytes for each element of the
+    bucket, by allreduce. State: `r`, 4 bytes for each element.
 
     Args:
         tau: the threshold, in units of the gradient, positive; larger sends less. The variance
             paper's tables use 0.001 to 0.1.
-        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
-            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
     Raises:

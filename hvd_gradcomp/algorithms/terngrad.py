@@ -1,4 +1,4 @@
-"""TernGrad (Wen, Xu, Yan, Wu, Wang, Chen, Li 2017): minus, nothing or plus the layer's scale."""
+"""TernGrad (Wen, Xu, Yan, Wu, Wang, Chen, Li 2017): -1, 0 or 1 times the layer's scale."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 @dataclass(frozen=True)
 class TernGradCompressor(LevelsCompressor):
-    """Sends -1, 0 or 1 times a layer's scale, right on average (Wen et al. 2017, Algorithm 1).
+    """TernGrad: unbiased codes -1, 0 or 1 times a layer's scale (Wen et al. 2017, Algorithm 1).
 
     Elements are clipped at `clip` times the layer's root mean square; the scale is the largest
-    magnitude then; `sign(g) * scale` is sent with probability `|g| / scale`, else zero.
+    clipped magnitude; `sign(g) * scale` is sent with probability `|g| / scale`, else zero.
 
-    What travels: 2 bits an element and one float32 a layer, by allgather; by alltoall and
-    allgather (two-shot) where that moves fewer bytes. State: none.
+    What travels: 2 bits for each element and one float32 for each layer, by allgather; by alltoall
+    and allgather (two-shot) if that moves fewer bytes. State: none.
 
     Args:
         clip: in root mean squares, positive; smaller clips more. The paper uses 2.5.
-        exchange: "allgather", "two_shot", or "auto": what moves fewer bytes, which for a few
-            elements are those of the elements themselves, by allreduce.
+        exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes; for a few
+            elements that is an uncompressed allreduce.
         seed: of the private random numbers, which also depend on step, rank and bucket.
 
     Differs from the paper: each rank has its own scale (the paper can share the largest); the mean
-    of a layer's gradient is not subtracted for the clipping; 2 bits where the paper counts log2 3.
-    What clipping takes is dropped, as in the paper.
+    of a layer's gradient is not subtracted before clipping; codes take 2 bits, while the paper
+    counts log2 3. The clipped part is dropped, as in the paper.
 
     Raises:
         ValueError: a hyper-parameter is out of range.

@@ -1,4 +1,4 @@
-"""Compressors made of compressors: one after another, and momentum after the exchange."""
+"""Composed compressors: one after another, and momentum after the exchange."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class MomentumState(NamedTuple):
 
 @dataclass(frozen=True)
 class MomentumAfter(Composite):
-    """The momentum of layers whose compressor does not correct it, applied to the exchanged mean.
+    """Momentum on the exchanged mean, for layers whose compressor does not correct it.
 
-    Where a model's optimizer has handed its momentum over, these layers get it back here:
-    `u = m*u + mean`, and the result is `u` (with Nesterov `m*u + mean`). State: that of `inner` and
-    4 bytes an element.
+    If the optimizer has handed its momentum over, these layers apply it here: `u = m*u + mean`, and
+    the result is `u` (with Nesterov `m*u + mean`). State: that of `inner` and 4 bytes for each
+    element.
 
     Args:
-        inner: what exchanges.
+        inner: the compressor that exchanges.
         momentum: in (0, 1).
         nesterov: the look-ahead variant.
     """
@@ -153,7 +153,7 @@ class After(Composite):
                     start, whole = carrying.inherit(self.then, ops, start, whole, residual)
                 velocity = carrying.velocity(self.first, state.first)
                 if velocity is not None:
-                    # A copy: a program may write to its state, and this one is the first phase's.
+                    # Copy: a program may write to its state, and the first phase owns this tensor.
                     start = carrying.with_velocity(self.then, start, velocity * 1)
             program = self.then.aggregate(ops, context, whole, start, **_wanted(self.then, extra))
             mean, later = yield from program
@@ -182,19 +182,19 @@ class After(Composite):
 
 
 def after(steps: int, first: Compressor | None, then: Compressor | None) -> Compressor:
-    """One compressor for so many steps, then another.
+    """Use one compressor for the first steps, then another.
 
-    What the first has kept back goes over into the second, so nothing is lost at the change; a
-    velocity that all ranks have in common goes on as the second's.
+    The second takes over the first one's residual, so nothing is lost at the change; a velocity
+    that is replicated on all ranks becomes the second's.
 
     Args:
-        steps: how long the first phase is, at least 1.
+        steps: length of the first phase, at least 1.
         first, then: compressors; None is no compression.
 
     Raises:
-        ValueError: `steps` is no positive whole number.
-        TypeError: a phase is no compressor; a partition is none, but its compressors may have
-            phases.
+        ValueError: `steps` is not a positive integer.
+        TypeError: a phase is not a compressor; a partition is none either, but its compressors
+            may have phases.
 
     >>> after(200, None, NoneCompressor())
     after(200, NoneCompressor(), NoneCompressor())
@@ -203,10 +203,10 @@ def after(steps: int, first: Compressor | None, then: Compressor | None) -> Comp
 
 
 def part(what: str, compressor: Any) -> Compressor:
-    """A compressor that another is made of; None is no compression.
+    """Validate a compressor that is part of another; None is no compression.
 
     Raises:
-        TypeError: it is no compressor, or a partition.
+        TypeError: it is not a compressor, or it is a partition.
     """
     if compressor is None:
         return NoneCompressor()
@@ -218,7 +218,7 @@ def part(what: str, compressor: Any) -> Compressor:
 
 
 def corrected(compressor: Compressor, momentum: float, nesterov: bool) -> Compressor:
-    """A compressor that corrects this momentum, or is followed by it."""
+    """Return a compressor that corrects this momentum, or wrap it in `MomentumAfter`."""
     if isinstance(compressor, Corrects) and compressor.correction is not None:
         return compressor.corrected(momentum, nesterov)
     return MomentumAfter(compressor, momentum, nesterov) if momentum else compressor
@@ -227,19 +227,19 @@ def corrected(compressor: Compressor, momentum: float, nesterov: bool) -> Compre
 def take_over(
     compressor: Compressor, optimizer: str, own: tuple[float, bool] | None
 ) -> tuple[Compressor, bool]:
-    """Decides who applies momentum: the compressor, or the optimizer that it is wrapped around.
+    """Decide whether the compressor or the wrapped optimizer applies momentum.
 
     Args:
         compressor: as the user gave it.
         optimizer: the optimizer's class, for messages.
-        own: (momentum, nesterov) of the optimizer; None where it has none that could be handed
-            over, as Adam has not.
+        own: (momentum, nesterov) of the optimizer; None if it has none to hand over, like Adam.
 
-    Returns:
-        The compressor with its momentum decided, and whether the optimizer has to give its up.
+        Returns:
+            The compressor with its momentum decided, and True if the optimizer must give its
+            momentum up.
 
-    Raises:
-        ValueError: the optimizer cannot hand a momentum over, or has another.
+        Raises:
+            ValueError: the optimizer has no momentum to hand over, or a different one.
     """
     if not isinstance(compressor, Corrects) or compressor.correction is None:
         return compressor, False

@@ -1,22 +1,21 @@
-"""Checkpoints: written whole or not at all, by all ranks or by none; and loaded so.
+"""Atomic checkpoints: all ranks save or load a complete checkpoint, or none does.
 
-A checkpoint is a folder. Each save makes a version in it, in which every file is written under a
-temporary name, flushed and renamed; when all ranks have said that theirs is there, `current` is
+A checkpoint is a folder. Each save creates a version in it, where every file is written under a
+temporary name, flushed and renamed; when all ranks have confirmed their files, `current` is
 replaced by a file that names the new version, and older versions are removed. So whenever a rank
-dies, or a disk is full, `current` names a version that is whole.
+dies, or a disk is full, `current` names a complete version.
 
-    FOLDER/current              the version that counts, and the SHA-256 of its manifest
+    FOLDER/current              the current version, and the SHA-256 of its manifest
     FOLDER/VERSION/manifest     length and SHA-256 of each file of the version
-    FOLDER/VERSION/shared       what is equal on all ranks, written by rank 0
-    FOLDER/VERSION/rank-3-of-4  what belongs to one rank, in "sharded" checkpoints
+    FOLDER/VERSION/shared       replicated data, written by rank 0
+    FOLDER/VERSION/rank-3-of-4  data of one rank, in "sharded" checkpoints
 
-A file whose bytes are not those that were written is refused before anything of it is looked at.
-To load, all ranks read and check; once all have said that they can, all take over; if one cannot
-after all, all go back to what they had.
+A file whose checksum differs is rejected before it is parsed. To load, all ranks read and check;
+once all have confirmed, all commit; if one fails after all, all roll back.
 
-"sharded" keeps each rank's part and resumes exactly, with as many ranks. "consolidated" keeps the
-sum over ranks of what they had not sent yet; on loading, each of any number of ranks gets its share
-of it, so the sum is the same as before.
+"sharded" keeps each rank's part and resumes exactly, with the same number of ranks. "consolidated"
+keeps the sum over ranks of the residuals; on loading, each of any number of ranks gets an equal
+share, so the sum is preserved.
 """
 
 from __future__ import annotations
@@ -44,49 +43,49 @@ _PIECE = 1 << 28  # bytes
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is not one that can be resumed from here."""
+    """Checkpoint could not be written, or cannot be resumed from here."""
 
 
 class Ranks(NamedTuple):
-    """Who saves or loads together."""
+    """Group of ranks that save or load together."""
 
     rank: int
     size: int
-    gather: Callable[[Any, Any], list[Any]]  # everybody's item of a kind, see `messages`
-    broadcast: Callable[[bytes], bytes]  # rank 0's bytes, on all ranks; of as many everywhere
+    gather: Callable[[Any, Any], list[Any]]  # (item, type) to all ranks' items; see `typed_json`
+    broadcast: Callable[[bytes], bytes]  # returns rank 0's bytes; equally many on all ranks
 
 
 class Takeover(NamedTuple):
-    """What is left to do once all ranks have checked what they read."""
+    """Commit and rollback of a load, once all ranks have checked their data."""
 
-    take: Callable[[], Any]  # puts it in place, and says what `read` returns
-    undo: Callable[[], None]  # puts back what was there before, wherever `take` has come to
+    take: Callable[[], Any]  # commits, and returns the result of `read`
+    undo: Callable[[], None]  # rolls back, however far `take` got
 
 
 class _File(NamedTuple):
-    """What a manifest says of a file."""
+    """Entry of a file in a manifest."""
 
     length: int
     sha256: str
 
 
 def check_mode(mode: Any) -> None:
-    """Requires one of `MODES`."""
+    """Raise a ValueError unless the mode is one of `MODES`."""
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
 
 
 def agree_on(mode: Any, names: Iterable[str], ranks: Ranks) -> None:
-    """What all ranks have to save alike. They all call it, before anything else.
+    """Check that all ranks save with the same mode and objects. All ranks call it first.
 
     Args:
         mode: one of `MODES`.
         names: of the objects.
-        ranks: who takes part.
+        ranks: the participants.
 
     Raises:
         CheckpointError: on all ranks, if they differ.
-        ValueError: there is no such mode.
+        ValueError: the mode is unknown.
     """
     everybody = ranks.gather((str(mode), sorted(names)), tuple[str, list[str]])
     first = everybody[0]
@@ -106,17 +105,17 @@ def write(
     shared: Callable[[], bytes],
     part: Callable[[], bytes] | None,
 ) -> None:
-    """Writes a new version. All ranks call it.
+    """Write a new version. All ranks call it.
 
     Args:
         folder: the checkpoint; the same on all ranks, shared between hosts or not.
-        ranks: who takes part.
-        shared: what is equal on all ranks; called on rank 0.
-        part: what belongs to this rank; None where nothing does.
+        ranks: the participants.
+        shared: returns the replicated data; called on rank 0.
+        part: returns this rank's data; None if there is none.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not write; what was saved before is
-            still there.
+        CheckpointError: on all ranks, if one of them could not write; the previous version is
+            kept.
     """
     root = Path(folder)
     version = ranks.gather(uuid.uuid4().hex if ranks.rank == 0 else None, Optional[str])[0]
@@ -127,7 +126,7 @@ def write(
     def abort(problems: Sequence[str | None]) -> None:
         said = [p for p in problems if p is not None]
         if said:
-            # All have looked into the folder: from here on it may go.
+            # All ranks are done with the folder, so it may be removed.
             pointer.unlink(missing_ok=True)
             shutil.rmtree(there, ignore_errors=True)
             raise CheckpointError(
@@ -148,7 +147,7 @@ def write(
     abort([problem for problem, _ in everybody])
     manifest = {name: file for _, theirs in everybody for name, file in theirs.items()}
     try:
-        # Each rank writes the same, so that it is there on every host.
+        # Each rank writes the same manifest, so that every host has it.
         written = _write_file(there / _MANIFEST, typed_json.packed(manifest), f".{ranks.rank}")
         _write_file(pointer, f"{version} {written.sha256}".encode())
     except Exception as error:
@@ -159,7 +158,7 @@ def write(
     except OSError as error:
         problem = f"rank {ranks.rank}: {error}"
     problems = [p for p in ranks.gather(problem, Optional[str]) if p is not None]
-    if problems:  # both versions are whole, and stay
+    if problems:  # both versions are complete, and are kept
         raise CheckpointError(f"{root} could not be replaced by all: {'; '.join(problems)}")
     for stale in _versions(root):
         if stale != there:
@@ -172,20 +171,20 @@ def read(
     load: Callable[[bytes], Any],
     prepare: Callable[[Any, Any], Takeover],
 ) -> Any:
-    """Reads the current version. All ranks call it; only rank 0 needs to see the shared file.
+    """Read the current version. All ranks call it; only rank 0 needs access to the shared file.
 
     Args:
         folder: as in `write`.
-        ranks: who takes part.
-        load: reads the content of a file.
-        prepare: takes (shared, this rank's part or None), checks it, and changes nothing.
+        ranks: the participants.
+        load: parses the content of a file.
+        prepare: checks (shared, this rank's part or None) without changing anything.
 
     Returns:
-        What `take` of the takeover returns.
+        The result of the takeover's `take`.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not read or take what it read. All are
-            as they were.
+        CheckpointError: on all ranks, if one of them could not read or commit. All ranks are
+            unchanged.
     """
     root, data, takeover, result = Path(folder), b"", None, None
     problem, version, digest = None, "", ""
@@ -198,7 +197,7 @@ def read(
     kind = tuple[Optional[str], str, str, int]
     everybody = ranks.gather((problem, version, digest, len(data)), kind)
     _raise_any(root, [problem for problem, *_ in everybody])
-    # Where a host died while it replaced its pointer, all have the version of rank 0 as well.
+    # If a host died while it replaced its pointer, all hosts still have rank 0's version.
     _, version, digest, length = everybody[0]
     data = _broadcast(ranks, data, length)
     try:
@@ -228,7 +227,7 @@ def read(
 
 
 def _broadcast(ranks: Ranks, data: bytes, length: int) -> bytes:
-    """Rank 0's bytes, piece by piece: no collective takes more than 2**31 at a time."""
+    """Broadcast rank 0's bytes in pieces: no collective takes more than 2**31 at a time."""
     pieces = []
     for start in range(0, length, _PIECE):
         size = min(_PIECE, length - start)
@@ -238,17 +237,17 @@ def _broadcast(ranks: Ranks, data: bytes, length: int) -> bytes:
 
 
 def formats(compressor: Compressor) -> dict[str, int]:
-    """The formats of what a compressor and its parts keep, by class, where it is not the first."""
+    """Return the state formats above 1 of a compressor and its parts, by class."""
     text = repr(compressor)
     found = {name: cls.state_format for name, cls in known().items() if f"{name}(" in text}
     return {name: number for name, number in found.items() if number > 1}
 
 
 def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]) -> None:
-    """Whether a saved exchange is one of this compressor and these buckets.
+    """Check that a saved exchange belongs to this compressor and these buckets.
 
     Raises:
-        CheckpointError: naming what is different.
+        CheckpointError: naming the difference.
     """
     if not isinstance(saved, dict) or "format" not in saved:
         raise CheckpointError("what was saved under 'gradcomp' is no state of hvd_gradcomp")
@@ -277,26 +276,26 @@ def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]
 
 
 class Source(Enum):
-    """Where a tensor of a state comes from when a saved state is taken back."""
+    """Source of a state's tensor when a checkpoint is loaded."""
 
     SAVED = auto()
-    SHARE = auto()  # of the sum that was saved
-    START = auto()  # what it was before the first step
-    HERE = auto()  # it stays
+    SHARE = auto()  # a share of the saved sum
+    START = auto()  # the initial value
+    HERE = auto()  # the current value
 
 
 def source_of(
     compressor: Compressor, path: str, steps: int, mode: str, saver: int, rank: int
 ) -> Source:
-    """Where the tensor that `leaves` calls so comes from.
+    """Return the source of a state's tensor.
 
     Args:
-        compressor: whose state it is.
-        path: as `leaves` has it.
-        steps: that were made when it was saved.
+        compressor: owner of the state.
+        path: of the tensor, from `leaves`.
+        steps: number of steps when it was saved.
         mode: of the checkpoint.
         saver: the rank that saved it.
-        rank: the rank that takes it.
+        rank: the rank that loads it.
     """
     owner = learning.owner(compressor, path, steps)
     if is_replicated(compressor, path):
@@ -309,13 +308,13 @@ def source_of(
 
 
 def check_hosts(then: int | None, now: int | None) -> None:
-    """Whether a sharded state was kept by the same ranks.
+    """Check that the same ranks held a sharded state.
 
     Args:
-        then, now: how many hosts exchange with `hierarchical=True`; None without.
+        then, now: number of hosts that exchange with `hierarchical=True`; None without.
 
     Raises:
-        CheckpointError: it was not, so what some had kept back would be lost.
+        CheckpointError: other ranks held it, so some residuals would be lost.
     """
     if then != now:
         ways = ["hierarchical=False" if n is None else f"{n} hosts" for n in (then, now)]
@@ -326,7 +325,7 @@ def check_hosts(then: int | None, now: int | None) -> None:
 
 
 def other_size(then: int, now: int) -> str:
-    """Why a sharded state cannot be taken by another number of ranks."""
+    """Explain why another number of ranks cannot load a sharded state."""
     return (
         f"it was saved sharded by {then} ranks, and {now} are here: what each of them had kept "
         'back would be lost. Save with mode="consolidated" to resume with another number'
@@ -338,12 +337,12 @@ def _part_name(rank: int, size: int) -> str:
 
 
 def _versions(root: Path) -> list[Path]:
-    """Ours alone: whatever else lies in the folder is the user's."""
+    """Return the folders of versions only; anything else in the folder is the user's."""
     return [p for p in root.iterdir() if re.fullmatch("[0-9a-f]{32}", p.name) and p.is_dir()]
 
 
 def _current(root: Path) -> tuple[str, str]:
-    """The version that counts, and the digest of its manifest."""
+    """Return the current version, and the digest of its manifest."""
     try:
         text = (root / _CURRENT).read_bytes()
     except FileNotFoundError:
@@ -361,7 +360,7 @@ def _current(root: Path) -> tuple[str, str]:
 
 
 def _manifest(there: Path, digest: str) -> dict[str, _File]:
-    """What is in a version, as its manifest says.
+    """Return the entries of a version's manifest.
 
     Args:
         there: the version's folder.
@@ -374,7 +373,7 @@ def _manifest(there: Path, digest: str) -> dict[str, _File]:
 
 
 def _checked(name: str, there: Path, manifest: Mapping[str, _File]) -> bytes:
-    """The content of a file."""
+    """Read a file and check it against the manifest."""
     data = _bytes_of(there / name)
     _compare(name, data, manifest)
     return data

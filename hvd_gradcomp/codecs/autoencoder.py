@@ -2,17 +2,17 @@
 
 Abrahamyan et al. 2021, section IV.C, Tables I and II.
 
-Written once for all frameworks: a convolution of width 3 is three shifted copies of its input
-beside each other, times a matrix; a transposed one is a matrix times the input, shifted and added.
-Vectors are [rows, length, channels], so shifting along the length is cutting a row.
+Written once for all frameworks: a convolution of width 3 concatenates three shifted copies of its
+input and multiplies by a matrix; a transposed one multiplies first, then shifts and adds.
+Vectors are [rows, length, channels], so a shift along the length is a slice of the row.
 
-Parameters are flat vectors, layer after layer: a matrix of the taps, then a bias.
+Parameters are flat vectors, layer after layer: the weight matrix, then the bias.
 
-*Initial parameters.* Every network here begins by passing a signal on: encoders send the mean of
-four neighbours, four of them to a code, and decoders spread it out again, but their last layer
-begins with zeros. So the loss begins at 1, and what has to be learned first is a scale. Other
-channels begin with small noise. With noise alone a few hundred steps of plain gradient descent
-hardly learn anything.
+*Initial parameters.* Every network starts by passing a signal on: encoders send the mean of four
+neighbours, four means to a code position, and decoders spread them out again, but the decoders'
+last layer starts at zero. So the loss starts at 1, and a scale is learned first. Other channels
+start with small noise. From noise alone, a few hundred steps of plain gradient descent learn
+hardly anything.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.ops import Ops, Tensor
 
-STRIDE = 16  # elements that become one position of a code
+STRIDE = 16  # elements for each position of a code
 SLOPE = 0.01  # of the leaky ReLU
 _CHANNELS = 4  # of a code
-_NOISE = 0.1  # initial, as a share of what keeps the variance
-_SHIFT = 8.0  # keeps a code, whose elements have about unit variance, on the rectifier's upper side
-_PASS = 1.0 / (1.0 + SLOPE)  # a signal is the difference of two rectified channels, times this
+_NOISE = 0.1  # initial, as a share of the width that preserves the variance
+_SHIFT = 8.0  # keeps a code of about unit variance on the positive side of the ReLU
+_PASS = 1.0 / (1.0 + SLOPE)  # signal = this * the difference of two rectified channels
 _HALF = 0.5**0.5
 
 
@@ -42,7 +42,7 @@ class Layer(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many parameters it has."""
+        """Number of parameters."""
         return (self.taps * self.inputs + 1) * self.outputs
 
 
@@ -53,7 +53,7 @@ ENCODER = (
     Layer(256, 64, 3, 2),
     Layer(64, _CHANNELS, 1, 1),
 )
-# The first one has stride 1: five of stride 2, as printed, would give twice the length.
+# The first layer has stride 1: five layers of stride 2, as printed, would double the length.
 DECODER = (
     Layer(_CHANNELS, 4, 3, 1),
     Layer(4, 32, 3, 2),
@@ -65,27 +65,27 @@ ENCODER_SIZE = sum(layer.size for layer in ENCODER)
 
 
 def last_layer(innovation: bool) -> Layer:
-    """The last convolution of a decoder; the innovation is one more channel of its input."""
+    """Return a decoder's last convolution; the innovation is one more input channel."""
     return Layer(DECODER[-1].outputs + innovation, 1, 1, 1)
 
 
 def decoder_size(innovation: bool) -> int:
-    """Parameters of a decoder."""
+    """Return the number of parameters of a decoder."""
     return sum(layer.size for layer in DECODER) + last_layer(innovation).size
 
 
 def padded(length: int) -> int:
-    """The length that a vector is filled up to."""
+    """Return the length that a vector is padded to."""
     return -(-length // STRIDE) * STRIDE
 
 
 def code_length(length: int) -> int:
-    """Elements of the code of a vector."""
+    """Return the number of elements of a vector's code."""
     return padded(length) // STRIDE * _CHANNELS
 
 
 def encode(ops: Ops, parameters: Tensor, x: Tensor) -> Tensor:
-    """Codes of vectors; [rows, length] to [rows, length / 4]. The length is a multiple of 16."""
+    """Encode vectors: [rows, length] to [rows, length / 4]. The length is a multiple of 16."""
     rows, length = x.shape
     signal = ops.reshape(x, (rows, length, 1))
     for layer, weight, bias in _cut(ops, parameters, ENCODER, transposed=False):
@@ -97,15 +97,15 @@ def encode(ops: Ops, parameters: Tensor, x: Tensor) -> Tensor:
 
 
 def decode(ops: Ops, parameters: Tensor, code: Tensor, innovation: Tensor | None = None) -> Tensor:
-    """Vectors from codes, by one decoder a row, or all by one.
+    """Decode vectors, with one decoder for each row or one for all.
 
     Args:
         parameters: float32 [heads, size].
-        code: [rows, length / 4]. There are as many rows as heads, or one of either.
-        innovation: [heads, length]; None if the decoders take none.
+        code: [rows, length / 4]. Rows and heads are equally many, or one of them is 1.
+        innovation: [heads, length]; None for decoders without it.
 
     Returns:
-        [rows, length], or [heads, length] of one code.
+        [rows, length]; [heads, length] for a single code.
     """
     rows = max(parameters.shape[0], code.shape[0])
     positions = code.shape[1] // _CHANNELS
@@ -128,7 +128,7 @@ def decode(ops: Ops, parameters: Tensor, code: Tensor, innovation: Tensor | None
 def _cut(
     ops: Ops, parameters: Tensor, layers: tuple[Layer, ...], transposed: bool
 ) -> Iterator[tuple[Layer, Any, Any]]:
-    """Each layer with its matrix [..., taps * inputs, outputs] and bias [..., 1, outputs].
+    """Yield each layer with its matrix [..., taps * inputs, outputs] and bias [..., 1, outputs].
 
     A transposed convolution's matrix is [..., inputs, taps * outputs].
     """
@@ -148,7 +148,7 @@ def _cut(
 
 
 def _shifted(ops: Ops, x: Tensor, by: int) -> Tensor:
-    """`x[:, i - by]` at i, with zeros beyond the ends; by is 1 or -1."""
+    """Shift x by 1 or -1 along the length, with zeros beyond the ends: `x[:, i - by]` at i."""
     rows, length, channels = x.shape
     flat = ops.reshape(x, (rows, length * channels))
     nothing = ops.zeros((rows, channels))
@@ -157,7 +157,7 @@ def _shifted(ops: Ops, x: Tensor, by: int) -> Tensor:
 
 
 def _halved(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
-    """A convolution of stride 2: position i sees 2i - 1, 2i and 2i + 1."""
+    """Convolve with stride 2: position i sees 2i - 1, 2i and 2i + 1."""
     rows, length, channels = x.shape
     pairs = ops.reshape(x, (rows, length // 2, 2 * channels))
     before = _shifted(ops, pairs[:, :, channels:], 1)
@@ -165,7 +165,7 @@ def _halved(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _doubled(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
-    """A transposed convolution of stride 2: position i adds to 2i - 1, 2i and 2i + 1."""
+    """Apply a transposed convolution of stride 2: position i adds to 2i - 1, 2i and 2i + 1."""
     spread = ops.matmul(x, weight)
     rows, length, outputs = spread.shape[0], spread.shape[1], spread.shape[2] // 3
     odd = spread[:, :, 2 * outputs :] + _shifted(ops, spread[:, :, :outputs], -1)
@@ -174,7 +174,7 @@ def _doubled(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _smoothed(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
-    """A transposed convolution of stride 1: position i adds to i - 1, i and i + 1."""
+    """Apply a transposed convolution of stride 1: position i adds to i - 1, i and i + 1."""
     spread = ops.matmul(x, weight)
     outputs = spread.shape[2] // 3
     middle = spread[:, :, outputs : 2 * outputs]
@@ -186,14 +186,14 @@ def _smoothed(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def initial_encoder(ops: Ops, seed: int) -> Tensor:
-    """Parameters of an encoder; float32 [ENCODER_SIZE]."""
+    """Return an encoder's initial parameters; float32 [ENCODER_SIZE]."""
     found = {}
-    for layer in (0, 1):  # means of two, as a pair of channels with both signs
+    for layer in (0, 1):  # means of two positions, as a pair of channels with both signs
         for tap in (1, 2):
             for source, sign in ((0, 1.0),) if layer == 0 else ((0, _PASS), (1, -_PASS)):
                 found[layer, tap, source, 0] = sign * _HALF
                 found[layer, tap, source, 1] = -sign * _HALF
-    for layer, signals in ((2, 1), (3, 2)):  # two positions become neighbours in the channels
+    for layer, signals in ((2, 1), (3, 2)):  # two positions become adjacent channels
         for tap in (1, 2):
             for signal in range(signals):
                 target = 2 * (signals * (tap - 1) + signal)
@@ -211,14 +211,14 @@ def initial_encoder(ops: Ops, seed: int) -> Tensor:
 
 
 def initial_decoder(ops: Ops, innovation: bool, seed: int) -> Tensor:
-    """Parameters of a decoder; float32 [decoder_size(innovation)]."""
+    """Return a decoder's initial parameters; float32 [decoder_size(innovation)]."""
     layers = (*DECODER, last_layer(innovation))
     found = {(0, 1, signal, signal): 1.0 for signal in range(_CHANNELS)}
     for tap in (1, 2):
         for signal in range(2):  # two signals at each of the two positions
             found[1, tap, 2 * (tap - 1) + signal, 2 * signal] = 1.0
             found[1, tap, 2 * (tap - 1) + signal, 2 * signal + 1] = -1.0
-        for layer in (2, 3, 4):  # then one at each; then it is repeated
+        for layer in (2, 3, 4):  # then one signal at each position; then it is repeated
             first = 2 * (tap - 1) if layer == 2 else 0
             for source, sign in ((first, _PASS), (first + 1, -_PASS)):
                 found[layer, tap, source, 0] = sign
@@ -235,7 +235,7 @@ def initial_decoder(ops: Ops, innovation: bool, seed: int) -> Tensor:
 
 
 def _place(layers: tuple[Layer, ...], layer: int, row: int, column: int, wide: int = 1) -> int:
-    """Where an element of a layer's matrix lies."""
+    """Return the index of an element of a layer's matrix in the flat vector."""
     before = sum(one.size for one in layers[:layer])
     return before + row * layers[layer].outputs * wide + column
 
@@ -247,9 +247,9 @@ def _filled(
     seed: int,
     silent: bool = False,
 ) -> Tensor:
-    """Noise, and what is given; biases and, if asked for, the last layer begin with zeros."""
+    """Return noise overwritten at `places`; biases are zero, with `silent` the last layer too."""
     key = ops.key(0, seed)
-    key = ops.words(key) if isinstance(key, tuple) else key  # numbers, where there are kernels
+    key = ops.words(key) if isinstance(key, tuple) else key  # a tuple of integers with kernels
     pieces, start = [], 0
     for number, layer in enumerate(layers):
         weights = prod((layer.taps, layer.inputs, layer.outputs))

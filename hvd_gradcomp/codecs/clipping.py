@@ -1,8 +1,8 @@
-"""Limits a rank's own gradient before it is compressed: local gradient clipping.
+"""Local gradient clipping: each rank clips its own gradient before compression.
 
-Deep Gradient Compression (Lin et al. 2018), section 3.2. What is clipped after the exchange is what
-was sent; the rest of a gradient that is far too large stays in the residual, and makes all later
-ones too large as well. So methods that keep a residual can limit what goes into it.
+Deep Gradient Compression (Lin et al. 2018), section 3.2. Clipping after the exchange affects only
+what was sent; the rest of an exploding gradient stays in the residual and inflates all later
+steps. So methods that keep a residual can limit what goes into it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 
 class Clipping:
-    """A method with `max_norm`, a field of the dataclasses that have it.
+    """Mixin for compressors with `max_norm`, a field of their dataclass.
 
-    Its `repr` leaves the field out where it limits nothing: states and payloads go by that text,
-    and are the same as without it.
+    `repr` omits `max_norm` when it is None: the digest of states and payloads is made from `repr`
+    and stays the same as without the field.
     """
 
     max_norm: float | None = None
@@ -34,14 +34,14 @@ class Clipping:
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def validate_max_norm(self) -> None:
-        """Raises a ValueError unless `max_norm` is None or a positive number."""
+        """Raise a ValueError unless `max_norm` is None or a positive number."""
         if self.max_norm is not None:
             validate.real(self, "max_norm", low=0)
 
     def clipped(
         self, ops: Ops, context: Context, gradient: Tensor, extra: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The gradient with its layers limited, and second moments with them. Donating.
+        """Clip the gradient by layer and scale the second moments to match. Donating.
 
         Args:
             ops, context: of the bucket.
@@ -52,16 +52,16 @@ class Clipping:
             return gradient, extra
         factor = shrinking(ops, context, gradient, self.max_norm)
         if "moment" in extra:
-            own = extra["moment"] * 1  # it is only lent
+            own = extra["moment"] * 1  # the caller owns it, so copy
             extra = {**extra, "moment": scaled(ops, context, own, ops.square(factor))}
         return scaled(ops, context, gradient, factor), extra
 
 
 def shrinking(ops: Ops, context: Context, gradient: Tensor, max_norm: float) -> Tensor:
-    """What each layer is multiplied with so that its norm is at most `max_norm / sqrt(ranks)`.
+    """Return the factor that limits each layer's norm to `max_norm / sqrt(ranks)`.
 
-    float32 [layers], at most 1. The sum over ranks of gradients that do not agree is then about
-    `max_norm`.
+    float32 [layers], at most 1. The sum over ranks of uncorrelated gradients then has a norm of
+    about `max_norm`.
     """
     norm = ops.sqrt(sum_of_layers(ops, context.layout, ops.square(gradient)))
     limit = max_norm / context.size**0.5
@@ -69,7 +69,7 @@ def shrinking(ops: Ops, context: Context, gradient: Tensor, max_norm: float) -> 
 
 
 def scaled(ops: Ops, context: Context, x: Tensor, factor: Tensor) -> Tensor:
-    """Each layer of a vector [size] times its own factor, of [layers]. Donating."""
+    """Multiply each layer of a vector [size] by its factor in [layers]. Donating."""
     layout = context.layout
     of_block = ops.gather(factor, ops.table(layout, "layer_of_block"))
     rows = ops.scale(ops.reshape(x, (-1, layout.block)), ops.reshape(of_block, (-1, 1)))

@@ -1,12 +1,12 @@
-"""The elements that a rule wants to send, before it is known which of them fit.
+"""Elements that a rule selects, before it is known which of them fit.
 
-Two ways to hold them, equal to the bit (a test holds them to it):
+Two representations with bit-identical results (a test checks it):
 
-* `Indexed`, a short ascending list of indices: cheap on a CPU, needs shapes that depend on values;
+* `Indexed`, a short ascending list of indices: cheap on a CPU, needs data-dependent shapes;
 * `Masked`, a flag for every element: static shapes, no host read, for a GPU and for XLA.
 
-Layers are aligned to blocks, so what is computed per layer goes over blocks first: a layer's
-largest value costs one reduction over the bucket, not one launch a layer.
+Layers are aligned to blocks, so per-layer reductions go over blocks first: the maxima of all
+layers cost one reduction over the bucket, not one launch for each layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvd_gradcomp.ops.scope import layer_of
 
 
 class SentElements(NamedTuple):
-    """The elements that really travel."""
+    """Elements that are sent."""
 
     index: Tensor  # int64 [k]; may hold the sink, any number of times
     code: Tensor  # int64 [k]
@@ -31,7 +31,7 @@ class SentElements(NamedTuple):
 
 
 class Selection(ABC):
-    """Wanted elements of one bucket."""
+    """Selected elements of one bucket."""
 
     def __init__(self, ops: Ops, layout: Layout) -> None:
         self.ops = ops
@@ -39,56 +39,56 @@ class Selection(ABC):
 
     @abstractmethod
     def count(self) -> Any:
-        """How many; a scalar."""
+        """Return the number of selected elements; a scalar."""
 
     @abstractmethod
     def take(self, x: Tensor) -> Tensor:
-        """The selected items of x [size]; 0 where an item stands for an element not selected."""
+        """Return the items of x [size]; 0 for an item whose element is not selected."""
 
     @abstractmethod
     def largest_of_layer(self, items: Tensor) -> Tensor:
-        """Per layer the largest of non-negative int64 items; 0 for a layer without any."""
+        """Return each layer's largest of non-negative int64 items; 0 for a layer without any."""
 
     @abstractmethod
     def sum_of_layer(self, items: Tensor) -> Tensor:
-        """Per layer the sum of int64 items, which are 0 where an item stands for no element."""
+        """Return each layer's sum of int64 items; items of unselected elements must be 0."""
 
     @abstractmethod
     def index_of_items(self) -> Tensor:
-        """The index of each item."""
+        """Return the index of each item."""
 
     @abstractmethod
     def items_only(self, items: Tensor) -> Tensor:
-        """int64 items, 0 where an item stands for an element not selected."""
+        """Return the int64 items with 0 for elements that are not selected."""
 
     @abstractmethod
     def of_layer(self, values: Tensor) -> Tensor:
-        """For each item the value of its layer; values is [layers]."""
+        """Return for each item its layer's value; `values` is [layers]."""
 
     @abstractmethod
     def only(self, kept: Tensor, code: Tensor) -> tuple[Selection, Tensor]:
-        """The selection without the items for which `kept` is false, and the codes of the rest."""
+        """Return the selection of the items for which `kept` is true, and their codes."""
 
     @abstractmethod
     def fitting(self, code: Tensor, capacity: Any, turn: Any) -> SentElements:
-        """At most `capacity` elements, ascending, padded with the sink and code 0.
+        """Return at most `capacity` elements, ascending, padded with the sink and code 0.
 
-        When not all fit, a window of neighbours is sent that starts elsewhere each step (`turn`
-        is the step), so no place in the bucket waits more often than another.
+        If not all fit, a window of neighbours is sent. It starts elsewhere each step (`turn` is the
+        step), so no position in the bucket waits more often than another.
         """
 
     @abstractmethod
     def spread(self, code: Tensor) -> tuple[Tensor, SentElements]:
-        """For the dense rung: `code + 1` at each selected element, 0 elsewhere; int64 [size]."""
+        """Return `code + 1` at selected elements, else 0, for the dense level; int64 [size]."""
 
 
 def select(ops: Ops, layout: Layout, found: Tensor) -> Selection:
-    """The selection of what `Ops.search` found, held in the way that suits the backend."""
+    """Wrap the result of `Ops.search` in the representation that suits the backend."""
     return (Indexed if ops.dynamic_shapes else Masked)(ops, layout, found)
 
 
 def _window(pick: Callable[..., Any], count: Any, capacity: Any, turn: Any) -> tuple[Any, Any]:
-    """Which of `count` elements are sent: those below `head`, and `capacity - head` from `start`.
+    """Return (head, start): the elements below `head` are sent, and `capacity - head` from `start`.
 
     The window starts at a multiple of `capacity`, modulo `count`, and wraps round.
     """
@@ -99,7 +99,7 @@ def _window(pick: Callable[..., Any], count: Any, capacity: Any, turn: Any) -> t
 
 
 class Indexed(Selection):
-    """By indices. Items are [k]."""
+    """Selection held as indices. Items are [k]."""
 
     def __init__(self, ops: Ops, layout: Layout, index: Tensor) -> None:
         super().__init__(ops, layout)
@@ -107,7 +107,7 @@ class Indexed(Selection):
 
     @cached_property
     def layer(self) -> Tensor:
-        """The layer of each item."""
+        """Layer of each item."""
         return layer_of(self.ops, self.layout, self.index)
 
     def count(self) -> Any:
@@ -160,7 +160,7 @@ class Indexed(Selection):
 
 
 class Masked(Selection):
-    """By flags. Items are [size]."""
+    """Selection held as a mask. Items are [size]."""
 
     def __init__(self, ops: Ops, layout: Layout, mask: Tensor) -> None:
         super().__init__(ops, layout)
@@ -212,7 +212,7 @@ class Masked(Selection):
         head, start = _window(ops.where, self.count(), capacity, turn)
         late = place >= start
         sent = self.mask & ((place < head) | (late & (place < start + capacity)))
-        # Slot `capacity` takes everything that is not sent, and is cut off.
+        # Everything that is not sent goes to slot `capacity`, which is cut off.
         slot = ops.where(sent, ops.where(late, place - start + head, place), capacity)
         index = ops.put(
             ops.full((capacity + 1,), layout.sink),

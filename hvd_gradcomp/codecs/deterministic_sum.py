@@ -1,18 +1,18 @@
-"""Sums over layers that come out the same to the bit wherever they are formed."""
+"""Sums over layers that are bit-identical on every device and framework."""
 
 from __future__ import annotations
 
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
-_KEPT = 40  # bits below the largest summand; 2**22 of them fit in 63
+_KEPT = 40  # bits kept below the largest summand; 2**22 summands fit in 63 bits
 
 
 def sum_of_layers(ops: Ops, layout: Layout, x: Tensor) -> Tensor:
-    """The sum over each layer of float32 [size] that is not negative; float64 [layers].
+    """Sum each layer of non-negative float32 [size]; float64 [layers].
 
-    Blocks are summed in halves, and what is left is added up as integers: exact to
-    2**-40 of the largest block's sum.
+    Blocks are summed pairwise, and the block sums are added up as integers: exact to 2**-40 of the
+    largest block's sum.
     """
     blocks = ops.sum_of_rows(ops.reshape(x, (-1, layout.block)))
     table, layers = ops.table(layout, "layer_of_block"), len(layout.names)

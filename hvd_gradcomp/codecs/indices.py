@@ -1,13 +1,13 @@
-"""How the indices of sent elements travel: a fixed room for a given number of them.
+"""Codes for the indices of sent elements: a fixed payload size for a given capacity.
 
-`delta` sorts, takes differences, and packs each block of 32 of them to the fewest bits that hold
-the block's largest. With k of n elements sent, sorted indices cannot take fewer than about
-`log2(n/k) + 1.44` bits each; the packing takes about one more for random places.
+`delta` takes the differences of sorted indices and packs each block of 32 in the fewest bits that
+hold the block's largest. With k of n elements sent, sorted indices need at least about
+`log2(n/k) + 1.44` bits each; the packing needs about one bit more for random indices.
 
-Sizes must not change from step to step (Horovod would negotiate anew), so there is a fixed room for
-the packed words: what random places need and a little more. Should they need more than that, the
-blocks at the end are not sent and stay in the state; the list begins at another block each step, so
-no place in the bucket has to wait more often than another.
+Sizes must not change from step to step (Horovod would renegotiate), so the room for packed words is
+fixed: the need of random indices and a little more. If they need more than that, the last blocks
+are not sent and stay in the state; the list starts at another block each step, so no position in
+the bucket waits more often than another.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.kernel_params import Places
 
-_SPARE_BITS = 3.5  # with blocks of 32 random places need 2.5, clustered ones more
-_SPARE_DEFLATED = 2.25  # random places need 1.44 at least
-_TABLES = 64  # bytes that DEFLATE spends on its codes, about
+_SPARE_BITS = 3.5  # with blocks of 32, random indices need 2.5, clustered ones more
+_SPARE_DEFLATED = 2.25  # random indices need at least 1.44
+_TABLES = 64  # approximate bytes of DEFLATE's code tables
 
 
 class IndexCoding(ABC):
-    """A room and a code for ascending indices of one bucket."""
+    """Code of fixed size for ascending indices of one bucket."""
 
     @abstractmethod
     def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
-        """What travels for `capacity` indices."""
+        """Return the payload parts for `capacity` indices."""
 
     @abstractmethod
     def bits(self, size: int, count: int) -> float:
-        """What one of `count` indices into `size` elements takes, about."""
+        """Estimate the bits for each of `count` indices into `size` elements."""
 
     def places(self, parts: Mapping[str, Part]) -> Places | None:
-        """Where its parts lie among those of a body; None where passes do not know the code."""
+        """Return the offsets of its parts in a body; None if no fused kernel supports the code."""
         del parts
         return None
 
@@ -50,26 +50,26 @@ class IndexCoding(ABC):
     def encode(
         self, ops: Ops, layout: Layout, parts: Mapping[str, Part], index: Tensor, turn: Any
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Codes ascending indices that may end in any number of sinks.
+        """Encode ascending indices that may end in any number of sinks.
 
         Args:
             index: int64 [capacity].
             turn: the step.
 
         Returns:
-            The parts; the indices in the order in which they travel, [capacity], sinks for those
-            that do not; and the place in `index` that each came from, [capacity].
+            The parts; the indices in the order in which they are sent, [capacity], with sinks for
+            those that are not; and the position in `index` that each came from, [capacity].
         """
 
     @abstractmethod
     def decode(
         self, ops: Ops, layout: Layout, payload: Mapping[str, Tensor], capacity: Any
     ) -> Tensor:
-        """The indices of one rank's parts; int64 [capacity]."""
+        """Decode one rank's parts to indices; int64 [capacity]."""
 
 
 class Plain(IndexCoding):
-    """32 bits each."""
+    """Plain code: 32 bits for each index."""
 
     def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
         del layout
@@ -96,13 +96,13 @@ class Plain(IndexCoding):
 
 
 class Delta(IndexCoding):
-    """Differences, packed to the fewest bits for each block of 32."""
+    """Differences, each block of 32 packed in the fewest bits."""
 
     def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
         blocks = -(-capacity // GROUP)
         most = layout.size.bit_length()
         distance = math.log2(layout.size / capacity)
-        # Three blocks may need all bits: at the beginning, where the list wraps, at unused slots.
+        # Three blocks may need all bits: the first, the one where the list wraps, and unused slots.
         words = math.ceil(blocks * (distance + _SPARE_BITS)) + 3 * (most - int(distance))
         return {
             "widths": Part("uint8", blocks),
@@ -151,7 +151,7 @@ class Delta(IndexCoding):
 
 
 def _slots(ops: Ops, width: Tensor, most: int, room: Any) -> tuple[Tensor, Tensor]:
-    """Where plane j of each block lies in the stream, `room` for nowhere, and which blocks fit."""
+    """Return the stream offset of plane j of each block (`room` if none), and which blocks fit."""
     end = ops.cumsum(width)
     fits = end <= room
     plane = ops.arange(most)
@@ -161,16 +161,16 @@ def _slots(ops: Ops, width: Tensor, most: int, room: Any) -> tuple[Tensor, Tenso
 
 
 def _of_blocks(ops: Ops, flags: Tensor) -> Tensor:
-    """For each index the flag of its block."""
+    """Return for each index the flag of its block."""
     none = ops.full((1, GROUP), 0)
     return ops.reshape(ops.reshape(ops.cast(flags, "int64"), (-1, 1)) + none > 0, (-1,))
 
 
 class Deflate(IndexCoding):
-    """Differences by DEFLATE, the lowest bytes of all first, then the next ones.
+    """Differences compressed by DEFLATE, the lowest bytes of all first, then the next ones.
 
-    Fewer bytes than `Delta`, since no width is fixed and bytes that are rare get long codes; but
-    zlib works on the host, so a GPU has to be waited for, and XLA cannot have it.
+    Fewer bytes than `Delta`, since widths vary and rare bytes get long codes; but zlib runs on the
+    host, so it synchronizes with a GPU, and XLA cannot compile it.
     """
 
     def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
@@ -180,7 +180,7 @@ class Deflate(IndexCoding):
         return math.log2(size / count) + _SPARE_DEFLATED
 
     def _room(self, size: int, count: int) -> int:
-        """Bytes: a count, code tables, and somewhat more than random places need."""
+        """Return bytes for a count, code tables, and somewhat more than random indices need."""
         packed = math.ceil(count * (math.log2(size / count) + _SPARE_DEFLATED) / 8)
         return 4 * math.ceil((4 + min(packed + _TABLES, 4 * count + 16)) / 4)
 
@@ -213,18 +213,18 @@ class Deflate(IndexCoding):
 
 
 def _told(ops: Ops, number: Any, data: Tensor) -> Tensor:
-    """Bytes behind a number, which a graph may know only when it runs."""
+    """Prefix bytes with a number, which may be a tensor of a graph."""
     return ops.concat((ops.to_bytes(ops.words((number,)), "uint32"), data))
 
 
 def _deflated(told: bytes) -> bytes:
-    """Of room and differences: how many fit, and those, in exactly so many bytes."""
+    """Compress the differences that fit into exactly `room` bytes, after their count."""
     (room,), steps = struct.unpack("<I", told[:4]), told[4:]
     count = len(steps) // 4
     while True:
         deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
         stream = b""
-        for byte in range(4):  # each in a block of its own, which has its own code
+        for byte in range(4):  # each plane in its own DEFLATE block, with its own code
             stream += deflate.compress(steps[byte : 4 * count : 4]) + deflate.flush(zlib.Z_BLOCK)
         stream += deflate.flush()
         if len(stream) <= room - 4:
@@ -233,7 +233,7 @@ def _deflated(told: bytes) -> bytes:
 
 
 def _inflated(told: bytes) -> bytes:
-    """The inverse of capacity and bytes, filled up with zeros; none of a stream that is damaged."""
+    """Decompress to `capacity` differences, padded with zeros; all zeros if damaged."""
     (capacity,), data = struct.unpack("<I", told[:4]), told[4:]
     try:
         planes = zlib.decompressobj(-15).decompress(data[4:], 4 * capacity)

@@ -1,4 +1,4 @@
-"""The family of methods whose codes may be added up: `encode(a) + encode(b) == encode(a + b)`.
+"""Family of linear methods, whose codes can be summed: `encode(a) + encode(b) == encode(a + b)`.
 
 Only these also work inside stock Horovod, whose `Compressor` interface allreduces the payload.
 """
@@ -23,18 +23,18 @@ class LinearCompressor(Compressor):
 
     is_linear = True
     itemsize = 4  # bytes that a float32 element takes on the wire
-    block = 1  # every element travels, so padding would too
+    block = 1  # every element is sent, and padding would be too
 
     @abstractmethod
     def encode(self, ops: Ops, gradient: Tensor) -> Tensor:
-        """What is allreduced."""
+        """Encode the gradient for the allreduce."""
 
     @abstractmethod
     def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
-        """The gradient back, in the layout's dtype."""
+        """Decode the gradient, in the layout's dtype."""
 
     def in_halves(self, layout: Layout) -> bool:
-        """Whether a float32 or float16 element is rounded to half precision on its way."""
+        """Return True if float32 or float16 elements are sent in half precision."""
         return self.itemsize == 2 or layout.dtype == "float16"
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
@@ -47,9 +47,9 @@ class LinearCompressor(Compressor):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
-        """The ranks' codes are added up on the way.
+        """Allreduce the ranks' codes.
 
-        The sum itself says whether all were finite; or too large together for what travels.
+        A non-finite sum reveals a non-finite gradient, or an overflow of the dtype that is sent.
         """
         del extra
         code = self.encode(ops, gradient)
@@ -57,10 +57,10 @@ class LinearCompressor(Compressor):
         return patterns.usable(ops, self.decode(ops, context.layout, total)), state
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Stock Horovod's entry: what it shall allreduce, and the dtype to come back to."""
+        """Return the code that stock Horovod allreduces, and the dtype to restore."""
         ops = verbs.of(tensor)
         return self.encode(ops, tensor), tensor.dtype
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """Stock Horovod's way back."""
+        """Restore the dtype after stock Horovod's allreduce."""
         return verbs.of(tensor).cast(tensor, context)

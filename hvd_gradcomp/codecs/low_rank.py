@@ -1,4 +1,4 @@
-"""Principal components: the directions that hold the most energy of a few samples."""
+"""Principal components: the directions with the most energy of a few samples."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from hvd_gradcomp.ops import Ops, Tensor
 
-_RANK = 1e-9  # energy, as a share of the first component's, below which a component is rounding
+_RANK = 1e-9  # a component below this share of the first one's energy is rounding error
 
 
 class Components(NamedTuple):
-    """The components of samples, the strongest last."""
+    """Principal components of samples, the strongest last."""
 
     mean: Tensor  # float64 [m]
     vectors: Tensor  # float64 [m, n] orthonormal columns; zeros for components without energy
@@ -18,11 +18,11 @@ class Components(NamedTuple):
 
 
 def components(ops: Ops, samples: Tensor, weights: Tensor | None = None) -> Components:
-    """All components of samples that there can be, `n = min(count, m)`.
+    """Return all `n = min(count, m)` components of samples.
 
     Args:
         samples: float32 [count, m].
-        weights: float64 [count], what each counts for, not negative; None for all alike.
+        weights: float64 [count], not negative; None for equal weights.
     """
     count, length = samples.shape
     x = ops.cast(samples, "float64")
@@ -40,7 +40,7 @@ def components(ops: Ops, samples: Tensor, weights: Tensor | None = None) -> Comp
         energy = ops.maximum(energy, 0.0)
         used = energy > energy[-1:] * _RANK
         vectors = ops.where(used, vectors, 0.0)
-    else:  # the same from inner products of samples, of which there are fewer
+    else:  # from the inner products of samples: a smaller matrix
         energy, mixtures = ops.eigh(ops.matmul(x, across))
         energy = ops.maximum(energy, 0.0)
         used = energy > energy[-1:] * _RANK
@@ -52,18 +52,18 @@ def components(ops: Ops, samples: Tensor, weights: Tensor | None = None) -> Comp
 def dimension(
     ops: Ops, found: Components, samples: Tensor, weights: Tensor, loss: float, most: int
 ) -> Tensor:
-    """The fewest components that leave out at most `loss` of samples; int64 [1] in [1, most].
+    """Return the fewest components that lose at most `loss` of samples; int64 [1] in [1, most].
 
     Args:
-        found: fitted to other samples than these.
+        found: components fitted to other samples.
         samples: float32 [count, m].
-        weights: float64 [count], what each counts for.
+        weights: float64 [count].
     """
     x, weights = ops.cast(samples, "float64"), ops.reshape(weights, (-1, 1))
     whole = ops.sum(x * x * weights)
     x = x - ops.reshape(found.mean, (1, -1))
     held = ops.matmul(x, found.vectors)
-    held = ops.sum(held * held * weights, 0)  # by each component, the strongest last
+    held = ops.sum(held * held * weights, 0)  # of each component, the strongest last
     left_out = ops.sum(x * x * weights) - ops.sum(held) + ops.cumsum(held)
     weak = ops.sum(ops.cast(left_out <= whole * loss, "int64"))
     count = ops.reshape(held.shape[0] - weak, (1,))

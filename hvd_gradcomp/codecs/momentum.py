@@ -2,9 +2,9 @@
 
 Deep Gradient Compression (Lin et al. 2018), section 3.2.
 
-A delayed gradient that the optimizer's momentum sees only when it arrives counts for less than it
-would have. So the momentum is taken over from the optimizer and applied before compression, on
-each rank; what is sent is velocity, and the optimizer only adds it.
+A delayed gradient enters the optimizer's momentum late and so counts for less. So each rank takes
+the momentum over from the optimizer and applies it before compression; ranks send velocity, and
+the optimizer only adds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvd_gradcomp.ops.kernel_params import Collecting
 
 
 class Velocity(NamedTuple):
-    """Velocity that was accumulated and not yet sent, and the velocity itself."""
+    """Accumulated velocity that was not sent yet, and the velocity itself."""
 
     r: Tensor  # float32 [size]
     u: Tensor  # float32 [size]
@@ -63,7 +63,7 @@ class MomentumCorrected(TopKCompressor):
         return Velocity(*ops.advance(memory.r, memory.u, gradient, self.momentum, nesterov))
 
     def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
-        """With `masking`, the velocity of what was sent stops as well (ibid., section 3.3)."""
+        """Clear sent elements; with `masking` their velocity too (ibid., section 3.3)."""
         r = ops.put(memory.r, index, 0.0)
         if not self.momentum:
             return Residual(r)
@@ -74,7 +74,7 @@ class MomentumCorrected(TopKCompressor):
         return Collecting(self.momentum or 0.0, bool(self.nesterov), self.masking)
 
     def velocity(self, state: State) -> Tensor | None:
-        """None: it is not all that the state holds."""
+        """Return None: the state holds more than the velocity."""
         del state
         return None
 

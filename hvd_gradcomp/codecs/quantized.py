@@ -1,14 +1,14 @@
-"""The family of methods that send every element in a few bits: QSGD, TernGrad, 1-bit SGD.
+"""Family of methods that send every element in a few bits: QSGD, TernGrad, 1-bit SGD.
 
-    rows         which elements share a scale
+    rows         the elements that share a scale
     encode       the scales, and a code of `bits` bits for each element
-    add_decoded  adds up what those of all ranks stand for
+    add_decoded  decodes and sums the payloads of all ranks
 
-Exchange. An allgather brings `size - 1` payloads to each rank, so its cost grows with the number of
-ranks; the two-shot exchange (alltoall of shards, sum, quantize again, allgather) brings two
-payloads' worth however many ranks there are. `exchange="auto"` takes what moves fewer bytes. In a
-bucket of a few elements both may be more than the elements themselves, for headers, side values and
-padding: then "auto" adds these up as they are.
+Exchange. In an allgather each rank receives `size - 1` payloads, so its cost grows with the number
+of ranks; in the two-shot exchange (alltoall of shards, sum, quantize again, allgather) it receives
+about two payloads with any number of ranks. `exchange="auto"` picks the one that moves fewer bytes.
+In small buckets, headers, side values and padding can make both larger than the elements
+themselves; then "auto" allreduces the elements uncompressed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Payload = dict[str, Tensor]
 
 
 class Into(NamedTuple):
-    """What decoded payloads are added to.
+    """Target that decoded payloads are added to.
 
     Attributes:
         base: float32 [size]; None for zeros.
@@ -59,7 +59,7 @@ class QuantizedCompressor(Compressor):
     """
 
     block = GROUP
-    max_bucket = 1 << 32  # places that the random numbers tell apart
+    max_bucket = 1 << 32  # positions that the random numbers distinguish
     bits: int
     side: tuple[str, ...]
     seed: int = 0
@@ -67,7 +67,7 @@ class QuantizedCompressor(Compressor):
 
     @abstractmethod
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The groups of a layer, in order, as (how many, elements of each).
+        """Return the groups of a layer, in order, as (number of groups, elements of each).
 
         Args:
             shape: with the outputs first, however the framework stores it.
@@ -75,39 +75,39 @@ class QuantizedCompressor(Compressor):
 
     @abstractmethod
     def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
-        """The side values of the groups, and "codes", packed, uint8 [size * bits / 8]."""
+        """Return the groups' side values and the packed "codes", uint8 [size * bits / 8]."""
 
     @abstractmethod
     def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
-        """`base + sum over ranks of weight * what the payload stands for`; parts [world, ...]."""
+        """Return `base + sum over ranks of weight * decoded payload`; parts are [world, ...]."""
 
     def less(self, ops: Ops, bands: Bands, x: Tensor, room: Tensor, payload: Payload) -> Tensor:
-        """What is left of x when this rank's payload is taken off; see `add_decoded`."""
+        """Return x minus this rank's decoded payload; see `add_decoded`."""
         one = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
         return self.add_decoded(ops, bands, one, Into(x, room, ops.constants((-1.0,))))
 
     # -- sizes -------------------------------------------------------------------------------
 
     def bands(self, layout: Layout) -> Bands:
-        """The groups of a bucket."""
+        """Return the groups of a bucket."""
         return _bands_of(self, layout)
 
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
-        """The body of an allgathered payload."""
+        """Return the parts of an allgathered payload's body."""
         return _parts_of(self, self.bands(layout).groups, layout.size)
 
     def shard_size(self, layout: Layout, world: int) -> int:
-        """Elements of each rank's part of the bucket."""
+        """Return the number of elements of each rank's shard of the bucket."""
         return -(-layout.size // (world * GROUP)) * GROUP
 
     def shard_parts(self, layout: Layout, world: int) -> dict[str, wire.Part]:
-        """The body of codes for one shard; the same for all shards, so as for the most groups."""
+        """Return the parts of a shard's body, sized for the shard with the most groups."""
         shard, bands = self.shard_size(layout, world), self.bands(layout)
         groups = max(bands.between(i * shard, (i + 1) * shard).groups for i in range(world))
         return _parts_of(self, groups, shard)
 
     def moved_bytes(self, layout: Layout, world: int, exchange: str) -> float:
-        """Bytes that arrive at each rank from others, by an exchange; or by an "allreduce"."""
+        """Return the bytes that each rank receives in an exchange, or in an "allreduce"."""
         head = wire.HEADER_BYTES
         if exchange == "allreduce":
             return volume("allreduce", 4.0 * layout.elements, world)
@@ -117,7 +117,7 @@ class QuantizedCompressor(Compressor):
         return 2 * (world - 1) * (head + shard)
 
     def chosen_exchange(self, layout: Layout, world: int) -> str:
-        """The exchange that "auto" stands for: what moves the fewest bytes, if not in codes."""
+        """Resolve "auto" to the exchange that moves the fewest bytes, "allreduce" included."""
         if self.exchange != "auto":
             return self.exchange
         return min(_PROGRAMS, key=lambda way: self.moved_bytes(layout, world, way))
@@ -141,24 +141,24 @@ class QuantizedCompressor(Compressor):
         return _PROGRAMS[way](self, ops, context, gradient, state)
 
     def collect(self, ops: Ops, gradient: Tensor, state: State) -> Tensor:
-        """What is quantized; donating for the gradient. The state stays as it is."""
+        """Return the tensor to quantize. Donates the gradient, leaves the state unchanged."""
         del ops, state
         return gradient
 
     def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: State) -> State:
-        """The state after x was sent as the payload. Donating for the state."""
+        """Return the state after x was sent as the payload. Donates the state."""
         del ops, bands, x, payload
         return state
 
     def keep_nothing(self, ops: Ops, state: State) -> State:
-        """The state after what `collect` gave was sent as it is. Donating."""
+        """Return the state after the result of `collect` was sent uncompressed. Donating."""
         del ops
         return state
 
     def keep_of_sum(
         self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: State
     ) -> State:
-        """The state after the sum of the shard from `start` was quantized again. Donating."""
+        """Return the state after the sum of the shard at `start` was quantized again. Donating."""
         del ops, bands, start, total, payload
         return state
 
@@ -170,7 +170,7 @@ class QuantizedCompressor(Compressor):
         shard: int,
         parts: dict[str, wire.Part],
     ) -> Payload:
-        """What of a payload concerns one shard."""
+        """Cut one shard out of a payload."""
         codes = parts["codes"].count
         first, groups = cuts[shard].first, cuts[shard].groups
         mine = {name: payload[name][first : first + groups] for name in self.side}
@@ -178,7 +178,7 @@ class QuantizedCompressor(Compressor):
         return self.filled(ops, mine, parts)
 
     def filled(self, ops: Ops, payload: Payload, parts: dict[str, wire.Part]) -> Payload:
-        """With zeros for the groups that a shard has less than another."""
+        """Pad the side values with zeros to the shard with the most groups."""
         for name in self.side:
             missing = parts[name].count - payload[name].shape[0]
             payload = {**payload, name: ops.concat((payload[name], ops.zeros((missing,))))}
@@ -187,10 +187,10 @@ class QuantizedCompressor(Compressor):
 
 @dataclass(frozen=True)
 class Keeping(QuantizedCompressor, registered=False):
-    """A method that keeps nothing, with a residual that takes in what its codes miss.
+    """Wrapper that adds a stateless method's quantization error to a residual.
 
-    The residual is not sent, it is for another method to do so. `r` with what was sent, summed over
-    the ranks, is what there was.
+    This wrapper never sends the residual; another method does. Summed over the ranks, `r` plus what
+    was sent equals the gradients and the earlier `r`.
     """
 
     codec: QuantizedCompressor
@@ -236,13 +236,13 @@ class Keeping(QuantizedCompressor, registered=False):
 
 
 class LevelsCompressor(QuantizedCompressor):
-    """QSGD and TernGrad: levels of one scale a group, rounded at random, so right on average."""
+    """Base of QSGD and TernGrad: levels of one scale for each group, with unbiased rounding."""
 
     side = ("scale",)
 
     @abstractmethod
     def scale(self, ops: Ops, bands: Bands, x: Tensor) -> Tensor:
-        """The magnitude of the last level of each group; float32 [groups]."""
+        """Return the magnitude of each group's highest level; float32 [groups]."""
 
     def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
         scale = self.scale(ops, bands, x)
@@ -259,7 +259,7 @@ def _bands_of(codec: QuantizedCompressor, layout: Layout) -> Bands:
     bands: list[Band] = []
     for offset, shape in zip(layout.offsets, layout.with_outputs_first().shapes):
         for count, length in codec.rows(shape):
-            if count and length:  # of an empty layer nothing is sent
+            if count and length:  # an empty layer sends nothing
                 bands.append(Band(offset, count, length))
                 offset += count * length
     return Bands(tuple(bands))
@@ -271,7 +271,7 @@ def _parts_of(codec: QuantizedCompressor, groups: int, size: int) -> dict[str, w
 
 
 def rows_of_length(size: int, length: int) -> tuple[tuple[int, int], ...]:
-    """A layer cut into rows, the last one shorter if it must be.
+    """Cut a layer into rows; the last one may be shorter.
 
     >>> rows_of_length(10, 4), rows_of_length(3, 4)
     (((2, 4), (1, 2)), ((1, 3),))
@@ -283,10 +283,10 @@ def rows_of_length(size: int, length: int) -> tuple[tuple[int, int], ...]:
 def allgather(
     codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: State
 ) -> Program:
-    """Everybody receives every code and adds up what they stand for, in rank order.
+    """Allgather the payloads; each rank decodes and sums them in rank order.
 
-    `size - 1` payloads arrive at each rank. The state is replaced at the end: a failed exchange
-    leaves it as it was.
+    Each rank receives `size - 1` payloads. The state is replaced at the end, so a failed exchange
+    leaves it unchanged.
     """
     layout = context.layout
     bands, parts = codec.bands(layout), codec.parts(layout)
@@ -308,10 +308,10 @@ def allgather(
 def two_shot(
     codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: State
 ) -> Program:
-    """Each rank adds up one shard of the bucket, quantizes the sum again, and hands it to all.
+    """Sum one shard on each rank, quantize the sum again, and allgather it.
 
-    An alltoall and an allgather; `2 * (size - 1)` payloads of a shard arrive at each rank. What
-    quantizing the sum takes is kept, where the method keeps anything, by the rank that did it.
+    An alltoall and an allgather; each rank receives `2 * (size - 1)` payloads of a shard. With
+    error feedback, the rank that quantized a sum keeps its quantization error.
     """
     layout, world, rank = context.layout, context.size, context.rank
     shard, bands = codec.shard_size(layout, world), codec.bands(layout)
@@ -349,7 +349,7 @@ def two_shot(
     pieces = []
     for other, cut in enumerate(cuts):
         room = gradient[other * shard : (other + 1) * shard]
-        if not room.shape[0]:  # shards reach beyond the bucket, and the last may be all padding
+        if not room.shape[0]:  # shards extend past the bucket, so the last may be all padding
             continue
         theirs = {name: part[other : other + 1] for name, part in payload.items()}
         into = Into(None, room, weights[other : other + 1])
@@ -360,7 +360,7 @@ def two_shot(
 def allreduce(
     codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: State
 ) -> Program:
-    """What would be quantized, as it is: in buckets so small that codes would take more bytes."""
+    """Allreduce without quantizing, for buckets so small that codes would take more bytes."""
     total = yield from patterns.added_up(ops, context, codec.collect(ops, gradient, state))
     return patterns.usable(ops, total), codec.keep_nothing(ops, state)
 
@@ -368,17 +368,17 @@ def allreduce(
 def _checked_sides(
     ops: Ops, codec: QuantizedCompressor, mine: dict[str, Tensor], finite: Any
 ) -> tuple[dict[str, Tensor], Any]:
-    """A payload, and whether it can be used: a norm or a mean may overflow where no element does.
+    """Check the side values of a payload: a norm or mean may overflow where no element does.
 
-    And above 2**126 what a code is divided by has an inverse that TensorFlow takes for zero. Zeros
-    instead of what cannot be used where that is known too late to leave it out.
+    Above 2**126 a scale's reciprocal is denormal, and TensorFlow flushes it to zero. Unusable side
+    values are replaced by zeros where the check cannot stop the step.
     """
     sides, finite = ops.checked_sides([mine[name] for name in codec.side], finite)
     return {**mine, **dict(zip(codec.side, sides))}, finite
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:
-    """The key of this rank's private random numbers in this step; int64 [2]."""
+    """Return the key of this rank's private random numbers in this step; int64 [2]."""
     salt = f"{codec.seed} {context.rank} {stage} {context.layout.digest}".encode()
     return ops.key(context.step, zlib.crc32(salt))
 

@@ -1,4 +1,4 @@
-"""How the value of a sent element becomes a code of a few bits, and back."""
+"""Quantizers: the value of a sent element to a code of a few bits, and back."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.wire import Part
 from hvd_gradcomp.ops import Ops, Tensor
 
-_SIGN = 31  # the place of the sign in float32, and the width of what is below
-_EXPONENT = 23  # the place of the exponent's lowest bit
+_SIGN = 31  # position of float32's sign bit, and the number of bits below it
+_EXPONENT = 23  # position of the exponent's lowest bit
 _HALF = 1 << _EXPONENT - 1  # the mantissa's top bit
 
 
 class Quantizer(ABC):
-    """Codes of `bits` bits, and what each layer needs besides.
+    """Codes of `bits` bits, with side values for each layer.
 
     Attributes:
         bits: of a code; the index gets the other `32 - bits` of a word.
-        dense_bits: for `code + 1` on the dense rung, where 0 is "not sent": 1, 2, 4 or 8.
+        dense_bits: of `code + 1` on the dense level, where 0 is "not sent": 1, 2, 4 or 8.
     """
 
     bits: ClassVar[int]
@@ -29,17 +29,17 @@ class Quantizer(ABC):
 
     @abstractmethod
     def side_parts(self, layout: Layout) -> dict[str, Part]:
-        """What travels once a layer."""
+        """Return the parts that are sent once for each layer."""
 
     @abstractmethod
     def encode(
         self, ops: Ops, selection: Selection, value: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(code, encodable, side) of the selected values; int64, bool, and the side parts."""
+        """Return (code, encodable, side) of the selected values: int64, bool, the side parts."""
 
     @abstractmethod
     def decode(self, ops: Ops, code: Tensor, layer_side: Mapping[str, Tensor]) -> Tensor:
-        """float32 values of codes, given the side values of each code's layer."""
+        """Decode codes to float32 values, given the side values of each code's layer."""
 
 
 class PowerOfTwo(Quantizer):
@@ -82,7 +82,7 @@ class Sign(Quantizer):
     """One bit: plus or minus a threshold that all ranks know (Strom 2015).
 
     Args:
-        threshold: what a sent element counts for.
+        threshold: magnitude of a decoded element.
     """
 
     bits = 1

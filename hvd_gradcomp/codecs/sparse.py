@@ -1,10 +1,10 @@
-"""The family of methods that send a few elements of an accumulated gradient by an allgather.
+"""Family of methods that allgather a few elements of an accumulated gradient.
 
-Two branches: `codecs.words`, a rule for each element, and `codecs.largest`, a number of elements.
-Both settle their state by what was *sent*, never by what was wanted.
+Two branches: `codecs.threshold` tests each element, `codecs.topk` selects a number of elements.
+Both update their state by what was *sent*, never by what was wanted.
 
-An allgather brings a rank the payload of every other. Where that is more bytes than an allreduce
-of the bucket, what payloads stand for is added up instead; see `summed`.
+In an allgather a rank receives the payload of every other. If that is more bytes than an allreduce
+of the bucket, the decoded payloads are allreduced instead; see `summed`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Memory = Any
 
 
 class SparseState(NamedTuple):
-    """State of one bucket: 4 bytes an element and field of `memory`, and a few scalars."""
+    """State of one bucket: 4 bytes for each element and field of `memory`, and a few scalars."""
 
     memory: Memory  # NamedTuple of float32 [size], rank-local
     ladder: CapacityState  # replicated
@@ -36,34 +36,34 @@ class SparseState(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What was accumulated and not yet sent."""
+    """Accumulated gradient that was not sent yet."""
 
     r: Tensor  # float32 [size]
 
 
 class UndoLog(NamedTuple):
-    """What the memory held where elements were sent."""
+    """Memory at the sent elements before the update, to roll it back."""
 
     index: Tensor  # int64 [k]; may hold the sink
     fields: tuple[Tensor, ...]  # float32 [k] each
 
 
 class Encoded(NamedTuple):
-    """One rank's step: the body of its payload and what its header says."""
+    """One rank's encoded step: the body of its payload and the counts in its header."""
 
     body: Tensor  # uint8 [bytes]
     sent: Any
     wanted: Any
     held: UndoLog | None = None
-    settle: Callable[[], None] = lambda: None  # what is left to do once the exchange has succeeded
+    settle: Callable[[], None] = lambda: None  # commits once the exchange has succeeded
 
 
 class SparseCompressor(Clipping, Compressor):
     """Base of the family; see the head of this file.
 
     Attributes:
-        rule: what the methods in `ruled` do, in numbers, so that passes may do it instead of verbs;
-            None if there are none for it. A class that has one of them of its own inherits no rule.
+        rule: parameters that describe the methods in `ruled` to a fused kernel; None if no kernel
+            supports them. A class that overrides one of these methods does not inherit the rule.
     """
 
     replicated = frozenset({"ladder"})
@@ -81,21 +81,21 @@ class SparseCompressor(Clipping, Compressor):
 
     @abstractmethod
     def remember(self, ops: Ops, layout: Layout) -> Memory:
-        """The memory before the first step: a NamedTuple whose first field is what is sent from."""
+        """Return the initial memory: a NamedTuple; elements are sent from its first field."""
 
     @abstractmethod
     def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
-        """The capacities that a payload of this bucket may have among so many ranks.
+        """Return the capacities that a payload of this bucket may have with so many ranks.
 
-        None whose allgather would bring a rank more bytes than an allreduce of the bucket.
+        Excludes capacities whose allgather would move more bytes than an allreduce of the bucket.
         """
 
     @abstractmethod
     def body_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
-        """Bytes of what a rank encodes on this rung, without the header."""
+        """Return the bytes that a rank encodes at this capacity level, without the header."""
 
     def payload_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
-        """Bytes that one rank hands to collectives on this rung, header included."""
+        """Return the bytes that a rank hands to collectives at this level, header included."""
         body = 4 * layout.elements if rung.summed else self.body_bytes(layout, rung)
         return wire.HEADER_BYTES + body
 
@@ -110,7 +110,7 @@ class SparseCompressor(Clipping, Compressor):
         state: State,
         moment: Tensor | None = None,
     ) -> tuple[Encoded, Any]:
-        """This rank's payload. Donating: the memory in `state` may be written to."""
+        """Encode this rank's payload. Donating: may write to the memory in `state`."""
 
     @abstractmethod
     def decode_sum(
@@ -122,29 +122,29 @@ class SparseCompressor(Clipping, Compressor):
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
-        """`sum over ranks of weights[rank] * what the rank sent`, rank by rank in rank order.
+        """Return the sum over ranks of `weights[rank]` * the decoded payload, in rank order.
 
         Args:
             bodies: uint8 [world, bytes].
             weights: float32 [world]; 0 leaves a rank out.
-            room: float32 [size] that the sum may be written to; its values do not count.
+            room: float32 [size], scratch memory for the sum; its values are ignored.
         """
 
     def weighing(self, context: Context, rung: CapacityLevel) -> Weighing:
-        """What must hold of bodies before they are added up, as far as they begin with it."""
+        """Return the checks on the bodies' first parts before they are summed."""
         del rung
         return patterns.weighing(context, {})
 
     def ceilings(
         self, ops: Ops, layout: Layout, rung: CapacityLevel, bodies: Tensor
     ) -> list[Tensor]:
-        """Magnitudes that nothing sent exceeds, where `weighing` has none; none if all is small.
+        """Return upper bounds of the sent magnitudes that `weighing` does not check.
 
-        float32 [world, groups] each.
+        float32 [world, groups] each; empty if no bound is needed.
 
         Args:
             ops, layout: of the bucket.
-            rung: what fits.
+            rung: the capacity level.
             bodies: uint8 [world, bytes].
         """
         del ops, layout, rung, bodies
@@ -155,26 +155,29 @@ class SparseCompressor(Clipping, Compressor):
         return SparseState(self.remember(ops, layout), self.ladder(layout).init(ops), layers)
 
     def nothing(self, ops: Ops, layout: Layout, rung: CapacityLevel) -> Encoded:
-        """A payload of the right size for a step without one."""
+        """Return an empty payload of the right size."""
         return Encoded(ops.zeros((self.body_bytes(layout, rung),), "uint8"), 0, 0)
 
     def held(
         self, ops: Ops, memory: Memory, index: Tensor, first: Tensor | None = None
     ) -> UndoLog | None:
-        """What `rollback` needs, before the memory is settled; `first` if it is at hand."""
+        """Record for `rollback` the memory at `index` before it is updated.
+
+        `first`: the values of the first field, if already gathered.
+        """
         if not ops.dynamic_shapes:
-            return None  # nothing fails there before the step is over
+            return None  # static graphs raise only after the step
         known = [] if first is None else [first]
         return UndoLog(index, (*known, *(ops.gather(x, index) for x in memory[len(known) :])))
 
     def without_sink(self, ops: Ops, memory: Memory) -> Memory:
-        """Unused slots point to the sink, so settling wrote there: it starts again from zero."""
+        """Zero the sink, which updates wrote to because unused slots point to it."""
         return type(memory)(*(ops.clear_last(x) for x in memory))
 
     def rollback(self, ops: Ops, memory: Memory, held: UndoLog | None) -> None:
-        """Undoes the settling of an exchange that failed: what was not received stays here.
+        """Roll back the memory after a failed exchange, so unreceived elements stay here.
 
-        In place, where tensors can be written to; elsewhere the old state was never replaced.
+        In place if tensors are mutable; otherwise the old state was never replaced.
         """
         if held is not None:
             for x, values in zip(memory, held.fields):
@@ -202,7 +205,7 @@ class SparseCompressor(Clipping, Compressor):
 
 
 class Given(NamedTuple):
-    """What a rank has in a step."""
+    """One rank's inputs of a step."""
 
     codec: SparseCompressor
     ops: Ops
@@ -213,11 +216,11 @@ class Given(NamedTuple):
 
 
 def program(given: Given) -> Program:
-    """What was sent is gathered; or added up on the way, where that brings a rank fewer bytes.
+    """Allgather the payloads, or allreduce the decoded ones where that moves fewer bytes.
 
-    All ranks read all headers, so all choose the same rung for the next step, and all raise when
-    one of them has a gradient that is not finite. That rank's state is then as it was; the others
-    keep their gradient of the step in their residual.
+    All ranks read all headers, so all choose the same capacity level for the next step, and all
+    raise if one of them has a non-finite gradient. That rank's state is then unchanged; the others
+    keep the step's gradient in their residual.
     """
     ops, context, state = given.ops, given.context, given.state
     ladder = given.codec.ladder(context.layout, context.size)
@@ -233,7 +236,7 @@ def program(given: Given) -> Program:
 
 
 def allgather(rung: CapacityLevel, given: Given) -> Program:
-    """Everybody receives every payload and adds them up in rank order. One collective."""
+    """Allgather all payloads and sum them in rank order. One collective."""
     codec, ops, context, *_ = given
     encoded, header, gradient, state = _encoded(rung, given)
 
@@ -251,10 +254,10 @@ def allgather(rung: CapacityLevel, given: Given) -> Program:
 
 
 def summed(rung: CapacityLevel, given: Given) -> Program:
-    """Each rank decodes its own payload, and an allreduce adds up what these stand for.
+    """Decode the own payload and allreduce the result.
 
-    An allgather of the headers comes first, so ranks learn of each other what they do by
-    `allgather`, and the result is the same but for the order in which it is added up.
+    The headers are allgathered first, so ranks know the same as after `allgather`; the result
+    differs only by the order of summation.
     """
     codec, ops, context, *_ = given
     encoded, header, gradient, state = _encoded(rung, given)
@@ -271,7 +274,7 @@ def summed(rung: CapacityLevel, given: Given) -> Program:
 
 
 def _encoded(rung: CapacityLevel, given: Given) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
-    """What this rank sends, its header, memory for the result, and the state without it."""
+    """Return the encoded step, its header, memory for the result, and the updated state."""
     codec, ops, context, gradient, state, moment = given
     layout, step = context.layout, context.step
     if moment is None:
@@ -297,7 +300,7 @@ def _gathered(
     weighing: Weighing,
     fits: Callable[[wire.Header, Tensor], wire.Header],
 ) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
-    """The headers and bodies of all; where they cannot be used, the state is as it was."""
+    """Allgather the headers and bodies; roll the state back if they are unusable."""
     codec, ops = given.codec, given.ops
     buffers = yield Allgather(wire.seal(ops, header, body))
     try:
@@ -311,6 +314,6 @@ def _gathered(
 
 
 def _needing(ops: Ops, state: SparseState, header: wire.Header) -> SparseState:
-    """The state that knows how much room the ranks have needed."""
+    """Return the state with the capacity that the ranks needed."""
     needed = ops.stage(ops.max(header.wanted)) if header.needed is None else header.needed
     return state._replace(ladder=state.ladder._replace(needed=needed))

@@ -1,15 +1,15 @@
-"""The sparse methods with a rule for each element: Variance, Hybrid, Strom.
+"""Sparse methods that test each element: Variance, Hybrid, Strom.
 
-    gate     which elements the rule wants to send, elementwise
-    encode   the code of each, what fits, the payload
-    settle   the state, by what was *sent*, never by what was wanted
+    gate     selects the elements to send, elementwise
+    encode   encodes them, and packs those that fit into the payload
+    settle   updates the state by what was *sent*, never by what was wanted
 
-A method fills in `gate` and `settle`, and names a quantizer. The payload of a step is either
+A method implements `gate` and `settle`, and names a quantizer. The payload of a step is either
 
-* words: one 32-bit word for each slot of the rung's capacity, code above index; unused slots point
-  to the bucket's sink; or
-* places, on the dense rung: `code + 1` for each element of the bucket, in `dense_bits` bits. Where
-  the dense rung is summed they do not travel, but what they stand for.
+* words: one 32-bit word for each slot of the level's capacity, the code above the index; unused
+  slots point to the bucket's sink; or
+* places, on the dense level: `code + 1` for each element of the bucket, in `dense_bits` bits. If
+  the dense level is summed, the decoded values are allreduced instead.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ class ThresholdCompressor(SparseCompressor):
 
     @derived
     def max_bucket(self) -> int:
-        """As many elements as the index in a word can tell apart."""
+        """Elements that the index in a word can address."""
         return 1 << self._index_bits
 
     @property
     @abstractmethod
     def quantizer(self) -> Quantizer:
-        """How values become codes."""
+        """Quantizer of the values."""
 
     @abstractmethod
     def gate(
         self, ops: Ops, memory: Memory, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Memory]:
-        """Takes the gradient in; returns what is wanted, bool, and the memory. Elementwise."""
+        """Accumulate the gradient; return a mask of wanted elements and the memory. Elementwise."""
 
     @abstractmethod
     def settle(self, ops: Ops, memory: Memory, sent: SentElements, value: Tensor) -> Memory:
-        """Takes out what was sent: `value[i]` was sent for element `sent.index[i]`."""
+        """Remove what was sent: `value[i]` was sent for element `sent.index[i]`."""
 
     # -- sizes -------------------------------------------------------------------------------
 
     def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
-        """Words, up to where a place for every element is cheaper, or a sum."""
+        """Return the capacities for words; above them a dense level or an allreduce is cheaper."""
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
         room = most_gathered(4.0 * layout.elements, ranks) - side
         places = self._dense_bytes(layout)
@@ -74,7 +74,7 @@ class ThresholdCompressor(SparseCompressor):
         return said._replace(rung_changes=int(state.ladder.changes))
 
     def parts(self, layout: Layout, rung: CapacityLevel) -> dict[str, wire.Part]:
-        """The body of a payload on one rung; `rung.dense` is a Python bool."""
+        """Return the parts of a payload's body at one level; `rung.dense` is a Python bool."""
         side = self.quantizer.side_parts(layout)
         if rung.dense:
             return {**side, "places": wire.Part("uint8", self._dense_bytes(layout))}
@@ -98,7 +98,7 @@ class ThresholdCompressor(SparseCompressor):
         state: SparseState,
         moment: Tensor | None = None,
     ) -> tuple[Encoded, SparseState]:
-        """This rank's payload. Donating: the memory in `state` may be written to."""
+        """Encode this rank's payload. Donating: may write to the memory in `state`."""
         if ops.word_passes is not None and self.rule is not None:
             return self._encode_in_passes(ops, layout, rung, step, gradient, state, moment)
         found, memory = self._search(ops, gradient, state.memory, moment)
@@ -181,12 +181,12 @@ class ThresholdCompressor(SparseCompressor):
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
-        """`sum over ranks of weights[rank] * what the rank sent`, rank by rank in rank order.
+        """Return the sum over ranks of `weights[rank]` * the decoded payload, in rank order.
 
         Args:
             bodies: uint8 [world, bytes].
             weights: float32 [world]; 0 leaves a rank out.
-            room: float32 [size] that the sum may be written to; its values do not count.
+            room: float32 [size], scratch memory for the sum; its values are ignored.
         """
         if ops.word_passes is not None and self.rule is not None:
             return ops.word_passes.add(self.rule, layout, rung, bodies, weights, room)
@@ -226,7 +226,7 @@ class ThresholdCompressor(SparseCompressor):
 
 
 def _pack(ops: Ops, values: Tensor, bits: int) -> Tensor:
-    """Integers below 2**bits as bytes, the first in the lowest bits; int64 [n * bits / 8]."""
+    """Pack integers below 2**bits into bytes, the first lowest; int64 [n * bits / 8]."""
     per_byte = 8 // bits
     if per_byte == 1:
         return values
@@ -235,7 +235,7 @@ def _pack(ops: Ops, values: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(ops: Ops, packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `_pack`."""
+    """Invert `_pack`."""
     per_byte = 8 // bits
     if per_byte == 1:
         return packed

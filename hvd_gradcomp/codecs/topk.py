@@ -1,15 +1,15 @@
-"""The sparse methods with a number of elements: the k largest of each layer, or of the model.
+"""Top-k methods: they send the k largest elements of each layer, or of the model.
 
-    collect  takes the gradient into the memory, elementwise
-    quota    how many elements of each layer to send
-    encode   the k largest, their indices, the payload
-    settle   the memory, by what was *sent*
+    collect  accumulates the gradient in the memory, elementwise
+    quota    the number of elements of each layer to send
+    encode   selects the k largest and packs them into the payload
+    settle   updates the memory by what was *sent*
 
-The selection is exact, and no layer is sorted for it; see `codecs.exact`.
+The selection is exact and sorts no layer; see `codecs.topk_select`.
 
 Zeros are never sent. Payload: float32 values and coded indices, of a fixed size, or of one of a few
-sizes where the number of elements changes; where gathering these would bring a rank more bytes than
-an allreduce of the bucket, they are summed instead.
+sizes if the number of elements changes. If an allgather would move more bytes than an allreduce of
+the bucket, the decoded payloads are allreduced instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hvd_gradcomp.ops.scope import Scope, layer_of
 
 
 def count_of(size: int, density: float) -> int:
-    """How many of `size` elements a density means: at least one.
+    """Return the number of elements for a density, at least one of `size`.
 
     >>> count_of(1000, 0.001), count_of(10, 0.001), count_of(1500, 0.001)
     (1, 1, 2)
@@ -48,15 +48,15 @@ class TopKState(NamedTuple):
     memory: Memory  # NamedTuple of float32 [size], rank-local
     ladder: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
-    hint: Tensor  # float32 [groups], where to look first in the next step; rank-local
+    hint: Tensor  # float32 [groups], magnitude to search from in the next step; rank-local
 
 
 class TopKCompressor(SparseCompressor):
     """Base of the family; see the head of this file.
 
     Attributes:
-        of_model: whether the elements of all layers compete, not those of each among themselves.
-        index_coding: how indices travel; a name in `indices.CODINGS`.
+        of_model: True to select over the whole model, False to select in each layer.
+        index_coding: code of the indices; a name in `indices.CODINGS`.
     """
 
     reset_on_merge = frozenset({"hint"})
@@ -68,22 +68,22 @@ class TopKCompressor(SparseCompressor):
 
     @abstractmethod
     def count(self, size: int) -> int:
-        """The most of so many elements that are sent."""
+        """Return the maximum number of elements to send out of `size`."""
 
     @abstractmethod
     def collect(self, ops: Ops, memory: Memory, gradient: Tensor) -> Memory:
-        """Takes the gradient in. Elementwise, donating."""
+        """Accumulate the gradient. Elementwise, donating."""
 
     @abstractmethod
     def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
-        """Takes out what was sent; indices may be the sink."""
+        """Remove what was sent; indices may be the sink."""
 
     def quota(
         self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
     ) -> tuple[Tensor | None, Any]:
-        """How many elements of each layer (or of the model) are sent in this step; int64 [k].
+        """Return how many elements of each layer (or of the model) to send this step; int64 [k].
 
-        None for the most of all, 0 for the most of one.
+        None stands for the maximum of every layer, a 0 for the maximum of that layer.
         """
         del ops, layout, step, gradient
         return None, state
@@ -92,19 +92,19 @@ class TopKCompressor(SparseCompressor):
 
     @property
     def coding(self) -> IndexCoding:
-        """How indices travel."""
+        """Code of the indices."""
         return CODINGS[self.index_coding]
 
     def most(self, layout: Layout) -> tuple[int, ...]:
-        """The most elements that are sent of each layer, or of the model."""
+        """Return the maximum number of elements of each layer, or of the model."""
         return _most_of(self, layout)
 
     def capacity(self, layout: Layout) -> int:
-        """Elements that a payload holds, at most."""
+        """Return the maximum number of elements in a payload."""
         return sum(self.most(layout))
 
     def capacities(self, layout: Layout) -> tuple[int, ...]:
-        """Elements that a payload may have room for, ascending; the last is the most."""
+        """Return the possible capacities of a payload, ascending; the last is the maximum."""
         return (self.capacity(layout),)
 
     def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
@@ -114,7 +114,7 @@ class TopKCompressor(SparseCompressor):
         return CapacitySchedule(capacities[:fit], summed=fit < len(capacities))
 
     def parts(self, layout: Layout, capacity: int | None = None) -> dict[str, wire.Part]:
-        """The body of a payload with so much room; with the most, where none is given."""
+        """Return the parts of a body with this capacity; by default the maximum."""
         capacity = self.capacity(layout) if capacity is None else capacity
         return {
             **self.coding.parts(layout, capacity),
@@ -138,7 +138,7 @@ class TopKCompressor(SparseCompressor):
         return TopKState(memory, ladder, sent, self.unknown(ops, layout))
 
     def unknown(self, ops: Ops, layout: Layout) -> Tensor:
-        """The hint before the first step: no element passes."""
+        """Return the hint before the first step, which no element passes."""
         groups = Scope(layout, self.of_model).count
         return ops.full((groups,), float("inf"), "float32")
 
@@ -178,7 +178,7 @@ class TopKCompressor(SparseCompressor):
     def collected(
         self, ops: Ops, scope: Scope, gradient: Tensor, state: Any
     ) -> tuple[Tensor | None, Memory]:
-        """The memory with the gradient in it, and which elements pass the hint, if one looked."""
+        """Return the elements that pass the hint (None if not searched) and the updated memory."""
         kind, fields = type(state.memory), len(state.memory)
 
         def tile(*pieces: Tensor) -> tuple[Tensor, ...]:
@@ -205,11 +205,11 @@ class TopKCompressor(SparseCompressor):
         found: Tensor | None,
         rung: CapacityLevel | None = None,
     ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-        """The k largest |r|: parts that say which, indices, bits of the values, the next hint.
+        """Select the k largest |r|; return index parts, indices, bits of values, and the next hint.
 
         Args:
-            found: indices of all elements beyond some bound; None to look for them here.
-            rung: how much room there is; None for the most.
+            found: indices of all elements above some bound; None to search here.
+            rung: the capacity level; None for the maximum.
         """
         layout, room = scope.layout, Room.on(self, scope.layout, rung)
         selection, code, hint = largest(ops, scope, r, quota, self.most(layout), step, found)
@@ -223,7 +223,7 @@ class TopKCompressor(SparseCompressor):
     ) -> list[Tensor]:
         sent = Room.on(self, layout, rung)
         if sent.form(ops) is not None and ops.largest_passes.looks:
-            return []  # what adds up looks at them
+            return []  # the summing kernel checks them
         values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
         return [ops.reshape(ops.peaks(values), (-1, 1))]
 
@@ -254,7 +254,7 @@ class TopKCompressor(SparseCompressor):
 
 
 class Room(NamedTuple):
-    """A payload's body with room for so many elements."""
+    """Body of a payload with a given capacity in elements."""
 
     compressor: TopKCompressor
     layout: Layout
@@ -262,14 +262,14 @@ class Room(NamedTuple):
 
     @classmethod
     def on(cls, compressor: TopKCompressor, layout: Layout, rung: CapacityLevel | None) -> Room:
-        """What a rung has; the most, where no rung is given."""
+        """Return the body at a capacity level; by default at the maximum."""
         capacities = compressor.capacities(layout)
         if rung is None or rung.dense is True or len(capacities) == 1:
             return cls(compressor, layout, capacities[-1])
         return cls(compressor, layout, rung.capacity)
 
     def parts(self, ops: Ops) -> dict[str, wire.Part]:
-        """What the body is made of."""
+        """Return the parts of the body."""
         compressor, layout, capacity = self
         if isinstance(capacity, int):
             return compressor.parts(layout, capacity)
@@ -281,9 +281,9 @@ class Room(NamedTuple):
         }
 
     def form(self, ops: Ops) -> Form | Tensor | None:
-        """Where the parts lie in it; None where there are no passes for it.
+        """Return the offsets of the parts in the body; None if no fused kernel supports it.
 
-        Of a capacity that a graph knows: `Form.numbers`, int64 [7].
+        For a capacity that is a tensor of a graph: `Form.numbers`, int64 [7].
         """
         compressor, layout, capacity = self
         if ops.largest_passes is None:
@@ -292,7 +292,7 @@ class Room(NamedTuple):
             return form_of(compressor, layout, capacity)
         capacities = compressor.capacities(layout)
         forms = [form_of(compressor, layout, each) for each in capacities]
-        # All numbers of all rungs in one table: each of its own would be many nodes of a graph.
+        # One table for the numbers of all levels: separate tables would add many graph nodes.
         table = [number for form in forms if form is not None for number in form.numbers]
         width = len(table) // len(forms)
         if not table:
@@ -318,7 +318,7 @@ def _sizes_of(compressor: TopKCompressor, layout: Layout) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def form_of(compressor: TopKCompressor, layout: Layout, capacity: int) -> Form | None:
-    """Where the parts of a body lie; None if passes do not know its code."""
+    """Return the offsets of a body's parts; None if fused kernels do not support its code."""
     parts = compressor.parts(layout, capacity)
     places = compressor.coding.places(parts)
     if places is None:
@@ -327,7 +327,7 @@ def form_of(compressor: TopKCompressor, layout: Layout, capacity: int) -> Form |
 
 
 def _shared(ops: Ops, room: Room, wanted: Tensor | None) -> tuple[Tensor | None, Any]:
-    """What has room of a quota, None for the most; and how many elements are wanted."""
+    """Return the part of the quota that fits (None for the maximum) and the number wanted."""
     compressor, layout, capacity = room
     if wanted is None and len(compressor.capacities(layout)) == 1:
         return None, compressor.capacity(layout)

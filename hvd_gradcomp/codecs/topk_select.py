@@ -1,10 +1,10 @@
-"""The k largest elements of each layer, or of the model.
+"""Exact selection of the k largest elements of each layer, or of the model.
 
-No layer is sorted for them: elements beyond a bound are found while the gradient is collected, and
-only they are sorted. About 1.3 k passed it in the step before; that changes slowly, since the
-memory changes slowly. Layers of which fewer than k elements pass (all, in the first step) are
-scanned again: small ones whole, others with a bound from a strided sample, and once more below
-where the sample misled. Elements as large as the k-th are taken in turn, so that no place is
+No layer is sorted: elements above a bound are found while the gradient is accumulated, and only
+they are sorted. About 1.3 k passed the bound in the previous step; that changes slowly, since the
+memory changes slowly. Layers with fewer than k candidates (all, in the first step) are scanned
+again: small ones completely, others with a bound from a strided sample, and once more with a lower
+bound if the sample misled. Ties with the k-th largest take turns, so that no position is
 preferred: those at `step * k` and after come first.
 """
 
@@ -18,9 +18,9 @@ from hvd_gradcomp.codecs.compaction import Indexed, Masked, Selection
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.scope import Scope
 
-_SMALL = 4096  # a layer up to here is not sampled
+_SMALL = 4096  # layers up to this size are not sampled
 _BITS = 31  # of a magnitude
-_FINE = 18  # bits below a bin of the sample's histogram: 32 bins to an octave
+_FINE = 18  # bits below a bin of the sample's histogram: 32 bins for each octave
 _BINS = 512  # 16 octaves below the largest; the last bin takes the rest
 
 
@@ -33,17 +33,17 @@ def largest(
     turn: Any,
     found: Tensor | None,
 ) -> tuple[Selection, Tensor, Tensor]:
-    """The k largest |r| of each group, zeros excepted.
+    """Select the k largest |r| of each group, never zeros.
 
     Args:
         r: float32 [size].
         k: int64 [groups], at most `most`.
-        turn: the step; says which of equal magnitudes come first.
-        found: indices of all elements beyond some bound, ascending; None if nobody looked.
+        turn: the step; decides which of equal magnitudes come first.
+        found: indices of all elements above some bound, ascending; None if not searched.
 
     Returns:
-        The selection, the bits of its values, and a magnitude of each group that about
-        1.3 k elements reach; infinite where shapes are static, 0 for a group that has fewer than k.
+        The selection, the bits of its values, and for each group a magnitude that about 1.3 k
+        elements reach; infinite with static shapes, 0 for a group with fewer than k.
     """
     layout = scope.layout
     if ops.dynamic_shapes:
@@ -72,7 +72,7 @@ def largest(
 
 
 def _some(ops: Ops, flags: Tensor) -> Any:
-    """Whether any is true, where branches are chosen."""
+    """Return True, as a branch condition, if any flag is set."""
     return ops.staged(ops.stage(ops.max(ops.cast(flags, "int64")))) > 0
 
 
@@ -83,13 +83,13 @@ def _dropped(selected: tuple[Selection, Tensor]) -> tuple[Tensor, Tensor]:
 def _candidates(
     ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int], found: Tensor | None
 ) -> Tensor:
-    """Indices of at least the k largest of each group, or of all that are not zero; ascending."""
+    """Return indices of at least the k largest of each group, or of all nonzeros; ascending."""
 
     def short_of(found: Tensor) -> Tensor:
         return scope.count_of(ops, found) < k
 
     def again(found: Tensor, short: Tensor, bound: Tensor) -> Tensor:
-        """Scans the groups that are short, and only them."""
+        """Scan only the groups with too few candidates."""
         kept = ops.nonzero(~ops.gather(short, scope.of_index(ops, found)))
         more = ops.find(r, of_blocks(ops, scope, ops.where(short, bound, float("inf"))))
         return ops.sort(ops.concat((ops.gather(found, kept), more)))
@@ -112,13 +112,13 @@ def _candidates(
 
 
 def of_blocks(ops: Ops, scope: Scope, bound: Tensor) -> Tensor:
-    """A value of each group as one of each block."""
+    """Expand a value of each group to one of each block."""
     table = ops.table(scope.layout, "layer_of_block")
     return ops.gather(scope.of_layers(ops, bound), table)
 
 
 def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
-    """A magnitude of each group that somewhat more than k elements reach, to all appearance."""
+    """Estimate for each group a magnitude that somewhat more than k elements reach."""
     layout = scope.layout
     index, layer = ops.table(layout, "sample"), ops.table(layout, "layer_of_sample")
     magnitude, _ = ops.split_bits(ops.float_bits(ops.abs(ops.gather(r, index))), _FINE)
@@ -139,7 +139,7 @@ def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequenc
 def _last_of_sorted(
     ops: Ops, scope: Scope, found: Tensor, bits: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The bits of the k-th largest of each group, by sorting the candidates; and the next hint."""
+    """Sort the candidates; return the bits of each group's k-th largest and the next hint."""
     group = scope.of_index(ops, found)
     limit = (1 << _BITS) - 1
     ascending = ops.sort(group * (1 << _BITS) + (limit - bits))
@@ -151,7 +151,7 @@ def _last_of_sorted(
         place = start + ops.maximum(ops.minimum(rank, count) - 1, 0)
         return limit - ops.split_bits(ops.gather(ascending, place), _BITS)[1]
 
-    # A quarter more, and what the count may vary by; where too few passed, look deeper next time.
+    # A quarter more, plus the count's fluctuation; if too few passed, search deeper next time.
     spread = ops.cast(ops.sqrt(ops.cast(k, "float64")) * 4.0, "int64")
     wished = k + ops.split_bits(k, 2)[0] + spread + 8
     hint = ops.bits_float(magnitude(wished)) * ops.where(count < wished, ops.reals([0.97]), 1.0)
@@ -160,13 +160,13 @@ def _last_of_sorted(
 
 
 def _last_of_layers(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
-    """The same in static shapes, layer by layer."""
+    """Return the bits of each group's k-th largest with static shapes, layer by layer."""
     layout, magnitude = scope.layout, ops.abs(r)
     if scope.whole:
         pieces = [magnitude]
     else:
         pieces = [magnitude[o : o + n] for o, n in zip(layout.offsets, layout.sizes)]
-    last = [  # of an empty layer nothing
+    last = [  # an empty layer has none
         ops.gather(ops.float_bits(ops.largest(piece, m)), k[group : group + 1] - 1)
         if m
         else ops.full((1,), 0)
@@ -184,7 +184,7 @@ def _without_surplus(
     k: Tensor,
     turn: Any,
 ) -> tuple[Selection, Tensor]:
-    """Drops from elements as large as the k-th what goes beyond k, another each step."""
+    """Drop ties with the k-th largest in excess of k, different ones each step."""
     bits = code % (1 << _BITS)
     tie = ops.cast(bits == selection.of_layer(scope.of_layers(ops, last)), "int64")
     tie = selection.items_only(tie)

@@ -1,4 +1,4 @@
-"""Compressors and the requests that they make: what every method and every frontend shares.
+"""Compressors and the collectives that they request, shared by all methods and frontends.
 
 compressor       `Compressor`: `init` and `aggregate`
 protocols        optional hooks of a compressor
@@ -6,8 +6,8 @@ composite        compressors made of other compressors
 collectives      the collectives that a program may request, as values
 patterns         communication patterns: generators over these collectives
 wire             header, checksum and parts of a payload
-capacity         how many elements a payload has room for, and how that room grows
-layout, layers, row_groups   where a model's layers lie in a bucket, and what they are
+capacity         capacity levels of a payload, and when they change
+layout, layers, row_groups   positions of a model's layers in a bucket, and their roles
 cost_model       bytes and time of an exchange
 registry         methods by name
 validate         checks of arguments

@@ -1,16 +1,17 @@
-"""How much room a payload has: a ladder of capacities, climbed at once and left slowly.
+"""Capacity of a payload: a schedule of levels, raised at once and lowered slowly.
 
-Horovod negotiates anew whenever a size changes, and NCCL gathers unequal sizes by one broadcast a
+Horovod renegotiates whenever a size changes, and NCCL gathers unequal sizes by one broadcast per
 rank. So a payload has a fixed capacity that all ranks share. Every header says how many elements
-its rank should have sent; all ranks read all headers, so all move to the same rung without another
-message: up as soon as one rank needs it, down when no rank needed the room for `PATIENCE` steps,
-and then to what was needed at most in that time. What does not fit stays in the state.
+its rank should have sent; all ranks read all headers, so all move to the same level (`rung`)
+without another message: up as soon as one rank needs it; down when no rank has needed it for
+`PATIENCE` steps, to the highest level needed in that time. Elements that do not fit stay in the
+state.
 
-The top rung is *dense*: everything fits. There is one small code for each element, and no index;
-or, where gathering these would bring a rank more bytes, what is sent is *summed* on the way: an
-allreduce of float32, whose bytes hardly grow with the number of ranks. So the rungs depend on how
-many ranks there are. Rung i has one capacity for all numbers of ranks that have it. Where the
-largest capacity holds all that may be sent, as EGC's does, no rung but a summed one is dense.
+The top level is *dense*: everything fits. It sends one small code per element and no index. If
+gathering these codes would bring a rank more bytes, the payload is *summed* instead: a float32
+allreduce, whose bytes hardly grow with the number of ranks. So the levels depend on the number of
+ranks, but level i has the same capacity for every number of ranks that has it. If the largest
+capacity holds all that may be sent, as EGC's does, only a summed level is dense.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ _LOWEST = 16
 
 
 class CapacityState(NamedTuple):
-    """Equal on all ranks; scalars on the host."""
+    """Current level and its history, equal on all ranks; scalars on the host."""
 
     rung: Tensor  # int64 []
-    calm: Tensor  # int64 [] steps since a rung this high was needed
-    peak: Tensor  # int64 [] the highest rung needed in them
+    calm: Tensor  # int64 [] steps since a level this high was needed
+    peak: Tensor  # int64 [] the highest level needed in these steps
     needed: Tensor  # int64 [] the most elements that a rank wanted in the last step
-    changes: Tensor  # int64 [] steps whose rung was another than that of the step before
+    changes: Tensor  # int64 [] steps whose level differed from the previous step's
 
 
 class CapacitySchedule:
-    """The rungs of one bucket.
+    """Capacity levels of one bucket.
 
     Args:
-        capacities: ascending. One alone is a payload of a fixed size.
-        summed: whether the dense rung is.
+        capacities: ascending. A single one means payloads of a fixed size.
+        summed: whether the dense level is a sum.
     """
 
     def __init__(self, capacities: Sequence[int], summed: bool = False) -> None:
         self.capacities, self.summed = tuple(capacities), summed
-        self.top = len(self.capacities)  # the dense rung, where there is one
+        self.top = len(self.capacities)  # the dense level, if there is one
 
     @classmethod
     def up_to(cls, top: int, summed: bool = False) -> CapacitySchedule:
-        """Four rungs to an octave, below the capacity from which the dense rung is cheaper.
+        """Make four levels per octave, below the capacity from which the dense level is cheaper.
 
-        >>> Ladder.up_to(100).capacities
+        >>> CapacitySchedule.up_to(100).capacities
         (16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
         """
         capacities: list[int] = []
@@ -63,20 +64,22 @@ class CapacitySchedule:
         return cls([c for c in capacities if c < top], summed)
 
     def init(self, ops: Ops, rung: int | None = None) -> CapacityState:
-        """Starts in the middle: a first burst neither waits as a whole nor is sent dense.
+        """Return the initial state, at the middle level.
+
+        A first burst is then neither delayed as a whole nor sent dense.
 
         Args:
-            rung: to start on instead, for the first step alone: the second has the room that the
-                first has needed.
+            rung: level to start at instead, for the first step only; the second step has the
+                capacity that the first needed.
         """
         start, calm = (self.top // 2, 0) if rung is None else (rung, PATIENCE - 2)
         zeros = [ops.host(0) for _ in CapacityState._fields[2:]]
         return CapacityState(ops.host(start), ops.host(calm), *zeros)
 
     def climb(self, ops: Ops, state: CapacityState) -> tuple[CapacityLevel, CapacityState]:
-        """The rung for this step, from what the ranks needed in the last one.
+        """Return this step's level and the new state, from the ranks' demand in the last step.
 
-        The state may be that of a longer ladder: of fewer ranks, or of another phase.
+        The state may come from a longer schedule: of fewer ranks, or of another phase.
         """
         if ops.climb is not None:
             numbers = ops.climb(self.capacities, PATIENCE, state)

@@ -1,6 +1,6 @@
-"""What an algorithm may ask of the other ranks: requests as values.
+"""Collectives that a compressor's program may request, as values.
 
-An algorithm yields one of these and is resumed with the reply. It names nothing and waits for
+A program yields one of these and is resumed with the reply. It names nothing and waits for
 nothing; the frontend names the request, performs it, and decides when to resume.
 """
 
@@ -13,15 +13,15 @@ Tensor = Any
 
 
 class Allgather(NamedTuple):
-    """Everybody's tensor. Shapes are equal on all ranks. Reply: `[world, *shape]`."""
+    """Gather of every rank's tensor, of equal shapes. Reply: `[world, *shape]`."""
 
     tensor: Tensor
 
 
 class Allreduce(NamedTuple):
-    """`postscale * sum over ranks of prescale * tensor`. Reply: the tensor's shape.
+    """Scaled sum, `postscale * sum over ranks of prescale * tensor`. Reply: the tensor's shape.
 
-    A tensor that is donated may be what holds the reply.
+    The reply may reuse the memory of a donated tensor.
     """
 
     tensor: Tensor
@@ -30,35 +30,35 @@ class Allreduce(NamedTuple):
     donated: bool = False
 
 
-# Over gloo the payloads of two ranks travel one after the other: the word that a rank is ready to
-# receive goes to the same peer as its payload, and behind it. An allreduce takes turns in small
-# pieces. So a large allgather takes half the time as a sum, of which each rank takes away its own.
+# Over gloo the payloads of two ranks travel one after the other: a rank's ready-to-receive message
+# queues behind its payload to the same peer. An allreduce alternates in small pieces. So a large
+# allgather takes half the time as a sum, from which each rank subtracts its own part.
 SUMMED_BYTES = 1 << 16
 
 
 def goes_as_sum(size: int, dtype: str, ranks: int, gloo: bool) -> bool:
-    """Whether an allgather of a tensor of so many items is done by adding up 32-bit words."""
+    """Return True if an allgather of a tensor of `size` items is done as a sum of 32-bit words."""
     whole = dtype == "uint8" and size % 4 == 0
     return gloo and ranks == 2 and whole and size >= SUMMED_BYTES
 
 
 class Alltoall(NamedTuple):
-    """Row i of the tensor goes to rank i. [world, m]; reply: [world, m], row i from rank i."""
+    """Exchange of rows: row i goes to rank i. [world, m]; reply: [world, m], row i from rank i."""
 
     tensor: Tensor
 
 
 class Broadcast(NamedTuple):
-    """The root's tensor. Reply: the tensor's shape."""
+    """Broadcast of the root's tensor. Reply: the tensor's shape."""
 
     tensor: Tensor
     root: int
 
 
 class Gather(NamedTuple):
-    """Everybody's vector for the root: one after another, in rank order; empty elsewhere.
+    """Gather of every rank's vector to the root, concatenated in rank order; empty elsewhere.
 
-    `lengths` says how many items each rank's vector has, on all ranks alike.
+    `lengths` has the number of items of each rank's vector; it is equal on all ranks.
     """
 
     tensor: Tensor
@@ -67,7 +67,7 @@ class Gather(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """One of several programs, chosen by an index that all ranks share (a phase, by the step).
+    """Choice of one program by an index that all ranks share (a phase, by the step).
 
     Each branch is called without arguments and makes a program that returns a tuple of tensors,
     of the same dtypes and shapes in every branch. Reply: that tuple.
@@ -78,9 +78,9 @@ class Switch(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """A collective among the ranks of this host, whose ranks are counted there; see `hierarchy`.
+    """Collective among the ranks of this host, numbered within the host; see `hierarchy`.
 
-    `what` travels, by its name on the timeline.
+    `what` is the payload's name on the timeline.
     """
 
     request: Any

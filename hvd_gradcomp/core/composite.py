@@ -1,4 +1,4 @@
-"""The base of compressors that are made of others."""
+"""Base class of compressors made of other compressors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hvd_gradcomp.ops import Ops
 
 
 class Composite(Compressor):
-    """Asks its children, and puts together what they say.
+    """Compressor that delegates to child compressors and combines their results.
 
-    Its state is a NamedTuple that has the state of each child in a field of the child's name.
+    Its state is a NamedTuple with each child's state in a field of the child's name.
 
     Attributes:
-        in_common: names of fields beside these that are equal on all ranks.
+        in_common: names of the other state fields that are equal on all ranks.
     """
 
     in_common: frozenset[str] = frozenset()
@@ -26,16 +26,16 @@ class Composite(Compressor):
     @property
     @abstractmethod
     def children(self) -> Mapping[str, Compressor]:
-        """The compressors that it is made of, by name; in the order in which they work."""
+        """Return the child compressors by name, in the order in which they work."""
 
     @abstractmethod
     def start(self, ops: Ops, layout: Layout, ranks: int) -> State:
-        """See `protocols.resizing`."""
+        """Return the initial state; see `protocols.resizing`."""
 
     def init(self, ops: Ops, layout: Layout) -> State:
         return self.start(ops, layout, 1)
 
-    # -- what it is --------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     @derived
     def block(self) -> int:
@@ -63,7 +63,7 @@ class Composite(Compressor):
 
     @derived
     def moments(self) -> str:
-        """Where second moments come from; that of the first child that uses some."""
+        """Return the source of second moments of the first child that uses some."""
         users = (child for child in self.children.values() if child.uses_moments)
         return next((getattr(child, "moments", "") for child in users), "")
 
@@ -83,14 +83,14 @@ class Composite(Compressor):
         for child in self.children.values():
             child.check(layout)
 
-    # -- what its children do ----------------------------------------------------------------
+    # -- delegation to children ----------------------------------------------------------------
 
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
-        """Of the child that works in the end."""
+        """Return the estimate of the last child, the one that works in the end."""
         return layering.layer_bytes([*self.children.values()][-1], shape)
 
     def retrained(self, ops: Ops, state: State, step: Any) -> State:
-        """The state after each child has begun to learn anew."""
+        """Return the state after each child has restarted its learning."""
         return state._replace(
             **{
                 name: learning.retrained(child, ops, getattr(state, name), step)
@@ -99,13 +99,13 @@ class Composite(Compressor):
         )
 
     def owner(self, path: str, step: int) -> int | None:
-        """Whose tensor counts, of a child's state."""
+        """Return the rank whose tensor counts, for a path in a child's state."""
         name, _, inside = path.partition(".")
         child = self.children.get(name)
         return None if child is None else learning.owner(child, inside, step)
 
     def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
-        """The state among other ranks; the same if no child's is another."""
+        """Return the state for another number of ranks; the same object if no child's changes."""
         changed = {}
         for name, child in self.children.items():
             before = getattr(state, name)

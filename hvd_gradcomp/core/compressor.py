@@ -1,16 +1,16 @@
-"""The one noun and the one verb: a `Compressor` aggregates the ranks' gradients, to their mean.
+"""Base class of all methods: a `Compressor` aggregates the ranks' gradients to their mean.
 
-Theory of operation. A *frontend* (`hvd_gradcomp.torch`, `hvd_gradcomp.tensorflow`) lays gradients
-into buckets; the engine asks the compressor for the program of each bucket, and drives it:
+Theory of operation. A *frontend* (`hvd_gradcomp.torch`, `hvd_gradcomp.tensorflow`) copies gradients
+into buckets; the runtime asks the compressor for the program of each bucket, and drives it:
 
     program = compressor.aggregate(ops, context, gradient, state)
     request = next(program)                # a collective, as a value
     request = program.send(reply)          # ... until StopIteration carries (mean, state)
 
-The program is straight-line text. It holds no framework, no handle, no thread: PyTorch parks it on
-a handle of Horovod's or a work of `torch.distributed`'s, TensorFlow runs it through while tracing,
-`testing.World` drives all ranks in lockstep. State is a NamedTuple of tensors, taken and returned;
-the frontend stores it. A field whose name is in `replicated` is equal on all ranks, any other
+The program is straight-line code. It holds no framework, no handle, no thread: PyTorch parks it on
+a Horovod handle or a `torch.distributed` work, TensorFlow runs it to its end while tracing, and
+`testing.World` drives all ranks in lockstep. State is a NamedTuple of tensors, passed in and
+returned; the frontend stores it. A field named in `replicated` is equal on all ranks; any other
 belongs to its rank.
 """
 
@@ -36,7 +36,7 @@ Program = Generator[Collective, Any, tuple[Tensor, State]]
 
 
 class Context(NamedTuple):
-    """Where and when a program runs.
+    """Rank, step and scale factors that a program runs with.
 
     The result is `postscale * sum over ranks of prescale * sent`: 1 and 1/size for the mean, 1 and
     1 for the sum, 1/f and f/size with `gradient_predivide_factor=f`.
@@ -51,33 +51,32 @@ class Context(NamedTuple):
 
 
 def derived(of: Callable[[Any], T]) -> T:
-    """An attribute of a compressor that follows from its fields; for what the class declares."""
+    """Return a cached property computed from a compressor's fields, for a class attribute."""
     attribute: Any = cached_property(of)
     return attribute
 
 
 class Compressor(stock.Refuses, ABC):
-    """What a user passes as `compression=`. Concrete classes are frozen dataclasses.
+    """Base class of `compression=` arguments. Concrete classes are frozen dataclasses.
 
-    A method needs `init` and `aggregate`. What it may have besides is in `protocols`.
+    A method needs `init` and `aggregate`. Its optional hooks are in `protocols`.
 
     Attributes:
-        algorithm: its number in the wire header, which follows from its name; see `registry`.
-        replicated: names of state fields, dotted, that are equal on all ranks with all they hold.
-        reset_on_merge: names of state fields, dotted, that say how a rank works and not what it has
-            still to send or in common with others: where ranks' states become one, they begin anew.
-        block: the alignment of layers in a bucket that it wants.
-        outputs_first: whether it wants the layers in a bucket with their outputs first, however the
-            framework stores them: one that looks at what belongs to an output.
+        algorithm: number in the wire header, derived from the class name; see `registry`.
+        replicated: dotted names of state fields that are equal on all ranks with all they hold.
+        reset_on_merge: dotted names of state fields that steer a rank's work, and are neither
+            unsent gradients nor shared by ranks: they restart when ranks' states are merged.
+        block: alignment of layers in a bucket.
+        outputs_first: whether layers lie in a bucket with their outputs first, however the
+            framework stores them; for methods that work output by output.
         max_bucket: the most elements that a bucket may have.
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
         whole_model: all layers share one bucket, so nothing is sent before the last gradient.
-        state_format: of a saved state; another where it holds other tensors, or they mean something
-            else.
-        runs: whether it has programs of its own; a partition only chooses among others.
-        is_linear: whether it does nothing but to add up gradients, or what they are cast to.
+        state_format: version of a saved state; changes when its tensors, or their meaning, change.
+        runs: whether it has programs of its own; a partition only chooses among other compressors.
+        is_linear: whether it only sums gradients, or casts of them.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
-        stated: names of hyper-parameters that messages and tables show at their defaults as well.
+        stated: names of hyper-parameters that messages and tables show even at their defaults.
         needs_execution_order: whether the compressor of a layer depends on the order in which the
             model uses its layers; see `protocols.layering`.
     """
@@ -98,34 +97,34 @@ class Compressor(stock.Refuses, ABC):
     stated: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:
-        """Makes a method known by its name.
+        """Register a method by its class name.
 
         Args:
-            registered: False for a base of others that has no abstract method.
+            registered: False for an intermediate base class without abstract methods.
         """
         super().__init_subclass__(**arguments)
         if registered and not inspect.isabstract(cls):
             cls.algorithm = registry.register(cls)
 
     def __str__(self) -> str:
-        """For messages: without what is as it is by default. `repr` has all of it."""
+        """Return a short form for messages, without default arguments. `repr` has all of them."""
         return brief(repr(self))
 
     @abstractmethod
     def init(self, ops: Ops, layout: Layout) -> State:
-        """The state before the first step; see `protocols.resizing` if ranks count in it."""
+        """Return the initial state; see `protocols.resizing` if the number of ranks matters."""
 
     @abstractmethod
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
-        """The program of one bucket and step.
+        """Return the program of one bucket and step.
 
-        `gradient` is [layout.size], zero outside the layers. Donating: the result may lie in it.
+        `gradient` is [layout.size], zero outside the layers, and donated: the result may reuse it.
         """
 
     def check(self, layout: Layout) -> None:
-        """Raises a ValueError that names the layers if a bucket is larger than can be addressed."""
+        """Raise a ValueError that names the layers if a bucket is larger than can be addressed."""
         if layout.size > self.max_bucket:
             raise ValueError(
                 f"a bucket of {', '.join(layout.names)} has {layout.size} elements; "
@@ -134,12 +133,12 @@ class Compressor(stock.Refuses, ABC):
             )
 
     def digest(self, layout: Layout) -> int:
-        """32 bits that differ when the layout, the method or a hyper-parameter differs."""
+        """Return 32 bits that differ when the layout, the method or a hyper-parameter differs."""
         return zlib.crc32(repr(self).encode(), layout.digest)
 
 
 class _Brief(ast.NodeTransformer):
-    """Drops the arguments of compressors that are as they are by default, unless `stated`."""
+    """AST transformer that drops compressor arguments equal to their defaults, unless `stated`."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -157,7 +156,7 @@ class _Brief(ast.NodeTransformer):
 
 
 def brief(text: str) -> str:
-    """The `repr` of a compressor, without what is as it is by default; other texts as they are."""
+    """Return a compressor's `repr` without default arguments; return other texts unchanged."""
     try:
         return ast.unparse(_Brief().visit(ast.parse(text, mode="eval")))
     except SyntaxError:
@@ -169,7 +168,7 @@ def _empty(state: State) -> bool:
 
 
 def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors of a nested NamedTuple state with their dotted names, in order.
+    """Return the tensors of a nested NamedTuple state with their dotted names, in order.
 
     >>> class Pair(NamedTuple):
     ...     r: float
@@ -186,12 +185,12 @@ def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
 
 
 def is_replicated(compressor: Compressor, path: str) -> bool:
-    """Whether the tensor that `leaves` calls so is equal on all ranks."""
+    """Return True if the tensor at a path, as `leaves` names it, is equal on all ranks."""
     return any(f"{path}.".startswith(f"{field}.") for field in compressor.replicated)
 
 
 def with_leaves(state: State, values: list[Tensor]) -> State:
-    """The same structure with other tensors, in the order of `leaves`."""
+    """Return the same structure with other tensors, in the order of `leaves`."""
     rest = iter(values)
 
     def fill(node: State) -> State:

@@ -1,15 +1,15 @@
-"""What a step costs: the model of Tsuzuku et al. 2018, section 5, and what it leaves out.
+"""Cost model of a step: that of Tsuzuku et al. 2018, section 5, with latency, work and overlap.
 
 The paper takes the volume that a rank receives: `2(p-1)/p * N * s * beta` for a ring allreduce of N
 parameters of s bits, `(p-1) * n * beta` for an allgather of n bits from each rank. It leaves out
-latency, the work of encoding and decoding, and that communication and backward overlap. Here
+latency, the work of encoding and decoding, and the overlap of communication and backward. Here
 
-- a `Link` has the time of each collective as it was measured at several sizes, so latency and all
-  that Horovod adds are in it. Other numbers of ranks have the paper's volumes, and more hops;
+- a `Link` has the measured time of each collective at several sizes, which includes latency and
+  Horovod's overhead. Other numbers of ranks have the paper's volumes, and more hops;
 - a `Bucket` has the measured times of its work before, between and after its collectives;
-- `step_seconds` lets them run: one thread a rank that differentiates, encodes and decodes, and one
-  link that performs one collective after the other, meanwhile. That Horovod sends what waits
-  together is counted for dense gradients only (`dense_seconds`); buckets are few.
+- `step_seconds` simulates them: on each rank one thread that differentiates, encodes and decodes,
+  and meanwhile one link that performs one collective after the other. Horovod's tensor fusion is
+  modelled for dense gradients only (`dense_seconds`); buckets are few.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-# As `collectives` has them; "allreduce16" of halves, which CPUs add up slowly.
+# As in `collectives`; "allreduce16" is in half precision, which CPUs add slowly.
 KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast")
 FUSION_BYTES = 128 << 20  # Horovod's default
 
@@ -29,9 +29,9 @@ Curve = tuple[tuple[float, float], ...]  # (bytes that a rank receives, seconds)
 
 
 def volume(kind: str, size: float, ranks: int) -> float:
-    """Bytes that pass the busiest rank's link, one way, for a tensor of so many bytes on each rank.
+    """Return the bytes over the busiest rank's link, one way, for `size` bytes on each rank.
 
-    Rings, and for a broadcast gloo's tree, in which the root sends the whole more than once.
+    Assumes rings, and for a broadcast gloo's tree, in which the root sends all more than once.
 
     >>> [volume(kind, 8.0, 4) for kind in ("allreduce", "allgather", "alltoall", "broadcast")]
     [12.0, 24.0, 6.0, 16.0]
@@ -48,7 +48,7 @@ def volume(kind: str, size: float, ranks: int) -> float:
 
 
 def most_gathered(size: float, ranks: int) -> float:
-    """Bytes from each rank whose allgather brings as many as an allreduce of `size`.
+    """Return the bytes per rank whose allgather brings as many as an allreduce of `size`.
 
     >>> most_gathered(400.0, 2), most_gathered(400.0, 16), most_gathered(400.0, 1)
     (400.0, 50.0, inf)
@@ -68,21 +68,22 @@ def gathers_rows(
     value_bytes: int = 4,
     index_bytes: int = 8,
 ) -> bool:
-    """Whether gathering a sparse gradient's rows moves fewer bytes than what its layer takes else.
+    """Return True if gathering a sparse gradient's rows moves fewer bytes than the alternative.
 
-    Fewer have to be sent, and no more received. A payload that is no smaller than the dense layer
-    counts as an allreduce of that.
+    The rows must be fewer bytes to send, and no more to receive. A payload that is no smaller than
+    the dense layer counts as an allreduce of that layer.
 
     Args:
-        rows: that a rank has, repeated ones included; the most that any rank has.
+        rows: of a rank, repeated ones included; the maximum over ranks.
         length: values in a row.
         ranks: how many exchange.
         dense: bytes of the layer without compression.
-        payload: bytes that its compressor is expected to send of it; None where it does not say.
-        summed: whether payloads are added up by an allreduce, as those of half precision are.
-        value_bytes, index_bytes: that a value, and a row's index, take.
+        payload: bytes that its compressor is expected to send of it; None if unknown.
+        summed: whether payloads are summed by an allreduce, as those of half precision are.
+        value_bytes, index_bytes: size of a value, and of a row's index.
 
-    A table of 10,000 rows of 64; 32 rows a rank, then 640. The second with 4 bits a value:
+    A table of 10,000 rows of 64 values, with 32 and with 640 rows per rank; the latter with a
+    compressed payload; and among 64 ranks:
 
     >>> gathers_rows(32, 64, 2, dense=2_560_000), gathers_rows(640, 64, 2, dense=2_560_000)
     (True, True)
@@ -100,7 +101,7 @@ def gathers_rows(
 
 
 def hops(kind: str, ranks: int) -> int:
-    """Messages one after the other: around a ring, down a tree, or in an alltoall straight."""
+    """Count the messages in sequence: around a ring, down a tree, or direct in an alltoall."""
     if kind == "alltoall":
         return min(ranks - 1, 1)
     if kind == "broadcast":
@@ -110,13 +111,13 @@ def hops(kind: str, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Link:
-    """A link as collectives see it.
+    """Measured times of collectives over a link.
 
     Attributes:
         ranks: how many measured it.
         curves: by kind of collective, the measured seconds by volume.
-        latency: seconds that one more hop takes, for other numbers of ranks. What was measured has
-            its latency in the curves.
+        latency: seconds per additional hop, for other numbers of ranks. The curves include the
+            latency of those that measured.
     """
 
     ranks: int
@@ -125,12 +126,12 @@ class Link:
 
     @classmethod
     def of(cls, bits_per_second: float, ranks: int = 2, latency: float = 50e-6) -> Link:
-        """One that nobody has measured: its rate, and Horovod's millisecond to start."""
+        """Return a link without measurements: its rate, and Horovod's millisecond to start."""
         line = ((0.0, 1e-3), (1e9, 1e-3 + 8e9 / bits_per_second))
         return cls(ranks, dict.fromkeys(KINDS, line), latency)
 
     def seconds(self, kind: str, size: float, ranks: int | None = None) -> float:
-        """How long a collective takes, for a tensor of so many bytes on each rank."""
+        """Return the duration of a collective, for a tensor of `size` bytes on each rank."""
         ranks = self.ranks if ranks is None else ranks
         if ranks == 1:
             return 0.0
@@ -139,10 +140,10 @@ class Link:
         return _read(curve, volume(kind, size, ranks)) + further
 
     def with_bandwidth(self, bits_per_second: float) -> Link:
-        """The same link with another bandwidth.
+        """Return the same link with another bandwidth.
 
-        Starting a collective takes as long as before, and adding up halves as much longer than
-        adding up floats. For the rest a byte takes its share of the time that it took.
+        The time to start a collective stays the same, and so does the extra time that a sum of
+        halves takes over a sum of floats. Otherwise the time per byte scales with the bandwidth.
         """
         before, after = 8 / self.bandwidth, 8 / bits_per_second
         curves = {}
@@ -157,13 +158,13 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bits a second that a large allreduce receives."""
+        """Return the bits per second that a large allreduce receives."""
         (before, earlier), (last, later) = self.curves["allreduce"][-2:]
         return 8 * (last - before) / max(later - earlier, 1e-12)
 
 
 def _read(curve: Curve, size: float) -> float:
-    """Between two measurements on the line through them; beyond the last, on the last line."""
+    """Interpolate between measurements; beyond the last one, extrapolate the last line."""
     place = min(max(bisect_left(curve, (size, 0.0)), 1), len(curve) - 1)
     (x0, y0), (x1, y1) = curve[place - 1 : place + 1]
     if size < x0:
@@ -172,21 +173,21 @@ def _read(curve: Curve, size: float) -> float:
 
 
 def _start(curve: Curve) -> float:
-    """What a collective takes that moves nothing."""
+    """Return the duration of a collective that moves nothing."""
     (x0, y0), (x1, y1) = curve[0], curve[-1]
     return max(min(y0, y0 - x0 * (y1 - y0) / (x1 - x0)), 0.0)
 
 
 class Bucket(NamedTuple):
-    """A bucket's step on one rank.
+    """Timing of a bucket's step on one rank.
 
     Attributes:
-        ready: seconds of backward after which its last gradient is there.
+        ready: seconds of backward after which its last gradient is ready.
         work: seconds before the first collective, between them, and after the last; one more than
             there are collectives.
-        asks: (kind, bytes) of its collectives, in turn.
-        dense: bytes of its elements. Among so many ranks that an allgather brings more than an
-            allreduce of these, it is one.
+        asks: (kind, bytes) of its collectives, in order.
+        dense: bytes of its elements. Its allgather becomes an allreduce of these among so many
+            ranks that the allgather would bring more.
     """
 
     ready: float
@@ -195,7 +196,7 @@ class Bucket(NamedTuple):
     dense: float = math.inf
 
     def summed(self, ranks: int) -> bool:
-        """Whether its one allgather would be an allreduce among so many."""
+        """Return True if its one allgather becomes an allreduce among this many ranks."""
         kinds = [kind for kind, _ in self.asks]
         return kinds == ["allgather"] and self.asks[0][1] * ranks > 2 * self.dense
 
@@ -203,14 +204,14 @@ class Bucket(NamedTuple):
 def step_seconds(
     ranks: Sequence[Sequence[Bucket]], link: Link, size: int | None = None, backward: float = 0.0
 ) -> float:
-    """From the beginning of backward to the last decoded bucket of the slowest rank.
+    """Return the time from the start of backward to the slowest rank's last decoded bucket.
 
-    A collective begins when all ranks have asked for it, and the one before is done.
+    A collective begins when all ranks have requested it and the previous one is done.
 
     Args:
         ranks: the buckets of each rank, in the same order.
-        link: that it goes over.
-        size: over how many ranks; as many as have measured the link if None.
+        link: what the collectives go over.
+        size: number of ranks; as many as have measured the link if None.
         backward: seconds of the backward pass.
 
     >>> link = Link(2, {"allgather": ((0.0, 1.0), (10.0, 2.0))})
@@ -251,7 +252,7 @@ def dense_seconds(
     ranks: int | None = None,
     backward: float = 0.0,
 ) -> float:
-    """The same for Horovod without compression, which fuses what waits while the link is busy.
+    """Return the same for uncompressed Horovod, which fuses tensors while the link is busy.
 
     Args:
         layers: (ready, bytes), see `Bucket`.
@@ -268,30 +269,30 @@ def dense_seconds(
     return max(free, backward)
 
 
-Rounds = Sequence[Sequence[Bucket]]  # buckets, by rounds that one rank measured, or by ranks
+Rounds = Sequence[Sequence[Bucket]]  # buckets, by rounds of one rank's measurement, or by ranks
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to exchange, with what it costs each rank.
+    """Exchange method with its measured cost on each rank.
 
     Attributes:
-        name: what it is called.
-        costs: by number of ranks, what each rank that measured it found.
+        name: shown to the user.
+        costs: by number of ranks, the measurements of each rank.
     """
 
     name: str
     costs: Mapping[int, Sequence[Rounds]]
 
     def seconds(self, link: Link, ranks: int, backward: float | None = None) -> float:
-        """The median round.
+        """Return the median over rounds.
 
         Args:
-            link: that it goes over.
-            ranks: over how many. What was not measured lies on the line through the two largest
-                numbers that were.
+            link: what the collectives go over.
+            ranks: number of ranks. A number that was not measured lies on the line through the two
+                largest that were.
             backward: seconds of the backward pass that it overlaps with; None for the exchange
-                alone, with all gradients there.
+                alone, with all gradients ready.
         """
         rounds = zip(*(self.costs[ranks] if ranks in self.costs else self._among(ranks)))
         if backward is not None:
@@ -314,19 +315,19 @@ class Dense:
     layers: Sequence[tuple[float, float]]
 
     def seconds(self, link: Link, ranks: int, backward: float | None = None) -> float:
-        """As `Way.seconds`."""
+        """Return the duration, as `Way.seconds`."""
         if backward is None:
             return dense_seconds([(0.0, size) for _, size in self.layers], link, ranks)
         return dense_seconds(self.layers, link, ranks, backward)
 
 
 def _at_once(ranks: Rounds) -> Rounds:
-    """With all gradients there."""
+    """Return the buckets with all gradients ready at the start."""
     return [[bucket._replace(ready=0.0) for bucket in buckets] for buckets in ranks]
 
 
 def _between(few: int, a: Bucket, many: int, b: Bucket, ranks: int) -> Bucket:
-    """On the line through two; once it is summed, work does not grow with the number of ranks."""
+    """Interpolate between two buckets; once summed, work does not grow with the number of ranks."""
     if [kind for kind, _ in a.asks] != [kind for kind, _ in b.asks]:
         return b if ranks >= many or a.summed(ranks) else a
     summed = b.summed(ranks)
@@ -336,18 +337,18 @@ def _between(few: int, a: Bucket, many: int, b: Bucket, ranks: int) -> Bucket:
     if summed:
         both = (("allgather", 0.0), ("allreduce", b.dense))
         return Bucket(a.ready, (work[0], 0.0, work[1]), both, b.dense)
-    share = (1 / ranks - 1 / few) / (1 / many - 1 / few)  # a shard is one part of so many
+    share = (1 / ranks - 1 / few) / (1 / many - 1 / few)  # a shard is 1/ranks of the whole
     sizes = (max(x + share * (y - x), 0.0) for (_, x), (_, y) in zip(a.asks, b.asks))
     asks = tuple((kind, size) for (kind, _), size in zip(a.asks, sizes))
     return Bucket(a.ready, work, asks, b.dense)
 
 
 def break_even(faster: Callable[[float], float], low: float = 1e5, high: float = 1e13) -> float:
-    """The bandwidth, in bits a second, at which a function of it changes its sign.
+    """Return the bandwidth, in bits per second, at which `faster` changes its sign.
 
     Args:
-        faster: what compression gains at a bandwidth, in seconds: positive on slow links.
-        low, high: where to look.
+        faster: seconds that compression gains at a bandwidth: positive on slow links.
+        low, high: search interval.
 
     Returns:
         `inf` if it gains at `high` as well, 0 if not even at `low`.

@@ -1,4 +1,4 @@
-"""What is missing, and what to type to get it: one text for errors of imports and `doctor`."""
+"""Missing dependencies and the commands that install them, for import errors and `doctor`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ KERAS_BACKEND = "KERAS_BACKEND"
 
 
 def require_horovod(framework: str) -> None:
-    """Imports `horovod.torch` or `horovod.tensorflow`, which a frontend is made of.
+    """Import `horovod.torch` or `horovod.tensorflow`, which a frontend builds on.
 
     Raises:
-        ImportError: it cannot be imported; with what helps.
+        ImportError: it cannot be imported; the message says what helps.
     """
     try:
         found = importlib.import_module(f"horovod.{framework}")
-        if not hasattr(found, "init"):  # its import only prints that
+        if not hasattr(found, "init"):  # the import only prints that
             raise ImportError(f"Extension horovod.{framework} has not been built")
     except ImportError as error:
-        first: BaseException = error  # TensorFlow says of Keras only that it cannot be imported
+        first: BaseException = error  # TensorFlow reports only that Keras cannot be imported
         while isinstance(first.__context__, ImportError):
             first = first.__context__
         said = str(first)
@@ -35,10 +35,10 @@ def require_horovod(framework: str) -> None:
 
 
 def require_keras_backend(backend: str) -> None:
-    """Requires that Keras computes with TensorFlow.
+    """Require that Keras computes with TensorFlow.
 
     Raises:
-        ImportError: it computes with something else.
+        ImportError: it computes with another backend.
     """
     if backend != "tensorflow":
         raise ImportError(
@@ -48,7 +48,7 @@ def require_keras_backend(backend: str) -> None:
 
 
 def cure(said: str, before: Sequence[str] = (), alone: bool = False) -> str:
-    """What helps against an error of an import of Horovod; `before`, `alone` as in `build`."""
+    """Return what fixes an import error of Horovod; `before`, `alone` as in `build`."""
     module = re.search(r"No module named '(\w+)", said)
     if module and module[1] == os.environ.get(KERAS_BACKEND):
         return cure_of_keras(module[1])
@@ -61,17 +61,17 @@ def cure(said: str, before: Sequence[str] = (), alone: bool = False) -> str:
 
 
 def cure_of_keras(backend: str) -> str:
-    """What helps where Keras computes with something else than TensorFlow."""
+    """Return what fixes a Keras that computes with another backend than TensorFlow."""
     other = ". On PyTorch use hvd_gradcomp.torch in a loop of your own" * (backend == "torch")
     return f"export {KERAS_BACKEND}=tensorflow, or take it out of ~/.keras/keras.json{other}"
 
 
 def build(before: Sequence[str] = (), alone: bool = False) -> str:
-    """How to get a Horovod that fits.
+    """Return the command that installs a compatible Horovod.
 
     Args:
-        before: packages that have to be there first.
-        alone: whether PyTorch is the only framework that is there.
+        before: packages to install first.
+        alone: whether PyTorch is the only framework installed.
     """
     command = f"{sys.executable} -m hvd_gradcomp build-horovod"
     if alone:

@@ -1,4 +1,4 @@
-"""The layers of a model, and what each of them does in it."""
+"""Layers of a model and their roles in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_CONVOLUTION = re.compile(
 )
 
 
-# Where frameworks define layers, and those there that others are made of and compute nothing.
+# Modules in which frameworks define layers, and those of them whose classes only hold layers.
 _FRAMEWORKS = ("torch.nn.", "keras.src.layers.", "keras.layers.")
 _OPEN = {
     *("torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.utils.parametrize"),
@@ -25,9 +25,9 @@ _OPEN = {
 
 
 def convolving(kind: type) -> bool | None:
-    """Whether a layer of this class convolves with its weights; None of a class of a user's own.
+    """Return True if a layer class convolves with its weights; None for a user's own class.
 
-    What is derived from a framework's layer is what that is.
+    Subclassed layers are classified like their base class.
 
     >>> convolving(int) is None
     True
@@ -41,10 +41,10 @@ def convolving(kind: type) -> bool | None:
 
 
 class Weight(tuple[str, Sequence[int], str]):
-    """A `Layer` of which the frontend knows what it belongs to.
+    """`Layer` whose owner in the model the frontend knows.
 
     Attributes:
-        convolves: whether that is a convolution, and this its kernel.
+        convolves: whether the owner is a convolution, and this its kernel.
     """
 
     convolves: bool
@@ -59,10 +59,10 @@ class Weight(tuple[str, Sequence[int], str]):
 
 
 def convolves(layer: Layer) -> bool:
-    """Whether a layer is the kernel of a convolution.
+    """Return True if a layer is the kernel of a convolution.
 
-    By what it belongs to, where the frontend knows; otherwise three to five axes are a kernel's,
-    unless the name speaks of embeddings, attention or experts.
+    Judges by the owner if the frontend knows it; otherwise three to five axes are a kernel's,
+    unless the name mentions embeddings, attention or experts.
 
     >>> convolves(("conv.weight", (8, 4, 3, 3), "float32"))
     True
@@ -78,7 +78,7 @@ def convolves(layer: Layer) -> bool:
 
 
 class Traits(NamedTuple):
-    """What rules look at."""
+    """Properties of a layer that rules match."""
 
     name: str
     size: int
@@ -86,8 +86,8 @@ class Traits(NamedTuple):
 
 
 def traits_of(layers: Sequence[Layer]) -> list[Traits]:
-    """What each layer is, by its name, its shape and its neighbours."""
-    modules: list[list[int]] = []  # runs of neighbours with one prefix, no part of them twice
+    """Return the traits of each layer, from its name, its shape and its neighbours."""
+    modules: list[list[int]] = []  # runs of neighbours with one prefix and no repeated part
     previous = None
     parts: set[str] = set()
     leaves = []
@@ -124,7 +124,7 @@ def traits_of(layers: Sequence[Layer]) -> list[Traits]:
 
 
 def tables_of(layers: Sequence[Layer]) -> list[int]:
-    """The places of what is a table of embeddings by its name and shape.
+    """Return the places of embedding tables, recognised by name and shape.
 
     >>> tables_of([("embedding/embeddings", (50, 4), "float32"), ("kernel", (4, 2), "float32")])
     [0]

@@ -1,9 +1,9 @@
-"""Where each layer lies in its bucket.
+"""Layout of layers in a bucket.
 
 A bucket is one flat vector made of whole layers. Each layer starts at a multiple of `block`, so
-that what is computed by blocks (the largest magnitude of a layer, say) never mixes two layers, and
-the last block always has an element to spare: the *sink*, where unused slots of a payload point.
-Padding is zero and stays zero; no rule ever sends it.
+that blockwise results (the largest magnitude of a layer, say) never mix two layers, and the last
+block always has an element to spare: the *sink*, where unused slots of a payload point. Padding is
+zero and stays zero; no method ever sends it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from math import prod
 
 BLOCK = 256
 _RUN = 16
-_STRIDE = 61  # odd, so that runs wander over the columns of a power of two
+_STRIDE = 61  # odd, so that runs visit all columns where their number is a power of two
 _SAMPLED = 1024
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The static description of one bucket; hashable, equal on all ranks.
+    """Static description of one bucket; hashable, equal on all ranks.
 
     Args:
         names: the layers' names, unique.
@@ -32,9 +32,9 @@ class Layout:
         filters_last: how the framework stores a convolution's weights: [height, width, depth,
             filters] (TensorFlow), or [filters, depth, height, width] (PyTorch). One framework
             trains a model, so the digest leaves it out.
-        turned: whether the framework stores filters last and the bucket has all layers as `shapes`
-            says, with their outputs first; see `outputs_first`. They are turned as they are laid
-            into the bucket, and back as it is cut.
+        turned: whether the framework stores filters last and the bucket holds all layers with
+            their outputs first, as in `shapes`; see `outputs_first`. They are transposed on their
+            way into the bucket, and back on their way out.
 
     >>> layout = Layout(("weight", "bias"), ((3, 100), (10,)))
     >>> layout.elements, layout.offsets, layout.size, layout.sink
@@ -59,11 +59,11 @@ class Layout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each layer, without padding."""
+        """Return the elements of each layer, without padding."""
         return tuple(prod(shape) for shape in self.shapes)
 
     def with_outputs_first(self) -> Layout:
-        """The bucket as a framework has it that stores filters first.
+        """Return the bucket as a framework that stores filters first would lay it out.
 
         >>> layout = Layout(("conv/kernel",), ((3, 5, 64, 128),), filters_last=True)
         >>> layout.with_outputs_first().shapes, layout.with_outputs_first().stored
@@ -76,7 +76,7 @@ class Layout:
 
     @cached_property
     def axes(self) -> tuple[tuple[int, int, int], ...]:
-        """(outputs, inputs, places) of layers that are turned; of others (elements, 1, 1)."""
+        """Return (outputs, inputs, places) of each transposed layer; (elements, 1, 1) of others."""
         return tuple(
             (shape[0], shape[1], prod(shape[2:]))
             if self.turned and _turns(name, shape)
@@ -86,7 +86,7 @@ class Layout:
 
     @cached_property
     def stored(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes as the framework has them."""
+        """Return the shapes as the framework stores them."""
         return tuple(
             (*shape[2:], shape[1], shape[0]) if self.turned and _turns(name, shape) else shape
             for name, shape in zip(self.names, self.shapes)
@@ -94,12 +94,12 @@ class Layout:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of all layers, without padding."""
+        """Return the elements of all layers, without padding."""
         return sum(self.sizes)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each layer starts."""
+        """Return the start of each layer."""
         starts, end = [], 0
         for size in self.sizes:
             starts.append(end)
@@ -108,7 +108,7 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the bucket, padding included; at least one, for collectives to have some."""
+        """Return the elements of the bucket, with padding; at least one, for collectives."""
         if not self.names:
             return self.block
         end = self.offsets[-1] + self.sizes[-1]
@@ -116,14 +116,14 @@ class Layout:
 
     @property
     def sink(self) -> int:
-        """An index that no layer uses."""
+        """Return an index that no layer uses."""
         if self.block == 1:
             raise ValueError("a layout with block=1 has no sink")
         return self.size - 1
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of the stretches that layers fill without padding between them.
+        """Return (start, stop) of the ranges that layers fill without padding between them.
 
         >>> Layout(("a", "b", "c"), ((256,), (100,), (10,))).runs
         ((0, 356), (512, 522))
@@ -137,7 +137,7 @@ class Layout:
 
     @cached_property
     def layer_of_block(self) -> tuple[int, ...]:
-        """The layer that each block belongs to; the sink's block counts to the last layer."""
+        """Return the layer of each block; the sink's block counts to the last layer."""
         layers: list[int] = []
         for layer, size in enumerate(self.sizes):
             layers += [layer] * -(-size // self.block)
@@ -146,12 +146,12 @@ class Layout:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """How many elements of a layer one element of the sample stands for: at most 61."""
+        """Return how many elements of each layer one sampled element stands for: at most 61."""
         return tuple(max(1, min(_STRIDE, size // _SAMPLED)) for size in self.sizes)
 
     @cached_property
     def sample(self) -> tuple[int, ...]:
-        """Indices of a strided sample: small layers whole, of others every stride-th run.
+        """Return the indices of a strided sample: small layers whole, else every stride-th run.
 
         A run is 16 neighbours, one cache line: reading one element costs as much as reading 16.
         """
@@ -163,7 +163,7 @@ class Layout:
 
     @cached_property
     def layer_of_sample(self) -> tuple[int, ...]:
-        """The layer of each element of the sample."""
+        """Return the layer of each sampled element."""
         layers: list[int] = []
         for layer, (size, stride) in enumerate(zip(self.sizes, self.strides)):
             whole, rest = divmod(size, _RUN * stride)
@@ -172,22 +172,22 @@ class Layout:
 
     @cached_property
     def stride_of_sample(self) -> tuple[int, ...]:
-        """How many elements each of the sample stands for."""
+        """Return how many elements each sampled element stands for."""
         return tuple(self.strides[layer] for layer in self.layer_of_sample)
 
     @property
     def no_layer_of_sample(self) -> tuple[int, ...]:
-        """Zeros, where all layers count as one."""
+        """Return zeros, for samples in which all layers count as one."""
         return (0,) * len(self.sample)
 
     @property
     def block_bits(self) -> int:
-        """log2 of `block`."""
+        """Return log2 of `block`."""
         return self.block.bit_length() - 1
 
     @cached_property
     def digest(self) -> int:
-        """32 bits that differ when names, shapes, dtype, alignment or order differ."""
+        """Return 32 bits that differ when names, shapes, dtype, alignment or order differ."""
         told = self.names, self.shapes, self.dtype, self.block, *["turned"] * self.turned
         return zlib.crc32(repr(told).encode())
 
@@ -200,10 +200,10 @@ class Layout:
 
 
 def outputs_first(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape that PyTorch gives to weights that TensorFlow stores in this one.
+    """Return PyTorch's shape for weights that TensorFlow stores in the given shape.
 
-    Whatever a weight belongs to, TensorFlow has its outputs last and its inputs before them, behind
-    the places of a kernel. Only tables of embeddings are stored alike; those of Keras are named so.
+    TensorFlow stores every weight with its outputs last, its inputs before them, and a kernel's
+    places before those. Only embedding tables are stored alike; Keras names them so.
 
     >>> outputs_first("conv/kernel", (3, 5, 64, 128)), outputs_first("dense/kernel", (10, 4))
     ((128, 64, 3, 5), (4, 10))
@@ -223,11 +223,11 @@ def plan_buckets(
     block: int = BLOCK,
     filters_last: bool = False,
 ) -> list[Layout]:
-    """Cuts layers, in the order given, into buckets of whole layers of one dtype.
+    """Split layers, in the order given, into buckets of whole layers of one dtype.
 
     Args:
         layers: (name, shape, dtype) of each.
-        bucket_bytes: a bucket is closed once it holds this much; a larger layer is a bucket alone.
+        bucket_bytes: a bucket is closed once it holds this much; a larger layer has its own.
         block, filters_last: see `Layout`.
 
     >>> [b.names for b in plan_buckets([("a", (8,), "float32"), ("b", (4,), "float32")], 32)]

@@ -1,6 +1,6 @@
-"""How payloads meet: small generators, and what those of the families in `codecs` share.
+"""Communication patterns: small generators, and helpers that the families in `codecs` share.
 
-A family has its own program beside it: `codecs.sparse`, `codecs.quantized`, `codecs.linear`.
+Each family has its own program: `codecs.sparse`, `codecs.quantized`, `codecs.linear`.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
 from hvd_gradcomp.ops.interface.header import Weighing
 
-LARGEST = (2.0 - 2.0**-20) * 2.0**127  # of float32, and a bit less: sums are rounded on their way
+LARGEST = (2.0 - 2.0**-20) * 2.0**127  # a bit below float32's: sums are rounded on their way
 
 
 class Leading(Protocol):
-    """What `leader` asks of a codec."""
+    """Codec methods that `leader` calls."""
 
     def choice_bytes(self, layout: Layout) -> int:
-        """Bytes of `choose`."""
+        """Return the bytes of `choose`."""
 
     def choose(self, ops: Ops, context: Context, gradient: Tensor, state: State) -> Tensor:
-        """The leader's payload: which elements travel."""
+        """Return the leader's payload: which elements travel."""
 
     def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
-        """The choice, from its payload [1, bytes]: what the next two are given as `index`."""
+        """Return the choice from its payload [1, bytes]; the next two methods get it as `index`."""
 
     def values(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: State, index: Tensor
     ) -> Tensor:
-        """What this rank has at the indices."""
+        """Return this rank's values at the indices."""
 
     def settle_all(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: State, index: Tensor, total: Tensor
     ) -> tuple[Tensor, Any]:
-        """The mean, and the state without what was sent."""
+        """Return the mean, and the state without what was sent."""
 
 
 def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
-    """Whether it is finite; and zeros instead where that is known too late to leave it out."""
+    """Return (finite, gradient); zeros if it is not finite and is found out too late to skip it."""
     return ops.sound(gradient, "elements")
 
 
 def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
-    """The same where it is added to what is kept from step to step, and so is its square perhaps.
+    """Return the same for a gradient that is added to the state, perhaps squared.
 
-    What is kept must not overflow: with an infinite second moment an element would never be sent
+    The state must not overflow: an element with an infinite second moment would never be sent
     again. So a norm beyond 2**58 counts as infinite: a thousand squares of that fit.
     """
     return ops.sound(gradient, "squares")
 
 
 def weighing(context: Context, sides: Mapping[str, wire.Part], ascending: Any = None) -> Weighing:
-    """How what the ranks have sent is added up, to finite numbers.
+    """Return how the ranks' payloads are summed, to finite numbers.
 
     Args:
         context: of the step.
-        sides: the first parts of a body: magnitudes that no element sent exceeds, by groups, in
+        sides: the first parts of a body: upper bounds of the magnitudes sent, by groups, in
             float32, or as exponents of powers of two.
         ascending: of `Weighing`.
     """
@@ -79,17 +79,17 @@ def weighing(context: Context, sides: Mapping[str, wire.Part], ascending: Any = 
 def summable(
     ops: Ops, sides: Sequence[Tensor], context: Context, header: wire.Header
 ) -> wire.Header:
-    """Requires that what the ranks have sent adds up to finite numbers; the header then says so.
+    """Require that the ranks' payloads sum to finite numbers; return a header that says so.
 
     Args:
-        ops: the verbs.
-        sides: magnitudes that no element sent exceeds, by groups; float [world, groups] each.
+        ops: the tensor operations.
+        sides: upper bounds of the magnitudes sent, by groups; float [world, groups] each.
         context: of the step.
-        header: of what was sent.
+        header: of the payloads.
 
     Raises:
-        NonFiniteGradientError: on all ranks, as in `usable`; also where single groups are so large
-            that it cannot be ruled out.
+        NonFiniteGradientError: on all ranks, as in `usable`; also if a single group is so large
+            that an infinite sum cannot be ruled out.
     """
     fits = ops.summable(sides, context.prescale * context.postscale, LARGEST)
     intact = ops.require({wire.ANY_NOT_FINITE: fits}, NonFiniteGradientError)
@@ -100,7 +100,7 @@ def summable(
 
 
 def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.Header:
-    """What this rank says about a payload of a fixed size."""
+    """Return this rank's header for a payload of a fixed size."""
     elements = context.layout.elements
     step = context.step % (1 << 32)
     digest = codec.digest(context.layout)
@@ -108,7 +108,7 @@ def header_of(codec: Compressor, context: Context, finite: Any = True) -> wire.H
 
 
 def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
-    """What each rank counts for; nothing where its payload is not to be used."""
+    """Return the weight of each rank's payload; 0 if it must not be used."""
     if header.weights is not None:
         return header.weights
     weight = context.prescale * context.postscale
@@ -118,9 +118,9 @@ def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
 
 
 def leader(codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: State) -> Program:
-    """One rank after the other says which elements travel; their values are added up on the way.
+    """Let one rank after the other choose the elements that travel, and sum their values.
 
-    A broadcast of the leader's indices and an allreduce of everybody's values there.
+    Each step has a broadcast of the leader's indices and an allreduce of all ranks' values there.
     """
     layout, turn = context.layout, context.step % context.size
     finite, gradient = checked_to_keep(ops, gradient)
@@ -139,7 +139,7 @@ def leader(codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: 
 def from_leader(
     ops: Ops, context: Context, leader: Any, payload: Callable[[], Tensor], size: int
 ) -> Generator[Any, Any, Tensor]:
-    """One rank's payload of so many bytes, on all ranks."""
+    """Return one rank's payload of `size` bytes, on all ranks."""
     mine = ops.cond(leader == context.rank, payload, lambda: ops.zeros((size,), "uint8"))
 
     def from_root(root: int) -> Generator[Broadcast, Tensor, tuple[Tensor]]:
@@ -151,20 +151,20 @@ def from_leader(
 
 
 def poison(ops: Ops, finite: Any) -> Tensor:
-    """0, or NaN if this rank's gradient is not finite; float32 [1], last of what is added up."""
+    """Return 0, or NaN if this rank's gradient is not finite; float32 [1], to append to a sum."""
     healthy = ops.cast(ops.words((finite,)), "float32")
     return ops.where(healthy > 0, 0.0, healthy / healthy)
 
 
 def unpoisoned(ops: Ops, total: Tensor) -> Tensor:
-    """A sum of vectors that end in `poison`, without it; see `usable`."""
+    """Return a sum of vectors that end in `poison`, without it; see `usable`."""
     return usable(ops, total)[:-1]
 
 
 def drawn(step: Any, seed: int, count: int) -> Any:
-    """A number below `count` that all ranks draw alike for a step; at random to all appearance.
+    """Return a pseudo-random number below `count`, the same on all ranks in a step.
 
-    Plain arithmetic below 2**62, so that it is the same of an int and of a scalar in a graph.
+    Plain arithmetic below 2**62 gives the same result for an int and for a scalar in a graph.
 
     >>> [drawn(step, 0, 4) for step in range(12)]
     [0, 0, 0, 1, 3, 3, 2, 3, 3, 0, 2, 1]
@@ -177,7 +177,7 @@ def drawn(step: Any, seed: int, count: int) -> Any:
 
 
 def added_up(ops: Ops, context: Context, x: Tensor) -> Generator[Any, Any, Tensor]:
-    """Everybody's bucket added up on the way, without its padding; x may hold the result.
+    """Allreduce the bucket without its padding; x may hold the result.
 
     x is [layout.size], zero outside the layers.
     """
@@ -192,10 +192,11 @@ def added_up(ops: Ops, context: Context, x: Tensor) -> Generator[Any, Any, Tenso
 
 
 def usable(ops: Ops, total: Tensor) -> Tensor:
-    """A sum of gradients, which says itself whether all were finite, and not too large together.
+    """Return a sum of gradients, checked: all were finite, and their sum does not overflow.
 
     Raises:
-        NonFiniteGradientError: on all ranks; where that comes a step too late, zeros instead.
+        NonFiniteGradientError: on all ranks; if it can only be raised a step later, zeros are
+            returned meanwhile.
     """
     finite = ops.words((ops.finite(total),)) > 0
     intact = ops.require({wire.ANY_NOT_FINITE: finite}, NonFiniteGradientError)

@@ -1,24 +1,24 @@
-"""Methods by name: the number that each has on the wire, and those that other packages bring.
+"""Registry of methods: the number that each has on the wire, and those that other packages bring.
 
-A method is known by the name of its class. The byte in the header of its payloads follows from that
+A method is known by its class name. The byte in the header of its payloads is derived from that
 name: nobody picks a number, and it is the same on all ranks, whatever else they have imported. The
 methods of this package keep the numbers that they have always had; any other name gets one of 32 to
 255, by its CRC-32.
 
-224 numbers are few, so two names can get the same one. Nothing would be decoded by the wrong method
-even then, since the digest beside the number is made from all of the compressor's `repr`; but ranks
-with different methods would be told of different hyper-parameters. So a clash is an error where the
-second class is defined, and so is a name that another class has. A class that is defined once more
-in the same file, or in the same notebook, replaces the first.
+224 numbers are few, so two names can get the same one. Even then no payload would be decoded by
+the wrong method, since the digest beside the number covers the compressor's whole `repr`; but the
+error for ranks with different methods would blame their hyper-parameters. So a clash is an error
+where the second class is defined, and so is a name that another class has. A class that is defined
+again in the same file, or in the same notebook, replaces the first.
 
 An installed package declares its methods as entry points. The command line knows them by the name
-on the left, with the settings that they have by default:
+on the left, with their default settings:
 
     [project.entry-points."hvd_gradcomp.compressors"]
     steady = "steady:SteadyCompressor"
 
-They are imported when they are asked for. What cannot be imported is left out, with one line that
-says whose it is and why.
+They are imported on demand. A method that cannot be imported is left out; one line in the log names
+its package and the reason.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _known: dict[str, type[Any]] = {}
 
 
 def number_of(name: str) -> int:
-    """The byte that stands for a method in the header of a payload."""
+    """Return the byte that identifies a method in the header of a payload."""
     return RESERVED.get(name) or _FIRST + zlib.crc32(name.encode()) % (_END - _FIRST)
 
 
 def register(cls: type[Any]) -> int:
-    """Makes a method known by the name of its class; its number.
+    """Register a method by its class name, and return its number.
 
     Raises:
         TypeError: another class has the name, or a name with the same number.
@@ -82,12 +82,12 @@ def register(cls: type[Any]) -> int:
 
 
 def known() -> dict[str, type[Any]]:
-    """All methods that have been defined, by name."""
+    """Return all methods that have been defined, by name."""
     return dict(_known)
 
 
 def find(name: str) -> type[Any] | None:
-    """The method whose class is called so: defined already, or declared by a package."""
+    """Return the method with this class name: defined already, or declared by a package."""
     for short, point in declared().items():
         if name not in _known and point.attr == name:
             _imported(short)
@@ -96,7 +96,7 @@ def find(name: str) -> type[Any] | None:
 
 @lru_cache(maxsize=1)
 def declared() -> dict[str, metadata.EntryPoint]:
-    """What installed packages declare, by the name in the command line. Imports none of it."""
+    """Return the methods that packages declare, by command-line name, without importing them."""
     points: Any = metadata.entry_points()
     # Python 3.9 has a dict.
     points = points.select(group=GROUP) if hasattr(points, "select") else points.get(GROUP, ())
@@ -110,10 +110,10 @@ def declared() -> dict[str, metadata.EntryPoint]:
 
 @cache
 def load(short: str) -> Any:
-    """A method that a package declares, with the settings that it has by default.
+    """Return a method that a package declares, with its default settings.
 
     Returns:
-        The compressor. None, and one line in the log, where that does not work.
+        The compressor. If that fails, None, and one line in the log.
     """
     cls = _imported(short)
     try:
@@ -125,7 +125,7 @@ def load(short: str) -> Any:
 
 @cache
 def _imported(short: str) -> Any:
-    """The class of a method that a package declares; None as in `load`."""
+    """Return the class of a method that a package declares; None as in `load`."""
     point = declared()[short]
     try:
         cls = point.load()
@@ -138,7 +138,7 @@ def _imported(short: str) -> Any:
 
 
 def leave_out(point: metadata.EntryPoint, reason: str) -> None:
-    """Says in one line that a method cannot be used as it is declared, whose it is, and why."""
+    """Log in one line that a declared method cannot be used, whose it is, and why."""
     text = " ".join(reason.split())
     LOGGER.warning("%s: its method %r is left out: %s", _owner(point), point.name, text)
 
@@ -149,7 +149,7 @@ def _owner(point: metadata.EntryPoint) -> str:
 
 
 def _file(cls: type[Any]) -> str:
-    """Where it is defined; a script that is imported as well is one file."""
+    """Return the file of a class; a script that is imported as well counts as one file."""
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
 
 

@@ -1,4 +1,4 @@
-"""Which elements of a vector share a scale: bands of rows of one length.
+"""Groups of elements that share a scale: bands of rows of one length.
 
 A row is a *group*: a QSGD bucket, a TernGrad layer, a column of 1-bit SGD. Elements in no band are
 padding and stay zero.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Band(NamedTuple):
-    """`rows` groups of `length` neighbours each."""
+    """Band of `rows` groups of `length` neighbours each."""
 
     start: int
     rows: int
@@ -19,7 +19,7 @@ class Band(NamedTuple):
 
     @property
     def end(self) -> int:
-        """After the last element."""
+        """Return the index after the last element."""
         return self.start + self.rows * self.length
 
 
@@ -29,7 +29,7 @@ class Bands:
 
     Args:
         bands: at least one row each.
-        first: the number that the first group has elsewhere.
+        first: number of the first group in the bands that these were cut from.
     """
 
     bands: tuple[Band, ...]
@@ -37,16 +37,16 @@ class Bands:
 
     @property
     def groups(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         return sum(band.rows for band in self.bands)
 
     @property
     def lengths(self) -> list[int]:
-        """Elements of each group."""
+        """Return the elements of each group."""
         return [band.length for band in self.bands for _ in range(band.rows)]
 
     def between(self, begin: int, end: int) -> Bands:
-        """What of these lies in [begin, end), counted from begin; rows may be cut.
+        """Return the bands within [begin, end), counted from begin; rows may be cut.
 
         >>> Bands((Band(0, 3, 10),)).between(5, 22).bands
         (Band(start=0, rows=1, length=5), Band(start=5, rows=1, length=10), \

@@ -1,4 +1,4 @@
-"""Hyper-parameters are checked where they are written, and named when they are wrong."""
+"""Checks of hyper-parameters and arguments, with errors that name them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ POLICIES = ("skip", "raise", "propagate")  # for gradients that are not finite
 
 
 def stands_for(owner: Any, name: str, value: Any) -> None:
-    """Puts what a field means in the place of what was given; the dataclass is frozen."""
+    """Replace a field's value by what it stands for, in a frozen dataclass."""
     object.__setattr__(owner, name, value)
 
 
 def real(owner: Any, name: str, *, low: float, high: float = math.inf, closed: str = "") -> None:
-    """Requires a real number in an interval; `closed` holds the ends that belong to it, "[" "]"."""
+    """Require a real number in an interval; `closed` holds the ends that belong to it, "[" "]"."""
     number(owner, name, getattr(owner, name), low=low, high=high, closed=closed)
 
 
 def number(
     owner: Any, name: str, value: Any, *, low: float, high: float = math.inf, closed: str = ""
 ) -> None:
-    """The same of a value that is not an attribute, one of several, say."""
+    """Require the same of a value that is not an attribute, one of several, say."""
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     left = "[" if "[" in closed else "("
     right = "]" if "]" in closed else ")"
@@ -44,7 +44,7 @@ def number(
 
 
 def whole(owner: Any, name: str, *, low: int, high: float = math.inf) -> None:
-    """Requires an integer between two others, ends included."""
+    """Require an integer between `low` and `high`, both included."""
     value = getattr(owner, name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(
@@ -54,20 +54,20 @@ def whole(owner: Any, name: str, *, low: int, high: float = math.inf) -> None:
 
 
 def count(name: str, value: Any, low: int = 0) -> None:
-    """Requires a whole number, of an argument."""
+    """Require that an argument is a whole number of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
 
 
 def boolean(owner: Any, name: str) -> None:
-    """Requires True or False."""
+    """Require True or False."""
     value = getattr(owner, name)
     if not isinstance(value, bool):
         raise ValueError(f"{type(owner).__name__}: {name} must be True or False, got {value!r}")
 
 
 def one_of(owner: Any, name: str, choices: Collection[Any]) -> None:
-    """Requires one of a few values."""
+    """Require one of a few values."""
     value = getattr(owner, name)
     if value not in choices:
         listed = ", ".join(repr(c) for c in choices)
@@ -75,7 +75,7 @@ def one_of(owner: Any, name: str, choices: Collection[Any]) -> None:
 
 
 def policy(nonfinite: Any) -> None:
-    """Requires one of `POLICIES`, or None."""
+    """Require one of `POLICIES`, or None."""
     if nonfinite is not None and nonfinite not in POLICIES:
         listed = ", ".join(map(repr, POLICIES))
         raise ValueError(f"nonfinite must be one of {listed} or None, got {nonfinite!r}")
@@ -84,11 +84,11 @@ def policy(nonfinite: Any) -> None:
 def exchange(
     what: str, *, initialized: bool, groups: Any, num_groups: int, op: Any, allowed: Collection[Any]
 ) -> None:
-    """Refuses arguments of Horovod's that cannot work with compression, before anything is built.
+    """Refuse Horovod arguments that cannot work with compression, before anything is built.
 
     Args:
         what: the function that was called.
-        initialized: whether `hvd.init()` was.
+        initialized: whether `hvd.init()` was called.
         groups, num_groups, op: as the user gave them.
         allowed: Average and Sum.
     """
@@ -107,14 +107,14 @@ def exchange(
 
 
 class NoSuchNameError(ValueError):
-    """`module:name` is no such name, or there is nothing of that name."""
+    """Error for a `module:name` that is malformed, or that does not exist."""
 
 
 def attribute(name: str, what: str) -> Any:
-    """What `module:name` names, with modules of the current folder in reach.
+    """Return the object that `module:name` names, with modules of the current folder in reach.
 
     Raises:
-        NoSuchNameError: there is nothing of that name. What the module raises itself is its own.
+        NoSuchNameError: there is nothing of that name. Errors of the module itself pass through.
     """
     module, _, attribute = name.partition(":")
     if not (attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))):

@@ -1,3 +1,3 @@
-"""Of the package; what ranks compare."""
+"""Version of the package, which ranks compare."""
 
 __version__ = "0.1.0"

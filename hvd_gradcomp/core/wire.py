@@ -1,20 +1,20 @@
-"""One uint8 buffer for a bucket: a header, then the parts one after another.
+"""Wire format: one uint8 buffer for a bucket, a header and then the parts one after another.
 
 The header is eight little-endian 32-bit words:
 
     0  "G", "C", format version, algorithm      (one byte each; `registry` has the last)
     1  digest of the layout and of the compressor's hyper-parameters
     2  step, modulo 2**32
-    3  rung: how much room the body has
+    3  rung: the capacity level of the body
     4  elements sent
-    5  elements that should have been sent: more than were sent when the room was too small
-    6  1 if the gradient of this rank is not finite; its body is then empty of meaning
+    5  elements that should have been sent: more than were sent if the capacity was too small
+    6  1 if this rank's gradient is not finite; its body is then meaningless
     7  checksum of words 0 to 6 and of the body
 
 The checksum is the sum of all 32-bit words, each times an odd weight that grows with its place,
-modulo 2**32. Any change within one word is found, and so is a swap of two unequal words unless
-their difference times that of their weights is a multiple of 2**32. It is written in the verbs of
-`ops`, so a GPU computes it where the payload lies.
+modulo 2**32. It detects any change within one word, and a swap of two unequal words unless their
+difference times that of their weights is a multiple of 2**32. It is computed with the operations
+of `ops`, so a GPU does that where the payload lies.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ANY_NOT_FINITE = NOT_FINITE.replace(
     f"rank {{ranks}} {IS_NOT_FINITE};", f"a rank {IS_NOT_FINITE}, or the sum of all overflows;"
 )
 _OTHER_SIZE = "rank {ranks} uses another payload size; load the same checkpoint on all ranks"
-_FIELDS = {  # of a header, by what is wrong where they are not as expected
+_FIELDS = {  # of a header, by the error message if they are not as expected
     DAMAGED: None,
     _FOREIGN: Field(0, 0, 16),
     _OTHER_VERSION: Field(0, 16, 8),
@@ -67,9 +67,9 @@ _FIELDS = {  # of a header, by what is wrong where they are not as expected
 
 
 class Part(NamedTuple):
-    """A named piece of the body: its dtype on the wire and how many items it holds.
+    """Named piece of the body: its dtype on the wire and how many items it holds.
 
-    "uint8" is small integers, which the verbs hold as int64; "bytes" is what is packed already.
+    "uint8" is small integers, which are int64 in memory; "bytes" is already packed.
     """
 
     dtype: str
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a rank says about its payload; `rung`, `sent` and `wanted` are scalars, or [world]."""
+    """Header of a rank's payload; `rung`, `sent` and `wanted` are scalars, or [world]."""
 
     algorithm: int
     digest: int
@@ -86,18 +86,18 @@ class Header(NamedTuple):
     sent: Any
     wanted: Any
     finite: Any = True
-    intact: Any = None  # bool [world] where a bad payload cannot raise at once, see `Ops.require`
-    needed: Any = None  # the largest `wanted` of all, on the host, where it is known
-    weights: Any = None  # float32 [world], what each payload counts for, where it is known
+    intact: Any = None  # bool [world] if a bad payload cannot raise at once, see `Ops.require`
+    needed: Any = None  # the largest `wanted` of all ranks, on the host, if known
+    weights: Any = None  # float32 [world], the weight of each payload, if known
 
 
 def body_bytes(parts: Mapping[str, Part]) -> Any:
-    """The length of the body: every part is padded to whole 32-bit words."""
+    """Return the length of the body: every part is padded to whole 32-bit words."""
     return sum(_padded(part) for part in parts.values())
 
 
 def starts(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Where each part of the body begins, in bytes."""
+    """Return the offset of each part in the body, in bytes."""
     places, end = {}, 0
     for name, part in parts.items():
         places[name] = end
@@ -110,13 +110,13 @@ def _padded(part: Part) -> Any:
 
 
 def pack_body(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -> Tensor:
-    """The payload's parts as one uint8 vector of `body_bytes(parts)`."""
+    """Pack the payload's parts into one uint8 vector of `body_bytes(parts)`."""
     pieces = packed(ops, parts, payload)
     return ops.concat(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def packed(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -> list[Tensor]:
-    """The same, not yet one."""
+    """Return the same as pieces, before they are concatenated."""
     pieces = []
     for name, part in parts.items():
         data = payload[name]
@@ -130,19 +130,19 @@ def packed(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -
 
 
 def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, Tensor]:
-    """The parts of every rank's body: body is [world, bytes], each part [world, count]."""
+    """Return the parts of every rank's body: body is [world, bytes], each part [world, count]."""
     return {name: unpack_part(ops, parts, body, name) for name in parts}
 
 
 def unpack_part(ops: Ops, parts: Mapping[str, Part], body: Tensor, name: str) -> Tensor:
-    """One of them."""
+    """Return one part of every rank's body, as in `unpack_body`."""
     part, start = parts[name], starts(parts)[name]
     piece = body[:, start : start + part.count * ITEMSIZE[part.dtype]]
     return piece if part.dtype == "bytes" else ops.from_bytes(piece, part.dtype)
 
 
 def seal(ops: Ops, header: Header, *body: Tensor) -> Tensor:
-    """Header and body as the buffer that travels; uint8 [HEADER_BYTES + body].
+    """Pack header and body into the buffer that travels; uint8 [HEADER_BYTES + body].
 
     The body may be in pieces, each of whole words.
     """
@@ -154,22 +154,22 @@ def seal(ops: Ops, header: Header, *body: Tensor) -> Tensor:
 def unpack(
     ops: Ops, expected: Header, buffers: Tensor, weighing: Weighing = _PLAIN
 ) -> tuple[Header, Tensor]:
-    """Every rank's header and body, checked; buffers is uint8 [world, bytes].
+    """Check every rank's header and body, and return them; buffers is uint8 [world, bytes].
 
     Args:
-        ops: the verbs.
-        expected: what this rank would say.
-        buffers: of all.
-        weighing: how payloads will be added up, if they are.
+        ops: the tensor operations.
+        expected: this rank's own header.
+        buffers: of all ranks.
+        weighing: how payloads will be summed, if they are.
 
     Returns:
         The headers with `sent` and `wanted` as int64 [world], and the bodies [world, bytes].
-        Where `intact` is given, what other ranks sent must be left out of the sum.
+        If `intact` is given, payloads for which it is False must be left out of the sum.
 
     Raises:
         PayloadError: naming the ranks whose payload is damaged, or made by another version,
             algorithm, model or at another step. All ranks see the same buffers, so all raise.
-        NonFiniteGradientError: naming the ranks that say so of theirs.
+        NonFiniteGradientError: naming the ranks whose header reports that.
     """
     poisoned = NOT_FINITE, NonFiniteGradientError
     given = *_expecting(expected, buffers), tuple(_FIELDS), poisoned, weighing
@@ -180,7 +180,7 @@ def unpack(
 
 
 def examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each buffer is what was expected, and finite; bool [world] both. Raises nothing."""
+    """Return if each buffer is as expected, and if it is finite; bool [world] both. Never raise."""
     words, held = ops.examine(*_expecting(expected, buffers))
     intact = held[0]
     for fact in held[1:]:
@@ -189,14 +189,14 @@ def examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tenso
 
 
 def bodies_of(buffers: Tensor) -> Tensor:
-    """What follows the headers; [world, bytes]."""
+    """Return the bytes after the headers; [world, bytes]."""
     return buffers[:, HEADER_BYTES:]
 
 
 def _expecting(
     expected: Header, buffers: Tensor
 ) -> tuple[Tensor, int, list[Field], tuple[Any, ...]]:
-    """What `Ops.examine` takes."""
+    """Return the arguments of `Ops.examine`."""
     numbers = (
         MAGIC[0] | MAGIC[1] << 8,
         VERSION,

@@ -1,6 +1,6 @@
 """Monitoring of a training.
 
-stats, reports    what was sent, as numbers and as lines
-probe, sampling   the papers' analyses of gradients, and the elements that they look at
-verify            compares the replicas
+stats, reports    statistics of exchanges, and writers for them
+probe, sampling   the papers' analyses of gradients, and the elements that they sample
+verify            comparison of replicas
 """

@@ -1,6 +1,6 @@
-"""The papers' own analyses of gradients, while a model trains.
+"""Analyses of gradients from the papers, during training.
 
-What is measured, and after whom:
+Quantities, with their sources:
 
     entropy, mutual information    of one layer's gradient on two ranks (Abrahamyan et al. 2021,
                                    section III, equation 1)
@@ -8,13 +8,14 @@ What is measured, and after whom:
                                    equation 7)
     densities                      what Variance, EGC and DGC would send
 
-A frontend takes a bounded number of elements of each gradient, before the gradient is exchanged,
-and drives `Probe.program`. A probed step is one allreduce of one buffer; a step between is nothing.
+A frontend samples a bounded number of elements of each gradient before the exchange and runs
+`Probe.program`. A probed step is one allreduce of one buffer; other steps cost nothing.
 
-What travels. Two ranks fill in their samples, all others zeros, so the sum is the samples to the
-bit; recorded slices are averaged, as GradiVeQ compresses aggregated gradients; densities are the
-mean over ranks. So neither the buffer nor the reply grows with the number of ranks. The buffer is
-float64: Horovod fuses tensors of one dtype, and fused gradients may be summed in another order.
+What travels. Two ranks fill in their samples, all others zeros, so the sum is bit-identical to the
+samples; recorded slices are averaged, as GradiVeQ compresses aggregated gradients; densities are
+means over ranks. So neither the buffer nor the reply grows with the number of ranks. The buffer is
+float64: Horovod fuses tensors of one dtype, and fusion could change the summation order of
+gradients.
 
 Cost of a probed step, for L layers, C recorded convolutions, S = `sample`, M the largest slice: in
 the allreduce `16 (L S + C M)` bytes at most; on the host some 100 passes over L S elements, and for
@@ -41,28 +42,28 @@ from hvd_gradcomp.monitoring import sampling
 from hvd_gradcomp.monitoring.sampling import Plan
 from hvd_gradcomp.ops import Ops, Tensor
 
-_ROWS = 8  # fewer recorded steps say nothing about a basis
+_ROWS = 8  # minimum number of recorded steps for a basis
 
 
 class Reading(NamedTuple):
-    """One layer in one probed step; the same on all ranks.
+    """Reading of one layer in one probed step; the same on all ranks.
 
-    Sizes of slices and ages come in pairs with what was found for them. Where the layer is no
-    recorded convolution, or too few steps were recorded, there are none.
+    Slice sizes and ages come in pairs with their results. The tuples are empty if the layer is not
+    a recorded convolution, or too few steps were recorded.
     """
 
     step: int
     layer: str
     size: int  # elements of the layer
-    sampled: int  # of them, looked at
-    nonfinite: float  # of the sampled and recorded: NaN or infinite, mean over ranks; taken as 0
-    entropy: float  # bits, of the second rank of the pair (of the only rank, where there is one)
+    sampled: int  # sampled elements of the layer
+    nonfinite: float  # NaNs and infinities among them and the slices, mean over ranks; taken as 0
+    entropy: float  # bits, of the second rank of the pair (or of the only rank)
     mutual_information: float | None  # bits, between the pair; None with one rank
-    chance: float | None  # the same after the second rank's elements changed places
+    chance: float | None  # the same with the second rank's elements permuted
     density_variance: float  # shares of elements to send, mean over ranks
     density_egc: float
     density_dgc: float
-    rows: int  # probed steps that the figures below are from
+    rows: int  # probed steps that the figures below are computed from
     energy: tuple[tuple[int, float], ...]  # (slice size m, share in m / ratio components)
     slice_loss: tuple[tuple[int, float], ...]  # (slice size, loss of the neighbour's basis)
     age_loss: tuple[tuple[int, float], ...]  # (age in steps, loss), of the largest slice size
@@ -72,16 +73,16 @@ class Reading(NamedTuple):
 
 
 def entropy(ops: Ops, x: Tensor, bins: int = 256, corrected: bool = False) -> float:
-    """Bits of the histogram of x over equal bins between its least and its largest element.
+    """Return the entropy, in bits, of the histogram of x over equal bins of its range.
 
-    The value depends on the bins as much as on x: compare only what has equal `bins`. N samples
+    The value depends on the bins as much as on x: compare only values of equal `bins`. N samples
     underestimate it by about `(occupied bins - 1) / (2 N ln 2)`. A constant has 0.
 
     Args:
-        ops: the verbs of x.
+        ops: operations on x.
         x: a vector, real and finite.
-        bins: how many, at least 2.
-        corrected: adds that estimate of the error (Miller and Madow 1955).
+        bins: their number, at least 2.
+        corrected: add that estimate of the error (Miller and Madow 1955).
 
     Raises:
         ValueError: x is empty or not finite, or `bins` is out of range.
@@ -94,20 +95,20 @@ def entropy(ops: Ops, x: Tensor, bins: int = 256, corrected: bool = False) -> fl
 def mutual_information(
     ops: Ops, x: Tensor, y: Tensor, bins: int = 32, corrected: bool = False
 ) -> float:
-    """Bits that x tells about y, `H(x) + H(y) - H(x, y)`, by histograms.
+    """Return the bits that x tells about y, `H(x) + H(y) - H(x, y)`, from histograms.
 
     Abrahamyan et al. 2021, section III, equation 1.
 
-    Each vector is quantized by itself, as in `entropy`; the joint histogram has `bins**2` cells.
-    N samples overestimate it: of independent vectors come up to about `chance_bound(bins, N)` bits
-    (exactly, on average and to the first order, where all cells are occupied).
+    Each vector is quantized separately, as in `entropy`; the joint histogram has `bins**2` cells.
+    N samples overestimate it: independent vectors give up to about `chance_bound(bins, N)` bits
+    (on average and to first order exactly that, if all cells are occupied).
 
     Args:
-        ops: the verbs of both.
+        ops: operations on both.
         x, y: vectors of one length, real and finite.
-        bins: of each; the bias grows with their square, so there are fewer than in `entropy`.
-        corrected: takes off the estimate that follows from the occupied cells (Miller and Madow
-            1955); what would be negative is 0.
+        bins: of each; the bias grows with their square, so the default is lower than `entropy`'s.
+        corrected: subtract the bias estimated from the occupied cells (Miller and Madow 1955);
+            negative results become 0.
 
     Raises:
         ValueError: the lengths differ, a vector is empty or not finite, `bins` is out of range.
@@ -124,7 +125,7 @@ def mutual_information(
 
 
 def chance_bound(bins: int, samples: int) -> float:
-    """Bits of mutual information that independent vectors seem to have, uncorrected.
+    """Return the apparent mutual information of independent vectors, in bits, uncorrected.
 
     >>> round(chance_bound(32, 4096), 3)
     0.169
@@ -144,7 +145,7 @@ def _one_row(ops: Ops, what: str, x: Tensor, bins: int) -> tuple[Tensor, Tensor]
 
 
 def _binned(ops: Ops, rows: Tensor, own: Tensor, bins: int) -> Tensor:
-    """The bin of each element within its row; [layers, n], of which `own` count."""
+    """Return the bin of each element in its row; [layers, n], valid where `own` is true."""
     high = ops.max(ops.where(own, rows, float("-inf")), -1)
     low = 0.0 - ops.max(ops.where(own, 0.0 - rows, float("-inf")), -1)
     span = high - low
@@ -154,7 +155,7 @@ def _binned(ops: Ops, rows: Tensor, own: Tensor, bins: int) -> Tensor:
 
 
 def _counts(ops: Ops, cell: Tensor, own: Tensor, cells: int) -> Tensor:
-    """How many of each row are in each cell; float64 [layers, cells]."""
+    """Count each row's elements in each cell; float64 [layers, cells]."""
     layers = int(cell.shape[0])
     segment = cell + ops.reshape(ops.arange(layers), (-1, 1)) * cells
     segment = ops.reshape(ops.where(own, segment, layers * cells), (-1,))
@@ -164,7 +165,7 @@ def _counts(ops: Ops, cell: Tensor, own: Tensor, cells: int) -> Tensor:
 
 
 def _bits(ops: Ops, counts: Tensor, corrected: bool) -> Tensor:
-    """Entropy of each row of counts."""
+    """Return the entropy of each row of counts."""
     total = ops.sum(counts, -1)
     share = counts / ops.reshape(total, (-1, 1))
     bits = 0.0 - ops.sum(share * ops.log2(ops.maximum(share, 1e-300)), -1)
@@ -175,7 +176,7 @@ def _bits(ops: Ops, counts: Tensor, corrected: bool) -> Tensor:
 
 
 def _shared(ops: Ops, x: Tensor, y: Tensor, own: Tensor, bins: int, corrected: bool) -> Tensor:
-    """Mutual information of each row, from the bins of its elements."""
+    """Return the mutual information of each row, from the bins of its elements."""
     alone = [_bits(ops, _counts(ops, cell, own, bins), corrected) for cell in (x, y)]
     joint = _bits(ops, _counts(ops, x * bins + y, own, bins * bins), corrected)
     return ops.maximum(alone[0] + alone[1] - joint, 0.0)
@@ -185,13 +186,13 @@ def _shared(ops: Ops, x: Tensor, y: Tensor, own: Tensor, bins: int, corrected: b
 
 
 def energy(ops: Ops, samples: Tensor) -> list[float]:
-    """The share of the variance that lies in the first 1, 2, ... principal components.
+    """Return the share of the variance in the first 1, 2, ... principal components.
 
-    Of T samples around their mean at most T - 1 components have any; the Gram matrix [T, T] is
-    what is diagonalized where T < m. Samples that do not vary have everything in the first.
+    At most T - 1 components of T samples have variance; if T < m, the Gram matrix [T, T] is
+    diagonalized. For constant samples all shares are 1.
 
     Args:
-        ops: the verbs of the samples.
+        ops: operations on the samples.
         samples: [T, m], finite.
 
     Returns:
@@ -207,21 +208,21 @@ def energy(ops: Ops, samples: Tensor) -> list[float]:
 
 
 def compression_loss(ops: Ops, samples: Tensor, later: Tensor, dimension: int) -> list[float]:
-    """What a linear compressor loses of other slices: `||s - s'||**2 / ||s||**2`.
+    """Return a linear compressor's loss on other slices: `||s - s'||**2 / ||s||**2`.
 
     Yu et al. 2018, equation 7. The compressor is GradiVeQ's: the mean `mu` of the samples and the
     first `dimension` principal components `U`; `s' = U U^T (s - mu) + mu`. T samples have at most
-    T - 1 components; what is asked beyond is not there. A basis that knows nothing loses about
-    `1 - dimension / m`. The loss of a slice that is 0 is 0 if it stays so, else infinite.
+    T - 1 components, so a larger `dimension` has no effect. A random basis loses about
+    `1 - dimension / m`. The loss of a zero slice is 0 if `s'` is zero too, else infinite.
 
     Args:
-        ops: the verbs of both.
-        samples: [T, m] that the compressor is made from.
-        later: [n, m] that it is applied to.
-        dimension: components that are kept, 1 to m.
+        ops: operations on both.
+        samples: [T, m] to fit the compressor to.
+        later: [n, m] to apply it to.
+        dimension: number of components, 1 to m.
 
     Returns:
-        The loss of each of the n.
+        The loss of each of the n slices.
 
     Raises:
         ValueError: `dimension` is out of range, or the shapes do not fit.
@@ -266,52 +267,51 @@ def _floats(vector: Tensor) -> list[float]:
 
 
 class Probe:
-    """Looks at a bounded part of all gradients, every so many steps.
+    """Probe of a bounded part of all gradients, every `every` steps.
 
-    Of each layer `sample` elements at most are looked at, one in so many, with a step that has no
-    factor in common with the layer's size, so that it does not keep to one filter. Convolutions
-    (by the class of the layer, where the frontend knows it, otherwise three to five axes and no
-    name that speaks of attention, embeddings or experts; `convolutions` of them, spread over the
-    depth) are also recorded, over `history` probed steps: two neighbouring
-    slices, flattened as in GradiVeQ, filters next to each other, then depth, then places.
+    At most `sample` elements of each layer are sampled, with a stride coprime to the layer's size,
+    so that they are spread over the filters. Convolutions (by the class of the layer if the
+    frontend knows it, otherwise three to five axes and no name of attention, embeddings or experts;
+    `convolutions` of them, spread over the depth) are also recorded, over `history` probed steps:
+    two neighbouring slices, flattened as in GradiVeQ: adjacent filters, then depth, then positions.
 
     The figures of a reading:
 
     * entropy and mutual information: histograms of `bins`, as in `entropy` and
-      `mutual_information`. `chance` is the mutual information after the second rank's elements
-      have been rotated by half: what the number of samples alone makes of it. LGC's 80 % of the
-      entropy is to be compared with `(mutual_information - chance) / entropy`.
-    * Variance: `r` and `v` are kept for the sampled elements only and see probed steps only;
-      elements that pass are set back. `q = g*g` as with `moments="step"`, unless second moments
-      are given. With `every=1` it is what the method does; else neighbouring steps are `every`
-      apart, which makes it the density for gradients that do not depend on each other.
-    * EGC: `H / K` of the histogram of 2 bins. DGC: `density`. Both at least one element.
-    * energy: of all recorded steps, in `m / ratio` components; left out where there are not more
-      than that many steps, since few samples always fit.
-    * slice loss: a basis of the older half of the recorded first slices, applied to the second
-      slices of the same steps; by slice size.
-    * age loss: the same basis, applied to the newer half of the first slices.
+      `mutual_information`. `chance` is the mutual information after rotating the second rank's
+        elements by half: the bias of the sample size alone. Compare LGC's 80 % of the entropy
+        with `(mutual_information - chance) / entropy`.
+      * Variance: `r` and `v` exist for the sampled elements and probed steps only; elements that
+        pass are reset. `q = g*g` as with `moments="step"`, unless second moments are given. With
+        `every=1` this is the method itself; otherwise successive probed steps are `every` apart,
+        which gives the density for independent gradients.
+      * EGC: `H / K` of the histogram of 2 bins. DGC: `density`. Both at least one element.
+      * energy: of all recorded steps, in `m / ratio` components; omitted unless there are more
+        steps than that, since few samples always fit.
+      * slice loss: a basis of the older half of the recorded first slices, applied to the second
+        slices of the same steps; by slice size.
+      * age loss: the same basis, applied to the newer half of the first slices.
 
-    Args:
-        layers: name and shape of each, in one order on all ranks; or `Layer`s.
-        every: a step in so many is probed, the first one too; smaller costs more.
-        sample: elements of a layer; more cost more and lower the bias of the information.
-        bins: of the histograms; of the joint one the square.
-        pair: the two ranks whose gradients are compared.
-        slice_sizes: lengths m of slices; a convolution takes those of which it has two.
-        history: probed steps that are remembered, at least 8.
-        convolutions: how many are recorded, at most.
-        ratio: m / d, what PCA compresses by.
+      Args:
+          layers: name and shape of each, in one order on all ranks; or `Layer`s.
+          every: interval of probed steps, from the first step on; smaller costs more.
+          sample: elements of a layer; more cost more and lower the bias of the information.
+          bins: of the histograms; the joint one has their square.
+          pair: the two ranks whose gradients are compared.
+          slice_sizes: lengths m of slices; a convolution uses those that fit in it twice.
+          history: number of probed steps to remember, at least 8.
+          convolutions: maximum number of recorded convolutions.
+          ratio: m / d, the compression ratio of PCA.
         alpha, zeta: of Variance.
         K: of EGC.
         density: of DGC.
-        corrected: entropy and information with the correction of Miller and Madow.
-        keep: probed steps whose readings are kept.
-        filters_last: convolutions are [..., depth, filters] (TensorFlow) and not
-            [filters, depth, ...] (PyTorch).
+        corrected: apply the correction of Miller and Madow to entropy and information.
+            keep: number of probed steps whose readings are kept.
+            filters_last: convolutions are [..., depth, filters] (TensorFlow) and not
+                [filters, depth, ...] (PyTorch).
 
-    Attributes:
-        readings: of all layers, step by step, the newest last.
+        Attributes:
+            readings: of all layers, step by step, the newest last.
 
     Raises:
         ValueError: an argument is out of range, a name repeats, or there is nothing to probe.
@@ -381,26 +381,26 @@ class Probe:
             )
 
     def require_pair(self, size: int) -> None:
-        """Raises ValueError unless so many ranks have those that `pair` names, or are one."""
+        """Raise a ValueError unless `size` ranks include both of `pair`, or `size` is 1."""
         if size > 1 and max(self.pair) >= size:
             raise ValueError(
                 f"{type(self).__name__}: pair must be two different ranks in [0, {size - 1}], got "
                 f"{self.pair!r}"
             )
 
-    # -- what is taken -----------------------------------------------------------------------
+    # -- sampled elements --------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Whether this step is probed."""
+        """Return True if this step is probed."""
         return step % self.every == 0
 
     def places(self, layer: int) -> list[int]:
-        """Which elements of a layer's flat gradient are taken: the sample, then the slices."""
+        """Return the indices to take of a layer's flat gradient: the sample, then the slices."""
         return self._plans[layer].places(self.filters_last)
 
     @property
     def taken(self) -> list[int]:
-        """How many elements of each layer are taken; a program gets them one after another."""
+        """Numbers of elements taken of each layer; `program` gets them concatenated."""
         return [plan.taken for plan in self._plans]
 
     # -- one probed step ---------------------------------------------------------------------
@@ -414,18 +414,18 @@ class Probe:
         size: int,
         moments: Tensor | None = None,
     ) -> Generator[Collective, Tensor, tuple[Reading, ...]]:
-        """One probed step; the readings are returned and kept. Eager: it reads on the host.
+        """Run a probed step; return and keep its readings. Eager: it reads on the host.
 
         Args:
-            ops: the verbs of the tensors, which should lie on the host.
+            ops: operations on the tensors, which should be on the host.
             step: the number of the step.
-            taken: float32, of all layers what `places` says of this rank's own gradient.
-            rank: this one.
-            size: how many there are.
-            moments: the same of the sums of squared sample gradients, for Variance.
+            taken: float32, this rank's own gradient at `places` of all layers.
+            rank: of this process.
+            size: the number of ranks.
+            moments: the sums of squared sample gradients at the same places, for Variance.
 
         Raises:
-            ValueError: there is no such rank as `pair` names, or `taken` has another length.
+            ValueError: a rank of `pair` does not exist, or `taken` has another length.
         """
         self.require_pair(size)
         expected = sum(self.taken)
@@ -458,7 +458,7 @@ class Probe:
         return self._read(ops, step, total, len(pair))
 
     def _variance(self, ops: Ops, gradient: Tensor, moments: Tensor | None) -> Tensor:
-        """How many of each layer's samples Variance sends now; int64 [layers]."""
+        """Count each layer's samples that Variance would send now; int64 [layers]."""
         r, v = self._state or (gradient * 0.0, gradient * 0.0)
         if moments is None:
             moment = ops.square(gradient)
@@ -472,7 +472,7 @@ class Probe:
         return ops.segment_sum(ops.cast(wanted, "int64"), layer, len(self._plans))
 
     def _read(self, ops: Ops, step: int, total: Tensor, shown: int) -> tuple[Reading, ...]:
-        """The readings, from what all ranks share."""
+        """Compute the readings from the allreduced buffer."""
         length = sum(plan.sampled for plan in self._plans)
         ranks = [total[place * length : (place + 1) * length] for place in range(shown)]
         bits, *known = _information(ops, self._plans, ranks, self.bins, self.corrected)
@@ -510,10 +510,10 @@ class Probe:
         while len(self._kept) > self.keep:
             del self.readings[: self._kept.popleft()]
 
-    # -- what was found ----------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------
 
     def table(self) -> str:
-        """The newest readings; in brackets the largest slice size, or the greatest age in steps."""
+        """Format the newest readings; in brackets the largest slice size or age in steps."""
         from tabulate import tabulate
 
         measured = ("H", "MI", "chance", "Variance", "EGC", "DGC")
@@ -542,7 +542,7 @@ class Probe:
         return f"step {step}\n{lines}" if rows else str(lines)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """All readings as JSON, one a line; the file is there whole or not at all."""
+        """Write all readings as JSON lines, atomically."""
         target = Path(path)
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -557,7 +557,7 @@ class Probe:
 def _information(
     ops: Ops, plans: Sequence[Plan], ranks: Sequence[Tensor], bins: int, corrected: bool
 ) -> list[list[float]]:
-    """Of each layer: the last rank's entropy, and with two what they share, also by chance."""
+    """Return by layer the last rank's entropy; with two ranks, also mutual information and chance."""
     counts, own = [plan.sampled for plan in plans], sampling.own(ops, plans)
     cells = []
     for flat in ranks:
@@ -579,7 +579,7 @@ def _information(
 def _correlation(
     ops: Ops, sizes: Sequence[int], rows: Sequence[tuple[int, Tensor]], ratio: int
 ) -> tuple[int, Any, Any, Any]:
-    """How many (step, slices) were recorded; their energy, slice loss and age loss."""
+    """Return the number of recorded (step, slices), their energy, slice loss and age loss."""
     if len(rows) < _ROWS:
         return len(rows), (), (), ()
     steps = [step for step, _ in rows]
@@ -603,7 +603,7 @@ def _correlation(
 
 
 def _egc_density(size: int, bits: float, K: float) -> float:
-    """EGC's `n * H / K`, rounded and at least one element, as a share."""
+    """Return EGC's density: `n * H / K`, rounded and at least one element, over n."""
     return count_of(size, bits / K) / size
 
 

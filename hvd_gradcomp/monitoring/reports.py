@@ -1,11 +1,11 @@
-"""Stats to watch: a reading as scalars and as a line, and where these are written to.
+"""Reports of statistics: a reading as scalars and as a line, and writers for them.
 
-A frontend's `StatsWriter` reads an optimizer's `CompressionStats` every so many steps, takes the
-difference to the last reading, and hands it to writers; between readings it counts. Nothing is
-exchanged, so ranks that write nothing read nothing.
+A frontend's `StatsWriter` reads an optimizer's `CompressionStats` every `every` steps and hands the
+difference to the last reading to writers; between readings it only counts. Nothing is exchanged, so
+ranks that write nothing read nothing.
 
-Each writer has a thread of its own, so that no disk, full or slow, can stop a training: the others
-would wait for this rank.
+Each writer has its own thread, so that a full or slow disk cannot stop the training: the other
+ranks would wait for this one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from typing import Any
 from hvd_gradcomp.monitoring.stats import CompressionStats
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-# Seconds that a training waits for a writer to begin, imports included, and to end.
+# Timeouts, in seconds, for a writer to open, imports included, and to close.
 _TO_BEGIN, _TO_END = 60.0, 10.0
-_WAITING = 64  # records
+_WAITING = 64  # maximum number of queued records
 
 
 def scalars(stats: CompressionStats) -> dict[str, float]:
-    """A reading by tags that sort well; what is unknown or infinite is left out.
+    """Convert a reading to tagged scalars, without unknown and infinite values.
 
-    Counts and bytes are those of the reading, so of a span where it is a difference; densities and
-    `residual_ratio` are shares, norms are in units of the gradient.
+    Counts and bytes are those of the reading, so of a span if it is a difference; densities and
+    `residual_ratio` are ratios, norms are in units of the gradient.
 
     >>> scalars(CompressionStats(steps=2, bytes_dense=80, bytes_sent=8))["compression/ratio"]
     10.0
@@ -68,7 +68,7 @@ def scalars(stats: CompressionStats) -> dict[str, float]:
 
 
 def summary(stats: CompressionStats) -> str:
-    """A reading in one line.
+    """Format a reading as one line.
 
     >>> summary(CompressionStats(3, 3000, 12, 12_000, 400, losses={"basis": 0.123}, skipped=1))
     '3 steps, 400 B sent of 12.0 kB (30x), 0.4 % of elements, 1 skipped, basis loss 0.12'
@@ -90,35 +90,35 @@ def summary(stats: CompressionStats) -> str:
 
 
 class Writer(ABC):
-    """Where readings go. A thread calls the methods, which may take as long as they like.
+    """Writer of readings. A separate thread calls the methods, so they may block.
 
     Attributes:
-        all_ranks: whether each rank writes its own; else the first rank of the process set alone.
+        all_ranks: True if each rank writes its own; else only the first rank of the process set.
     """
 
     all_ranks: bool
 
     @abstractmethod
     def open(self, rank: int) -> None:
-        """Begins to write for this rank."""
+        """Open the output of this rank."""
 
     @abstractmethod
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Writes the scalars of the span that ends at this step."""
+        """Write the scalars of the span that ends at this step."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends; may be opened again."""
+        """Close the output; `open` may be called again."""
 
 
 class JSONLines(Writer):
-    """One JSON object a line: `step`, `rank`, `time` (seconds since 1970) and the scalars.
+    """Writer of JSON lines: `step`, `rank`, `time` (seconds since 1970) and the scalars.
 
-    A file that is there is written on, as a run that resumes does.
+    An existing file is appended to, so that a run can resume.
 
     Args:
-        path: of the file; its folder is made. With `all_ranks` rank 3 writes to `stats.3.jsonl`
-            where this is `stats.jsonl`.
+        path: of the file; its folder is created. With `all_ranks`, rank 3 writes to
+            `stats.3.jsonl` for `stats.jsonl`.
         all_ranks: see `Writer`.
     """
 
@@ -144,10 +144,10 @@ class JSONLines(Writer):
 
 
 class TensorBoard(Writer):
-    """Event files for TensorBoard, by the package tensorboardX.
+    """Writer of event files for TensorBoard, by the package tensorboardX.
 
     Args:
-        logdir: a folder; each rank's files are in `rank<n>` in it.
+        logdir: a folder; each rank's files are in its subfolder `rank<n>`.
         all_ranks: see `Writer`.
 
     Raises:
@@ -155,7 +155,7 @@ class TensorBoard(Writer):
     """
 
     def __init__(self, logdir: str | os.PathLike[str], all_ranks: bool = False) -> None:
-        if find_spec("tensorboardX") is None:  # on all ranks, before one of them opens it
+        if find_spec("tensorboardX") is None:  # on all ranks, before one of them opens a writer
             raise ImportError("TensorBoard(...) needs tensorboardX: pip install tensorboardX")
         self.logdir, self.all_ranks = Path(logdir), all_ranks
 
@@ -165,7 +165,7 @@ class TensorBoard(Writer):
     def open(self, rank: int) -> None:
         folder = self.logdir / f"rank{rank}"
         folder.mkdir(parents=True, exist_ok=True)
-        # Not `SummaryWriter`: a full disk ends its thread, and then its queue fills for good.
+        # Not `SummaryWriter`: a full disk ends its thread, and then its queue blocks forever.
         files = import_module("tensorboardX.event_file_writer")
         self._event = import_module("tensorboardX.proto.event_pb2").Event
         self._scalar = import_module("tensorboardX.summary").scalar
@@ -182,10 +182,10 @@ class TensorBoard(Writer):
 
 
 class _Behind(threading.Thread):
-    """Writes with one writer, behind the training.
+    """Background thread that runs one writer.
 
     Attributes:
-        ended: whether nothing is written any more.
+        ended: True once nothing is written any more.
     """
 
     def __init__(self, writer: Writer, rank: int) -> None:
@@ -193,14 +193,14 @@ class _Behind(threading.Thread):
         self.writer, self._rank = writer, rank
         self._records: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_WAITING)
         self._opened: Future[None] = Future()
-        self._late = False  # whether records were left out
+        self._late = False  # True once records were dropped
         self.ended = False
 
     def begin(self) -> bool:
-        """Opens the writer; whether it is open in time.
+        """Open the writer; return False if it times out.
 
         Raises:
-            Exception: what `open` raises.
+            Exception: any error of `open`.
         """
         self.start()
         try:
@@ -211,7 +211,7 @@ class _Behind(threading.Thread):
         return True
 
     def give(self, step: int, values: dict[str, float]) -> None:
-        """Has a record written; leaves it out where too many wait."""
+        """Queue a record for writing; drop it if the queue is full."""
         try:
             self._records.put_nowait((step, values))
         except queue.Full:
@@ -225,7 +225,7 @@ class _Behind(threading.Thread):
             self._late = True
 
     def end(self) -> None:
-        """Ends the writer, once it has written what waits; not for longer than is good."""
+        """Close the writer after its queued records, within a timeout."""
         until = time.monotonic() + _TO_END
         with suppress(queue.Full):
             self._records.put(None, timeout=0 if self.ended else _TO_END)
@@ -255,7 +255,7 @@ class _Behind(threading.Thread):
         if written:
             self._tried(self.writer.close, step)
             return
-        with suppress(Exception):  # which would say the same once more
+        with suppress(Exception):  # it would repeat the error above
             self.writer.close()
 
     def _tried(self, write: Callable[[], None], step: int) -> bool:
@@ -273,23 +273,23 @@ def _end(behind: list[_Behind]) -> None:
 
 
 class StatsWriter:
-    """Writes what the exchanges of each span of steps did; what the frontends' have in common.
+    """Base of the frontends' writers of statistics for each span of steps.
 
     Args:
-        read: the totals so far; called where something is written, and once at the start.
+        read: returns the totals so far; called for each report, and once at the start.
         rank: of this process.
-        first: whether it is the first of its process set.
-        writers: of these it opens those that write for this rank.
+        first: True if this rank is the first of its process set.
+        writers: those that write for this rank are opened.
         every: steps in a span, at least 1.
 
     Attributes:
-        reads: whether anything is written on this rank.
+        reads: True if anything is written on this rank.
 
     Raises:
-        ValueError: `every` is no positive whole number.
-        OSError: a file cannot be opened. One that cannot be written later is given up, with an
-            error in the log, and so is one that is not opened in a minute. Where a disk is slow,
-            records are left out, with a warning. Training goes on.
+        ValueError: `every` is not a positive integer.
+        OSError: a file cannot be opened. A writer that fails later, or does not open within a
+            minute, is abandoned with an error in the log. If a disk is slow, records are
+            dropped with a warning. Training continues.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class StatsWriter:
             raise ValueError(f"every must be a whole number of steps, at least 1, got {every!r}")
         self.every, self._read, self._first = every, read, first
         self._behind: list[_Behind] = []
-        # Also where nobody closes it: at the end of the process, or once nobody knows it any more.
+        # Also without `close`: at the end of the process, or when this object is collected.
         self._finish = weakref.finalize(self, _end, self._behind)
         for writer in writers:
             if first or writer.all_ranks:
@@ -318,11 +318,11 @@ class StatsWriter:
 
     @property
     def due(self) -> bool:
-        """Whether the next step is the last of its span."""
+        """True if the next step is the last of its span."""
         return (self._count + 1) % self.every == 0
 
     def step(self) -> None:
-        """Counts a step. To be called after each one; the last of a span is written."""
+        """Count a step, and write a report after the last one of a span. Call after each step."""
         due = self.due
         self._count += 1
         writing = [behind for behind in self._behind if not behind.ended]
@@ -333,10 +333,10 @@ class StatsWriter:
                 behind.give(now.steps, scalars(now - before))
 
     def epoch(self, number: int) -> None:
-        """Logs one line on what happened since the last epoch, at INFO, on the first rank.
+        """Log one line about the steps since the last epoch, at INFO, on the first rank.
 
         Args:
-            number: how the line calls the epoch.
+            number: the epoch's number in the line.
         """
         if self._first:
             now, before = self._read(), self._at_epoch
@@ -344,7 +344,7 @@ class StatsWriter:
             LOGGER.info("epoch %d: %s", number, summary(now - before))
 
     def close(self) -> None:
-        """Ends the files; waits ten seconds for each at most."""
+        """Close the writers; wait at most ten seconds for each."""
         self._finish()
 
 
@@ -357,7 +357,7 @@ def _short(value: float) -> str:
 
 
 def _size(count: float) -> str:
-    """Bytes in decimal units.
+    """Format bytes in decimal units.
 
     >>> _size(999), _size(1_234), _size(42_100_000)
     ('999 B', '1.2 kB', '42.1 MB')

@@ -1,7 +1,8 @@
-"""Which elements of each layer a probe looks at, and how they lie in what it exchanges.
+"""Sampling plans of a probe, and the layout of the samples in its buffer.
 
-Of each layer a sample is taken, and of a recorded convolution two neighbouring slices after it. A
-plan says which; the other functions take apart the vector of all layers, and put rows together.
+A probe takes a sample of each layer and, after it, two neighbouring slices of a recorded
+convolution. A plan has their indices; the other functions split the vector of all layers and pad
+its parts to rows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 
 class Plan(NamedTuple):
-    """What is taken of one layer."""
+    """Sampling plan of one layer."""
 
     name: str
     size: int
     stride: int
-    sampled: int  # elements of it that are looked at
+    sampled: int  # number of sampled elements
     shape: tuple[int, ...]  # of a recorded convolution, else ()
     sizes: tuple[int, ...]  # of its slices, ascending
 
@@ -30,11 +31,11 @@ class Plan(NamedTuple):
 
     @property
     def taken(self) -> int:
-        """How many elements are."""
+        """Number of elements taken."""
         return self.sampled + self.recorded
 
     def places(self, filters_last: bool) -> list[int]:
-        """Which elements of the flat gradient are taken: the sample, then the slices.
+        """Return the indices to take of the flat gradient: the sample, then the slices.
 
         Args:
             filters_last: the shape is [..., depth, filters] and not [filters, depth, ...].
@@ -61,15 +62,15 @@ def planned(
     slice_sizes: Sequence[int],
     convolutions: int,
 ) -> list[Plan]:
-    """A plan for each layer.
+    """Make a plan for each layer.
 
     Args:
-        what: is planned for, to be named in errors.
+        what: name of the caller, for errors.
         layers: name and shape of each.
-        kernels: the names of those that are convolutions.
-        sample: elements of a layer, at most.
+        kernels: the names of the convolutions.
+        sample: maximum number of elements of a layer.
         slice_sizes: lengths of slices.
-        convolutions: how many are recorded, at most.
+        convolutions: maximum number of recorded convolutions.
 
     Raises:
         ValueError: a name repeats, a layer is empty, or there is none.
@@ -103,7 +104,7 @@ def planned(
 
 
 def divided(plans: Sequence[Plan], taken: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """By layer, the samples and (of all that have any) the slices."""
+    """Split a vector into each layer's samples and the slices of recorded layers."""
     samples, slices, start = [], [], 0
     for plan in plans:
         middle, end = start + plan.sampled, start + plan.taken
@@ -115,7 +116,7 @@ def divided(plans: Sequence[Plan], taken: Tensor) -> tuple[list[Tensor], list[Te
 
 
 def padded(ops: Ops, plans: Sequence[Plan], samples: Sequence[Tensor]) -> Tensor:
-    """One row a layer; float64 [layers, longest]."""
+    """Pad samples to one row for each layer; float64 [layers, longest]."""
     longest = max(plan.sampled for plan in plans)
     rows = [
         ops.concat((ops.cast(x, "float64"), ops.zeros((longest - plan.sampled,), "float64")))
@@ -125,12 +126,12 @@ def padded(ops: Ops, plans: Sequence[Plan], samples: Sequence[Tensor]) -> Tensor
 
 
 def own(ops: Ops, plans: Sequence[Plan]) -> Tensor:
-    """Which elements of the padded rows are some; bool [layers, longest]."""
+    """Return the mask of valid elements in the padded rows; bool [layers, longest]."""
     longest = max(plan.sampled for plan in plans)
     counts = ops.reshape(ops.words([plan.sampled for plan in plans]), (-1, 1))
     return ops.reshape(ops.arange(longest), (1, -1)) < counts
 
 
 def numbered(ops: Ops, counts: Sequence[int]) -> Tensor:
-    """0 as often as the first count says, then 1, and so on."""
+    """Repeat 0 as often as the first count, then 1, and so on."""
     return ops.concat([ops.full((count,), i) for i, count in enumerate(counts)])

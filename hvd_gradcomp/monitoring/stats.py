@@ -1,4 +1,4 @@
-"""What was sent, measured where it was handed to a collective and not computed from a plan."""
+"""Statistics of sent data, measured at the collectives and not computed from a plan."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ class CompressionStats:
     """Totals of this rank since the start. Subtract an earlier reading for a span of steps.
 
     With `hierarchical=True` a rank counts the buckets that it compresses for its host, and of their
-    bytes those that go between hosts; what the ranks of a host add up to is the host's.
+    bytes only those between hosts; the sum over a host's ranks is the host's total.
 
     Attributes:
-        steps: exchanges done; without those that were left out.
-        skipped: exchanges that were left out, on all ranks, for a gradient that was not finite.
-        elements: gradient elements that the steps had, without padding.
-        elements_sent: elements of them that this rank sent. Of a sparse gradient that is gathered
-            as it is, each value of its rows, as often as a row is there; indices are bytes only.
+        steps: completed exchanges, without skipped ones.
+        skipped: exchanges that all ranks skipped because of a non-finite gradient.
+        elements: gradient elements of these steps, without padding.
+        elements_sent: elements that this rank sent. For a sparse gradient that is gathered
+            uncompressed, every value of its rows, repeated rows included; its indices count as
+            bytes only.
         bytes_dense: bytes of the same gradients as float32.
-        bytes_sent: bytes that this rank handed to collectives; headers, padding and unused room
-            included. Of an alltoall without the part that stays on this rank.
-        bytes_received: bytes that collectives handed back.
+        bytes_sent: bytes that this rank handed to collectives, including headers, padding and
+            unused capacity, but not the part of an alltoall that stays on this rank.
+        bytes_received: bytes that collectives returned.
         layers: elements sent by layer name.
-        losses: what learned methods lose now, not since the start, as shares of the energy:
-            "basis", what GradiVeQ's projection leaves out; "autoencoder", what LGC's
-            reconstruction misses. The mean over buckets; nothing where nothing is learned yet.
-        sizes: elements that a gradient has by layer name.
-        rung_changes: how often the room of a payload changed, over all buckets. Horovod
-            negotiates anew each time.
-        residual_norm: L2 norm of what this rank keeps now for later steps, in units of its
-            gradient; None where the compressor keeps nothing.
-        gradient_norm: L2 norm of an exchanged gradient. On PyTorch of what is in `p.grad` now,
-            which between a step and the next backward is what the optimizer was given; on
-            TensorFlow of the last exchange that a `StatsWriter` has asked about. None where there
-            is none.
+        losses: current losses of learned methods, not since the start, as shares of the energy:
+            "basis", of GradiVeQ's projection; "autoencoder", of LGC's reconstruction. Means over
+            buckets; empty if nothing is learned yet.
+        sizes: elements of a gradient by layer name.
+        rung_changes: changes of a payload's capacity, over all buckets. Horovod renegotiates each
+            time.
+        residual_norm: L2 norm of this rank's current residual, in units of its gradient; None if
+            the compressor has none.
+        gradient_norm: L2 norm of an exchanged gradient. On PyTorch of the current `p.grad`, which
+            between a step and the next backward is the optimizer's input; on TensorFlow of the
+            last exchange that a `StatsWriter` has read. None if there is none.
     """
 
     steps: int = 0
@@ -54,7 +54,7 @@ class CompressionStats:
     gradient_norm: float | None = None
 
     def __str__(self) -> str:
-        """A table of what was moved, for `print`.
+        """Format the totals as a table.
 
         >>> print(CompressionStats(20, 1000, 125, 4000, 500, 1000, losses={"basis": 0.25}))
         steps            20
@@ -92,7 +92,7 @@ class CompressionStats:
 
     @property
     def element_ratio(self) -> float:
-        """Parameters over parameters sent, the papers' compression ratio; inf if none was sent."""
+        """Elements over elements sent, the papers' compression ratio; inf if none was sent."""
         return self.elements / self.elements_sent if self.elements_sent else float("inf")
 
     @property
@@ -108,13 +108,13 @@ class CompressionStats:
 
     @property
     def residual_ratio(self) -> float | None:
-        """Norm of what is kept over that of the gradient: about how many steps it is behind."""
+        """Norm of the residual over that of the gradient: about its delay in steps."""
         if self.residual_norm is None or not self.gradient_norm:
             return None
         return self.residual_norm / self.gradient_norm
 
     def __sub__(self, earlier: CompressionStats) -> CompressionStats:
-        """What happened between two readings; losses and norms are those of the later one."""
+        """Return the span between two readings; losses and norms are those of the later one."""
         return CompressionStats(
             self.steps - earlier.steps,
             self.elements - earlier.elements,
@@ -133,12 +133,12 @@ class CompressionStats:
 
 
 def _ratio(ratio: float) -> str:
-    """The ratio of what was there to what was sent; nothing where none was."""
+    """Format a compression ratio; empty if nothing was sent."""
     return f" (ratio {ratio:,.1f})" if 0 < ratio < math.inf else ""
 
 
 def mean_losses(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each loss over the buckets that have it.
+    """Return the mean of each loss over the buckets that have it.
 
     >>> mean_losses([{"basis": 0.5}, {}, {"basis": 0.25}])
     {'basis': 0.375}
@@ -152,7 +152,7 @@ def mean_losses(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def norm_of(parts: Iterable[float]) -> float | None:
-    """The L2 norm of a vector from those of its parts; None if there are none, or one is NaN.
+    """Return a vector's L2 norm from those of its parts; None if one is NaN or there are none.
 
     >>> norm_of([3.0, 4.0]), norm_of([])
     (5.0, None)

@@ -1,9 +1,8 @@
-"""Replicas have to be equal to the bit; now and then all ranks look whether they are.
+"""Verification that replicas are bit-identical.
 
-Each rank hashes, tensor by tensor, what has to be equal: the parameters, and of the compressors'
-states what is replicated. The hashes are gathered, 8 bytes a tensor, so all ranks see all of them
-and all raise the same error. Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is equal to
-itself.
+Each rank hashes the parameters and the replicated tensors of the compressors' states. The hashes
+are allgathered, 8 bytes for each tensor, so all ranks see all of them and raise the same error. Bits
+are compared, not numbers: -0.0 is not 0.0, and a NaN is equal to itself.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leave
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
-_TILE = 1 << 18  # words whose products fit in a cache
+_TILE = 1 << 18  # words for each block, so that the products fit in the cache
 _ODD = 0x5851F42D4C957F2D
 _SHOWN = 3
 
 
 class DivergedError(RuntimeError):
-    """What has to be equal on all ranks is not."""
+    """Replicas differ between ranks."""
 
 
 def weights(ops: Ops) -> Tensor:
-    """What `digest` multiplies by; the same for all tensors, so it is worth keeping."""
+    """Return the weights of `digest`; the same for all tensors, so reuse them."""
     return ops.mix(ops.arange(_TILE)) * 2 + 1
 
 
 def digest(ops: Ops, data: Tensor, weights: Tensor) -> Tensor:
-    """64 bits of a uint8 vector of known length; an int64 scalar where the vector lies.
+    """Hash a uint8 vector of known length to 64 bits; an int64 scalar on the vector's device.
 
     The sum of its 32-bit words, each times an odd random weight, modulo 2**64. A change of one word
-    always shows, since an odd factor can be divided out; several cancel once in 2**64.
+    always shows, since an odd factor is invertible; several changes cancel once in 2**64.
     """
     size = data.shape[0]
     if size % 4:
@@ -47,7 +46,7 @@ def digest(ops: Ops, data: Tensor, weights: Tensor) -> Tensor:
 def replicated(
     bucket: int, compressor: Compressor, layout: Layout, state: State
 ) -> list[tuple[str, Tensor]]:
-    """The tensors of a bucket's state that are equal on all ranks, by what a user can find."""
+    """Return the replicated tensors of a bucket's state, with names that a user recognizes."""
     names = [*layout.names[:_SHOWN], *(["..."] if len(layout.names) > _SHOWN else [])]
     of = f"of bucket {bucket} ({', '.join(names)})"
     return [
@@ -58,17 +57,17 @@ def replicated(
 def compare(
     names: Sequence[str], digests: Sequence[Sequence[int | None]], ranks: Sequence[int], steps: int
 ) -> None:
-    """Raises unless each tensor has the same digest on all ranks.
+    """Raise unless each tensor has the same digest on all ranks.
 
     Args:
         names: of the tensors.
-        digests: of each rank, one for each tensor; None for one that it does not have.
-        ranks: what the ranks are called.
+        digests: of each rank, one for each tensor; None for a tensor that the rank lacks.
+        ranks: the ranks' numbers.
         steps: exchanges so far.
 
     Raises:
-        DivergedError: naming the first tensor that differs, and the ranks where it is not what most
-            have, or, where there is no most, what the first has.
+        DivergedError: naming the first tensor that differs, and the ranks that differ from the
+            majority, or from the first rank if there is no majority.
     """
     columns = [set(column) - {None} for column in zip(*digests)]
     differing = [place for place, different in enumerate(columns) if len(different) > 1]
@@ -90,7 +89,7 @@ def compare(
 
 
 def sums_differ(sums: Mapping[int, int]) -> str:
-    """What is wrong where ranks have heard different sums; `sums` has a digest of each rank's."""
+    """Describe the error if ranks received different sums; `sums` has each rank's digest."""
     values = list(sums.values())
     most = max(values, key=values.count)
     others = [rank for rank, value in sums.items() if value != most]

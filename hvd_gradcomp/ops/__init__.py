@@ -1,16 +1,17 @@
-"""The tensor verbs: everything that an algorithm may do to a tensor, once a framework.
+"""Tensor ops: everything that an algorithm may do to a tensor, implemented once per framework.
 
-Rules of the house:
+Rules:
 
-* A tensor is opaque to `algorithms/`, `codecs/` and `exchanges`. It takes Python's arithmetic,
-  comparison and `&`, `|`, `~` operators, slicing, and the verbs of `verbs/`; nothing else.
+* A tensor is opaque to `algorithms/`, `codecs/` and `core/patterns.py`. It takes Python's
+  arithmetic, comparison and `&`, `|`, `~` operators, slicing, and the ops of `interface/`; nothing
+  else.
 * Integers are int64 (or uint8 for bytes), reals are float32. TensorFlow keeps int32 on the host
-  even on a GPU, so int32 appears only where bytes are made and read.
-* `+` after `*` is never fused by a verb: a fused multiply-add rounds once, and then one framework
-  would send an element that the other keeps.
-* A verb marked *donating* may write into its first argument. Use the result, never the argument.
-* A verb whose result shape depends on values needs `dynamic_shapes`; `codecs.selection` offers
-  the static twin for a GPU and for XLA.
+  even on a GPU, so int32 appears only where bytes are encoded and decoded.
+* No op fuses `+` after `*`: a fused multiply-add rounds once, and then one framework would send an
+  element that the other keeps.
+* A *donating* op may write into its first argument. Use the result, never the argument.
+* An op whose result shape depends on values needs `dynamic_shapes`; `codecs.compaction` offers the
+  static counterpart for a GPU and for XLA.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 class Ops(
     Making, Elementwise, Placing, Ordering, Matrices, Bytewise, Searching, Framing, Coding, Control
 ):
-    """The verbs of one framework on one device.
+    """Tensor ops of one framework on one device.
 
     Attributes:
         dynamic_shapes: shapes may depend on values (a CPU, eager or in a TensorFlow graph).
             False on a GPU, where it would be a host read, and under XLA.
-        word_passes: `torch.passes.WordPasses`, or the like of another framework or of a GPU; None
-            where there are none.
-        largest_passes: the same of `torch.passes.LargestPasses`.
-        climb: what `Ladder.climb` does, at once; None where there is no better way than its verbs.
+        word_passes: `ops.torch.fused.WordPasses`, or its counterpart for another framework or a
+            GPU; None if there is none.
+        largest_passes: likewise for `ops.torch.fused.LargestPasses`.
+        climb: a fused `CapacitySchedule.climb`; None if plain ops are as good.
     """
 
     dynamic_shapes: bool
@@ -57,7 +58,7 @@ class Ops(
 
 
 def of(tensor: Any) -> Ops:
-    """The verbs for the framework that this tensor belongs to, without importing any other."""
+    """Return the ops of the framework that this tensor belongs to, without importing any other."""
     for base in type(tensor).__mro__:
         root = base.__module__.partition(".")[0]
         if root == "torch" and "torch" in sys.modules:

@@ -1,8 +1,8 @@
-"""Builds what is written in C: `_native` for all, and a library of operations for TensorFlow.
+"""Build of the C code: `_native` for all, and a library of custom ops for TensorFlow.
 
-Packaging calls it, and `hvd-gradcomp build` afterwards; so it is read as a file too, before the
-package is there, and imports nothing but Python's own. A library of operations fits one version of
-TensorFlow, and one version of its source: both are in its file name.
+Packaging runs this file before the package can be imported, and `hvd-gradcomp build` runs it
+later; so it imports only the standard library. A library of custom ops fits one version of
+TensorFlow and one version of its source; its file name has both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ HEADERS = ("native.h", "passes.h", "pieces.h", "walks.h")
 OPERATIONS = "native_tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-THREADS = ("-fopenmp",)  # where a compiler has none of that, one thread does it all
-_C, _CPP = ("CC", "gcc", "cc"), ("CXX", "g++", "c++")  # variable that names it, then names
-_IMPORT, _COMPILE = 180, 900  # seconds, on a machine that does much else
-_LINES = 12  # of what a compiler says
+THREADS = ("-fopenmp",)  # without OpenMP in the compiler, one thread does it all
+_C, _CPP = ("CC", "gcc", "cc"), ("CXX", "g++", "c++")  # environment variable, then default names
+_IMPORT, _COMPILE = 180, 900  # timeouts in seconds, for a busy machine
+_LINES = 12  # shown of a compiler's output
 _ASK = """
 import json
 import tensorflow as tf
@@ -37,11 +37,11 @@ print("@", json.dumps([tf.__version__, *flags]))
 
 
 class BuildError(Exception):
-    """What could not be built, and why."""
+    """Failure to build a library, with the reason."""
 
 
 def operations(version: str) -> str:
-    """The file name of the operations for a TensorFlow, made from the source as it is."""
+    """Return the file name of the custom ops for a TensorFlow and the present source."""
     digest = zlib.crc32(
         b"".join((HERE / name).read_bytes() for name in (*NATIVE, *HEADERS, OPERATIONS))
     )
@@ -49,7 +49,7 @@ def operations(version: str) -> str:
 
 
 def others(version: str) -> list[str]:
-    """Other versions of TensorFlow that operations are built for."""
+    """Return the other versions of TensorFlow that custom ops are built for."""
     built = {
         path.stem.split("-", 1)[1].rpartition("-")[0] for path in HERE.glob("_tensorflow-*.so")
     }
@@ -57,7 +57,7 @@ def others(version: str) -> list[str]:
 
 
 def compiles() -> bool:
-    """Whether there are compilers."""
+    """Return True if a C and a C++ compiler are found."""
     try:
         return bool(_compiler(*_C) and _compiler(*_CPP))
     except BuildError:
@@ -65,10 +65,10 @@ def compiles() -> bool:
 
 
 def build_native(anew: bool = False) -> Path:
-    """Compiles the C library, unless it is there and newer than its source.
+    """Compile the C library, unless it exists and is newer than its source.
 
     Args:
-        anew: compile it even then.
+        anew: compile it in any case.
 
     Returns:
         The file.
@@ -101,11 +101,11 @@ def build_native(anew: bool = False) -> Path:
 
 
 def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
-    """Compiles the operations for the TensorFlow that is installed, unless they are there.
+    """Compile the custom ops for the installed TensorFlow, unless they exist.
 
     Args:
-        folder: where they go; beside this file if not given.
-        anew: compile them even if they are there.
+        folder: output folder; that of this file if not given.
+        anew: compile them even if they exist.
 
     Returns:
         The file.
@@ -123,7 +123,7 @@ def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
         own, made = Path(scratch, "operations.o"), Path(scratch, target.name)
         native = [Path(scratch, name).with_suffix(".o") for name in NATIVE]
         for name, result in zip(NATIVE, native):
-            # Hidden: two of its functions have names of the system's.
+            # Hidden: two of its functions have the names of system functions.
             _run([c, *FLAGS, "-fPIC", "-fvisibility=hidden", "-c", HERE / name, "-o", result])
         plain = ["-O2", "-DNDEBUG", "-fPIC", "-w"]
         _run([cpp, *compiling, *plain, "-c", HERE / OPERATIONS, "-o", own])
@@ -136,7 +136,7 @@ def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
 
 
 def _tensorflow() -> tuple[str, list[str], list[str]]:
-    """Its version and flags, asked in a process of its own: an import may crash or hang."""
+    """Return TensorFlow's version and flags, from a subprocess: an import may crash or hang."""
     said = _run([sys.executable, "-c", _ASK], _IMPORT)
     line = next(line for line in said.splitlines() if line.startswith("@ "))
     version, compiling, linking = json.loads(line[2:])
@@ -170,7 +170,7 @@ def _run(command: Sequence[str | Path], limit: float = _COMPILE) -> str:
 
 
 def _place(made: Path, target: Path) -> None:
-    """At once: processes may have an older one loaded, or load it now."""
+    """Install atomically: processes may have an older version loaded, or load it now."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(f".{os.getpid()}.part")

@@ -1,9 +1,9 @@
-"""What a verb raises on all ranks."""
+"""Errors that an op raises on all ranks."""
 
 
 class PayloadError(RuntimeError):
-    """What a rank sent cannot be decoded: damaged, foreign, or made for another model."""
+    """Payload that cannot be decoded: damaged, foreign, or made for another model."""
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A rank's gradient has a NaN or an infinity: sent on, it would stay in every state."""
+    """Gradient of a rank with a NaN or an infinity, which would stay in every state."""

@@ -1,4 +1,4 @@
-"""What a pass needs to know, in numbers: what a method does with an element, and what has room."""
+"""Parameters of fused kernels: the update rule of a method, and the capacity of a payload."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 
 class CapacityLevel(NamedTuple):
-    """The room of one step: `capacity` elements, or all of them if `dense`.
+    """Capacity of one step: `capacity` elements, or all of them if `dense`.
 
-    What is sent on a `summed` rung, which is dense, is added up on the way.
+    At a `summed` level, which is dense, an allreduce adds the values up in transit.
     """
 
     index: Any
@@ -22,18 +22,18 @@ class CapacityLevel(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`gate`, `settle` and the quantizer of a `WordCompressor`, for those that are of this form.
+    """Parameters of `gate`, `settle` and the quantizer of a `ThresholdCompressor` of this form.
 
-    Each step and element: `r += g`, `v += q`. It is wanted where all that is asked for holds. What
-    was sent is settled; elsewhere `v *= zeta`.
+    Each step and element: `r += g`, `v += q`. An element is selected if all enabled conditions
+    hold. Sent elements are settled; all others get `v *= zeta`.
 
     Attributes:
-        ambiguity: asks for `r*r > alpha*v`. Without it there is no v.
-        large: asks for `|r| > tau`.
+        ambiguity: requires `r*r > alpha*v`. Without it there is no v.
+        large: requires `|r| > tau`.
         powers: sends powers of two, as `PowerOfTwo` does; else plus or minus tau, as `Sign`.
-        subtracts: what was sent is taken from r; else `r = 0`.
-        corrects: `v = max(v - 2*|r|*tau + tau*tau, 0) * zeta` where sent, which is of signs and not
-            of powers; else `v = 0`.
+        subtracts: the sent value is subtracted from r; else `r = 0`.
+        corrects: `v = max(v - 2*|r|*tau + tau*tau, 0) * zeta` where sent, for signs only, not for
+            powers; else `v = 0`.
     """
 
     ambiguity: bool = False
@@ -47,30 +47,30 @@ class Rule(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """As C takes them."""
+        """The fields as C takes them."""
         return (*self, 2 * self.tau, self.tau * self.tau)
 
     def side_bytes(self, layout: Layout) -> int:
-        """Bytes before words or places: an exponent for each layer, where codes are of powers."""
+        """Return the bytes before words or places: an exponent per layer if codes are powers."""
         return -(-len(layout.names) // 4) * 4 if self.powers else 0
 
     def body_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
-        """Bytes of a body on a rung; `rung.dense` is a Python bool."""
+        """Return the bytes of a body at a capacity level; `rung.dense` is a Python bool."""
         places = layout.size if self.powers else layout.size // 4
         return self.side_bytes(layout) + (places if rung.dense else 4 * rung.capacity)
 
 
 class Written(NamedTuple):
-    """One rank's payload, as a pass gives it.
+    """Payload of one rank, as a fused kernel writes it.
 
     Attributes:
         body: uint8 [bytes].
-        sent: how many elements travel.
-        wanted: how many would, had all fit.
-        per_layer: int64 [layers], of those that travel, and of those of steps before.
-        memory: with the gradient taken in.
-        settle: takes what travels out of the memory, in place, where that is still to be done.
-        hint: where to look first in the next step; float32 [groups], of the largest alone.
+        sent: number of elements in the body.
+        wanted: number of selected elements, including those that did not fit.
+        per_layer: int64 [layers], elements sent in this step and all before.
+        memory: with the gradient accumulated.
+        settle: removes the sent elements from the memory, in place, if that is still to be done.
+        hint: where to look first in the next step; float32 [groups], for top-k only.
     """
 
     body: Tensor
@@ -83,12 +83,12 @@ class Written(NamedTuple):
 
 
 class Collecting(NamedTuple):
-    """`collect` and `settle` of a `LargestCompressor`, for those that are of this form.
+    """Parameters of `collect` and `settle` of a `TopKCompressor` of this form.
 
-    Each step and element `u = momentum*u + g` and `r += u`. What was sent is settled by `r = 0`.
+    Each step and element: `u = momentum*u + g` and `r += u`. Sent elements get `r = 0`.
 
     Attributes:
-        momentum: 0 goes without u: `r += g`.
+        momentum: 0 means that there is no u: `r += g`.
         nesterov: `r += momentum*u + g`, after u.
         masking: also `u = 0` where sent.
     """
@@ -99,13 +99,13 @@ class Collecting(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the indices of a payload lie in its body.
+    """Positions of the indices in the body of a payload.
 
     Attributes:
-        blocks: of packed differences; 0 for indices of 32 bits.
-        room: words that the blocks have.
-        first: bytes before the indices, or before the blocks' widths.
-        deltas: bytes before the words.
+        blocks: of packed differences; 0 for 32-bit indices.
+        room: capacity of the blocks, in words.
+        first: byte offset of the indices, or of the blocks' widths.
+        deltas: byte offset of the words.
     """
 
     blocks: int
@@ -115,12 +115,12 @@ class Places(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Where everything lies in the body of a `LargestCompressor`.
+    """Byte layout of the body of a `TopKCompressor`.
 
     Attributes:
         size: bytes of the body.
         capacity: elements that it holds.
-        values: bytes before the values; those of the body where it has none.
+        values: byte offset of the values; the size of the body if it has none.
         places: of the indices.
     """
 
@@ -131,5 +131,5 @@ class Form(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As operations of TensorFlow take them."""
+        """The fields as TensorFlow custom ops take them."""
         return (self.size, self.capacity, self.values, *self.places)

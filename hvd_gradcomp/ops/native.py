@@ -1,6 +1,6 @@
-"""Loads the C library, where it was built: composite verbs and passes, for a CPU.
+"""Loader of the C library, if it was built: composite ops and fused kernels, for a CPU.
 
-Without it everything works, to the same bits, and slower. `HVD_GRADCOMP_NATIVE=0` leaves it out.
+Without it everything works, bit-identical but slower. `HVD_GRADCOMP_NATIVE=0` disables it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The loaded library, or None."""
+    """Return the loaded library, or None."""
     if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
         return None
     path = Path(__file__).with_name(LIBRARY)
@@ -83,7 +83,7 @@ def library() -> Any:
 
 
 def load(path: Path) -> Any:
-    """A library and what it takes; None where it lacks something."""
+    """Load a library and declare its functions; return None if one is missing."""
     loaded = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name, None)

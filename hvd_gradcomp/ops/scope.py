@@ -1,4 +1,4 @@
-"""What the elements of a bucket compete with: those of their layer, or all of the model."""
+"""Scope in which the elements of a bucket compete: their layer, or the whole model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 
 def layer_of(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
-    """The layer of each index; the sink counts to the last layer."""
+    """Return the layer of each index; the sink counts to the last layer."""
     block, _ = ops.split_bits(index, layout.block_bits)
     return ops.gather(ops.table(layout, "layer_of_block"), block)
 
 
 class Scope:
-    """What competes: the elements of each layer among themselves, or all of the model.
+    """Scope in which elements compete: each layer, or the whole model.
 
     A *group* is a layer, or the one group of the model.
 
@@ -34,7 +34,7 @@ class Scope:
         return (self.layout.elements,) if self.whole else self.layout.sizes
 
     def slack(self, most: Sequence[int]) -> list[int]:
-        """By how much a sample may be wrong about how many elements of each group reach a bound.
+        """Return the margin of error of a sampled number of elements beyond a bound, by group.
 
         Three standard deviations of what a sample of this size finds, and a few for small ones.
         """
@@ -43,24 +43,24 @@ class Scope:
         return [0 if s == 1 else int(3 * (m * s) ** 0.5) + 4 * s for m, s in zip(most, strides)]
 
     def of_layers(self, ops: Ops, groups: Tensor) -> Tensor:
-        """A value of each group as one of each layer."""
+        """Expand a value per group to one per layer."""
         if not self.whole:
             return groups
         return ops.gather(groups, ops.full((len(self.layout.names),), 0))
 
     def of_index(self, ops: Ops, index: Tensor) -> Tensor:
-        """The group of each element."""
+        """Return the group of each element."""
         return index * 0 if self.whole else layer_of(ops, self.layout, index)
 
     def count_of(self, ops: Ops, index: Tensor) -> Tensor:
-        """How many of the elements are of each group; int64 [groups]."""
+        """Count the elements in each group; int64 [groups]."""
         if self.whole:
             return ops.words((ops.length(index),))
         ones = ops.full((ops.length(index),), 1)
         return ops.segment_sum(ones, self.of_index(ops, index), self.count)
 
     def starts(self) -> tuple[int, ...]:
-        """What to take off an element's index, by layer, to get its number within its group."""
+        """Return by layer the offset to subtract from an index for its number within its group."""
         if not self.whole:
             return self.layout.offsets
         before = [sum(self.layout.sizes[:layer]) for layer in range(len(self.layout.names))]

@@ -1,4 +1,4 @@
-"""What a verb takes and gives: a tensor of the framework that runs."""
+"""Type of the arguments and results of ops: a tensor of the framework in use."""
 
 from __future__ import annotations
 

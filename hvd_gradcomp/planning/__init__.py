@@ -1,6 +1,6 @@
-"""Plans made before anything is sent: which layer goes to which method, and whether that pays.
+"""Plans made before the first exchange: assignment of layers to compressors, and its payoff.
 
 assignment, configuration   partitions, in code and as text
-description                 what a compressor will do to a model, as a table
-worth                       warnings where compression does not pay
+description                 table of a compressor's plan for a model
+worth                       warnings if compression does not pay
 """

@@ -1,13 +1,12 @@
-"""Which compressor each layer gets, and which layers share a bucket.
+"""Assignment of layers to compressors and buckets.
 
 Rules, in this order:
 
-* A compressor says who takes which layer (`protocols.layering`): `partition` by its rules,
-  methods that are made for some layers leave the others to another, most take all.
-* A layer is sent dense, together with all others of that kind, where compressing it saves nothing:
-  where its share of a payload (`layer_bytes`, ibid.) is at least 4 bytes an element, and where
-  it has no elements.
-* Where the optimizer's momentum was taken over, layers whose compressor does not correct momentum
+* A compressor assigns the layers (`protocols.layering`): `partition` by its rules; methods made for
+  some layers leave the others to another compressor; most take all.
+* A layer is sent dense, in buckets of such layers, if compression saves nothing: if its share of a
+  payload (`layer_bytes`, ibid.) is at least 4 bytes for each element, or if it has no elements.
+* If the optimizer's momentum was taken over, layers whose compressor does not correct momentum
   get theirs after the exchange.
 """
 
@@ -34,7 +33,7 @@ _WHOLE = 1 << 62
 
 @dataclass(frozen=True)
 class Role:
-    """Matches layers by what they do; made by `role`."""
+    """Rule that matches layers by role; made by `role`."""
 
     names: tuple[str, ...]
 
@@ -42,13 +41,13 @@ class Role:
         return f"role({', '.join(map(repr, self.names))})"
 
     def matches(self, layer: Traits) -> bool:
-        """Whether the layer has one of the roles."""
+        """Return True if the layer has one of the roles."""
         return not layer.roles.isdisjoint(self.names)
 
 
 @dataclass(frozen=True)
 class Smaller:
-    """Matches layers with fewer elements; made by `smaller`."""
+    """Rule that matches layers with fewer elements; made by `smaller`."""
 
     size: int
 
@@ -56,13 +55,13 @@ class Smaller:
         return f"smaller({self.size})"
 
     def matches(self, layer: Traits) -> bool:
-        """Whether the layer has fewer elements."""
+        """Return True if the layer has fewer elements."""
         return layer.size < self.size
 
 
 @dataclass(frozen=True)
 class Named:
-    """Matches layers whose name fits a pattern of the shell's kind."""
+    """Rule that matches layer names by a shell-style pattern."""
 
     pattern: str
 
@@ -70,7 +69,7 @@ class Named:
         return repr(self.pattern)
 
     def matches(self, layer: Traits) -> bool:
-        """Whether the name fits."""
+        """Return True if the layer's name matches."""
         return fnmatchcase(layer.name, self.pattern)
 
 
@@ -78,12 +77,12 @@ Rule = Union[Role, Smaller, Named]
 
 
 def role(*names: str) -> Role:
-    """Layers by role, for `partition`, judged by name and shape.
+    """Match layers by role, for `partition`, judged by name and shape.
 
     Args:
-        names: of "bias" (named bias or beta), "norm" (a vector named weight or gamma, and the bias
-            beside it), "embedding" (embed in its name), "first" and "last" (the first and the last
-            layer that has a matrix or more, with its bias).
+        names: of "bias" (named bias or beta), "norm" (a vector named weight or gamma, and its
+            bias), "embedding" (embed in its name), "first" and "last" (the first and the last
+            layer with a matrix or more, and its bias).
 
     Raises:
         ValueError: a role is unknown.
@@ -97,10 +96,10 @@ def role(*names: str) -> Role:
 
 
 def smaller(size: int) -> Smaller:
-    """Layers of fewer elements, for `partition`.
+    """Match layers with fewer elements, for `partition`.
 
     Raises:
-        ValueError: the size is no positive whole number.
+        ValueError: the size is not a positive integer.
     """
     rule = Smaller(size)
     validate.whole(rule, "size", low=1)
@@ -109,7 +108,7 @@ def smaller(size: int) -> Smaller:
 
 @dataclass(frozen=True, repr=False)
 class Partition(Compressor):
-    """A compressor for each layer; made by `partition`."""
+    """Compressors for each layer, by rules; made by `partition`."""
 
     rules: tuple[tuple[Rule, Compressor], ...]
 
@@ -131,7 +130,7 @@ class Partition(Compressor):
 
     @derived
     def moments(self) -> str:
-        """Where second moments come from; of all its compressors that use some."""
+        """Source of second moments, shared by all its compressors that use some."""
         return next(iter(self._sources), "")
 
     @derived
@@ -156,15 +155,15 @@ class Partition(Compressor):
         return any(c.needs_execution_order for _, c in self.rules)
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
-        """The compressor of each layer.
+        """Return the compressor of each layer.
 
         Raises:
-            ValueError: a rule matches no layer; two match one with different compressors; a layer
-                is matched by none.
+            ValueError: a rule matches no layer; two match one layer with different compressors;
+                no rule matches a layer.
         """
         chosen = self._by_rule(layers)
         whole: list[Compressor] = list(chosen)
-        for one in dict.fromkeys(chosen):  # which may itself tell layers apart
+        for one in dict.fromkeys(chosen):  # each may assign its layers in turn
             places = [place for place, other in enumerate(chosen) if other == one]
             mine = layering.of_layers(one, [layers[place] for place in places], ranks)
             for place, inner in zip(places, mine):
@@ -213,15 +212,15 @@ class Partition(Compressor):
 def partition(
     rules: Mapping[Any, Compressor | None] | Iterable[tuple[Any, Compressor | None]],
 ) -> Partition:
-    """A compressor for each layer, by rules.
+    """Choose a compressor for each layer by rules.
 
     Args:
         rules: (rule, compressor) pairs or a mapping. A rule is a pattern for the layer's name
-            ("encoder.*", "*.bias"), `role(...)` or `smaller(size)`; "*" is all that no other rule
-            matches. None as a compressor is no compression.
+            ("encoder.*", "*.bias"), `role(...)` or `smaller(size)`; "*" matches all layers that
+            no other rule matches. None as a compressor is no compression.
 
     Returns:
-        What `DistributedOptimizer` takes as `compression=`.
+        A value for `compression=` of `DistributedOptimizer`.
 
     Raises:
         TypeError: a rule or a compressor is something else.
@@ -247,16 +246,16 @@ def partition(
 def assign(
     compressor: Compressor, layers: Sequence[Layer], ranks: int = 1, filters_last: bool = False
 ) -> list[Compressor]:
-    """The compressor of each layer, by the rules at the head of this file.
+    """Return the compressor of each layer, by the rules at the head of this file.
 
     Args:
         layers: (name, shape, dtype) in the order of the model.
-        ranks: how many exchange.
+        ranks: number of ranks that exchange.
         filters_last: see `Layout`.
 
     Raises:
-        ValueError: a compressor does not fit the layers or the ranks; or a momentum is to be taken
-            over where there is no optimizer.
+        ValueError: a compressor does not fit the layers or the ranks; or it takes momentum over,
+            and there is no optimizer.
     """
     chosen = layering.of_layers(compressor, layers, ranks)
     momentum, nesterov = correction(compressor) or (0.0, False)
@@ -268,7 +267,7 @@ def assign(
     assigned = []
     for (name, shape, _), one in zip(layers, chosen):
         share: float | None = 0.0
-        if prod(shape):  # no method has to divide by none
+        if prod(shape):  # so that no method divides by zero
             stored = outputs_first(name, shape) if filters_last else shape
             share = layering.layer_bytes(one, stored)
         if share is not None and share >= 4 * prod(shape):
@@ -286,14 +285,14 @@ def plan(
     ranks: int = 1,
     filters_last: bool = False,
 ) -> list[tuple[Compressor, Layout]]:
-    """The buckets of a model, last layers first, each with its compressor.
+    """Plan the buckets of a model, last layers first, each with its compressor.
 
     Args:
         layers: (name, shape, dtype) in the order of the model.
         bucket_bytes: target size of a bucket.
-        devices: where each layer is, if not all are in one place.
-        left_out: places of layers that get no bucket.
-        ranks: how many exchange.
+        devices: device of each layer, if they differ.
+        left_out: positions of layers that get no bucket.
+        ranks: number of ranks that exchange.
         filters_last: see `Layout`.
     """
     groups: dict[tuple[Any, Compressor], list[Layer]] = {}

@@ -1,7 +1,7 @@
-"""Compressors as plain data, which JSON can carry: the name of the class, and its fields.
+"""Compressors as JSON-compatible data: the class name, and the fields.
 
-Reading it runs nothing but the constructor of a class that is known: a compressor of this package,
-one of the user's whose module has been imported, or one that an installed package declares.
+Loading runs only constructors of known classes: a compressor of this package, a user's compressor
+whose module has been imported, or one that an installed package declares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RULES: dict[str, type] = {rule.__name__: rule for rule in (Named, Role, Smaller
 
 
 def as_config(value: Any) -> Any:
-    """A compressor, with those it is made of, as numbers, texts, lists and dicts.
+    """Convert a compressor, with its parts, to numbers, strings, lists and dicts.
 
     Raises:
         TypeError: a field holds something else.
@@ -44,10 +44,10 @@ def as_config(value: Any) -> Any:
 
 
 def from_config(config: Any) -> Any:
-    """What `as_config` was given.
+    """Restore the argument of `as_config`.
 
     Raises:
-        ValueError: it names a class or a field that is not known here.
+        ValueError: the config names a class or a field that is unknown here.
     """
     if isinstance(config, (list, tuple)):
         return tuple(from_config(item) for item in config)

@@ -1,4 +1,4 @@
-"""What a compressor will do to a model, as a table, before anything is sent."""
+"""Table of a compressor's plan for a model, before anything is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_gradcomp.planning.worth import at_work, goes_dense
 
 
 class Table(str):
-    """Text that an interactive session and a notebook show as it is."""
+    """String that interactive sessions and notebooks show without quotes."""
 
     __slots__ = ()
 
@@ -34,10 +34,10 @@ def describe(
     moments: Sequence[str] = (),
     filters_last: bool = False,
 ) -> Table:
-    """A table: layer, shape, compressor, and the bytes that a rank is expected to send for it.
+    """Tabulate layers: shape, compressor, and the bytes that a rank is expected to send.
 
     Args:
-        moments: how each layer's second moments are found, for a column more.
+        moments: source of each layer's second moments, for an additional column.
         filters_last: see `Layout`.
     """
     rows: list[tuple[str, ...]] = []
@@ -69,28 +69,28 @@ def describe(
 
 
 def _unknown(one: Compressor) -> str:
-    """Of a compressor that does not say what a layer takes."""
+    """Return the text for a compressor that does not predict a layer's bytes."""
     return "4 an element sent" if isinstance(at_work(one), ThresholdCompressor) else "not known"
 
 
 def _of(
     one: Compressor, layers: Sequence[Layer], assigned: Sequence[Compressor], filters_last: bool
 ) -> Layout:
-    """All layers that one compressor takes."""
+    """Return a layout of all layers of one compressor."""
     mine = [layer for layer, other in zip(layers, assigned) if other == one]
     names, shapes, _ = zip(*mine)
     return Layout(names, tuple(map(tuple, shapes)), block=one.block, filters_last=filters_last)
 
 
 def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> Table:
-    """A table: parameter, shape, the class of what holds it, how its moments are found."""
+    """Tabulate parameters: shape, class of the module, and source of the moments."""
     said = [(name, "x".join(map(str, shape)), *rest) for name, shape, *rest in rows]
     head = ("parameter", "shape", "held by", "moments")
     return Table(tabulate(said, head, disable_numparse=True))
 
 
 def brief(compressor: Compressor) -> str:
-    """Without what is as it is by default, and short enough for a table."""
+    """Format a compressor for a table, without fields of default value."""
     if isinstance(compressor, MomentumAfter):
         return f"{brief(compressor.inner)}, then momentum={compressor.momentum}"
     return str(compressor).replace("Compressor(", "(")

@@ -1,9 +1,9 @@
-"""Whether compressing pays on a model, for a warning at the first step.
+"""Warnings at the first step if compression does not pay on a model.
 
-What methods that learn send is known before: so many bytes while they learn, then so many a step.
-Both are set against dense gradients. Methods that send a number of elements move as many bytes as
-dense gradients among so many ranks that what they send is summed. Of methods whose gradients decide
-what is sent nothing is said, but for a model of which no layer is left to them.
+The bytes of learning methods are known in advance, while learning and afterwards; both are compared
+with dense gradients. Methods that send a fixed number of elements move as many bytes as dense
+gradients if there are so many ranks that their payloads are summed. Methods whose payload depends
+on the gradients get no warning, unless they compress no layer of the model.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Plan = Sequence[tuple[Compressor, Layout]]
 
 
 class Course(NamedTuple):
-    """Bytes that a rank hands to collectives for a bucket; the mean over ranks."""
+    """Bytes that a rank hands to collectives for a bucket over a training; mean over ranks."""
 
-    learning: float  # until it has learned
-    step: float  # of a step from then on
-    dense: float  # of a step without compression
+    learning: float  # in total while it learns
+    step: float  # for each step afterwards
+    dense: float  # for each step without compression
 
 
 def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
-    """What to tell a user whose compressor does not pay; nothing where it does.
+    """Return warnings for a compressor that does not pay; empty if it does.
 
     Args:
         compressor: as the user gave it.
-        plan: the buckets with theirs, as `assignment.plan` has them.
-        ranks: how many exchange.
+        plan: the buckets with their compressors, from `assignment.plan`.
+        ranks: number of ranks that exchange.
     """
     kinds = [(at_work(one), layout) for one, layout in plan]
     elements = sum(layout.elements for _, layout in kinds)
@@ -80,14 +80,14 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
 
 
 def idle(compressor: Compressor, plan: Plan) -> bool:
-    """Whether there is nothing in a model that it would compress; `warnings` says why."""
+    """Return True if the compressor would compress no layer; `warnings` says why."""
     if isinstance(compressor, GradiVeQCompressor):
         return all(at_work(one) != compressor for one, _ in plan)
     return _compresses(compressor) and not any(_compresses(one) for one, _ in plan)
 
 
 def goes_dense(one: Compressor, layout: Layout, ranks: int) -> bool:
-    """Whether a bucket takes the bytes of a dense allreduce among so many ranks, in all steps."""
+    """Return True if a bucket always moves the bytes of a dense allreduce with so many ranks."""
     if isinstance(one, ScaleComCompressor):
         return one.sends_all(layout, ranks)
     if isinstance(one, QuantizedCompressor):
@@ -101,22 +101,22 @@ def goes_dense(one: Compressor, layout: Layout, ranks: int) -> bool:
 def most_rows(
     one: Compressor, layer: Layer, ranks: int, index_bytes: int = 8, filters_last: bool = False
 ) -> int:
-    """The most rows that any rank may have of a sparse gradient for gathering them to pay.
+    """Return the most rows of a sparse gradient on any rank for which an allgather pays.
 
-    Methods that send the values they choose, one by one, send no more than those of these rows.
+    Methods that send single chosen values send at most the values of these rows.
 
     Args:
         one: the layer's compressor.
         layer: (name, shape, dtype); the first axis counts rows.
-        ranks: how many exchange.
-        index_bytes: that a row's index takes.
+        ranks: number of ranks that exchange.
+        index_bytes: bytes of a row's index.
         filters_last: see `Layout`.
 
     Returns:
-        -1 where it never does; see `cost.gathers_rows`.
+        The number of rows; -1 if an allgather never pays; see `cost_model.gathers_rows`.
     """
     name, shape, dtype = layer
-    width = {"float64": 8, "float16": 2}.get(dtype, 4)  # as it travels
+    width = {"float64": 8, "float16": 2}.get(dtype, 4)  # bytes on the wire
     dense = prod(shape) * (width if dtype in one.native_dtypes else 4)
     payload = layer_bytes(one, outputs_first(name, shape) if filters_last else shape)
     if payload is None and isinstance(at_work(one), ThresholdCompressor):
@@ -129,7 +129,7 @@ def most_rows(
             rows, length, ranks, dense=dense, payload=payload, summed=one.is_linear, **widths
         )
 
-    low, high = -1, dense  # it pays for `low`, if that is no -1, and not for `high`
+    low, high = -1, dense  # an allgather pays for `low`, unless -1, and not for `high`
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if pays(middle) else (low, middle)
@@ -158,7 +158,7 @@ def _total(courses: Iterable[Course]) -> Course:
 
 
 def _of_lgc(one: LGCCompressor, course: Course) -> str:
-    """It learns once, and then goes on for as long as the training takes."""
+    """Warn about LGC, which learns once, before the rest of the training."""
     learning, step, dense = course
     steps = one.full_steps + one.train_steps
     extra, saved = learning - steps * dense, dense - step
@@ -175,7 +175,7 @@ def _of_lgc(one: LGCCompressor, course: Course) -> str:
 
 
 def _of_gradiveq(one: GradiVeQCompressor, course: Course) -> str:
-    """It learns anew in each cycle."""
+    """Warn about GradiVeQ, which learns again in each cycle."""
     learning, step, dense = course
     mean = (learning + one.compress_steps * step) / one.cycle_steps
     if mean < dense:
@@ -189,7 +189,7 @@ def _of_gradiveq(one: GradiVeQCompressor, course: Course) -> str:
 
 
 def _of_ratio(one: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
-    """Where a basis cannot have as many dimensions as the ratio asks for."""
+    """Warn if a basis cannot have as many dimensions as `ratio` asks for."""
     fewer = [
         (f"{name} {cut.length / cut.room:.3g}", one.steps_for(cut))
         for layout in layouts
@@ -208,7 +208,7 @@ def _of_ratio(one: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
 
 
 def at_work(compressor: Compressor) -> Compressor:
-    """Who compresses in the end."""
+    """Return the compressor of the last phase, without wrappers."""
     if isinstance(compressor, MomentumAfter):
         return at_work(compressor.inner)
     if isinstance(compressor, After):
@@ -217,7 +217,7 @@ def at_work(compressor: Compressor) -> Compressor:
 
 
 def lgc_course(one: LGCCompressor, layout: Layout, ranks: int) -> Course:
-    """Of a model's bucket."""
+    """Return LGC's bytes for a model's bucket."""
     dense, sizes = 4.0 * layout.elements, one.compressed_bytes(layout, ranks)
     network = 4 * autoencoder.ENCODER_SIZE
     if one.by_server:
@@ -236,7 +236,7 @@ def lgc_course(one: LGCCompressor, layout: Layout, ranks: int) -> Course:
 
 
 def gradiveq_course(one: GradiVeQCompressor, layout: Layout, ranks: int) -> Course:
-    """Of a bucket in one cycle; at least, where the gradients decide how many dimensions."""
+    """Return GradiVeQ's bytes of a cycle; a lower bound if gradients decide the dimensions."""
     dense = 4.0 * layout.elements
     groups = sum(cut.groups for cut in one.slices(layout))
     least = None if one.loss_threshold is None else [1] * groups

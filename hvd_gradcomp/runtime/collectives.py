@@ -1,10 +1,10 @@
-"""Hands what a program asks for to what moves tensors: by which name, among whom, and counted.
+"""Submission of a program's collectives to a transport: name, process set and byte counts.
 
-    sent = dispatch.submit(request, bucket, round)     # it travels
-    reply = dispatch.receive(sent)                     # what `collectives` says the reply is
+    sent = runner.submit(request, bucket, round)     # in flight
+    reply = runner.receive(sent)                     # the reply that `core.collectives` documents
 
-Between the two a transport may be at work by itself (PyTorch), or nothing may happen (TensorFlow,
-where both are steps of a trace).
+Between the two calls the transport may work in the background (PyTorch), or nothing happens
+(TensorFlow, where both are steps of a trace).
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ from hvd_gradcomp.runtime.participants import Participants
 
 
 class Transport(Protocol):
-    """What moves tensors, between ranks that call the same with the same name.
+    """Transport of tensors between ranks that make the same calls with the same names.
 
-    Each collective returns what `wait` is given. `group` has `rank()`, `size()` and `ranks`.
+    Each collective returns a handle for `wait`. `group` has `rank()`, `size()` and `ranks`.
     """
 
     def allgather(self, tensor: Tensor, name: str, group: Any) -> Any:
-        """Everybody's tensor, [size, *shape]; an error unless shapes are equal."""
+        """Gather the tensor of every rank, [size, *shape]; an error unless shapes are equal."""
 
     def allreduce(self, request: Allreduce, name: str, group: Any) -> Any:
-        """See `Allreduce`."""
+        """Sum over ranks; see `Allreduce`."""
 
     def alltoall(self, tensor: Tensor, name: str, group: Any) -> Any:
-        """Row i of the tensor goes to rank i."""
+        """Send row i of the tensor to rank i."""
 
     def gather(self, request: Gather, name: str, group: Any) -> Any:
-        """See `Gather`."""
+        """Gather to one rank; see `Gather`."""
 
     def broadcast(self, tensor: Tensor, root: int, name: str, group: Any) -> Any:
-        """The tensor of a rank, which is counted among all there are."""
+        """Broadcast the tensor of the global rank `root`."""
 
     def wait(self, pending: Any) -> Tensor:
-        """The reply to a collective."""
+        """Return the reply to a collective."""
 
 
 class TrafficCounter(Protocol):
-    """Where it is written down what this rank has moved."""
+    """Counter of the tensors that this rank sends and receives."""
 
     def sent(self, tensor: Tensor) -> None:
-        """Was handed to a collective for other ranks."""
+        """Count a tensor that was handed to a collective for other ranks."""
 
     def received(self, tensor: Tensor) -> None:
-        """Was handed back by one."""
+        """Count a tensor that a collective returned."""
 
     def heard(self, reply: Tensor) -> None:
-        """Came back, and is the same to the bit on all ranks."""
+        """Record a reply that is bit-identical on all ranks."""
 
 
 class PendingCollective(NamedTuple):
-    """What is on its way.
+    """A collective in flight.
 
     Attributes:
-        request: what was asked for.
-        group: whom it is among.
-        counts: whether its bytes are counted: those that stay in a host are not.
-        pending: what the transport has given for it.
+        request: the collective.
+        group: the process set that runs it.
+        counts: whether its bytes are counted: traffic inside a host is not.
+        pending: the handle that the transport returned.
     """
 
     request: Any
@@ -80,12 +80,12 @@ class PendingCollective(NamedTuple):
 
 
 class CollectiveRunner:
-    """Performs collectives.
+    """Runner of collectives.
 
     Args:
-        transport: moves tensors.
+        transport: moves the tensors.
         ledger: counts them.
-        seated: says among whom.
+        seated: selects the process set.
     """
 
     def __init__(self, transport: Transport, ledger: TrafficCounter, seated: Participants) -> None:
@@ -94,16 +94,16 @@ class CollectiveRunner:
     def submit(
         self, request: Collective, bucket: str, path: object, group: Any = None
     ) -> PendingCollective:
-        """Lets a collective begin.
+        """Start a collective.
 
         Args:
-            request: what is asked for.
-            bucket: for which bucket, by its name.
-            path: the round; inside branches of a graph also which, and the round there.
-            group: whom it is among, where it is another than the request is for.
+            request: the collective.
+            bucket: name of the bucket.
+            path: the round; inside branches of a graph also the branch and the round in it.
+            group: process set, if it is not the default one of the request.
 
         Raises:
-            TypeError: it is no collective.
+            TypeError: the request is no collective.
         """
         name = naming.collective(bucket, request, path)
         group, counts = group or self._seated.among(request), not isinstance(request, Inside)
@@ -128,7 +128,7 @@ class CollectiveRunner:
         return transport.broadcast(request.tensor, root, name, group)
 
     def receive(self, sent: PendingCollective) -> Tensor:
-        """The reply to what was submitted, once it is there."""
+        """Return the reply to a submitted collective once it has arrived."""
         reply = self.transport.wait(sent.pending)
         if isinstance(sent.request, (Allreduce, Broadcast)) and self._seated.place is None:
             self.ledger.heard(reply)
@@ -138,10 +138,10 @@ class CollectiveRunner:
 
 
 def _for_others(request: Any) -> Tensor:
-    """As many bytes as leave this rank: of an alltoall one row stays where it is."""
+    """Return a tensor of as many bytes as leave this rank: one row of an alltoall stays here."""
     return request.tensor[1:] if isinstance(request, Alltoall) else request.tensor
 
 
 def _root(request: Any) -> int | None:
-    """The one rank that gives something, where it is only one."""
+    """Return the only rank that sends data, or None if several do."""
     return request.root if isinstance(request, Broadcast) else None

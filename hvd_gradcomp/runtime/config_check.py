@@ -1,8 +1,8 @@
-"""Before the first exchange the ranks compare what they are about to train.
+"""Comparison of the configuration of all ranks before the first exchange.
 
-Ranks with different models would wait for each other for ever, or add up gradients that do not
-belong together. Each frontend gathers every rank's `describe(...)` once, at the first step, and
-calls `agree`, which raises the same error on all ranks.
+Ranks with different models would deadlock, or add gradients of different parameters. Each frontend
+gathers every rank's `describe(...)` once, at the first step, and calls `agree`, which raises the
+same error on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SOFTWARE = ("hvd_gradcomp", "wire format", "framework", "Horovod")
 
 
 class MismatchError(ValueError):
-    """The ranks do not train the same model in the same way."""
+    """Mismatch between ranks: they do not train the same model in the same way."""
 
 
 def describe(
@@ -34,9 +34,9 @@ def describe(
     framework: str,
     horovod: str,
 ) -> Description:
-    """What has to be equal on all ranks, by what a user would call it.
+    """Describe everything that must be equal on all ranks, under names that users know.
 
-    `framework` and `horovod` are what is installed: "torch 2.13.0", "0.28.1".
+    `framework` and `horovod` are the installed versions: "torch 2.13.0", "0.28.1".
     """
     installed = (__version__, str(wire.VERSION), framework, horovod)
     description = dict(zip(_SOFTWARE, installed))
@@ -50,15 +50,15 @@ def describe(
 def agree(
     descriptions: Sequence[Description], ranks: Sequence[int] | None = None, advice: str = ""
 ) -> None:
-    """Raises unless all ranks say the same.
+    """Raise an error unless the descriptions of all ranks are equal.
 
     Args:
         descriptions: of each rank.
-        ranks: what the ranks are called, where they are not all there are.
-        advice: what to do, where it is not what is to be done about a model that differs.
+        ranks: the numbers of the ranks, if these are not all ranks.
+        advice: what to do, if not the advice for models that differ.
 
     Raises:
-        MismatchError: naming what differs, and on which ranks.
+        MismatchError: names the differences and their ranks.
     """
     reference = descriptions[0]
     first, *_ = ranks = ranks or range(len(descriptions))

@@ -1,8 +1,8 @@
-"""Who takes part in an elastic run, what they have all committed, and what is lost with one.
+"""Membership of an elastic run: the ranks' common commit, and the residual lost with a rank.
 
-At each commit the ranks gather who they are and the norm of what they keep back; a few bytes beside
-the broadcast that Horovod's own commit makes. So when one has died, the others still know what it
-held.
+At each commit the ranks gather their identities and the norms of their residuals: a few bytes next
+to the broadcast of Horovod's own commit. So after a rank has died, the others still know the norm
+of its residual.
 """
 
 from __future__ import annotations
@@ -20,71 +20,71 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 
 
 class RankState(NamedTuple):
-    """One process at one commit."""
+    """State of one process at one commit."""
 
-    process: str  # unlike its slot, never taken again
+    process: str  # unlike the slot, never reused
     rank: int
     host: str
     slot: int
-    commits: int  # 0 for one that is new
-    squares: float  # of what it keeps back, summed
+    commits: int  # 0 for a new process
+    squares: float  # sum of squares of its residuals
 
 
 class Lost(NamedTuple):
-    """What was lost with a rank that left: the norm of what it had not sent."""
+    """Loss through a rank that left: the norm of its unsent residual."""
 
     rank: int
     norm: float
 
 
 class Membership(ABC):
-    """Goes before one of Horovod's elastic states; `begin` comes after its constructor.
+    """Mixin that precedes one of Horovod's elastic states; call `begin` after its constructor.
 
-    When a rank dies, the collective that it died in may have ended on some of the others and not
-    on the rest, so these are a commit apart, and no more: a commit gathers from all. Each keeps its
-    last two, and all go back to the newest that all have. A rank that stayed ahead would count as
-    sent what the parameters of the others have not seen.
+    When a rank dies, the collective in progress may have completed on some of the others and not on
+    the rest. So the survivors may be one commit apart, but no more, since a commit gathers from
+    all. Each rank keeps its last two commits, and all go back to the newest common one. A rank that
+    stayed ahead would count elements as sent that the parameters of the others have not seen.
 
     Attributes:
-        lost: (rank, norm) of each that left since this process joined.
+        lost: (rank, norm) of each rank that left since this process joined.
     """
 
     lost: list[Lost]
 
-    # -- the frontend's part -----------------------------------------------------------------
+    # -- implemented by the frontend ---------------------------------------------------------
 
     @abstractmethod
     def _gather(self, seat: RankState) -> Sequence[RankState]:
-        """Everybody's, in the order of ranks."""
+        """Gather the state of every rank, in rank order."""
 
     @abstractmethod
     def _place(self) -> tuple[int, int]:
-        """(rank, slot) of this process now."""
+        """Return (rank, slot) of this process now."""
 
     @abstractmethod
     def _squares(self) -> float:
-        """The sum of squares of what this rank keeps back."""
+        """Return the sum of squares of this rank's residuals."""
 
     @abstractmethod
     def _committed(self) -> Any:
-        """What `save` has copied, without copying it again."""
+        """Return the copies that `save` made, without copying again."""
 
     @abstractmethod
     def _recommit(self, copies: Any) -> None:
-        """Makes earlier copies those that `restore` goes back to."""
+        """Make earlier copies the ones that `restore` goes back to."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Sets what belongs to this rank alone to what it was before the first step."""
+        """Reset the rank-local state to its value before the first step."""
 
     @abstractmethod
     def _resize(self) -> None:
-        """Settles what depends on the number of ranks; without a collective."""
+        """Adapt to the number of ranks, without a collective."""
 
     # -- Horovod's events --------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This process is new, and has committed nothing."""
+        """Initialize this process as new, with no commits."""
         self._process = uuid.uuid4().hex
         self._host = os.environ.get("HOROVOD_HOSTNAME") or platform.node()
         self._commits = 0
@@ -94,22 +94,22 @@ class Membership(ABC):
         self.lost = []
 
     def commit(self) -> None:
-        """Saves, after all have said what they keep back; on all ranks together."""
+        """Save, after all ranks have gathered the norms of their residuals; collective."""
         self._note(self._call_roll())
         super().commit()  # type: ignore[misc]
 
     def save(self) -> None:
-        """Copies everything to memory, and keeps the copies before these."""
+        """Copy the state to memory, and keep the copies of the previous commit."""
         self._before = (self._committed(), self._commits, self._committed_seats)
         super().save()  # type: ignore[misc]
         self._commits, self._committed_seats = self._commits + 1, self._seats
 
     def reset(self) -> None:
-        """Horovod has begun anew, with other ranks perhaps."""
+        """Adapt to Horovod's restart, possibly with other ranks."""
         self._resize()
 
     def sync(self) -> None:
-        """Brings all ranks to one commit: rank 0's, but for what belongs to each rank alone.
+        """Bring all ranks to one commit: rank 0's, except for rank-local state.
 
         Raises:
             RuntimeError: on all ranks, if they have not committed together.
@@ -134,7 +134,7 @@ class Membership(ABC):
         self._note(self._call_roll())
         self.save()
 
-    # -- the roll ----------------------------------------------------------------------------
+    # -- the list of ranks -------------------------------------------------------------------
 
     def _call_roll(self) -> Sequence[RankState]:
         rank, slot = self._place()
@@ -142,7 +142,7 @@ class Membership(ABC):
         return self._gather(mine)
 
     def _note(self, seats: Sequence[RankState]) -> None:
-        """Takes the new roll, and reports who is no longer on it."""
+        """Store the new list of ranks, and report those that left."""
         present = {seat.process for seat in seats}
         known = {seat.process for seat in self._seats}
         oldest = next((seat.process for seat in seats if seat.process in known), None)

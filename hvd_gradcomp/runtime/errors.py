@@ -1,4 +1,4 @@
-"""Horovod says that an exchange has failed, hardly why; here is what it means to who reads it."""
+"""Explanations of failed collectives: Horovod's errors rarely name the cause."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _STOPPED = (
     "another rank has stopped, or raised an error, or had no more batches; look at what the other "
     "ranks have written. To go on without a rank that dies use "
 )
-_GOES_ON = {  # without a rank that has died, by who moves the bytes
+_GOES_ON = {  # how to continue after a rank has died, by communication library
     "Horovod": "hvd.elastic",
     "torch.distributed": (
         "torchrun --max-restarts=N, which starts all ranks again: load a checkpoint there, with "
         "what state.state_dict() of each rank has saved"
     ),
 }
-_CAUSES = {  # by what Horovod's text has in it
+_CAUSES = {  # by a part of the library's error text
     "with Join": (
         "another rank has called hvd.join(). Until all have, call nothing but what optimizers and "
         "tapes exchange; or give all ranks the same number of batches"
@@ -25,7 +25,7 @@ _CAUSES = {  # by what Horovod's text has in it
         "this rank has asked for it twice: two threads use one optimizer, or a step began before "
         "the last one had ended"
     ),
-    "Timed out waiting": (  # gloo's, of torch.distributed
+    "Timed out waiting": (  # from gloo, through torch.distributed
         "another rank has not come to it in the timeout= of the process group: it had fewer "
         "batches (with model.join(): lets it take part to the end), or has failed, or waits in a "
         "collective that this rank does not call"
@@ -38,7 +38,7 @@ _CAUSES = {  # by what Horovod's text has in it
 
 
 def explained(what: str, said: str, who: str = "Horovod") -> str:
-    """What failed, the likely cause, and what Horovod, or who moves the bytes, said of it.
+    """Return a message with what failed, the likely cause and the library's own error text.
 
     >>> explained("the exchange", "Horovod has been shut down.")[:47]
     'the exchange failed: another rank has stopped, '
@@ -50,7 +50,7 @@ def explained(what: str, said: str, who: str = "Horovod") -> str:
 
 @contextmanager
 def named(kind: type[Exception], what: str, who: str = "Horovod") -> Iterator[None]:
-    """Explains an error of one kind; it stays of that kind, which elastic training goes by."""
+    """Explain an error; its type stays the same, because elastic training depends on it."""
     try:
         yield
     except kind as error:

@@ -1,16 +1,16 @@
-"""Dense inside a host, compressed between hosts.
+"""Hierarchical exchange: dense inside a host, compressed between hosts.
 
-The ranks of a host add their gradients up; one of them, the *leader* of the bucket, exchanges the
-host's gradient compressed with the leaders of the other hosts; the result goes back to the ranks of
-its host. So a host is one worker to the compressor, with the samples of all its ranks: `H` hosts
-do what `H` ranks would do that see a host's batch each.
+The ranks of a host add up their gradients. One of them, the *leader* of the bucket, exchanges the
+host's compressed gradient with the leaders of the other hosts, and the result goes back to the
+ranks of its host. So to the compressor a host is one worker with the samples of all its ranks: `H`
+hosts behave like `H` ranks that each see a host's batch.
 
-With `hvd.Average` a host's gradient is the mean over its ranks, so what a compressor compares it
-with (a threshold, a norm) means what it means on one rank. A sample that contributes `c` to its
-rank's gradient then contributes `c / ranks` to the host's, and the host's second moment is the sum
-of the ranks' moments over `ranks**2`. With `hvd.Sum` both are sums.
+With `hvd.Average` a host's gradient is the mean over its ranks, so that a compressor's threshold or
+norm means the same as on one rank. A sample that contributes `c` to its rank's gradient then
+contributes `c / ranks` to the host's, and the host's second moment is the sum of the ranks' moments
+over `ranks**2`. With `hvd.Sum` both are sums.
 
-Buckets take turns: the leader of bucket `b` is the rank at place `b % ranks` of its host, so the
+Buckets take turns: the leader of bucket `b` is the rank in slot `b % ranks` of its host, so the
 ranks share the work of compressing. Only a leader has state.
 """
 
@@ -33,14 +33,14 @@ _NO_SETS = (
     "hierarchical=True needs process sets, and Horovod was initialised without: call "
     f"hvd.init(process_sets='dynamic'), or start all ranks with {_DYNAMIC}=1"
 )
-_FAILED = 1.0  # in the place of a verdict: the leader has met an error
+_FAILED = 1.0  # instead of a verdict: the leader has raised an error
 _LEADER_FAILED = "this host's leader could not exchange its gradient; look at what it has written"
 
 
 class HostPosition(NamedTuple):
-    """Where a rank is: on which of the hosts, and which of its host's ranks it is.
+    """Position of a rank: its host, and its slot on that host.
 
-    `share` is what a rank's gradient counts for in its host's.
+    `share` is the weight of a rank's gradient in its host's.
     """
 
     host: int
@@ -51,14 +51,14 @@ class HostPosition(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Horovod's process sets that a rank belongs to."""
+    """Horovod's process sets of a rank."""
 
     inside: Any  # the ranks of its host
     across: Any  # the ranks at its slot, one on each host
 
 
 def place_of(horovod: Any, process_set: Any, average: bool) -> HostPosition:
-    """Where this rank is; nothing is sent.
+    """Return the position of this rank; no communication.
 
     Args:
         horovod: `mpi_ops` of the frontend.
@@ -90,15 +90,15 @@ def place_of(horovod: Any, process_set: Any, average: bool) -> HostPosition:
 
 
 def groups_of(horovod: Any, place: HostPosition, gather: Callable[[Any, Any], list[Any]]) -> Groups:
-    """The process sets of this rank, made where they are not there yet; all ranks call it.
+    """Return the process sets of this rank, and create missing ones; all ranks call it.
 
     Args:
         horovod: `mpi_ops` of the frontend.
         place: of this rank.
-        gather: everybody's item of a kind, on all ranks; see `messages`.
+        gather: gathers an item of a type from every rank, on all ranks; see `typed_json`.
 
     Raises:
-        ValueError: on all ranks, if ranks are not counted host by host, or sets cannot be made.
+        ValueError: on all ranks, if ranks are not numbered host by host, or sets cannot be created.
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or platform.node()
     everybody = gather((place.host, place.slot, name), tuple[int, int, str])
@@ -119,13 +119,13 @@ def groups_of(horovod: Any, place: HostPosition, gather: Callable[[Any, Any], li
 
 
 def _known(horovod: Any) -> dict[tuple[int, ...], int]:
-    """The numbers of Horovod's process sets, by their ranks."""
+    """Return the ids of Horovod's process sets, by their ranks."""
     known = horovod._basics._get_process_set_ids_and_ranks()
     return {tuple(ranks): number for number, ranks in known.items()}
 
 
 def _process_set(horovod: Any, ranks: Sequence[int]) -> Any:
-    """The process set of these ranks; Horovod has each only once."""
+    """Return the process set of these ranks; Horovod has each only once."""
     if len(ranks) == horovod.size():
         return horovod.global_process_set
     process_set, known = horovod.ProcessSet(ranks), _known(horovod)
@@ -149,17 +149,17 @@ def aggregate(
     leader: int,
     **extra: Tensor,
 ) -> Program:
-    """The program of one bucket and step on a rank of a host; see `Compressor.aggregate`.
+    """Run one bucket and step on a rank of a host; see `Compressor.aggregate`.
 
-    An error that the leader meets reaches the other ranks of its host with the result: they raise
-    as well, and none waits for what does not come.
+    An error of the leader reaches the other ranks of its host with the result: they raise too, and
+    none deadlocks.
 
     Args:
-        compressor: what runs between leaders.
-        ops: the verbs.
-        context: with hosts in the place of ranks.
+        compressor: runs between leaders.
+        ops: the tensor ops.
+        context: with hosts in place of ranks.
         gradient: of this rank.
-        state: of this rank; what it is does not matter on one that does not lead.
+        state: of this rank; ignored unless this rank leads.
         place: of this rank.
         leader: the slot of the bucket's leaders.
         extra: for the compressor, of this rank.
@@ -168,8 +168,8 @@ def aggregate(
         return (yield from compressor.aggregate(ops, context, gradient, state, **extra))
     layout = context.layout
     failure: Exception | None = None
-    # The moments go with the gradients: by themselves nobody would need them where this rank does
-    # not lead, and what nobody needs is taken out of a graph.
+    # The moments travel with the gradients: on a rank that does not lead, TensorFlow would prune
+    # a separate allreduce of moments from the graph as unused.
     whole = gradient
     if "moment" in extra:
         whole = ops.concat((gradient, ops.times(extra["moment"], place.share)))
@@ -187,8 +187,8 @@ def aggregate(
             failure = error
             if isinstance(error, NonFiniteGradientError):
                 verdict = verdict * float("nan")
-    # What does not lead sends nothing, but in a graph it must not ask with a constant: TensorFlow
-    # would take that out of the branch that it stands in.
+    # A rank that does not lead sends nothing, but must not broadcast a constant in a graph:
+    # TensorFlow would move the constant out of its branch.
     result = yield Inside(Broadcast(ops.concat((total, verdict)), leader), "result")
     if isinstance(failure, (NonFiniteGradientError, PayloadError)):
         raise type(failure)(f"between hosts, each counted as one rank: {failure}") from failure
@@ -203,9 +203,9 @@ def aggregate(
 
 
 def is_result(request: Any) -> bool:
-    """Whether it is what a leader hands to its host at the end of a program.
+    """Return True if the request is the leader's broadcast to its host at the end of a program.
 
-    A rank that waits for one while its own programs could go on may wait for ever: the leader of
-    that bucket waits as well, for what this rank leads.
+    A rank that blocks on one while its own programs could go on may deadlock: the leader of that
+    bucket waits as well, for a bucket that this rank leads.
     """
     return isinstance(request, Inside) and isinstance(request.request, Broadcast)

@@ -1,9 +1,10 @@
-"""What travels, by the names that Horovod pairs it by and shows on its timeline.
+"""Names of collectives, by which Horovod matches them and shows them on its timeline.
 
     gradcomp.0.bucket3.layer4.0.conv1.weight-and-12.allgather.0
 
-is the first round of the first optimizer's fourth bucket, in which that layer and twelve more lie.
-A name holds only what all ranks know alike, and is the same in every step: Horovod caches by it.
+is the first round of the first optimizer's fourth bucket, which holds that layer and twelve more.
+A name has only parts that are equal on all ranks, and is the same in every step: Horovod caches by
+name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hvd_gradcomp.core.layout import Layout
 
 
 def readable(layer: str) -> str:
-    """A layer's name, of the characters that TensorFlow's graphs and the timeline's JSON take.
+    """Return a layer's name in characters that TensorFlow graphs and the timeline's JSON allow.
 
     >>> readable("dense/kernel:0")
     'dense.kernel_0'
@@ -24,7 +25,7 @@ def readable(layer: str) -> str:
 
 
 def bucket(engine: str, index: int, layout: Layout) -> str:
-    """What a bucket is called.
+    """Return the name of a bucket.
 
     >>> bucket("gradcomp.0", 3, Layout(("dense/kernel", "dense/bias"), ((3, 2), (2,))))
     'gradcomp.0.bucket3.dense.kernel-and-1'
@@ -35,17 +36,17 @@ def bucket(engine: str, index: int, layout: Layout) -> str:
 
 
 def collective(bucket: str, request: Collective, path: object) -> str:
-    """What one exchange of a bucket is called.
+    """Return the name of one collective of a bucket.
 
     Args:
-        bucket: what the bucket is.
-        request: what is exchanged.
-        path: the round; inside branches of a graph also which, and the round there.
+        bucket: the bucket's name.
+        request: the collective.
+        path: the round; inside branches of a graph also the branch and the round in it.
 
     >>> from hvd_gradcomp.core.collectives import Broadcast
     >>> collective("gradcomp.0.bucket3.fc.weight", Broadcast(None, 0), 1)
     'gradcomp.0.bucket3.fc.weight.broadcast.1'
     """
-    if isinstance(request, Inside):  # asked for once a step, and by leaders in later rounds
+    if isinstance(request, Inside):  # once a step, but in a later round on leaders
         return f"{bucket}.inside.{request.what}"
     return f"{bucket}.{type(request).__name__.lower()}.{path}"

@@ -1,4 +1,4 @@
-"""Steps a program: from one collective to the next, through the branches that it switches to."""
+"""Runner of a program: from one collective to the next, through the branches it switches to."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ Steps = Generator[Any, Any, Any]
 
 
 def always(index: Any) -> bool:
-    """Whether a branch is entered here: where nothing is traced, a tensor says which as well."""
+    """Return True, to enter every branch; outside of a trace the index may be a tensor."""
     del index
     return True
 
 
 def known(index: Any) -> bool:
-    """Whether a branch is entered here: not in a graph, unless a number says which it is."""
+    """Return True if the branch is known: its index is a number, not a tensor of a graph."""
     return isinstance(index, int)
 
 
 def never(index: Any) -> bool:
-    """Whether a branch is entered here: all ranks enter theirs together."""
+    """Return False, to enter no branch here: all ranks enter theirs together."""
     del index
     return False
 
 
 class ProgramRunner:
-    """A program, and the branches that it has switched to, innermost last.
+    """A program and the branches that it has switched to, innermost last.
 
     Args:
-        program: to be stepped.
-        enters: of the index of a `Switch`, whether its branch is entered here. Else the switch is
-            handed out, and its reply is what its branch has ended with.
+        program: the generator to step.
+        enters: takes the index of a `Switch` and says whether to enter its branch here. Otherwise
+            `send` returns the switch, and its reply is the result of its branch.
 
     Attributes:
-        result: what the program has ended with.
+        result: return value of the program.
     """
 
     def __init__(self, program: Steps, enters: Callable[[Any], bool] = always) -> None:
@@ -44,7 +44,7 @@ class ProgramRunner:
         self.result: Any = None
 
     def send(self, reply: Any) -> Collective | None:
-        """Goes on with a reply, None at first, to what is asked for next; None at the end."""
+        """Resume with a reply, None at first; return the next request, None at the end."""
         while self._programs:
             try:
                 request = self._programs[-1].send(reply)
@@ -61,7 +61,7 @@ class ProgramRunner:
 
 
 def run(program: Steps, perform: Callable[[Any], Any], enters: Any = always) -> Any:
-    """What a program ends with, where each collective is performed at once."""
+    """Run a program, performing each collective at once, and return its result."""
     stack = ProgramRunner(program, enters)
     request = stack.send(None)
     while request is not None:
@@ -70,9 +70,9 @@ def run(program: Steps, perform: Callable[[Any], Any], enters: Any = always) -> 
 
 
 def unswitched(program: Steps) -> Steps:
-    """The same, with the branches of each `Switch` whose index is known in the place of it.
+    """Return the program with branches of known index inlined in place of their `Switch`.
 
-    So an error in a branch is raised here, as in a function that was called.
+    So an error in a branch is raised here, as from a function call.
     """
     stack = ProgramRunner(program, known)
     request = stack.send(None)

@@ -1,16 +1,16 @@
-"""Finds out that ranks wait for each other for ever, and says what each of them waits for.
+"""Detection of deadlocks between ranks, with a report of the collectives that each rank waits for.
 
-Horovod begins a collective once all its ranks have asked for it. Where a rank asks for another one
-than the rest, all wait, and none can know it: a rank that computes for long looks the same from
-here. So a rank that has waited for `PATIENCE` seconds tells what it has asked for by a collective
-of its own, in which only ranks take part that wait. It ends once all do; if nothing was asked for
-by all ranks that it is for, nothing can come any more. Such a word may be old when it is heard. So
-the ranks tell once more, and raise if all have said the same: between the two they all waited.
+Horovod starts a collective once all its ranks have submitted it. If one rank submits another
+collective than the rest, all wait, and none can tell: a rank that computes for long looks the same.
+So a rank that has waited for `PATIENCE` seconds reports its pending collectives by a collective of
+its own, which only waiting ranks join. It completes once all ranks wait; if no pending collective
+was submitted by all of its ranks, none can complete. Since such a report may be outdated when it
+arrives, the ranks report once more, and raise if all reports are the same: then all ranks have
+waited in between.
 
-A word that not all ranks have told would lie with Horovod, which warns of that, and may stop what
-it takes for stalled. So the next round of a step, on PyTorch (`torch/step_sync.py`), or the next
-step, on TensorFlow, brings it to its end. A frontend says how a table is summed over ranks: see
-`StallChannel`.
+A report that only some ranks submit stays pending in Horovod, which warns of it and may stop it as
+stalled. The next round of a step on PyTorch (`torch/step_sync.py`), or the next step on TensorFlow,
+completes it. A frontend supplies the sum of a table over ranks: see `StallChannel`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-PATIENCE = 10.0  # seconds of waiting, after which a rank tells
-_MOST = 64  # collectives that a rank tells of
-_TEXT = 160  # bytes of what it calls them
-_WORD = 2 + 2 * _MOST + _TEXT // 4  # numbers
-_BUSY = -1  # in the place of how many: this rank does not wait
+PATIENCE = 10.0  # seconds of waiting before a rank reports
+_MOST = 64  # collectives in a report
+_TEXT = 160  # bytes of their names
+_WORD = 2 + 2 * _MOST + _TEXT // 4  # numbers in a report
+_BUSY = -1  # instead of the number of collectives: this rank does not wait
 
 
 class DeadlockError(RuntimeError):
-    """All ranks wait, and none for what another one waits for."""
+    """Deadlock: all ranks wait, and no pending collective can complete."""
 
 
 class PendingOp(NamedTuple):
-    """A collective that this rank has asked for and that has not come.
+    """A collective that this rank has submitted and that has not completed.
 
     Attributes:
         name: equal on all ranks.
         process_set: the ranks that it is for.
-        ready: whether it has come by now.
-        thread: the thread that has asked for it; None for one that waits for this rank's backward.
-        shown: the name for those who read it; the name if empty.
+        ready: whether it has completed by now.
+        thread: the thread that has submitted it; None if it waits for this rank's backward pass.
+        shown: the name in error messages; `name` if empty.
     """
 
     name: str
@@ -50,12 +50,12 @@ class PendingOp(NamedTuple):
 
 
 class StallReport(NamedTuple):
-    """One rank's word.
+    """Report of one rank.
 
     Attributes:
-        asked: (key of its name, id of its process set) of each collective.
-        complete: whether these are all; not those of a rank that does not wait.
-        text: what it waits for.
+        asked: (key of its name, id of its process set) of each pending collective.
+        complete: whether `asked` lists all of them; False for a rank that does not wait.
+        text: names of the pending collectives.
     """
 
     asked: frozenset[tuple[int, int]]
@@ -64,16 +64,16 @@ class StallReport(NamedTuple):
 
 
 def word(asked: Sequence[PendingOp], turn: int = 0) -> list[int]:
-    """What a rank tells that waits, as `_WORD` numbers.
+    """Return the report of a rank that waits, as `_WORD` numbers.
 
     Args:
-        asked: what it waits for.
-        turn: of its waits; another one for the same collectives is another wait.
+        asked: the pending collectives.
+        turn: number of the wait; another wait for the same collectives has another number.
     """
     listed = [n for one in asked[:_MOST] for n in (_key(one.name), one.process_set.process_set_id)]
     shown = ", ".join(
         one.shown or one.name for one in asked[-2:]
-    )  # what failed before may still be asked for
+    )  # the last two: collectives that failed before may still be listed
     if len(asked) > 2:
         shown += f" and {len(asked) - 2} more"
     text = shown.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)
@@ -82,12 +82,12 @@ def word(asked: Sequence[PendingOp], turn: int = 0) -> list[int]:
 
 
 def busy() -> list[int]:
-    """What a rank tells that does not wait."""
+    """Return the report of a rank that does not wait."""
     return [_BUSY, *[0] * (_WORD - 1)]
 
 
 def read(numbers: Sequence[int]) -> StallReport | None:
-    """The inverse of `word` and `busy`; None for a rank that has joined, which adds zeros."""
+    """Parse the numbers of `word` or `busy`; return None for a joined rank, which adds zeros."""
     count, pairs = numbers[0], numbers[1 : 1 + 2 * _MOST]
     if count == 0:
         return None
@@ -98,10 +98,10 @@ def read(numbers: Sequence[int]) -> StallReport | None:
 
 
 def stuck(told: dict[int, StallReport | None], members: dict[int, Sequence[int]]) -> bool:
-    """Whether nothing that a rank waits for can ever come.
+    """Return True if no pending collective can complete.
 
     Args:
-        told: the word of each rank.
+        told: the report of each rank.
         members: the ranks of each process set, by its id.
     """
     words = {rank: one for rank, one in told.items() if one is not None}
@@ -110,7 +110,7 @@ def stuck(told: dict[int, StallReport | None], members: dict[int, Sequence[int]]
     for key, process_set in set().union(*(one.asked for one in words.values())):
         ranks = members.get(process_set)
         if ranks is None or not set(ranks) <= told.keys():
-            return False  # other ranks have a say, who do not take part here
+            return False  # depends on ranks that have not reported here
         if all(told[rank] is None or (key, process_set) in told[rank].asked for rank in ranks):  # type: ignore[union-attr]
             return False
     return True
@@ -121,12 +121,13 @@ def _key(name: str) -> int:
 
 
 class StallChannel:
-    """Of the ranks of one process set.
+    """Channel for the reports of the ranks of one process set.
 
     Args:
         process_set: the ranks.
-        tell: asks for the sum over ranks of a table of int64, by a name. Gives an object with
-            `ready()` and `wait()`; this returns what has `tolist()`, or raises a RuntimeError.
+        tell: submits the sum over ranks of an int64 table, under a name. Returns an object with
+            `ready()` and `wait()`; the latter returns an object with `tolist()`, or raises a
+            RuntimeError.
         members: the ranks of each process set, by its id.
     """
 
@@ -143,11 +144,11 @@ class StallChannel:
 
     @property
     def pending(self) -> bool:
-        """Whether this rank has told something that has not come yet."""
+        """True if a report of this rank is pending."""
         return self._pending is not None
 
     def look(self, asked: Sequence[PendingOp], turn: int = 0) -> None:
-        """Tells what this rank has waited for in vain, and hears what others do; see `word`.
+        """Report the collectives that this rank waits for, and read other reports; see `word`.
 
         Raises:
             DeadlockError: on all ranks.
@@ -160,17 +161,17 @@ class StallChannel:
             pending, self._pending = self._pending, None
             try:
                 table = pending.wait().tolist()
-            except RuntimeError:  # of Horovod's: what the rank waits for has failed, too
+            except RuntimeError:  # from Horovod: the pending collectives have failed, too
                 self._before = None
                 return
             self._hear(table)
             self._say(word(asked, turn))
 
     def complete(self) -> None:
-        """Brings a word to its end that not all ranks have told; all ranks call it."""
+        """Complete a report that only some ranks have submitted; all ranks call it."""
         if self._pending is None:
             self._say(busy())
-        self._completing = True  # waits, but not in vain
+        self._completing = True  # blocks, but not in a deadlock
         try:
             self._pending.wait()
         finally:
@@ -178,7 +179,7 @@ class StallChannel:
             self.drop()
 
     def drop(self) -> None:
-        """Forgets what was told: Horovod has begun anew."""
+        """Drop the pending report after a restart of Horovod."""
         self._pending = self._before = None
 
     def _say(self, numbers: list[int]) -> None:
@@ -205,7 +206,7 @@ class StallChannel:
 
 
 class StallInspector:
-    """What this rank has asked for, and since when nothing has come.
+    """Record of this rank's pending collectives, and of the time of the last change.
 
     Args:
         tell, members: see `StallChannel`.
@@ -220,7 +221,7 @@ class StallInspector:
         self._looked: tuple[Hashable, ...] = ()
 
     def among(self, process_set: Any) -> StallChannel:
-        """Watches the ranks of a process set from now on."""
+        """Watch the ranks of a process set from now on."""
         number = process_set.process_set_id
         known = self._watches.get(number)
         if known is None or known[0] is not process_set:
@@ -228,8 +229,8 @@ class StallInspector:
         return self._watches[number][1]
 
     def ask(self, key: Hashable, asked: PendingOp) -> None:
-        """Takes note of a collective."""
-        if len(self._asked) > _MOST:  # nobody has waited for them
+        """Record a submitted collective."""
+        if len(self._asked) > _MOST:  # nobody has waited for the completed ones
             for known, one in list(self._asked.items()):
                 if one.ready():
                     self.came(known)
@@ -238,11 +239,11 @@ class StallInspector:
             self._threads.add(asked.thread)
 
     def came(self, key: Hashable) -> None:
-        """It has come, or has failed."""
+        """Remove a collective that has completed or failed."""
         self._asked.pop(key, None)
 
     def look(self) -> None:
-        """Looks whether this rank waits in vain; a matter of microseconds while it has not long.
+        """Report if this rank has waited for `PATIENCE`; costs microseconds before.
 
         Raises:
             DeadlockError: on all ranks.
@@ -255,13 +256,13 @@ class StallInspector:
             return
         coming = [one for one in list(self._asked.values()) if not one.ready()]
         if not coming or len(self._threads) > 1:
-            return  # another thread may still ask for what other ranks wait for
+            return  # another thread may still submit what other ranks wait for
         for process_set, watch in list(self._watches.values()):
             if process_set.process_set_id is not None and process_set.included():
                 watch.look(coming, self._turn)
 
     def drop(self) -> None:
-        """Forgets all: Horovod has begun anew."""
+        """Drop all records after a restart of Horovod."""
         self._asked.clear()
         for _, watch in self._watches.values():
             watch.drop()

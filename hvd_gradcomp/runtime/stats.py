@@ -1,4 +1,4 @@
-"""What `compression_stats` reports, of any frontend's buckets and counters."""
+"""Totals that `compression_stats` reports, from any frontend's buckets and counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_gradcomp.monitoring.stats import CompressionStats, mean_losses, norm_of
 
 
 class BucketTotals(NamedTuple):
-    """A bucket that this rank compresses, and in how many steps it has."""
+    """A bucket that this rank compresses, and its number of compressed steps."""
 
     layout: Layout
     compressor: Compressor
@@ -21,7 +21,7 @@ class BucketTotals(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """What this rank has counted of its exchanges."""
+    """Traffic counters of this rank."""
 
     bytes_sent: int
     bytes_received: int
@@ -39,14 +39,14 @@ def stats(
     norm: Callable[[Any], float],
     gradient_norms: Iterable[float],
 ) -> CompressionStats:
-    """Totals since the start; reads the device.
+    """Return totals since the start; reads the device.
 
     Args:
         buckets: those that this rank compresses.
-        counted: what was moved.
-        steps: exchanges done.
-        order: names of layers, as the model has them.
-        beside: values that were sent beside the buckets, by the layer's name.
+        counted: this rank's traffic.
+        steps: completed exchanges.
+        order: names of layers, in the model's order.
+        beside: values that were sent outside of the buckets, by layer name.
         unplanned: sizes of layers that have no bucket on any rank, by name.
         norm: the L2 norm of a tensor.
         gradient_norms: of parts of the exchanged gradient.

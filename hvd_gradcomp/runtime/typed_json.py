@@ -1,6 +1,6 @@
-"""What ranks tell each other beside tensors: JSON, checked against a type when it is read.
+"""Messages between ranks other than tensors: JSON, checked against a type when it is read.
 
-Nothing that arrives is run, as unpickling would: it is of the type that was asked for, or an error.
+Unlike unpickling, reading runs no received code: it returns the expected type or raises an error.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 class MessageError(ValueError):
-    """Another rank has said something of another kind than was asked for."""
+    """Message of another rank that does not have the expected type."""
 
 
 def packed(item: Any) -> bytes:
-    """An item as JSON: None, numbers, texts, and lists, tuples and dicts (by texts) of them.
+    """Encode as JSON: None, numbers, strings, and lists, tuples and string-keyed dicts of these.
 
     Infinities and NaN keep their value, and floats all of their bits.
 
@@ -26,15 +26,15 @@ def packed(item: Any) -> bytes:
 
 
 def unpacked(data: bytes, kind: Any) -> Any:
-    """What `packed` was given.
+    """Decode the bytes of `packed`.
 
     Args:
         data: the bytes.
         kind: a type: None, bool, int, float, str, `list[...]`, `dict[str, ...]`, `tuple[...]` of
-            as many or with `...`, `Optional[...]`, a NamedTuple of these, or Any.
+            fixed length or with `...`, `Optional[...]`, a NamedTuple of these, or Any.
 
     Raises:
-        MessageError: it is no JSON, or not of that type.
+        MessageError: it is not JSON, or not of that type.
 
     >>> unpacked(packed({"a": (1, "b")}), dict[str, tuple[int, str]])
     {'a': (1, 'b')}
@@ -47,15 +47,15 @@ def unpacked(data: bytes, kind: Any) -> Any:
 
 
 def typed(item: Any, kind: Any, where: str = "it") -> Any:
-    """What JSON has read, as a type that `unpacked` takes.
+    """Convert decoded JSON to a type that `unpacked` takes.
 
     Args:
-        item: as read.
-        kind: what it has to be.
-        where: what an error calls it.
+        item: the decoded JSON.
+        kind: the expected type.
+        where: name of the item in error messages.
 
     Raises:
-        MessageError: it is something else.
+        MessageError: it has another type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -84,16 +84,16 @@ def typed(item: Any, kind: Any, where: str = "it") -> Any:
 def gathered(
     item: Any, kind: Any, allgather: Callable[[bytes], Iterable[bytes]], ranks: Sequence[int] | None
 ) -> list[Any]:
-    """Everybody's item, on all ranks.
+    """Gather an item from every rank, on all ranks.
 
     Args:
         item: this rank's.
-        kind: what each has to be.
-        allgather: gathers bytes, of as many as a rank likes.
-        ranks: what they are called, where they are not all there are.
+        kind: the expected type of each.
+        allgather: gathers bytes; lengths may differ between ranks.
+        ranks: the numbers of the ranks, if these are not all ranks.
 
     Raises:
-        MessageError: on all ranks, if one has said something else.
+        MessageError: on all ranks, if an item has another type.
     """
     found = []
     for place, data in enumerate(allgather(packed(item))):

@@ -1,10 +1,10 @@
-"""Names for what travels, given alike on all ranks."""
+"""Names for collectives, drawn in the same order on all ranks."""
 
 from __future__ import annotations
 
 
 class UniqueNames:
-    """Numbers the engines of a process. All ranks take one for each, in the process set or not.
+    """Counter of a process's engines. All ranks draw each name, in the process set or not.
 
     Attributes:
         number: the next one.
@@ -14,14 +14,14 @@ class UniqueNames:
         self._prefix, self.number = prefix, 0
 
     def draw(self) -> int:
-        """The next number."""
+        """Return the next number."""
         self.number += 1
         return self.number - 1
 
     def take(self) -> str:
-        """The name of the next engine."""
+        """Return the name of the next engine."""
         return f"{self._prefix}.{self.draw()}"
 
     def go_on_from(self, number: int) -> None:
-        """Continues another rank's numbers, where this one began later."""
+        """Continue another rank's numbers, if this rank started later."""
         self.number = number

@@ -14,8 +14,8 @@ _require_horovod("tensorflow")
 from horovod.tensorflow import *  # noqa: F403
 from horovod.tensorflow.util import _executing_eagerly  # an attribute of Horovod's
 
-# Horovod's modules of these names, which `import ... as` and `from ... import` would find; and its
-# optimizer, which does not reduce under Keras 3.
+# Remove Horovod's modules of these names, which `import ... as` and `from ... import` would find,
+# and its optimizer, which does not reduce under Keras 3.
 for _name in ("elastic", "keras", "DistributedOptimizer"):
     globals().pop(_name, None)
 

@@ -1,4 +1,4 @@
-"""Brings all ranks to one rank's variables, but for what belongs to each rank alone."""
+"""Broadcast of one rank's variables to all ranks, except for what belongs to one rank alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TRAVEL = frozenset({"uint8", "int8", "int32", "int64", "float16", "float32", "f
 
 
 class _Roll(NamedTuple):
-    """What one rank wants to broadcast."""
+    """Variables and reducers that one rank wants to broadcast."""
 
     variables: list[str]
-    names: list[str]  # of the exchanges among them
+    names: list[str]  # of the reducers
     compressors: list[str]
     steps: list[int]
     number: int  # of the next exchange
@@ -32,28 +32,27 @@ def broadcast_variables(
     process_set: Any = horovod.global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Like Horovod's own; also takes Keras 3 variables, as in `optimizer.variables`.
+    """Broadcast variables like Horovod's own; also takes Keras 3's, as in `optimizer.variables`.
 
-    Left out is what a compressor has accumulated on this rank: copied to all ranks, the root's
-    debt would be paid once a rank. Where the root goes on from a checkpoint that only it has read,
-    the others take its steps and what all ranks have in common, and what belongs to each of them
-    begins anew; the log says so once.
+    What a compressor has accumulated on this rank is left out: a broadcast residual would be
+    applied once per rank. If the root resumes from a checkpoint that only it has read, the others
+    take its steps and its replicated state, and their own state starts anew; the log says so once.
 
-    Variables are matched by their place, so they may have other names on other ranks: a Keras
-    model that was loaded names them differently.
+    Variables are matched by their place, so their names may differ between ranks: a Keras model
+    that was loaded names them differently.
 
     Args:
-        variables: of TensorFlow or Keras, in the same order on all ranks; one that is given twice
-            is sent once.
-        root_rank: whose values count.
+        variables: of TensorFlow or Keras, in the same order on all ranks; a repeated one is sent
+            once.
+        root_rank: the rank whose values count.
         process_set: the ranks that take part.
         inplace: as in Horovod.
 
     Returns:
-        What Horovod's own returns: inside a graph the operation to run.
+        The result of Horovod's own: inside a graph the operation to run.
 
     Raises:
-        MismatchError: on all ranks, if they have other variables, or other compressors.
+        MismatchError: on all ranks, if their variables or their compressors differ.
     """
     plain = {id(v): v for v in map(plain_variable, variables)}
     shared = [v for v in plain.values() if not is_rank_local(v)]
@@ -114,10 +113,10 @@ def broadcast_variables(
 def _agreed(
     shared: Sequence[tf.Variable], engines: Sequence[GraphReducer], process_set: Any
 ) -> list[_Roll]:
-    """What all ranks want to broadcast.
+    """Gather what all ranks want to broadcast, and require that it is the same.
 
     Raises:
-        MismatchError: on all ranks, if that differs: some would wait for others for ever.
+        MismatchError: on all ranks, if it differs: some ranks would deadlock.
     """
     mine = _Roll(
         [f"{v.dtype.name} {tuple(v.shape)}" for v in shared],

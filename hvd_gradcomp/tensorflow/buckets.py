@@ -1,4 +1,4 @@
-"""The buckets of an exchange on TensorFlow, and the variables that hold what they keep."""
+"""Buckets of an exchange on TensorFlow, and the variables that hold their state."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster
 GPU_BUCKET_BYTES = 25 << 20
 
 Layers = Sequence[Layer]
-COMMITTED, DISCARDABLE, LEFT_OUT = 0, 1, 2  # what can be done about the last exchange
-UNDECIDED, GATHERED, COMPRESSED = 0, 1, 2  # what becomes of the rows of a sparse gradient
+COMMITTED, DISCARDABLE, LEFT_OUT = 0, 1, 2  # states of the last exchange
+UNDECIDED, GATHERED, COMPRESSED = 0, 1, 2  # choices for the rows of a sparse gradient
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Buckets(Participants):
-    """What an exchange keeps from step to step.
+    """Buckets and the state that an exchange keeps from step to step.
 
     Args:
-        layers, compressor, op, predivide, process_set: see `Engine`.
-        place: of this rank among hosts.
-        name: begins the name of everything that travels.
-        make_variable: see `Engine`.
+        layers, compressor, op, predivide, process_set: see `GraphReducer`.
+        place: position of this rank among hosts.
+        name: prefix of the names of everything that travels.
+        make_variable: see `GraphReducer`.
         left_out, apart: places of layers that get no bucket, or one of their own; see `_plan`.
-        rollback: see `Engine`.
+        rollback: see `GraphReducer`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Buckets(Participants):
         self.owned = make_variable is not None
         with tf.init_scope():
             zero = tf.constant(0, tf.int64)
-            self._summed = new_variable("gradcomp_summed", zero)  # of the step before
+            self._summed = new_variable("gradcomp_summed", zero)  # checksum of the previous step
             self._last = new_variable("gradcomp_last", tf.constant(COMMITTED, tf.int64))
             self.steps = self._make_variable("gradcomp_steps", zero)
             self.counters = {
@@ -88,16 +88,16 @@ class Buckets(Participants):
         self._plan(left_out, apart)
 
     def leader(self, bucket: int) -> int:
-        """The place in its host of the rank that compresses a bucket."""
+        """Return the place in its host of the rank that compresses a bucket."""
         return 0 if self.place is None else bucket % self.place.slots
 
     def _plan(self, left_out: Collection[int], apart: Collection[int] = ()) -> None:
-        """Lays the layers into buckets, last layers first, and makes their state.
+        """Assign the layers to buckets, last layers first, and create their state.
 
         Args:
             left_out: places of layers that get no bucket.
-            apart: places of layers that get one of their own, which a step may leave out; without
-                those whose compressor takes all of a model.
+            apart: places of layers that get one of their own, which a step may leave out; those
+                whose compressor takes the whole model are ignored.
         """
         self.left_out = sorted(left_out)
         target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
@@ -121,7 +121,7 @@ class Buckets(Participants):
         ]
         self._planned = planned
         self._moments = [compressor.uses_moments for compressor, _ in planned]
-        # A rank that does not lead a bucket keeps what has no state.
+        # A rank that does not lead a bucket keeps no state for it.
         planned = [
             (one if self.leads(bucket) else NoneCompressor(), layout)
             for bucket, (one, layout) in enumerate(planned)
@@ -142,10 +142,10 @@ class Buckets(Participants):
                     title = f"gradcomp_{bucket}_{path.replace('.', '_')}"
                     variable = self._make_variable(title, value)
                     self.variables[-1].append(variable)
-                    # With hosts, not even what leaders have in common is on all ranks.
+                    # With hosts, only the leaders have the replicated state.
                     if self.place or not is_replicated(self.compressors[bucket], path):
                         keep_local(variable)
-            # What it held before the last exchange; it shares the buffers until the next one.
+            # The state before the last exchange; it shares its buffers until the next one.
             self._previous = [
                 [new_variable("gradcomp_previous", v) for v in some] if self.rollback else []
                 for some in self.variables
@@ -155,7 +155,7 @@ class Buckets(Participants):
         self.names = [naming.bucket(self.name, *pair) for pair in enumerate(self.layouts)]
 
     def leave_out(self, places: Collection[int], apart: Collection[int] = ()) -> None:
-        """Plans without some layers, whose gradients are sparse, unless it is planned so.
+        """Plan without some layers, whose gradients are sparse, unless that is the plan already.
 
         Args:
             places, apart: see `_plan`.
@@ -165,11 +165,11 @@ class Buckets(Participants):
 
     @property
     def keeps_local(self) -> bool:
-        """Whether a compressor keeps what belongs to this rank alone."""
+        """Return True if a compressor keeps state that belongs to this rank alone."""
         return any(is_rank_local(v) for some in self.variables for v in some)
 
     def learned_by_one(self, steps: int) -> list[tuple[tf.Variable, int]]:
-        """Variables in which one rank's value counts for all after so many steps, and its rank."""
+        """Return variables whose value on one rank counts for all after `steps`, and that rank."""
         ranks = self.process_set.ranks or range(self.process_set.size())
         return [
             (variable, ranks[owner])
@@ -180,14 +180,14 @@ class Buckets(Participants):
         ]
 
     def commit(self) -> None:
-        """Makes the last exchange one that can no longer be discarded."""
+        """Commit the last exchange: it can no longer be discarded."""
         self._last.assign(COMMITTED)
 
     def discard(self) -> None:
-        """Restores what was kept before the last exchange, to the bit; all ranks do the same.
+        """Roll back to the state before the last exchange, bit-exact; all ranks do the same.
 
-        The exchange counts as one that was skipped. Nothing where it was undone already, for a
-        gradient that was not finite. Eager, or a part of the graph that is traced.
+        The exchange counts as skipped. A no-op if it was undone already, because of a non-finite
+        gradient. Works eagerly, and as part of a traced graph.
 
         Raises:
             RuntimeError: there is nothing to discard; in a graph TensorFlow's
@@ -220,7 +220,7 @@ class Buckets(Participants):
             tf.cond(tf.equal(self._last, DISCARDABLE), restore, lambda: None)
 
     def forget(self) -> None:
-        """Sets what belongs to this rank alone to what it was before the first step."""
+        """Reset what belongs to this rank alone to its value before the first step."""
         self.commit()
         for zero in (*self.counters.values(), *self.sums, self._summed):
             zero.assign(tf.zeros_like(zero))
@@ -230,12 +230,12 @@ class Buckets(Participants):
                     variable.assign(value)
 
     def state_of(self, bucket: int) -> State:
-        """A bucket's state as it is now."""
+        """Return a bucket's current state."""
         return with_leaves(self.templates[bucket], [tf.identity(v) for v in self.variables[bucket]])
 
     @property
     def replicated(self) -> list[tuple[str, tf.Variable]]:
-        """The variables of states that are equal on all ranks that have them, by name."""
+        """Return the state variables that are equal on all ranks that have them, by name."""
         held = []
         for bucket, (layout, template) in enumerate(zip(self.layouts, self.templates)):
             state = with_leaves(template, list(self.variables[bucket]))
@@ -244,11 +244,11 @@ class Buckets(Participants):
 
     @property
     def everything(self) -> list[tf.Variable]:
-        """All its variables."""
+        """Return all variables of the exchange."""
         return [self.steps, *self.counters.values(), *(v for some in self.variables for v in some)]
 
     def retrain(self) -> None:
-        """Lets the compressors learn anew what they learn, from the next step on."""
+        """Let the compressors learn anew, from the next step on."""
         self.commit()
         for bucket, compressor in enumerate(self.compressors):
             state = learning.retrained(compressor, self.ops, self.state_of(bucket), int(self.steps))
@@ -257,7 +257,7 @@ class Buckets(Participants):
 
     @property
     def _alike(self) -> list[tf.Variable]:
-        """What states count alike on all ranks."""
+        """Return the integer scalars of the states that are equal on all ranks."""
         if self.place is not None:
             return []
         return [
@@ -269,16 +269,16 @@ class Buckets(Participants):
 
     @property
     def word_name(self) -> str:
-        """Of what ranks compare in each step."""
+        """Return the name of the message that ranks compare in each step."""
         return f"{self.name}.step"
 
     @property
     def word_size(self) -> int:
-        """Of how many numbers it is."""
+        """Return the number of integers in that message."""
         return step_sync.FIELDS + len(self._alike) + len(self.apart)
 
     def resize(self) -> set[Compressor]:
-        """Settles what depends on the number of ranks; what was traced before must not run again.
+        """Adapt to another number of ranks; functions traced before must not run again.
 
         Returns:
             The compressors that have to learn anew.

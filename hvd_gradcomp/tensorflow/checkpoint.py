@@ -1,7 +1,6 @@
-"""Checkpoints of all ranks: variables of models, optimizers and tapes, and what compressors keep.
+"""Checkpoints of all ranks: variables of models, optimizers and tapes, and compressor state.
 
-Files are in the safetensors format: an array for each variable, and one text that says what they
-are.
+Files are in the safetensors format: an array for each variable, and one text that describes them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from hvd_gradcomp.tensorflow.variables import is_own, is_rank_local, plain_varia
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"
-_waiting: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # what was loaded so far
+_waiting: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by unbuilt optimizer
 _ALIKE = ("exchanges", "skipped")  # counters that are equal on all ranks
 
 
@@ -47,22 +46,22 @@ def save_checkpoint(
     process_set: Any = horovod.global_process_set,
     **objects: Any,
 ) -> None:
-    """Saves models, optimizers and the rest to a folder; all ranks call it.
+    """Save models, optimizers and other objects to a folder; all ranks call it.
 
-    What was saved there before stays valid until all ranks have written theirs, and is then
-    replaced; a crash or a full disk at any moment leaves one of the two.
+    The previous checkpoint there stays valid until all ranks have written theirs, and is then
+    replaced; after a crash or a full disk at any moment one of the two is intact.
 
     Args:
-        folder: the same path on all ranks. On hosts that share no file system each keeps its
-            ranks' files.
-        mode: "sharded" saves what each rank's compressor keeps, and resumes exactly with as many
+        folder: the same path on all ranks. Hosts that share no file system keep their own ranks'
+            files each.
+        mode: "sharded" saves each rank's compressor state, and resumes exactly with as many
             ranks: the same bits as without the stop. "consolidated" saves the sum over ranks, in
-            one file, and resumes with any number of ranks, of which each takes its share.
+            one file, and resumes with any number of ranks, each of which takes its share.
         process_set: the ranks that take part.
-        objects: by name. A Keras model (with its optimizer, if it has one), an optimizer, what
-            `tape_state` returns, anything else with `variables`, a list of variables; numbers,
-            texts, and lists and dicts of them are saved as JSON. Equal on all ranks but for what
-            compressors keep; rank 0's count.
+        objects: by name. A Keras model (with its optimizer, if it has one), an optimizer, the
+            result of `tape_state`, anything else with `variables`, a list of variables; numbers,
+            texts, and lists and dicts of them are saved as JSON. Equal on all ranks except for
+            compressor state; rank 0's count.
 
     Raises:
         CheckpointError: on all ranks, naming those that could not write; or the ranks do not save
@@ -120,14 +119,13 @@ def load_checkpoint(
     process_set: Any = horovod.global_process_set,
     **objects: Any,
 ) -> dict[str, Any]:
-    """Resumes from a folder that `save_checkpoint` wrote; all ranks call it.
+    """Resume from a folder that `save_checkpoint` wrote; all ranks call it.
 
     No broadcast is needed after it: all ranks load the same. Only rank 0 has to see the shared
-    file. Models have to be built. A `DistributedOptimizer` that is not, since it has not trained
-    yet, takes what was saved once it is: in its first step, which raises the error there may be.
+    file. Models have to be built. A `DistributedOptimizer` that has not trained yet, and so is not
+    built, takes its state in its first step, which then raises the error if there is one.
     Every byte is checked against the SHA-256 of what was saved. All ranks load, or none: after an
-    error all variables are what they were, on all ranks, for which a copy of them is kept
-    meanwhile.
+    error all variables are restored on all ranks, from a copy that is kept meanwhile.
 
     Args:
         folder: as in `save_checkpoint`.
@@ -138,8 +136,8 @@ def load_checkpoint(
         The numbers and texts that were saved, by name.
 
     Raises:
-        CheckpointError: on all ranks: there is no checkpoint, a file of it is missing or damaged,
-            or it is of another model, compressor or number of ranks.
+        CheckpointError: on all ranks: there is no checkpoint, one of its files is missing or
+            damaged, or it is of another model, compressor or number of ranks.
     """
 
     def prepare(whole: dict[str, Any], own: dict[str, Any] | None) -> Takeover:
@@ -183,7 +181,7 @@ def load_checkpoint(
 
 
 def _ranks(process_set: Any) -> Ranks:
-    """Who saves or loads together, once they all do."""
+    """Return the ranks that save or load together, once all of them do."""
     meet(process_set)
     name = "gradcomp.checkpoint"
     root = process_set.ranks[0] if process_set.ranks else 0
@@ -199,11 +197,11 @@ def _ranks(process_set: Any) -> Ranks:
     return Ranks(process_set.rank(), process_set.size(), gather, broadcast)
 
 
-# -- what there is to save -----------------------------------------------------------------------
+# -- saving --------------------------------------------------------------------------------------
 
 
 def _optimizer_of(item: Any) -> Any:
-    """The optimizer of a model, or the item itself."""
+    """Return the optimizer of a model, or the item itself."""
     return item if getattr(item, "optimizer", None) is None else optimizer_of(item)
 
 
@@ -212,7 +210,7 @@ def _engine_of(item: Any) -> GraphReducer | None:
 
 
 def _variables(item: Any) -> list[Any] | None:
-    """The variables of an object, without those of its exchange; None if it is a plain value."""
+    """Return the variables of an object, without its exchange's; None if it is a plain value."""
     if isinstance(item, (list, tuple)) and item and all(hasattr(v, "assign") for v in item):
         return list(item)
     if not hasattr(item, "variables"):
@@ -228,13 +226,13 @@ def _variables(item: Any) -> list[Any] | None:
 
 
 def _is_own(variable: Any) -> bool:
-    """Whether it belongs to its rank, as the random seed of a Keras layer does."""
+    """Return True if a variable belongs to its rank, as the random seed of a Keras layer does."""
     plain = plain_variable(variable)
     return is_rank_local(plain) or is_own(plain) or variable.name == "seed_generator_state"
 
 
 def _described(variable: Any) -> list[Any]:
-    """Name, shape and dtype. Keras numbers what it makes, so numbers are left out."""
+    """Return name, shape and dtype. The numbers that Keras adds to names are left out."""
     name = str(getattr(variable, "path", None) or variable.name).partition(":")[0]
     name = "/".join(re.sub(r"_\d+(?=[_/]|$)", "", name).split("/")[-2:])
     return [name, [int(n) for n in variable.shape], tf.as_dtype(variable.dtype).name]
@@ -247,13 +245,13 @@ def _array(variable: Any) -> np.ndarray:
 def _exchange(
     engine: GraphReducer, mode: str, name: str, shared: Arrays, own: Arrays
 ) -> dict[str, Any]:
-    """Adds what an exchange keeps to the arrays, and describes it."""
+    """Add the state of an exchange to the arrays, and return its description."""
 
     def add(title: str, value: np.ndarray, alike: bool) -> None:
         (shared if alike or mode == "consolidated" else own)[f"{name}/{title}"] = value
 
     for bucket, one in enumerate(engine.compressors):
-        # With hosts, not even what leaders have in common is on all ranks.
+        # With hosts, only the leaders have the replicated state.
         replicated = {
             path: is_replicated(one, path) for path, _ in leaves(engine.templates[bucket])
         }
@@ -277,7 +275,7 @@ def _exchange(
 
 
 def _state(engine: GraphReducer, bucket: int, mode: str) -> Arrays:
-    """A bucket's tensors by path: this rank's, or what is kept of all ranks'."""
+    """Return a bucket's tensors by path: this rank's, or those consolidated over all ranks."""
     state, one, steps = {}, engine.compressors[bucket], int(engine.steps)
     for (path, _), variable in zip(leaves(engine.templates[bucket]), engine.variables[bucket]):
         if mode == "sharded" or is_replicated(one, path):
@@ -292,7 +290,7 @@ def _state(engine: GraphReducer, bucket: int, mode: str) -> Arrays:
 
 
 def _of_leader(engine: GraphReducer, bucket: int, state: Arrays) -> Arrays:
-    """The state that the leader of a host has of a bucket, on all its ranks."""
+    """Return the state of a bucket on its host's leader, on all ranks of the host."""
     name, inside = f"{engine.name}.consolidate.{bucket}", engine.groups.inside
     mine = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
     everybody = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)
@@ -311,7 +309,7 @@ def _of_leader(engine: GraphReducer, bucket: int, state: Arrays) -> Arrays:
 def _summed(
     engine: GraphReducer, title: str, variable: tf.Variable, process_set: Any, counts: bool = True
 ) -> np.ndarray:
-    """The sum over ranks, of those that count, in double precision on the way."""
+    """Sum a variable over the ranks that count, in double precision on the way."""
     value = variable.read_value()
     wide = tf.cast(value, tf.float64) if value.dtype.is_floating else value
     if not counts:
@@ -326,11 +324,11 @@ def _summed(
     return np.asarray(tf.cast(tf.reshape(total, value.shape), value.dtype))
 
 
-# -- and to load ---------------------------------------------------------------------------------
+# -- loading -------------------------------------------------------------------------------------
 
 
 def _commit(items: Iterable[Any]) -> None:
-    """Lets go of what steps before a checkpoint was loaded could be taken back to."""
+    """Commit the last exchanges: no rollback may pass the loaded checkpoint."""
     for engine in filter(None, map(_engine_of, items)):
         engine.commit()
 
@@ -341,10 +339,10 @@ def _waits(item: Any) -> bool:
 
 
 def _is_unbuilt(item: Any, saved: dict[str, Any]) -> bool:
-    """Return True if it is an optimizer that has yet to make the variables that were saved.
+    """Return True if it is an optimizer that has yet to create the variables that were saved.
 
     Raises:
-        CheckpointError: it would not say when it has.
+        CheckpointError: it cannot report when it has.
     """
     if getattr(item, "built", True) or not hasattr(item, "apply_gradients"):
         return False
@@ -359,7 +357,7 @@ def _is_unbuilt(item: Any, saved: dict[str, Any]) -> bool:
 
 
 def _take_late(name: str, item: Any, saved: dict[str, Any], *how: Any) -> None:
-    """Takes what was saved of an optimizer that has just been built, unless all had to undo it."""
+    """Load the state of an optimizer that has just been built, unless all ranks had to undo it."""
     if _waiting.get(item) is not saved:
         return
     del _waiting[item]
@@ -377,7 +375,7 @@ def _take_late(name: str, item: Any, saved: dict[str, Any], *how: Any) -> None:
 def _restored(
     name: str, item: Any, saved: dict[str, Any], arrays: Arrays, mode: str, size: int
 ) -> list[tuple[Any, Any]]:
-    """(variable, what it is to become) of an object that fits what was saved."""
+    """Return (variable, new value) pairs for an object that fits the checkpoint."""
     variables = _variables(item)
     if variables is None:
         raise CheckpointError("it has no variables here")
@@ -418,7 +416,7 @@ def _restored_exchange(
     if mode == "sharded":
         files.check_hosts(hosts, engine.place and engine.place.hosts)
     size, holders = engine.seat[1], hosts or size_then
-    # A sharded one is this rank's own: `checkpoint.read` gives each rank its part.
+    # A sharded part is this rank's own: `files.read` gives each rank its part.
     how = saved["steps"], mode, rank, rank
     plan: list[tuple[Any, Any]] = []
     for bucket, variables in enumerate(engine.variables):
@@ -444,14 +442,14 @@ def _restored_exchange(
 
 
 def _share(total: np.ndarray, size: int, size_then: int) -> np.ndarray:
-    """A rank's share of what was kept back, or the mean of what was counted."""
+    """Return a rank's share of a summed residual, or the mean of a summed count."""
     if total.dtype.kind == "f":
         return (total.astype(np.float64) / size).astype(total.dtype)
     return total // size_then
 
 
 def _difference(saved: Sequence[Any], here: Sequence[Any]) -> str:
-    """What makes two lists of variables differ."""
+    """Describe the first difference between two lists of variables."""
     for place, (a, b) in enumerate(zip(saved, here)):
         if list(a) != list(b):
             return f"variable {place} was {a[0]} {a[1]} {a[2]}, here it is {b[0]} {b[1]} {b[2]}"

@@ -1,13 +1,13 @@
-"""Ranks that save or load meet those that train, and say so, instead of waiting for each other.
+"""Barrier for ranks that save or load; if others train, it raises an error instead of a deadlock.
 
-A step waits in TensorFlow's graph, where nothing looks at the time; but it always asks for a word
-of all ranks, by a name that its engine gives (see `step_sync`). So a rank that has
-waited for `PATIENCE` seconds to save gives a word of its own by the name of each step that another
-rank may be in. Those in a step hear that this one is not, and it hears of them. A rank that has
-merely come late hears nothing: before all go on they bring these words to an end.
+A step waits in TensorFlow's graph, where no timeout applies; but it always requests a sync message
+from all ranks, under a name of its reducer (see `step_sync`). So a rank that has waited for
+`PATIENCE` seconds to save submits a message of its own under the name of each step that another
+rank may be in. Ranks in a step learn that this one is not, and it learns of them. A rank that is
+merely late notices nothing: before all go on they complete these messages.
 
-The rank that saves has its error at once. A step ends once all that it has asked for has come or
-failed, which it does when the rank that saves ends, or goes on to a step.
+The rank that saves raises its error at once. A step ends once all its collectives have completed or
+failed, at the latest when the rank that saves ends, or goes on to a step.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from hvd_gradcomp.checkpoint.files import CheckpointError
 from hvd_gradcomp.tensorflow.engine import gather_objects, living
 from hvd_gradcomp.tensorflow.step_sync import SAVING, STEPPING
 
-PATIENCE = 10.0  # seconds of waiting, after which a rank gives its words
+PATIENCE = 10.0  # seconds of waiting before a rank submits its messages
 _NAME = "gradcomp.checkpoint"
-_begun: dict[int, Future[Any]] = {}  # by process set: what nobody has answered yet
-_Word = tuple[str, int]  # the name of a step's word, and of how many numbers it is
+_begun: dict[int, Future[Any]] = {}  # by process set: barriers not yet complete
+_Word = tuple[str, int]  # name and size of a step's message
 
 
 def meet(process_set: Any) -> None:
-    """Returns once all ranks are here, to save or to load.
+    """Wait until all ranks are here, to save or to load.
 
     Args:
         process_set: the ranks.
 
     Raises:
-        CheckpointError: others are in a step of training. So they hear, too.
+        CheckpointError: others are in a step of training. They raise an error, too.
     """
     if process_set.size() == 1:
         return
     key, words = process_set.process_set_id, dict[_Word, Future[Any]]()
-    if key not in _begun:  # one that has failed may have left its own behind
+    if key not in _begun:  # a failed call may have left one behind
         _begun[key] = _sum(tf.zeros(1), f"{_NAME}.begin", process_set)
     begin = _begun[key]
     wait([begin], PATIENCE)
@@ -54,7 +54,7 @@ def meet(process_set: Any) -> None:
         wait([begin, *_unheard(words, process_set)], return_when=FIRST_COMPLETED)
     del _begun[key]
     if begin.exception():
-        _unheard(words, process_set)  # they say why
+        _unheard(words, process_set)  # raises the reason, if they have it
     begin.result()
     everybody = gather_objects([*words], list[_Word], f"{_NAME}.words", process_set)
     _give(words, (word for theirs in everybody for word in theirs), process_set)
@@ -63,7 +63,7 @@ def meet(process_set: Any) -> None:
 
 
 def _give(words: dict[_Word, Future[Any]], those: Iterable[_Word], process_set: Any) -> None:
-    """Gives words that were not given yet."""
+    """Submit the messages that were not submitted yet."""
     rank, ranks = process_set.rank(), process_set.size()
     for name, size in those:
         if (name, size) not in words:
@@ -73,9 +73,9 @@ def _give(words: dict[_Word, Future[Any]], those: Iterable[_Word], process_set: 
 
 
 def _unheard(words: dict[_Word, Future[Any]], process_set: Any) -> list[Future[Any]]:
-    """The words that nobody has answered yet; raises what others have told with theirs.
+    """Return the messages that are still pending; raise what other ranks have told with theirs.
 
-    Before errors: those who have told something may have ended since.
+    Replies are read before errors: ranks that have told something may have ended since.
     """
     told = {word for word in words.values() if word.done()}
     for word in sorted(told, key=lambda word: word.exception() is not None):
@@ -96,7 +96,7 @@ def _check(table: Any, process_set: Any) -> None:
 
 
 def _sum(tensor: tf.Tensor, name: str, process_set: Any) -> Future[Any]:
-    """The sum over ranks, which comes while others may wait; in a graph, where names count."""
+    """Start a sum over ranks in another thread; in a graph, where collectives pair by name."""
 
     def summed() -> tf.Tensor:
         return mpi_ops._allreduce(
@@ -108,7 +108,7 @@ def _sum(tensor: tf.Tensor, name: str, process_set: Any) -> Future[Any]:
 
 
 def started(run: Callable[[], Any]) -> Future[Any]:
-    """Runs something in a thread, for which the end of the process does not wait."""
+    """Run a function in a thread that does not keep the process alive."""
     future: Future[Any] = Future()
 
     def target() -> None:

@@ -1,4 +1,4 @@
-"""Hashes of what has to be equal on all ranks, where it lies; eager and in graphs."""
+"""Checksums of what must be equal on all ranks, computed on the device; eager and in graphs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
 def check(engine: GraphReducer, sources: Sequence[Any]) -> None:
-    """Compares variables and replicated state over the ranks of an engine.
+    """Compare variables and replicated state over the ranks of a reducer.
 
     Args:
-        engine: of the exchange.
+        engine: the reducer.
         sources: the variables that it trains, in the order of its layers.
 
     Raises:
@@ -46,7 +46,7 @@ def check(engine: GraphReducer, sources: Sequence[Any]) -> None:
         if engine.place is None:
             verify.compare(names, rows, ranks, int(steps))
             return
-        # A rank has the state of those buckets that it leads.
+        # A rank has the state of the buckets that it leads.
         parameters, rest = names[: len(engine.layers)], iter(rows)
         everybody = [{name: next(rest) for name in (*parameters, *own)} for own in engine.titles]
         known = list(dict.fromkeys(name for row in everybody for name in row))

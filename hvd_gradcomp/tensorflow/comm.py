@@ -1,4 +1,4 @@
-"""Horovod's TensorFlow operations as a transport: each collective is a step of what is traced."""
+"""Transport by Horovod's TensorFlow operations: each collective is part of the traced graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.tensorflow import ASSERTION, assertion
 
 
 class HorovodBackend:
-    """The five collectives; see `Transport`. What they return is the reply."""
+    """Transport with five collectives, see `Transport`. Their results are the replies."""
 
     def allgather(self, tensor: tf.Tensor, name: str, group: Any) -> tf.Tensor:
         how, world = _how(name, group), group.size()
@@ -50,9 +50,10 @@ class HorovodBackend:
         return tf.reshape(reply, tf.shape(tensor))
 
     def gather(self, request: Gather, name: str, group: Any) -> tf.Tensor:
-        """Of a shape that is not known: a rank that gets nothing must not know that beforehand.
+        """Gather vectors to the root, with an unknown static shape on all ranks.
 
-        What counts the bytes would be a constant there, and nothing would need the collective.
+        With a known one, a rank that receives nothing would count its bytes as a constant, and
+        nothing there would depend on the collective.
         """
         splits = [0] * group.size()
         splits[request.root] = request.lengths[group.rank()]
@@ -72,10 +73,10 @@ def _how(name: str, group: Any) -> dict[str, Any]:
 
 
 def asked_in_branch(request: Any, taken: tf.Tensor) -> Any:
-    """The same request, of a tensor that depends on whether the branch that asks is taken.
+    """Return the same request, of a tensor that depends on whether its branch is taken.
 
-    A rank that only receives hands over a constant. TensorFlow's graph optimizer frees what depends
-    on constants alone from its branch, and then this rank asks when others do not.
+    A rank that only receives passes a constant. TensorFlow's graph optimizer moves what depends on
+    constants alone out of its branch, and then this rank submits when others do not.
     """
     if isinstance(request, Inside):
         return request._replace(request=asked_in_branch(request.request, taken))
@@ -86,13 +87,13 @@ def asked_in_branch(request: Any, taken: tf.Tensor) -> Any:
 
 
 def sum_of_bits(x: tf.Tensor) -> tf.Tensor:
-    """Any bit that flips changes it; an int64 scalar."""
+    """Return a checksum that any flipped bit changes; an int64 scalar."""
     kinds = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
     return tf.reduce_sum(tf.cast(tf.bitcast(x, kinds[x.dtype.size]), tf.int64))
 
 
 def bytes_of(tensor: tf.Tensor) -> tf.Tensor:
-    """How many a tensor has; a constant where its shape is known."""
+    """Return the bytes of a tensor; a constant if its shape is known."""
     known = tensor.shape.num_elements()
     if known is not None:
         return tf.constant(known * tensor.dtype.size, tf.int64)

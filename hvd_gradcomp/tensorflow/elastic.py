@@ -1,10 +1,10 @@
 """Drop-in for `horovod.tensorflow.elastic`: states that keep what belongs to each rank alone.
 
 Model, optimizer and the compressor's replicated fields come from rank 0; residuals and momenta stay
-with their rank. Stock Horovod's Keras states reach for what Keras 3 no longer has.
+with their rank. Stock Horovod's Keras states use attributes that Keras 3 no longer has.
 
-What TensorFlow traced knows its rank and how many there are: make a `tf.function` that exchanges
-inside the function that `run` wraps, so that it is made again. `model.fit` traces anew by itself.
+A traced function contains its rank and the number of ranks: create a `tf.function` that exchanges
+inside the function that `run` wraps, so that it is traced again. `model.fit` retraces by itself.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ __all__ = [
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates the training function of an elastic run, as in Horovod.
+    """Decorate the training function of an elastic run, as in Horovod.
 
-    Horovod's own knows a broken exchange by the names of its operations, which are others here.
+    Horovod's own detects a broken exchange by its operations' names, which are different here.
     """
 
     @wraps(func)
@@ -66,7 +66,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _as_horovod_says() -> Iterator[None]:
-    """Raises what Horovod waits for where TensorFlow reports a broken exchange."""
+    """Raise a HorovodInternalError where TensorFlow reports a broken exchange."""
     try:
         yield
     except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
@@ -76,10 +76,10 @@ def _as_horovod_says() -> Iterator[None]:
 
 
 class Variables(ObjectState):
-    """Variables, the engines that exchange their gradients, and plain Python objects.
+    """State of variables, of the reducers of their gradients, and of plain Python objects.
 
-    What is below it is one of Horovod's states, for `isinstance`. Those do nothing here that is of
-    use under Keras 3, so all goes on to what is below them.
+    Its subclasses also derive from one of Horovod's states, for `isinstance`. The methods of those
+    are of no use under Keras 3, so calls go past them to `ObjectState`.
 
     Args:
         variables: in the same order on all ranks.
@@ -102,7 +102,7 @@ class Variables(ObjectState):
         ObjectState.__init__(self, bcast_object=_broadcast_object, get_rank=horovod.rank, **kwargs)
 
     def _engines(self) -> list[GraphReducer]:
-        """The optimizer's, and those of tapes that were asked about these variables."""
+        """Return the optimizer's reducer, and those of tapes over these variables."""
         owned = getattr(self._reducing, "_gradcomp", None)
         taped = [engine for engine, _, _ in engines_over(self._variables)]
         return taped if owned is None else [owned, *taped]
@@ -156,7 +156,7 @@ class Variables(ObjectState):
 
 
 class Elastic(Membership, Variables):
-    """The same among ranks that come and go."""
+    """State of variables among ranks that come and go."""
 
     def __init__(self, *arguments: Any, **kwargs: Any) -> None:
         super().__init__(*arguments, **kwargs)
@@ -198,12 +198,12 @@ class Elastic(Membership, Variables):
 
 
 class TensorFlowState(Elastic, _stock.TensorFlowState):
-    """What an elastic run over a list of variables commits, restores and hands to ranks that join.
+    """State of an elastic run over a list of variables, to commit, restore and send to new ranks.
 
-    With the variables goes what the compressors of `DistributedGradientTape`s over them (or over
-    some of them) hold. At `sync` survivors keep what belongs to them (residuals, momenta) and a
-    rank that joins begins with none. What a rank that died had kept back is lost: logged with its
-    norm, and in `lost`. Memory: two commits, each a copy of everything; see `Membership`.
+    It includes the compressor state of `DistributedGradientTape`s over these variables (or over
+    some of them). At `sync` survivors keep what belongs to them (residuals, momenta) and a new rank
+    starts with none. The residual of a rank that died is lost: logged with its norm, and in
+    `lost`. Memory: two commits, each a copy of everything; see `Membership`.
 
     Args:
         variables: of the model and of its optimizer, in the same order on all ranks; all that
@@ -225,7 +225,7 @@ class TensorFlowState(Elastic, _stock.TensorFlowState):
 
 
 class TensorFlowKerasState(Elastic, _stock.TensorFlowKerasState):
-    """The same of a Keras 3 model and its optimizer, for `fit` and for custom loops.
+    """State of an elastic run of a Keras 3 model and its optimizer, for `fit` and custom loops.
 
     Args:
         model: built.
@@ -253,7 +253,7 @@ class TensorFlowKerasState(Elastic, _stock.TensorFlowKerasState):
 
     def _resize(self) -> None:
         super()._resize()
-        self.model.train_function = None  # traced for the ranks that there were
+        self.model.train_function = None  # traced for the previous ranks
 
 
 def _broadcast_object(item: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The exchange of one optimizer on TensorFlow, or of the tapes over one list of variables.
+"""Reducer of one optimizer's gradients on TensorFlow, or of the tapes over one list of variables.
 
-While a `tf.function` is traced the exchange becomes part of it (`running`). Eager calls go through
-a `tf.function` of the engine's own, like stock Horovod's. State lives in variables that the owner
-makes, so checkpoints see it (`states`).
+While a `tf.function` is traced the exchange becomes part of it (`graph_exchange`). Eager calls go
+through the reducer's own `tf.function`, like stock Horovod's. State lives in variables that the
+owner creates, so checkpoints include it (`buckets`).
 
-Everything that travels has a name that all ranks give alike, see `hvd_gradcomp.runtime.naming`.
+Everything that travels has a name that is the same on all ranks, see `hvd_gradcomp.runtime.naming`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TITLES = UniqueNames("gradcomp")
 
 
 def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
-    """Everybody's item of a kind, on all ranks; see `messages`. Where nothing is traced."""
+    """Gather every rank's item of a kind on all ranks, outside of traces; see `typed_json`."""
 
     def gather(data: tf.Tensor, title: str) -> Any:
         every = mpi_ops.allgather(
@@ -79,7 +79,7 @@ def check(
     process_set: Any = horovod.global_process_set,
     hierarchical: bool = False,
 ) -> Compressor:
-    """Refuses what cannot work, and returns the compressor."""
+    """Refuse arguments that cannot work, and return the compressor."""
     validate.exchange(
         what,
         initialized=horovod.is_initialized(),
@@ -94,14 +94,14 @@ def check(
 
 
 def optimizer_of(model: Any) -> Any:
-    """The optimizer that a model was compiled with, with its variables made."""
+    """Return the optimizer that a model was compiled with, built."""
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return model.optimizer
 
 
 def distributed_in(source: Any) -> Any:
-    """What exchanges: the source itself, or the optimizer that a loss scaler is wrapped around."""
+    """Return the object that exchanges: the source, or the optimizer inside a loss scaler."""
     if hasattr(source, "_gradcomp"):
         return source
     return getattr(source, "inner_optimizer", source)
@@ -109,20 +109,20 @@ def distributed_in(source: Any) -> Any:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Horovod's failures as its own exception, with their likely cause."""
+    """Raise Horovod's failures as its own exception, with their likely cause."""
     try:
         with stall_inspector.translated():
             yield
     except (tf.errors.UnknownError, tf.errors.FailedPreconditionError) as error:
         if "Horovod" not in error.message:
             raise
-        said = error.message.rpartition("\n\n")[2]  # behind where in the graph it happened
+        said = error.message.rpartition("\n\n")[2]  # after the place in the graph
         raise HorovodInternalError(errors.explained(what, said)) from error
 
 
 @contextmanager
 def _explained_checks() -> Iterator[None]:
-    """Checks of payloads and of ranks that have failed in a graph, as this package's exceptions."""
+    """Raise failed checks of payloads and ranks in a graph as this package's exceptions."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -134,9 +134,9 @@ def _explained_checks() -> Iterator[None]:
 
 
 def takes_part(process_set: Any) -> bool:
-    """Whether this rank belongs to the set.
+    """Return True if this rank belongs to the process set.
 
-    `ProcessSet.included()` says no wherever `horovod.torch` is imported after Horovod for
+    `ProcessSet.included()` returns False wherever `horovod.torch` is imported after Horovod for
     TensorFlow, and then stock Horovod trains without reducing.
     """
     if process_set is horovod.global_process_set:
@@ -145,34 +145,34 @@ def takes_part(process_set: Any) -> bool:
 
 
 class GraphReducer(GraphExchange):
-    """The exchange of one optimizer, or of the tapes over one list of variables.
+    """Reducer of one optimizer's gradients, or of the tapes over one list of variables.
 
     Args:
         layers: (name, shape, dtype) of everything that is reduced, in the same order on all ranks.
-        compressor: what runs.
+        compressor: of all layers.
         op: `Average` or `Sum`.
         predivide: splits the averaging before and after the sum.
         process_set: the ranks that take part.
         sparse_as_dense: compress `IndexedSlices` as dense tensors (True), gather them as they are
-            (False), or what moves fewer bytes in the first step (None).
+            (False), or whichever moves fewer bytes in the first step (None).
         hierarchical: compress only the sums of hosts; see `hierarchy`.
-        nonfinite: what becomes of a step in which a gradient is not finite: "raise", or "skip" or
+        nonfinite: handling of a step with a non-finite gradient: "raise", or "skip" or
             "propagate", which are the same here: gradients are NaN and nothing else changes.
-        settings: what else must be equal on all ranks, for the handshake.
-        name: begins the name of everything that travels; see `UniqueNames`.
-        make_variable: makes the variables that hold the state, for an owner that saves them.
+        settings: other settings that must be equal on all ranks, for the config check.
+        name: prefix of the names of everything that travels; see `UniqueNames`.
+        make_variable: creates the variables that hold the state, for an owner that saves them.
             Without an owner, layers whose rows are gathered get no state and no bucket.
         tables: places of layers whose gradients are expected to be sparse.
-        rollback: keep what compressors held before the last exchange, so that it can be discarded.
+        rollback: keep the state before the last exchange, so that the exchange can be discarded.
 
     Attributes:
         layouts: the buckets.
         variables: the state of each bucket, tensor by tensor.
         steps: exchanges so far, equal on all ranks.
-        counters: what `stats` reports, of this rank.
-        owned: whether somebody saves the variables, which are then not made anew.
-        sums: of gradients, that an owner adds up for the next exchange on this rank.
-        titles: with hosts, what each rank has of `replicated`, by name.
+        counters: this rank's counters, which `stats` reports.
+        owned: whether an owner saves the variables, which are then not created anew.
+        sums: of gradients that an owner accumulates on this rank for the next exchange.
+        titles: with hosts, the names that each rank has in `replicated`.
     """
 
     def __init__(
@@ -215,8 +215,8 @@ class GraphReducer(GraphExchange):
         )
         self.agreed = self._judged = False
         self._specs: list[Any] = [True] * len(self.layers)  # of the last gradients
-        self.settled: set[int] = set()  # places of what once was sparse, and was decided about
-        self.finite: Any = None  # whether the gradients of the last exchange were, on all ranks
+        self.settled: set[int] = set()  # places of sparse gradients with a choice
+        self.finite: Any = None  # whether the last exchange's gradients were, on all ranks
         self._eager = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         living.add(self)
 
@@ -229,7 +229,7 @@ class GraphReducer(GraphExchange):
             return gather_objects(item, kind, f"{self.name}.handshake", self.process_set)
 
     def rename(self, name: str) -> None:
-        """Begins the names of what travels anew."""
+        """Change the prefix of the names of what travels."""
         if name != self.name:
             self.name = name
             self._eager = tf.function(self._reduce, autograph=False, reduce_retracing=True)
@@ -242,14 +242,14 @@ class GraphReducer(GraphExchange):
         moments: Sequence[Any] | None = None,
         loss_scale: Any = None,
     ) -> list[Any]:
-        """One exchange.
+        """Perform one exchange.
 
         Args:
-            gradients: one for each layer, or None; None stays None. On all ranks it is the same
-                layers that have none, and what was accumulated for them waits.
+            gradients: one for each layer, or None; None stays None. The same layers have none on
+                all ranks, and what was accumulated for them waits.
             moments: sums of squared sample gradients, for compressors that use them.
-            loss_scale: what gradients are multiplied with, and moments with its square; the same
-                of the result. What is kept from step to step is without it.
+            loss_scale: factor of the gradients, and of the result; moments have its square. State
+                is kept without it.
 
         Returns:
             The reduced gradients, in their dtypes. `finite` says whether they are.
@@ -277,10 +277,10 @@ class GraphReducer(GraphExchange):
         return list(reduced)
 
     def take_part(self) -> int:
-        """Exchanges nothing but what the compressor keeps, until all ranks have joined.
+        """Exchange zeros and what the compressor keeps, until all ranks have joined.
 
         Returns:
-            In how many exchanges this rank took part.
+            The number of exchanges in which this rank took part.
 
         Raises:
             DeadlockError: on all ranks, if a rank waits for something else.
@@ -299,10 +299,10 @@ class GraphReducer(GraphExchange):
     def _reduce_scaled(
         self, gradients: Sequence[Any], moments: Sequence[Any] | None, scale: tf.Tensor
     ) -> list[Any]:
-        """The same of gradients times a scale, which saves small ones in half precision.
+        """Reduce gradients times a scale, which saves small ones in half precision.
 
-        They are in float32 without it. What is added up in half precision, or gathered as it is,
-        keeps it meanwhile.
+        The exchange sees them without it, in float32. Gradients that are summed in half precision,
+        or gathered as they are, keep the scale meanwhile.
         """
         kept = set(range(len(gradients)))
         for (one, layout), places in zip(self._planned, self.places):
@@ -322,7 +322,7 @@ class GraphReducer(GraphExchange):
         ]
 
     def _agree(self, gradients: Sequence[Any]) -> None:
-        """Compares with the other ranks what is about to be trained, once."""
+        """Compare what is about to be trained with the other ranks, once."""
         kinds = [self._kind(gradient) for gradient in gradients]
         sparse = [place for place, kind in enumerate(kinds) if kind == ", sparse"]
         if self.sparse_as_dense is False and self._plans_anew:
@@ -349,7 +349,7 @@ class GraphReducer(GraphExchange):
                 LOGGER.warning("%s", line)
         self._judged = True
         if self.place is not None:
-            _ = self.groups  # all ranks are here together
+            _ = self.groups  # created while all ranks are here
             with tf.init_scope():
                 own = [title for title, _ in self.replicated]
                 self.titles = self._gather_objects(own, list[str])
@@ -357,13 +357,13 @@ class GraphReducer(GraphExchange):
 
     @property
     def _plans_anew(self) -> bool:
-        """Whether buckets may change in the first step, since nobody saves what they keep."""
+        """Return True if buckets may change in the first step, since no owner saves their state."""
         return not (self.owned and any(self.variables))
 
     def _choose(self, gradients: Sequence[Any], sparse: Sequence[int]) -> None:
-        """Settles what becomes of sparse gradients, once, or leaves it to the graph.
+        """Decide on sparse gradients, once, or leave that to the graph.
 
-        Where a number of rows is not known yet, as in a graph of batches of any size.
+        The graph decides if a number of rows is not known yet, as with batches of any size.
         """
         new = [p for p in sparse if p not in self.settled and p not in self.apart]
         if not new:
@@ -387,7 +387,7 @@ class GraphReducer(GraphExchange):
         self.leave_out(left_out, apart)
 
     def stats(self) -> CompressionStats:
-        """Totals since the start; reads the device."""
+        """Return totals since the start; read from the device."""
         counted = {
             name: int(self.counters[name])
             for name in ("exchanges", "bytes_sent", "bytes_received", "skipped")
@@ -420,10 +420,10 @@ class GraphReducer(GraphExchange):
         )
 
     def watch(self) -> bool:
-        """Lets graphs that are traced from now on measure the gradient, at each `measure`.
+        """Let graphs that are traced from now on measure the gradient norm, at each `measure`.
 
         Returns:
-            Whether they could not before.
+            True if they could not before.
         """
         if self._norm is not None:
             return False
@@ -434,7 +434,7 @@ class GraphReducer(GraphExchange):
         return True
 
     def measure(self) -> None:
-        """Asks the next exchange for the norm of what it reduces; nothing where none watches."""
+        """Request the norm of the next exchange's result; a no-op if nobody watches."""
         if self._norm is not None:
             self._asked.assign(True)
 
@@ -446,9 +446,9 @@ class GraphReducer(GraphExchange):
 
 
 def poisoned(gradients: list[Any], others: Sequence[Any]) -> list[Any]:
-    """Gradients that are not finite where others are not, which are not exchanged themselves.
+    """Make gradients non-finite if `others` are, which are not exchanged themselves.
 
-    So all ranks hear of it, and leave the step out together.
+    So all ranks learn of it, and skip the step together.
     """
     zeros = [tf.cast(tf.reduce_sum(values_of(g) * 0), tf.float32) for g in others if g is not None]
     place = next((i for i, g in enumerate(gradients) if g is not None), None)

@@ -1,4 +1,4 @@
-"""Datasets of different lengths, brought to the length of the shortest."""
+"""Datasets of different lengths, cut to the length of the shortest."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _INFINITE, _NO_DATASET = int(tf.data.INFINITE_CARDINALITY), -3
 def even_batches(
     dataset: tf.data.Dataset, process_set: Any = horovod.global_process_set
 ) -> tf.data.Dataset:
-    """Bounds a dataset so that all ranks have the same number of batches and end an epoch together.
+    """Bound a dataset so that all ranks have the same number of batches and end an epoch together.
 
-    For `model.fit(hvd.even_batches(dataset), ...)` and loops of your own; all ranks call it, for
-    validation data as well where callbacks average its metrics. Rank 0 warns how many batches each
-    rank leaves out in an epoch: those at the end, which shuffling changes. A dataset whose number
-    of batches TensorFlow does not know is read once, to count them.
+    For `model.fit(hvd.even_batches(dataset), ...)` and custom loops; all ranks call it, for
+    validation data as well if callbacks average its metrics. Rank 0 warns how many batches each
+    rank leaves out in an epoch: those at the end, which shuffling changes. A dataset of unknown
+    length is read once, to count its batches.
 
     Args:
-        dataset: that gives batches, of this rank.
+        dataset: this rank's, of batches.
         process_set: the ranks that take part.
 
     Returns:
         The dataset, with as many batches as the rank that has fewest. On a rank that is not in the
-        process set, and where all are infinite, the dataset as it is.
+        process set, and if all datasets are infinite, the dataset as it is.
 
     Raises:
         TypeError: on all ranks, if one of them gives no `tf.data.Dataset`.
@@ -64,7 +64,7 @@ def even_batches(
 
 
 def _count(dataset: Any) -> int:
-    """The number of batches."""
+    """Return the number of batches."""
     if not isinstance(dataset, tf.data.Dataset):
         return _NO_DATASET
     count = int(dataset.cardinality())

@@ -1,8 +1,8 @@
-"""Traces one exchange: the programs of all buckets, and what has no bucket.
+"""Tracing of one exchange: the programs of all buckets, and the gradients without a bucket.
 
-All programs run to their ends while the graph is built, round by round; the graph then does what it
-can at the same time, so buckets overlap. No variable is assigned before the payloads of all buckets
-have been checked.
+All programs run to their ends while the graph is built, round by round; the graph then runs what it
+can in parallel, so buckets overlap. No variable is assigned before the payloads of all buckets have
+been checked.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from hvd_gradcomp.tensorflow.sparse_rows import SparseRows
 
 
 class GraphExchange(SparseRows):
-    """An exchange as it is traced; the ledger of what it moves.
+    """Exchange that is traced into a graph, and counter of its traffic.
 
     Args:
-        layers, compressor: see `Engine`.
-        undoes: whether a step with a gradient that is not finite is undone.
+        layers, compressor: see `GraphReducer`.
+        undoes: whether a step with a non-finite gradient is undone.
         how: for `SparseRows`.
     """
 
-    _asked: tf.Variable  # whether somebody wants to know the norm
+    _asked: tf.Variable  # whether the norm was requested
 
     def __init__(self, layers: Any, compressor: Any, *, undoes: bool, **how: Any) -> None:
         super().__init__(layers, compressor, **how)
@@ -49,8 +49,8 @@ class GraphExchange(SparseRows):
         self.dispatch = CollectiveRunner(
             comm.HorovodBackend(), weakref.proxy(self), weakref.proxy(self)
         )
-        self._heard: list[tf.Tensor] = []  # of the bits of replies that all ranks have alike
-        self._norm: tf.Variable | None = None  # of the gradient, where somebody watches
+        self._heard: list[tf.Tensor] = []  # checksums of replies that are equal on all ranks
+        self._norm: tf.Variable | None = None  # of the gradient, if somebody watches
 
     def _kind(self, gradient: Any) -> str:
         if gradient is None:
@@ -61,7 +61,7 @@ class GraphExchange(SparseRows):
     def _reduce(
         self, gradients: list[Any], moments: list[Any], everybody: tf.Tensor | None = None
     ) -> tuple[list[Any], Any]:
-        # Where a leader finds that a gradient is not finite, its host has to hear of it first.
+        # If a leader finds a non-finite gradient, its host has to learn of it first.
         self.ops.verdicts = [] if self.undoes or self.place is not None else None
         dense: list[Any] = list(gradients)
         sparse: dict[int, Any] = {}
@@ -109,17 +109,17 @@ class GraphExchange(SparseRows):
                 state = _where(trained[bucket], state, nothing)
             flat = self._flat(bucket, dense, layout.dtype)
             stacks.append(ProgramRunner(self._program(bucket, context, state, extra, flat), known))
-        # All first rounds come before any second one, as far as an eager run is concerned.
+        # In an eager run, all first rounds come before any second one.
         requests = [stack.send(None) for stack in stacks]
         self._heard = []
-        # In different phases a rank would wait for ever for what others do not ask for.
+        # Ranks in different phases would deadlock.
         phases = any(isinstance(request, Switch) for request in requests)
         with tf.control_dependencies(together if phases else []):
             self._finish(stacks, requests)
         results = [stack.result for stack in stacks]
         reduced = list(gradients)
         planned = {place for places in self.places for place in places}
-        # Of other gradients than these a rank would wait for ever for what others do not ask for.
+        # Ranks with gradients of different layers would deadlock.
         with tf.control_dependencies(together):
             for place, gradient in enumerate(gradients):
                 if place in sparse:
@@ -168,11 +168,11 @@ class GraphExchange(SparseRows):
         return hierarchy.aggregate(one, *how, place=self.place, leader=leader, **extra)
 
     def _finish(self, stacks: Sequence[ProgramRunner], requests: list[Any]) -> None:
-        """Runs all programs from their first requests to their ends."""
+        """Run all programs from their first requests to their ends."""
         rounds = 0
         while any(request is not None for request in requests):
             due = [request for request in requests if request is not None]
-            # What another leader sends comes last, as far as an eager run is concerned.
+            # In an eager run, results from other leaders come last.
             due = [request for request in due if not hierarchy.is_result(request)] or due
             replies = [
                 self._perform(request, name, rounds) if any(request is d for d in due) else None
@@ -184,11 +184,11 @@ class GraphExchange(SparseRows):
             rounds += 1
 
     def _together(self, gradients: Sequence[Any], everybody: tf.Tensor | None) -> list[tf.Tensor]:
-        """Fails, on all ranks, unless they are in the same step and phase; nothing for one rank.
+        """Fail, on all ranks, unless they are in the same step and phase; a no-op for one rank.
 
         Args:
             gradients: of this rank.
-            everybody: the words of all ranks; None asks for them.
+            everybody: the messages of all ranks; None requests them.
         """
         rows = [
             tf.shape(gradients[p].values, tf.int64)[0]
@@ -212,17 +212,17 @@ class GraphExchange(SparseRows):
         )
 
     def _gather_joined(self) -> tf.Tensor:
-        """The words of all ranks, of which this one has joined."""
+        """Gather the messages of all ranks; this one's says that it has joined."""
         word = self._word(step_sync.JOINED, 0, [tf.constant(0, tf.int64)] * len(self.apart))
         return step_sync.gather(word, self.word_name, self.process_set)
 
     def _verdict(self) -> Any:
-        """Whether all gradients of the step were finite, as far as it has not been an error."""
+        """Return True if all gradients of the step were finite, unless that has raised already."""
         verdicts, self.ops.verdicts = self.ops.verdicts, None
         return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
 
     def _sum(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
-        """A dense gradient that has no bucket."""
+        """Allreduce a dense gradient that has no bucket."""
         wire = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
         share = 1.0 if self.place is None else self.place.share
         request = Allreduce(wire, self.prescale, self.postscale * share)
@@ -238,7 +238,7 @@ class GraphExchange(SparseRows):
         return self.ops.flatten(self.layouts[bucket], mine, dtype)
 
     def _trained(self, bucket: int, gradients: Sequence[Any]) -> tf.Tensor | None:
-        """Which elements belong to layers that have a gradient; None where all have."""
+        """Return a mask of the elements whose layers have a gradient; None if all have."""
         if all(gradients[place] is not None for place in self.places[bucket]):
             return None
         ones = [
@@ -256,14 +256,14 @@ class GraphExchange(SparseRows):
     def _perform(
         self, request: Any, name: str, path: Any, taken: Any = None, among: Any = None
     ) -> Any:
-        """The reply.
+        """Perform a collective, and return its reply.
 
         Args:
             request: a collective.
             name: of the bucket.
             path: the round.
-            taken: true where the branch that asks is the one that runs.
-            among: the process set, where it is another than the request is for.
+            taken: true if the branch that requests it is the one that runs.
+            among: the process set, if it is another than the request is for.
         """
         if isinstance(request, Switch):
             index = request.index
@@ -282,17 +282,17 @@ class GraphExchange(SparseRows):
             request = comm.asked_in_branch(request, taken)
         sent = self.dispatch.submit(request, name, path, among)
         reply = self.dispatch.receive(sent)
-        if isinstance(request, Gather):  # counted before its shape is known; see `Tracing.gather`
+        if isinstance(request, Gather):  # counted before its shape is known, see `comm`
             here = sent.group.rank()
             reply = tf.reshape(reply, (sum(request.lengths) if request.root == here else 0,))
         return reply
 
     def heard(self, reply: tf.Tensor) -> None:
-        """Takes note of what is the same to the bit on all ranks."""
+        """Record a reply that is bit-identical on all ranks."""
         self._heard.append(comm.sum_of_bits(reply))
 
     def _run(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
-        """A branch of a `Switch`, to its end: results, whether gradients were finite, and sums."""
+        """Run a branch of a `Switch` to its end; return results, finiteness and checksum."""
         outside, sums = self.ops.verdicts, self._heard
         self.ops.verdicts, self._heard = None if outside is None else [], [tf.constant(0, tf.int64)]
         try:
@@ -315,14 +315,14 @@ class GraphExchange(SparseRows):
 
 
 def _where(trained: tf.Tensor, state: State, other: State) -> State:
-    """A state that is another's in all it holds of elements that are not trained."""
+    """Return a state with another's values in the elements that are not trained."""
     pairs = zip(leaves(state), leaves(other))
     held = [tf.where(trained, x, y) if y.shape == trained.shape else x for (_, x), (_, y) in pairs]
     return with_leaves(state, held)
 
 
 def _still_valid() -> Any:
-    """Fails where a trace runs among other ranks than it was made for."""
+    """Fail if a trace runs among other ranks than it was made for."""
     rank, size = horovod.rank(), horovod.size()
     same = tf.equal(mpi_ops.rank_op(), rank) & tf.equal(mpi_ops.size_op(), size)
     return tf.debugging.Assert(
@@ -336,7 +336,7 @@ def _still_valid() -> Any:
 
 
 def times(gradient: Any, factor: tf.Tensor) -> Any:
-    """A gradient, which may be sparse or None, times a scalar."""
+    """Multiply a gradient, which may be sparse or None, by a scalar."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -347,7 +347,7 @@ def times(gradient: Any, factor: tf.Tensor) -> Any:
 
 
 def as_dtype(gradient: Any, dtype: Any) -> Any:
-    """A gradient, which may be sparse or None, in another precision; float64 stays what it is."""
+    """Cast a gradient, which may be sparse or None, to a precision; float64 stays as it is."""
     if gradient is None or gradient.dtype == tf.float64:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -357,15 +357,15 @@ def as_dtype(gradient: Any, dtype: Any) -> Any:
 
 
 def values_of(gradient: Any) -> tf.Tensor:
-    """A gradient, or the rows of a sparse one."""
+    """Return a gradient, or the rows of a sparse one."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def nothing_like(spec: Any, shape: Sequence[int], dtype: str) -> Any:
-    """A gradient of zero, or of no rows.
+    """Return a gradient of zero, or of no rows.
 
     Args:
-        spec: the type specification of a gradient; None for one that there is not.
+        spec: the type specification of a gradient; None for a missing one.
         shape, dtype: of the layer.
     """
     if isinstance(spec, tf.IndexedSlicesSpec):

@@ -1,4 +1,4 @@
-"""The probe on TensorFlow: in eager loops and inside `tf.function`."""
+"""Probe on TensorFlow: in eager loops and inside `tf.function`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 
 
 class Probe(probe.Probe):
-    """Looks at gradients every so many steps; the same readings on all ranks.
+    """Probe of gradients every so many steps, with the same readings on all ranks.
 
     probe = Probe(model.trainable_variables, every=50)
     ...
@@ -28,17 +28,17 @@ class Probe(probe.Probe):
     probe.step(gradients)
 
     Gradients must not have been exchanged: ask a `tf.GradientTape`, probe, and then reduce (with
-    `reduce_gradients`, or an optimizer that does). Training is the same to the bit as without.
+    `reduce_gradients`, or an optimizer that does). Training is bit-identical to one without probe.
 
-    Between probed steps a counter counts. In a graph, a probed step takes its elements there and
-    does the rest in a `tf.py_function`, so functions that hold one cannot be compiled by XLA, nor
-    be saved. See `hvd_gradcomp.monitoring.probe` for the cost.
+    Between probed steps it only counts. In a graph, a probed step takes its elements there and
+    does the rest in a `tf.py_function`, so functions that hold one cannot be compiled by XLA or
+    saved. See `hvd_gradcomp.monitoring.probe` for the cost.
 
     Args:
-        variables: what the gradients are of.
-        every: a step in so many is probed, the first one too.
+        variables: those that the gradients belong to.
+        every: one step in so many is probed, the first one too.
         process_set: the ranks that take part.
-        **options: those of `watching.probe.Probe`; ranks of `pair` are those in the set.
+        **options: those of `monitoring.probe.Probe`; ranks of `pair` are those in the set.
 
     Raises:
         ValueError: Horovod is not initialized, or an argument is out of range.
@@ -70,12 +70,12 @@ class Probe(probe.Probe):
 
     @property
     def steps(self) -> int:
-        """How many were counted."""
+        """Return the number of steps counted."""
         return int(self._steps)
 
     @tf.autograph.experimental.do_not_convert
     def step(self, gradients: Sequence[Any], moments: Sequence[Any] | None = None) -> None:
-        """Counts a step; where it is probed, all ranks exchange.
+        """Count a step; if it is probed, all ranks exchange.
 
         Args:
             gradients: this rank's own, one for each variable; None stands for zero.
@@ -83,7 +83,7 @@ class Probe(probe.Probe):
                 `q = g*g`.
 
         Raises:
-            ValueError: the number of gradients is another than that of the variables.
+            ValueError: the number of gradients differs from that of the variables.
         """
         for given in (gradients, moments):
             if given is not None and len(given) != len(self._index):
@@ -131,7 +131,7 @@ class Probe(probe.Probe):
 
 
 def _layer_names(variables: Sequence[Any]) -> list[str]:
-    """Keras' path or the variable's name; its place too where names repeat."""
+    """Return Keras' path or the variable's name for each; with its place if names repeat."""
     names = [str(getattr(v, "path", None) or v.name) for v in variables]
     return [
         f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)

@@ -1,4 +1,4 @@
-"""What becomes of sparse gradients: their rows are gathered, or they go as other layers do."""
+"""Exchange of sparse gradients: their rows are gathered, or they go as other layers do."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 
 
 class SparseRows(Buckets):
-    """The choice for each layer, which the first step makes by bytes; and the count of bytes.
+    """Choice for each layer, which the first step makes by bytes; and the count of bytes.
 
     Args:
-        layers, compressor: see `Engine`.
+        layers, compressor: see `GraphReducer`.
         sparse_as_dense: as there.
         how: for `Buckets`.
     """
@@ -34,23 +34,23 @@ class SparseRows(Buckets):
     ) -> None:
         super().__init__(layers, compressor, **how)
         self.sparse_as_dense = sparse_as_dense
-        self._rows: dict[int, tf.Tensor] = {}  # of the layers apart, the most of any rank
-        self._chosen: dict[int, tf.Tensor] = {}  # what becomes of them in the step that is traced
+        self._rows: dict[int, tf.Tensor] = {}  # of the layers apart, the maximum over ranks
+        self._chosen: dict[int, tf.Tensor] = {}  # their choice in the step being traced
 
     def gathers(self, place: int) -> bool:
-        """Whether the rows of a sparse gradient are gathered as they are, as far as is known."""
+        """Return True if a sparse gradient's rows are gathered as they are, as far as is known."""
         if self.sparse_as_dense is None:
             return place in self.left_out
         return not self.sparse_as_dense
 
     def most_rows(self, place: int, index_bytes: int) -> int:
-        """See `worth.most_rows`."""
+        """Return the most rows that are worth gathering; see `worth.most_rows`."""
         return worth.most_rows(
             self.assigned[place], self.layers[place], self.seat[1], index_bytes, filters_last=True
         )
 
     def say_rows(self, place: int, gathered: bool, rows: int) -> None:
-        """Tells the user what became of a sparse gradient; with -1 rows their number is unknown."""
+        """Log the choice for a sparse gradient; -1 rows means that their number is unknown."""
         LOGGER.warning(
             "the gradient of %s is sparse%s: %s. sparse_as_dense=True or False decides otherwise",
             self.layers[place][0],
@@ -61,7 +61,7 @@ class SparseRows(Buckets):
         )
 
     def _choose_now(self, place: int, gradient: tf.IndexedSlices) -> tf.Tensor:
-        """1 where the rows are gathered in this step, else 0."""
+        """Return 1 if the rows are gathered in this step, else 0."""
         most = self.most_rows(place, gradient.indices.dtype.size)
         choice = tf.identity(self.choices[place])
         now = tf.where(self._rows[place] <= most, GATHERED, COMPRESSED)
@@ -70,7 +70,7 @@ class SparseRows(Buckets):
         return tf.cast(chosen == GATHERED, tf.int32)
 
     def _settle(self, finite: tf.Tensor) -> None:
-        """What the first step has chosen holds from then on; rank 0 says what it is."""
+        """Keep the first step's choice from then on; rank 0 logs it."""
         for place, chosen in self._chosen.items():
             choice = self.choices[place]
             first = tf.equal(choice, UNDECIDED) & finite
@@ -91,7 +91,7 @@ class SparseRows(Buckets):
     def _rows_or(
         self, bucket: int, gradient: tf.IndexedSlices, state: State, program: Callable[..., Program]
     ) -> Program:
-        """Rows are gathered, or the layer goes as any other does; the result is of rows."""
+        """Gather rows, or exchange the layer as any other; the result is rows."""
         (place,) = self.places[bucket]
 
         def compressed() -> Program:
@@ -113,7 +113,7 @@ class SparseRows(Buckets):
         return tf.IndexedSlices(values, indices, gradient.dense_shape), with_leaves(state, kept)
 
     def _gather(self, place: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-        """Everybody's slices, as stock Horovod does it: nothing is compressed."""
+        """Gather every rank's slices, as stock Horovod does: nothing is compressed."""
         name = f"{self.name}.sparse{place}.{naming.readable(self.layers[place][0])}"
         values = self._gather_rows(gradient.values, f"{name}.values")
         indices = self._gather_rows(gradient.indices, f"{name}.indices")
@@ -137,11 +137,11 @@ class SparseRows(Buckets):
         return tf.cast(reply, rows.dtype)
 
     def sent(self, tensor: tf.Tensor) -> None:
-        """Counts what is handed to a collective."""
+        """Count the bytes passed to a collective."""
         self.counters["bytes_sent"].assign_add(comm.bytes_of(tensor))
 
     def received(self, tensor: tf.Tensor) -> None:
-        """Counts what is handed back."""
+        """Count the bytes returned by a collective."""
         self.counters["bytes_received"].assign_add(comm.bytes_of(tensor))
 
     def _count(self, place: int, sent: tf.Tensor) -> None:

@@ -1,13 +1,15 @@
-"""Finds that ranks wait for each other for ever, where TensorFlow blocks whoever waits.
+"""Detection of deadlocks between ranks on TensorFlow, where waiting blocks the thread.
 
-A collective of Horovod's blocks its thread, or a graph, until it has come; nothing can look at the
-time there. So each is recorded while it is on its way: eager ones by the call, those in a graph by
-a variable that the graph changes before and after. A thread looks at these records. Where nothing
-has changed for `deadlock.PATIENCE` it tells, as the loops that wait do on PyTorch (see
-`runtime/stall_inspector.py`). Where the ranks find that nothing can come, each notes why, and then Horovod
-is shut down: that ends what has blocked, with an error which is translated where it can be caught.
+A Horovod collective blocks its thread, or a graph, until it completes, and no timeout applies
+there. So each is recorded while it is pending: eager ones by the call, those in a graph by a
+variable that the graph changes before and after. A thread watches these records. If nothing has
+changed for `PATIENCE` seconds it reports, as waiting loops do on PyTorch (see
+`runtime/stall_inspector.py`). If the ranks find that no pending collective can complete, each notes
+why and shuts Horovod down: that ends the blocked calls with an error, which is translated where it
+can be caught.
 
-Of an exchange the word of the step is enough, which all ranks ask for (see `running`).
+For an exchange, recording the step's sync message suffices, which all ranks submit (see
+`graph_exchange`).
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ _RECORDED = frozenset(
         "grouped_reducescatter",
     )
 )
-_INTERVAL = 0.5  # seconds between two looks; less where the patience is little
-_GRACE = 1.5  # seconds in which all ranks hear what one has heard, before Horovod is shut down
+_INTERVAL = 0.5  # seconds between two looks; less if `PATIENCE` is short
+_GRACE = 1.5  # seconds for all ranks to receive the reports, before Horovod is shut down
 _END = ". Horovod has been shut down on all ranks"
 _STOCK: Any = mpi_ops.MPI_LIB
 _STOCK_INIT, _STOCK_SHUTDOWN = mpi_ops.init, mpi_ops.shutdown
@@ -57,7 +59,7 @@ _marking = threading.local()  # whether collectives of this thread are recorded
 
 
 class _Set(NamedTuple):
-    """The ranks of a process set, as `deadlock.Watch` needs them."""
+    """Ranks of a process set, as `StallChannel` needs them."""
 
     process_set_id: int
     ranks: Sequence[int]
@@ -70,33 +72,33 @@ class _Set(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """A collective in a graph.
+    """Record of a collective in a graph.
 
     Attributes:
-        asked: its name, and for whom it is.
-        turn: odd while it is on its way; a greater one each time.
+        asked: its name and process set.
+        turn: odd while it is pending; greater each time.
     """
 
     asked: PendingOp
     turn: tf.Variable
 
     def begin(self) -> Any:
-        return self.turn.assign_add(1 + self.turn % 2)  # one that has failed has not ended
+        return self.turn.assign_add(1 + self.turn % 2)  # a failed one is still odd
 
     def end(self) -> Any:
         return self.turn.assign_add(self.turn % 2)
 
 
 class ReportRounds:
-    """How often the ranks of a process set have told what they wait for, for graphs to read.
+    """Numbers of a process set's report rounds, in variables for graphs to read.
 
-    What a rank has told and not all have would lie with Horovod, which takes it for stalled. So
-    the word of each step carries it, and where one has told, all tell.
+    A report that only some ranks submit stays pending in Horovod, which takes it for stalled. So
+    each step's sync message carries its round, and if one rank has reported, all do.
 
     Attributes:
-        told: the number of the round that this rank has told and that has not come; 0 for none.
-        due: that of the highest one of any rank, by the last word.
-        said: in how many rounds this rank has told.
+        told: the number of this rank's pending round; 0 for none.
+        due: the highest such number of any rank, by the last message.
+        said: the rounds in which this rank has reported.
     """
 
     def __init__(self) -> None:
@@ -108,18 +110,18 @@ class ReportRounds:
         self.said = 0
 
     def drop(self) -> None:
-        """Begins anew."""
+        """Start anew."""
         self.said = 0
         self.told.assign(0)
         self.due.assign(0)
 
     def is_due(self, pending: bool) -> bool:
-        """Return True if all ranks have to tell now, given whether this rank has told."""
+        """Return True if all ranks must report now, given whether this rank's report is pending."""
         return int(self.due.numpy()) >= self.said + (not pending)
 
 
 class _Answer:
-    """What a thread of its own waits for."""
+    """Result of a function that runs in a thread of its own."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run, self._result, self._error = run, None, ""
@@ -143,7 +145,7 @@ class _Answer:
 
 
 class _StallInspector:
-    """The records of this rank, and the thread that looks at them."""
+    """Records of this rank, and the thread that watches them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -157,7 +159,7 @@ class _StallInspector:
         atexit.register(self._stop.set)
 
     def drop(self) -> None:
-        """Forgets all: Horovod begins or ends."""
+        """Drop all records: Horovod starts or ends."""
         self.message, self._telling = "", False
         self._found, self._ended = threading.Event(), threading.Event()
         self._calls.clear()
@@ -170,19 +172,19 @@ class _StallInspector:
         self.settle()
 
     def rounds(self, process_set: int) -> ReportRounds:
-        """Those of a process set."""
+        """Return the report rounds of a process set."""
         if process_set not in self._rounds:
             self._rounds[process_set] = ReportRounds()
         return self._rounds[process_set]
 
     def settle(self) -> None:
-        """Ends what graphs have left behind that have failed."""
-        with tf.init_scope():  # also where an error leaves a trace
+        """Close the records that failed graphs have left open."""
+        with tf.init_scope():  # also if an error ends a trace
             for site in list(self._sites.values()):
                 site.end()
 
     def site(self, name: str, shown: str, process_set: int) -> _Site:
-        """The record of a collective in a graph."""
+        """Return the record of a collective in a graph."""
         self._start()
         key = name, process_set
         if key not in self._sites:
@@ -194,7 +196,7 @@ class _StallInspector:
 
     @contextmanager
     def call(self, name: str, shown: str, process_set: int) -> Iterator[None]:
-        """Records an eager collective while it blocks."""
+        """Record an eager collective while it blocks."""
         self._start()
         number = next(self._numbers)
         ranks, thread = _Set(process_set, []), threading.get_ident()
@@ -205,7 +207,7 @@ class _StallInspector:
             self._calls.pop(number, None)
 
     def found(self) -> str:
-        """Why Horovod was shut down, once it is, if it was for a deadlock; empty otherwise."""
+        """Return why a deadlock has shut Horovod down, once it has; empty if there is none."""
         if self._telling:
             self._found.wait(4 * _GRACE)
         if self.message:
@@ -228,7 +230,7 @@ class _StallInspector:
                     self._look()
             except DeadlockError as error:
                 self._end(str(error))
-            except Exception as error:  # Horovod ends, say, while this looks
+            except Exception as error:  # for example, Horovod ends meanwhile
                 LOGGER.debug("the look for deadlocks has failed: %s", error)
                 self._watches.clear()
 
@@ -254,7 +256,7 @@ class _StallInspector:
                     rounds.told.assign(rounds.said * watch.pending)
 
     def _answer(self) -> None:
-        """Tells what all ranks have to tell, since one has."""
+        """Submit and complete the reports that all ranks must submit, since one has."""
         for number, rounds in list(self._rounds.items()):
             watch = self._among(number)
             if watch is not None and rounds.is_due(watch.pending):
@@ -263,7 +265,7 @@ class _StallInspector:
                 rounds.told.assign(0)
 
     def _among(self, number: int) -> stall_inspector.StallChannel | None:
-        """Watches a process set; None where there is nobody to wait for."""
+        """Return the channel of a process set; None if there is nobody to wait for."""
         ranks = self._members().get(number)
         if not ranks or len(ranks) == 1 or horovod.rank() not in ranks:
             return None
@@ -273,7 +275,7 @@ class _StallInspector:
         return self._watches[number][1]
 
     def _members(self) -> dict[int, Sequence[int]]:
-        """The ranks of each process set; as last known where another rank has ended Horovod."""
+        """Return the ranks of each process set; as last known if another rank has ended Horovod."""
         try:
             self._sets = dict(mpi_ops._basics._get_process_set_ids_and_ranks())
         except (ValueError, RuntimeError):
@@ -307,7 +309,7 @@ def _summed(table: list[list[int]], name: str, process_set: _Set) -> _Answer:
             process_set_id=process_set.process_set_id,
         )
 
-    graph = tf.function(total, autograph=False).get_concrete_function()  # where names count
+    graph = tf.function(total, autograph=False).get_concrete_function()  # names count there
     return _Answer(lambda: graph().numpy())
 
 
@@ -315,7 +317,7 @@ _watcher = _StallInspector()
 
 
 class _RecordedOps:
-    """Horovod's operations, of which collectives are recorded."""
+    """Horovod's operations, with collectives recorded."""
 
     def __getattr__(self, name: str) -> Any:
         stock = getattr(_STOCK, name)
@@ -329,7 +331,7 @@ def _recorded(title: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     def collective(*given: Any, **named: Any) -> Any:
         process_set = int(named.get("process_set_id", 0))
         if tf.executing_eagerly():
-            # Eager collectives pair by what they are, not by their names.
+            # Eager collectives pair by kind, not by name.
             shown = f"{kind} ({named['name']})" if named.get("name") else kind
             with translated(), _watcher.call(kind, shown, process_set):
                 return stock(*given, **named)
@@ -362,23 +364,23 @@ def _marks(on: bool) -> Iterator[None]:
 
 
 def rounds(process_set: Any) -> ReportRounds:
-    """What the words of steps of these ranks carry."""
+    """Return the report rounds that the sync messages of these ranks carry."""
     return _watcher.rounds(process_set.process_set_id)
 
 
 def unmarked() -> Any:
-    """Leaves collectives that are traced meanwhile without records."""
+    """Leave collectives that are traced in this context without records."""
     return _marks(False)
 
 
 def marked() -> Any:
-    """Records collectives that are traced meanwhile."""
+    """Record collectives that are traced in this context."""
     return _marks(True)
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raises a DeadlockError where Horovod was shut down for one."""
+    """Raise a DeadlockError if Horovod was shut down for one."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -391,14 +393,14 @@ def translated() -> Iterator[None]:
 
 @functools.wraps(_STOCK_INIT)
 def init(*given: Any, **named: Any) -> Any:
-    """Like Horovod's own; records begin anew."""
+    """Initialize Horovod like its own `init`; records start anew."""
     _watcher.drop()
     return _STOCK_INIT(*given, **named)
 
 
 @functools.wraps(_STOCK_SHUTDOWN)
 def shutdown(*given: Any, **named: Any) -> Any:
-    """Like Horovod's own; what was recorded is forgotten."""
+    """Shut Horovod down like its own `shutdown`; records are dropped."""
     result = _STOCK_SHUTDOWN(*given, **named)
     _watcher.drop()
     return result

@@ -1,4 +1,4 @@
-"""Reads, and steers, the exchanges of an optimizer, a tape or a list of variables."""
+"""Statistics and control of the exchanges of an optimizer, a tape or a list of variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_gradcomp.tensorflow.tape import engine_of_variables
 
 
 def compression_stats(source: Any) -> CompressionStats:
-    """What this rank's exchanges have moved so far, measured; see `CompressionStats`.
+    """Return this rank's traffic so far, as measured; see `CompressionStats`.
 
     Args:
         source: a distributed optimizer or tape of this package, or the list of variables that
@@ -27,13 +27,13 @@ def compression_stats(source: Any) -> CompressionStats:
 
 
 def describe(source: Any) -> str:
-    """Returns a table of what each layer gets: compressor and bytes a step; nothing is sent.
+    """Return a table of each layer's compressor and bytes per step; nothing is sent.
 
     A script prints it, `print(hvd.describe(optimizer))`; a notebook shows it.
 
-    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload; or of
-    its elements, where payloads are summed among so many ranks. For compressors whose rule decides
-    how much is sent, 4 bytes for each element that will be.
+    Bytes are a rank's (with `hierarchical=True` a host's): the layer's share of a payload, or its
+    elements, if payloads are summed among so many ranks. For compressors whose rule decides how
+    much is sent, 4 bytes for each element that is sent.
 
     Args:
         source: as in `compression_stats`; an optimizer has to be built.
@@ -48,9 +48,9 @@ def describe(source: Any) -> str:
 
 
 def retrain(source: Any) -> None:
-    """Lets the compressor learn anew from the next step on: GradiVeQ's basis, LGC's autoencoder.
+    """Let the compressor learn anew from the next step on: GradiVeQ's basis, LGC's autoencoder.
 
-    To be called by all ranks at the same step. Other compressors have nothing to learn.
+    All ranks call it at the same step. Other compressors have nothing to learn.
 
     Args:
         source: as in `compression_stats`.
@@ -63,15 +63,15 @@ def retrain(source: Any) -> None:
 
 @tf.autograph.experimental.do_not_convert
 def discard_step(source: Any) -> None:
-    """Takes back the last exchange of a step that is left out, as if it had not been.
+    """Discard the last exchange, of a step that is skipped, as if it had not happened.
 
-    For guards such as "the norm of the reduced gradients is far too large": what the compressor
-    keeps is restored to what it was before, to the bit, so that a bad batch does not come back with
-    later gradients. The exchange is counted in `compression_stats(...).skipped`. Weights and the
-    optimizer's own variables stay as they are: do not apply the gradients.
+    For guards such as "the norm of the reduced gradients is far too large": the compressor's state
+    is rolled back, bit-exact, so that a bad batch does not come back with later gradients. The
+    exchange is counted in `compression_stats(...).skipped`. Weights and the optimizer's own
+    variables stay as they are: do not apply the gradients.
 
-    All ranks call it, or none: otherwise the next exchange is an error on all of them. It works
-    eagerly and in a `tf.function`, there in a branch as well::
+    All ranks call it, or none: otherwise the next exchange raises an error on all of them. It
+    works eagerly and in a `tf.function`, also in a branch there::
 
         gradients = tape.gradient(loss, variables)
         if tf.linalg.global_norm(gradients) > limit:
@@ -92,11 +92,11 @@ def discard_step(source: Any) -> None:
 
 
 def verify(source: Any) -> None:
-    """Compares variables and replicated state of the compressor over the ranks, bit by bit.
+    """Compare variables and replicated compressor state over the ranks, bit by bit.
 
-    To be called by all ranks of the process set at the same place, between steps, eager or in a
-    graph. Variables that are not trained, such as the running means of a batch normalization, are
-    each rank's own and not looked at.
+    All ranks of the process set call it at the same place, between steps, eager or in a graph.
+    Variables that are not trained, such as the running means of a batch normalization, are each
+    rank's own and are not compared.
 
     Args:
         source: as in `compression_stats`.
@@ -112,7 +112,7 @@ def verify(source: Any) -> None:
 
 
 def reducer_of(source: Any) -> GraphReducer:
-    """The engine behind an optimizer, a tape or a list of variables.
+    """Return the reducer of an optimizer, a tape or a list of variables.
 
     Raises:
         TypeError: as in `compression_stats`.

@@ -12,7 +12,7 @@ from hvd_gradcomp.tensorflow.stats import reducer_of
 
 
 class StatsWriter(reports.StatsWriter):
-    """Writes `compression_stats` every so many steps, and a line each epoch, in a custom loop.
+    """Writer of `compression_stats` every so many steps, and a line per epoch, in a custom loop.
 
     ::
 
@@ -23,14 +23,14 @@ class StatsWriter(reports.StatsWriter):
                 stats.step()
             stats.epoch(epoch)
 
-    Each record is of the steps since the last one. The norm of a gradient is measured in the step
-    that ends a span. A `tf.function` that was traced before this is made cannot, and leaves it out.
+    Each record covers the steps since the last one. The gradient norm is measured in the step that
+    ends a span; a `tf.function` that was traced before this object was made cannot measure it.
 
     Args:
         source: as in `compression_stats`: an optimizer that is built; a tape or a list of
             variables after the first step.
         every: steps in a span, at least 1.
-        writers: of `JSONLines`, `TensorBoard`, and others that are a `Writer`.
+        writers: `JSONLines`, `TensorBoard`, and others that are a `Writer`.
 
     Raises:
         TypeError: nothing is exchanged for the source.

@@ -1,7 +1,7 @@
-"""Compares what all ranks do in a step, before its results are used.
+"""Comparison of what all ranks do in a step, before its results are used.
 
-Each rank has a row of a table of int64 that is added up over ranks. A sum works with Horovod's own
-join as well: whoever has joined there adds a row of zeros.
+Each rank has a row of an int64 table that is summed over ranks. A sum works with Horovod's own join
+as well: a rank that has joined there adds a row of zeros.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hvd_gradcomp.core import wire
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.tensorflow import stall_inspector
 
-# What a rank does that gives a word; see `meeting` and `joining`.
+# Actions of a rank that submits a message; see `checkpoint_barrier` and `uneven_inputs`.
 STEPPING, SAVING, JOINED = 1, 2, 3
-FIELDS = 5  # of a word, besides counters and rows
+FIELDS = 5  # of a message, besides counters and rows
 _OTHER_CALL = (
     "rank {ranks} saves or loads a checkpoint while others train; call save_checkpoint and "
     "load_checkpoint on all ranks, between the same two steps"
@@ -40,15 +40,15 @@ _OTHER_PHASE = (
 
 
 class SyncMessage(NamedTuple):
-    """A rank's row, scalars of int64.
+    """Row of one rank, scalars of int64.
 
     Attributes:
         does: `STEPPING`, `SAVING` or `JOINED`.
         kinds: a checksum of which layers have a gradient, and of which kind.
         steps: exchanges so far.
-        summed: a checksum of the replies of the step before; 0 for none.
-        counters: what states count alike on all ranks, which tells the phase.
-        rows: of sparse gradients; ranks need not have them alike.
+        summed: a checksum of the previous step's replies; 0 for none.
+        counters: integers of the states that are equal on all ranks; they tell the phase.
+        rows: of sparse gradients; they may differ between ranks.
     """
 
     does: int
@@ -59,14 +59,14 @@ class SyncMessage(NamedTuple):
     rows: Sequence[tf.Tensor]
 
     def compared(self) -> tf.Tensor:
-        """The fields that ranks have alike."""
+        """Return the fields that must be equal on all ranks."""
         head = [tf.constant(self.does, tf.int64), tf.constant(self.kinds, tf.int64)]
         counters = [tf.cast(counter, tf.int64) for counter in self.counters]
         return tf.stack([*head, self.steps, self.summed, *counters])
 
 
 def gather(word: SyncMessage, name: str, process_set: Any) -> tf.Tensor:
-    """The words of all ranks, one a row: what is compared, rows, and the round of telling.
+    """Gather the messages of all ranks, one a row: compared fields, rows, and the report round.
 
     Args:
         word: this rank's.
@@ -85,13 +85,13 @@ def gather(word: SyncMessage, name: str, process_set: Any) -> tf.Tensor:
 
 
 def most_rows(word: SyncMessage, everybody: tf.Tensor) -> list[tf.Tensor]:
-    """The most rows of any rank, for each of `word.rows`."""
+    """Return the maximum over ranks, for each of `word.rows`."""
     count = len(word.rows)
     return tf.unstack(tf.reduce_max(everybody[:, -1 - count : -1], 0), count)
 
 
 def check(word: SyncMessage, everybody: tf.Tensor, ops: TensorFlowOps) -> tf.Tensor:
-    """Fails, on all ranks, unless they are in the same step and phase, or have joined."""
+    """Fail, on all ranks, unless they are in the same step and phase, or have joined."""
     mine = word.compared()
     everybody = everybody[:, : FIELDS - 1 + len(word.counters)]
     joined = (everybody[:, 0] == 0) | (everybody[:, 0] == JOINED)

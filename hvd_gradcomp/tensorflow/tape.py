@@ -1,11 +1,11 @@
 """`DistributedGradientTape`: Horovod's own, with the exchange replaced.
 
-Horovod's tape hands gradients to `self._allreduce_grads(gradients, sources, ...)`; that attribute
-is the seam. A user makes a new tape each step, so the state belongs to the variables that tapes
+Horovod's tape passes gradients to `self._allreduce_grads(gradients, sources, ...)`; this attribute
+is replaced. A user makes a new tape each step, so the state belongs to the variables that tapes
 are asked about, not to a tape.
 
-All of this is called where a user's function is traced. AutoGraph would translate it for seconds,
-so functions are marked, but for the one that calls what the user has recorded.
+All of this runs while a user's function is traced. AutoGraph would translate it for seconds, so
+functions are marked, except for the one that calls what the user has recorded.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     loss_scale: Any = None,
     rollback: bool = True,
 ) -> tf.GradientTape:
-    """Wraps a tape so that `gradient` exchanges its results compressed.
+    """Wrap a tape so that `gradient` exchanges its results compressed.
 
     A drop-in for `horovod.tensorflow.DistributedGradientTape`, eager and inside `tf.function`.
-    What the compressor has accumulated is kept for each list of sources, across tapes. Sources may
-    be Keras variables (`model.trainable_variables`), one variable or a nest of them, and
-    `gradient` takes `unconnected_gradients=`, as TensorFlow's own; stock Horovod refuses these.
-    Gradients of a flat sequence are a list, others are nested as their sources.
+    The compressor's state is kept for each list of sources, across tapes. Sources may be Keras
+    variables (`model.trainable_variables`), one variable or a nest of them, and `gradient` takes
+    `unconnected_gradients=`, as TensorFlow's own; stock Horovod refuses these. Gradients of a flat
+    sequence are a list, others are nested like their sources.
 
-    A source without a gradient stays without one, and has to be one on all ranks. With
+    A source without a gradient stays without one; it must be the same source on all ranks. With
     `tf.UnconnectedGradients.ZERO` it has zeros, which are exchanged. On a rank that is not in the
-    process set gradients stay as they are. `jacobian` and `batch_jacobian` are a
+    process set gradients stay as they are. `jacobian` and `batch_jacobian` raise a
     NotImplementedError: ask the tape that was wrapped. `discard_step()` of the result is
     `hvd.discard_step(tape)`.
 
@@ -70,30 +70,29 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         device_dense, device_sparse: as in Horovod.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
         sparse_as_dense: compress `IndexedSlices` as dense tensors (True), or gather their rows,
-            uncompressed (False). None: what moves fewer bytes in the first step, layer by layer;
-            rank 0 says what was chosen, and it stays.
+            uncompressed (False). None: whichever moves fewer bytes in the first step, layer by
+            layer; rank 0 logs the choice, which is final.
         op: `hvd.Average` or `hvd.Sum`.
         gradient_predivide_factor: splits the averaging before and after the sum.
         num_groups, groups: refused.
         process_set: the ranks that take part.
         scale_local_gradients: as in Horovod.
         hierarchical: reduce inside each host as dense tensors, and exchange compressed between
-            hosts; to the compressor a host is one rank, with the samples of all its own. All hosts
-            have the same number of ranks. Needs `hvd.init(process_sets="dynamic")` where that is
-            more than one.
+            hosts; to the compressor a host is one rank, with the samples of all its ranks. All
+            hosts have the same number of ranks. If that is more than one, this needs
+            `hvd.init(process_sets="dynamic")`.
         moments: for compressors that use second moments: the sum over samples (or micro-batches)
-            of the squares of what each contributes, one tensor for each source. Without it the
-            step is the sample. `hvd.microbatch_gradients` computes gradients and moments.
-        nonfinite: what becomes of a step in which a gradient of any rank has a NaN or an infinity.
+            of the squares of their contributions, one tensor for each source. Without it the step
+            is the sample. `hvd.microbatch_gradients` computes gradients and moments.
+        nonfinite: handling of a step in which a gradient of any rank has a NaN or an infinity.
             All ranks do the same. "raise": an error. "skip" and "propagate", which are the same
-            here: gradients are NaN on all ranks, and what the compressor keeps is as before; leave
+            here: gradients are NaN on all ranks, and the compressor's state is as before; leave
             the update out, as a `LossScaleOptimizer` does. None: "skip" with a `loss_scale`, else
             "raise".
-        loss_scale: what the loss was multiplied with, and moments with its square, such as
-            `optimizer.dynamic_scale`. What is kept from step to step is without it.
-        rollback: keep what the compressor held before the last exchange until the next one, so
-            that `discard_step` can restore it. It takes as much memory as the compressor's state;
-            False saves that.
+        loss_scale: factor of the loss, such as `optimizer.dynamic_scale`; moments have its square.
+            State is kept without it.
+        rollback: keep the compressor's state before the last exchange until the next one, so that
+            `discard_step` can restore it. It takes as much memory as that state; False saves that.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; hosts or Horovod are
@@ -167,7 +166,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
 
     @tf.autograph.experimental.do_not_convert
     def exchange(gradients: Any, sources: Any, use_generic_names: bool = False) -> list[Any]:
-        """Of what is not local, which Horovod's own takes out."""
+        """Exchange the gradients that Horovod's own has not taken out as local."""
         del use_generic_names  # everything is named by bucket
         if not sources:
             return []
@@ -230,14 +229,14 @@ def PartialDistributedGradientTape(  # noqa: N802 - the name that users of Horov
     scale_local_gradients: bool = True,
     **options: Any,
 ) -> tf.GradientTape:
-    """A `DistributedGradientTape` that leaves the gradients of some layers to their rank.
+    """Wrap a tape like `DistributedGradientTape`, but leave some layers' gradients to their rank.
 
     Args:
         gradtape, device_dense, device_sparse, compression: as there.
         sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set: as there.
         local_layers: one layer of Keras, or several, built.
-        scale_local_gradients: divide their gradients by the number of ranks, by which those of
-            other layers are divided when they are averaged.
+        scale_local_gradients: divide their gradients by the number of ranks, as averaging does
+            with those of other layers.
         options: the other arguments of `DistributedGradientTape`.
 
     Raises:
@@ -264,10 +263,10 @@ def PartialDistributedGradientTape(  # noqa: N802 - the name that users of Horov
 
 
 def layers_in(given: Any) -> list[Any]:
-    """The layers that `local_layers=` names.
+    """Return the layers that `local_layers=` names.
 
     Raises:
-        ValueError: there is something else in it.
+        ValueError: it contains something else.
     """
     layers = [] if given is None else [given] if hasattr(given, "trainable_weights") else [*given]
     for layer in layers:
@@ -277,7 +276,7 @@ def layers_in(given: Any) -> list[Any]:
 
 
 def variables_of(layers: Sequence[Any]) -> list[Any]:
-    """What some layers train.
+    """Return the trainable weights of some layers.
 
     Raises:
         ValueError: a layer trains nothing, or is not built.
@@ -291,7 +290,7 @@ def variables_of(layers: Sequence[Any]) -> list[Any]:
 
 
 def _flattened(sources: Any) -> tuple[Any, list[Any]]:
-    """What gradients have to be nested as, None for a list; and the sources one after another."""
+    """Return the nest for the gradients, None for a list; and the sources one after another."""
     if tf.nest.is_nested(sources) or hasattr(sources, "dtype"):
         flat = tf.nest.flatten(sources)
         plain = isinstance(sources, (list, tuple)) and not any(map(tf.nest.is_nested, sources))
@@ -300,7 +299,7 @@ def _flattened(sources: Any) -> tuple[Any, list[Any]]:
 
 
 def check_seam(tape: tf.GradientTape) -> None:
-    """Requires that a tape which Horovod made can be taken part in, as 0.28.1's can.
+    """Require that a tape of Horovod's lets its exchange be replaced, as 0.28.1's does.
 
     Raises:
         RuntimeError: its exchange is no attribute that could be replaced.
@@ -317,7 +316,7 @@ def reducer_for(
     process_set: Any,
     **settings: Any,
 ) -> GraphReducer | None:
-    """The engine of these sources and settings, made when they are seen for the first time.
+    """Return the reducer of these sources and settings, created when they are first seen.
 
     None on a rank that is not in the process set.
 
@@ -347,7 +346,7 @@ def reducer_for(
 
 
 def _say_once(compressor: Compressor) -> None:
-    """Where second moments come from, when nobody gave any."""
+    """Log once where second moments come from, if none were given."""
     automatic = getattr(compressor, "moments", "") == "auto"
     if automatic and compressor not in _said and horovod.rank() == 0:
         LOGGER.warning(
@@ -360,7 +359,7 @@ def _say_once(compressor: Compressor) -> None:
 
 
 def engine_of_variables(variables: Sequence[Any]) -> GraphReducer | None:
-    """The newest engine whose sources are these variables."""
+    """Return the newest reducer whose sources are these variables, or None."""
     identity = tuple(_identity(v) for v in variables)
     for (known, *_), (_, engine) in reversed(list(_known.items())):
         if known == identity:
@@ -369,7 +368,7 @@ def engine_of_variables(variables: Sequence[Any]) -> GraphReducer | None:
 
 
 def engines_over(variables: Sequence[Any]) -> list[tuple[GraphReducer, list[int], dict[str, Any]]]:
-    """Engines whose sources are all among these: (engine, places of its sources, settings)."""
+    """Return the reducers whose sources are all among these: (reducer, places, settings)."""
     places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
     return [
         (engine, [places[i] for i in identity], dict(settings))
@@ -380,24 +379,24 @@ def engines_over(variables: Sequence[Any]) -> list[tuple[GraphReducer, list[int]
 
 
 def drop_stale() -> None:
-    """Drops the engines of variables that are no more."""
+    """Drop the reducers of variables that no longer exist."""
     for stale in [k for k, (refs, _) in _known.items() if any(ref() is None for ref in refs)]:
         del _known[stale]
 
 
 def drop_engines(engines: Iterable[GraphReducer]) -> None:
-    """Forgets engines as if nobody had asked for them."""
+    """Drop reducers as if nobody had asked for them."""
     dropped = {id(engine) for engine in engines}
     for key in [key for key, (_, engine) in _known.items() if id(engine) in dropped]:
         del _known[key]
 
 
 def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = None) -> list[Layer]:
-    """(name, shape, dtype) of each, as all ranks call it; `names` where they are known better.
+    """Return each source's (name, shape, dtype), equal on all ranks; `names` take precedence.
 
     Keras numbers layers as they are made (`dense_7`), so ranks that made different models before
     would disagree: the numbers are left out, and the place makes names unique. A model that was
-    loaded from a file calls its layers without its own name: the last two parts count.
+    loaded from a file calls its layers without its own name, so only the last two parts count.
     """
     layers: list[Layer] = []
     seen: set[str] = set()
@@ -417,7 +416,7 @@ def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = No
 
 
 def with_kernels(layers: Sequence[Layer], sources: Sequence[Any]) -> list[Layer]:
-    """The same, with what the Keras layer that holds each source makes of it, where one does."""
+    """Return the layers with `convolves` set for each source that a Keras layer holds."""
     kernels = _kernels([s for s, (_, shape, _) in zip(sources, layers) if len(shape) > 2])
     found: list[Layer] = []
     for layer, source in zip(layers, sources):
@@ -428,10 +427,10 @@ def with_kernels(layers: Sequence[Layer], sources: Sequence[Any]) -> list[Layer]
 
 @tf.autograph.experimental.do_not_convert
 def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
-    """Whether each belongs to a convolution of Keras; without those that no layer of Keras holds.
+    """Return for each source that a Keras layer holds if it belongs to a convolution.
 
-    Neither a tape nor an optimizer is told of layers, so these are looked for among all objects
-    there are. A type is asked, not an object: some load what they stand for when asked.
+    Tapes and optimizers do not know layers, so all live objects are searched for them. The type is
+    checked, not the object: some objects load what they stand for on access.
     """
     found: dict[int, bool] = {}
     keras = sys.modules.get("keras")
@@ -441,7 +440,7 @@ def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
     for layer in gc.get_objects():
         kind = type(layer)
         if not issubclass(kind, keras.layers.Layer) or getattr(layer, "_layers", None):
-            continue  # one that is made of layers holds what is theirs
+            continue  # a container's weights are its layers'
         known = convolving(kind)
         for weight in () if known is None else getattr(layer, "weights", ()):
             place = id(plain_variable(weight))
@@ -458,18 +457,18 @@ def _identity(source: Any) -> Any:
 def microbatch_gradients(
     loss: Any, sources: Sequence[Any], batch: Sequence[tf.Tensor], passes: int
 ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
-    """Loss, gradients and second moments of a batch that is cut into equal micro-batches.
+    """Return loss, gradients and second moments of a batch that is cut into equal micro-batches.
 
-    With `c_j` what micro-batch j contributes to the gradient `g`, and `B` samples in all, the
+    With `c_j` the contribution of micro-batch j to the gradient `g`, and `B` samples in all, the
     moment is `a * sum_j c_j**2 + (1 - a) * g**2`, `a = (1 - 1/B) / (1 - 1/passes)`. For samples
-    that are drawn independently its expectation is that of the sum over samples (Tsuzuku et al.
-    2018, Algorithm 1) of what each contributes, squared. It is never negative, but for rounding.
+    that are drawn independently its expectation is that of the sum over samples of their squared
+    contributions (Tsuzuku et al. 2018, Algorithm 1). It is never negative, except for rounding.
 
     Args:
         loss: `loss(*pieces)`, a mean over the samples of a piece.
         sources: the variables.
         batch: tensors whose first axis counts the samples, a multiple of `passes`.
-        passes: how many micro-batches, at least 2; the more, the sharper the moments and the
+        passes: number of micro-batches, at least 2; the more, the sharper the moments and the
             slower the step.
 
     Returns:
@@ -518,7 +517,7 @@ def reduce_gradients(
     loss_scale: Any = None,
     rollback: bool = True,
 ) -> list[Any]:
-    """Exchanges gradients that were computed without a `DistributedGradientTape`.
+    """Exchange gradients that were computed without a `DistributedGradientTape`.
 
     Arguments and errors as there. State is kept for each list of sources.
     """
@@ -540,7 +539,7 @@ def reduce_gradients(
 
 
 class TapeState(tf.Module):
-    """What tapes over some sources keep from step to step; see `tape_state`."""
+    """State that tapes over some sources keep from step to step; see `tape_state`."""
 
     def __init__(self, engine: GraphReducer | None) -> None:
         super().__init__(name="gradcomp")
@@ -561,7 +560,7 @@ def tape_state(
     loss_scale: Any = None,
     rollback: bool = True,
 ) -> TapeState:
-    """What every `DistributedGradientTape` with these arguments keeps for these sources, to save.
+    """Return the state, to save it, of all `DistributedGradientTape`s with these arguments.
 
     For `tf.train.Checkpoint(model=model, exchange=hvd.tape_state(...))`, one file for each rank,
     and for `hvd.save_checkpoint`. Make it before the first tape, and from the same arguments.

@@ -13,18 +13,18 @@ from hvd_gradcomp.tensorflow.engine import explained, gather_objects, living
 
 
 def join() -> tf.Tensor:
-    """Waits until all ranks have run out of batches, and takes part in their exchanges until then.
+    """Wait until all ranks have run out of batches, and take part in their exchanges until then.
 
-    All ranks call it, at the end of an epoch of their own loop; `fit` takes `hvd.even_batches`. A
-    rank that has joined contributes gradients of zero, and what its compressor has kept and not
-    sent; means stay those over all ranks. It works with every compressor, and with
-    `hierarchical=True`. As with Horovod's own, variables of ranks that joined earlier have missed
-    steps: hand those of the rank that is returned to all, with `hvd.broadcast_variables`.
+    All ranks call it, at the end of an epoch of a custom loop; for `fit` use `hvd.even_batches`. A
+    rank that has joined contributes gradients of zero, and its compressor's residual; means stay
+    those over all ranks. It works with every compressor, and with `hierarchical=True`. As with
+    Horovod's own, ranks that joined earlier have missed updates: broadcast the variables of the
+    rank that is returned, with `hvd.broadcast_variables`.
 
     Until all have joined, the others call no collectives but those of their tapes and optimizers:
-    another one, such as `hvd.allreduce` of a metric, is a DeadlockError on all ranks. Where
-    gradients are only added up (no compression, half precision) Horovod's own join waits, which
-    adds zeros to any allreduce. Each rank has made a step with each tape or optimizer before.
+    any other, such as `hvd.allreduce` of a metric, is a DeadlockError on all ranks. If gradients
+    are only summed (no compression, half precision) Horovod's own join waits, which adds zeros to
+    any allreduce. Each rank must have made a step with each tape or optimizer before.
 
     Returns:
         The rank that joined last, an int32 scalar; with a compressor, the highest of several.
@@ -34,14 +34,14 @@ def join() -> tf.Tensor:
         RuntimeError: in a graph that is traced, with a compressor.
     """
     tape.drop_stale()
-    gc.collect()  # what nobody refers to takes part in nothing, on any rank
+    gc.collect()  # so that unreferenced reducers take part on no rank
     engines = list(living)
     if all(engine.place is None and engine.compressor.is_linear for engine in engines):
         with explained("hvd.join()"):
             return horovod.join()
     if not tf.executing_eagerly():
         raise RuntimeError("hvd.join() waits for other ranks: call it outside of a tf.function")
-    # Side by side: which optimizer the others step next is not known here.
+    # In parallel: this rank does not know which optimizer the others step next.
     engines = [engine for engine in engines if engine.process_set.size() > 1]
     running = [checkpoint_barrier.started(engine.take_part) for engine in engines]
     ended, _ = wait(running, return_when=FIRST_EXCEPTION)

@@ -1,4 +1,4 @@
-"""The variables that an exchange keeps, and which of them belong to one rank."""
+"""Variables that an exchange keeps, and the record of those that belong to one rank."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ _own: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionar
 
 
 def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
-    """A variable that belongs to nobody's checkpoint.
+    """Create a variable that belongs to nobody's checkpoint.
 
-    Made where nothing is traced: a `tf.function` that has made a variable is traced a second time.
+    It is created outside of any trace: a `tf.function` that creates one is traced a second time.
     """
     with ThreadPoolExecutor(1) as elsewhere:
         return elsewhere.submit(tf.Variable, value, trainable=False, name=name).result()
 
 
 def is_rank_local(variable: Any) -> bool:
-    """Whether it holds what a compressor accumulated on this rank: never to be broadcast."""
+    """Return True if a variable holds what a compressor accumulated here; never broadcast it."""
     return _rank_local.get(id(variable)) is variable
 
 
 def keep_local(variable: tf.Variable) -> tf.Variable:
-    """Marks a variable as this rank's alone."""
+    """Mark a variable as this rank's alone."""
     _rank_local[id(variable)] = variable
     return variable
 
 
 def is_own(variable: Any) -> bool:
-    """Whether it is a parameter that is trained on this rank alone: never to be saved for all."""
+    """Return True if a parameter is trained on this rank alone; never save it for all."""
     return _own.get(id(variable)) is variable
 
 
 def keep_own(variable: tf.Variable) -> None:
-    """Marks a parameter whose gradient is not exchanged."""
+    """Mark a parameter whose gradient is not exchanged."""
     _own[id(variable)] = variable
 
 
 def plain_variable(source: Any) -> Any:
-    """TensorFlow's variable of a Keras variable; anything else as it is."""
+    """Return TensorFlow's variable of a Keras variable; anything else as it is."""
     if isinstance(source, tf.Variable):
         return source
     value = getattr(source, "value", None)

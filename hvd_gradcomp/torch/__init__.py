@@ -7,8 +7,8 @@
 +optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
 +                                     compression=hvd.VarianceCompressor(alpha=2))
 
-Horovod is imported with the first name that is asked for. `hvd_gradcomp.torch.ddp`, which
-compresses for PyTorch's own `DistributedDataParallel`, works without.
+Horovod is imported on first access to a name. `hvd_gradcomp.torch.ddp`, which compresses for
+PyTorch's own `DistributedDataParallel`, works without Horovod.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A module of this package, or what `dropin` has.
+    """Return a module of this package, or a name of `_api`.
 
     Raises:
-        ImportError: it is of Horovod, which cannot be imported; with what helps.
+        ImportError: the name needs Horovod, which cannot be imported; the message says what helps.
     """
     if name != "__all__" and (name.startswith("_") or find_spec(f"{__name__}.{name}")):
         if name.startswith("_"):
@@ -41,5 +41,5 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     try:
         return sorted({*globals(), *__getattr__("__all__")})
-    except ImportError:  # without Horovod there is `ddp`, and who looks around gets no error
+    except ImportError:  # without Horovod, list `ddp` and raise nothing
         return sorted({*globals(), "ddp"})

@@ -1,4 +1,4 @@
-"""All that `import hvd_gradcomp.torch` gives: Horovod's names, and ours in the place of some."""
+"""Public names of `hvd_gradcomp.torch`: Horovod's, some of them replaced by ours."""
 
 from hvd_gradcomp.core.installation import require_horovod as _require_horovod
 
@@ -7,7 +7,7 @@ _require_horovod("torch")
 import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
-# Horovod's modules of these names, which `import ... as` and `from ... import` would find.
+# Remove Horovod's modules of these names: `import ... as` and `from ... import` would find them.
 for _name in ("elastic", "optimizer"):
     globals().pop(_name, None)
 
@@ -30,7 +30,7 @@ from hvd_gradcomp.torch.stats_writer import StatsWriter
 from hvd_gradcomp.torch.step_sync import GradientChangedError, OutOfStepError
 from hvd_gradcomp.torch.uneven_inputs import join
 
-# Replaced in Horovod's modules since the first line, see `collectives`.
+# Already replaced in Horovod's modules, see `comm.recorded`.
 barrier, synchronize, shutdown = _horovod.barrier, _horovod.synchronize, _horovod.shutdown
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -1,12 +1,11 @@
-"""Loss scaling: gradients arrive in the units of a `GradScaler`, and go back in them.
+"""Loss scaling: gradients arrive in the units of a `GradScaler` and are returned in them.
 
-Between, they are divided by the scale, so that what a compressor keeps from step to step means the
-same at every scale. A scale that is a power of two, as PyTorch's are by default, rounds nothing.
+In between they are divided by the scale, so that a compressor's state means the same at every
+scale. A scale that is a power of two, PyTorch's default, rounds nothing.
 
-A scaler does not know the optimizer before `scaler.step(optimizer)`, when the gradients are long
-under way. So `GradScaler.scale` and `.update` are made to leave a note here: the scaler that has
-scaled a loss last, and was not updated since, is the one whose gradients arrive. A step that fails
-drops the note.
+A scaler learns of the optimizer only in `scaler.step(optimizer)`, after the exchange has begun. So
+`GradScaler.scale` and `.update` are patched to record the active scaler here: the one that scaled
+a loss last and was not updated since. A step that fails drops the record.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from typing import Any
 import torch
 
 GRAD_SCALER: Any = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
-_scaling: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # the last one last
+_scaling: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # most recent last
 
 
 class GradScalerAdapter:
     """The scale of one optimizer's gradients.
 
     Args:
-        scaler: the one that scales its loss; None for the one that has scaled a loss, if there is
-            one, False for none.
+        scaler: the one that scales its loss; None for the one that last scaled a loss, if there
+            is one; False for none.
     """
 
     def __init__(self, scaler: Any = None) -> None:
         self._given = scaler
         self.scaler: Any = None  # of the last step
-        self._factor: Any = None  # of the running step: what gradients are multiplied with
+        self._factor: Any = None  # the running step's loss scale
         self._inverse: Any = None
 
     def begin_step(self) -> bool:
-        """Fixes the scale until `end_step`; whether there is one."""
+        """Fix the scale until `end_step`; return True if there is one."""
         if self._factor is not None:
             return True
         scaler = self._noted()
@@ -49,7 +48,7 @@ class GradScalerAdapter:
                 "the scaler that was given to DistributedOptimizer has scaled nothing: call "
                 "scaler.scale(loss).backward()"
             )
-        if scale.is_cuda:  # stays there: the host does not wait for it
+        if scale.is_cuda:  # keep it on the device: no host sync
             self._factor, self._inverse = scale.clone(), scale.double().reciprocal().float()
         else:
             self._factor = float(scale)
@@ -58,17 +57,18 @@ class GradScalerAdapter:
 
     @property
     def known(self) -> float:
-        """The scale of the running step; 0 where there is none, or only a GPU knows it."""
+        """Return the running step's scale; 0 if there is none, or if it is on a GPU."""
         return self._factor if isinstance(self._factor, float) else 0.0
 
     def end_step(self) -> None:
-        """Gradients that come next have another scale."""
+        """Forget the scale of this step."""
         self._factor = self._inverse = None
 
     def forget(self) -> None:
-        """The step has failed, and its scaler may live on, in the error's traceback say.
+        """Drop the scale and the recorded scaler after a failed step.
 
-        It has nothing to do with gradients that come next, unless it scales a loss anew.
+        The scaler may stay alive, for instance in the error's traceback. It is ignored until it
+        scales a loss again.
         """
         self.end_step()
         scaler = self._noted()
@@ -76,9 +76,9 @@ class GradScalerAdapter:
             _scaling.pop(scaler, None)
 
     def unscale(self, gradient: torch.Tensor, out: torch.Tensor, power: int = 1) -> None:
-        """Writes a gradient to its place, without the scale; a square of one with `power=2`.
+        """Copy `gradient` to `out`, divided by the scale to the power of `power`.
 
-        With `power=0` as it is.
+        Use `power=2` for squared gradients, and `power=0` to leave the scale in.
         """
         if gradient is not out:
             out.copy_(gradient)
@@ -87,11 +87,11 @@ class GradScalerAdapter:
                 out.mul_(self._inverse)
 
     def scale(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The reduced gradient as the scaler expects it. In place."""
+        """Multiply a reduced gradient by the scale, in place, as the scaler expects it."""
         return gradient if self._factor is None else gradient.mul_(self._factor)
 
     def check_stepped(self, optimizer: Any) -> None:
-        """What has to hold when the optimizer steps.
+        """Check that the scaler that was found steps this optimizer.
 
         Raises:
             RuntimeError: a scaler was found, but it is another optimizer's.
@@ -104,11 +104,11 @@ class GradScalerAdapter:
             )
 
     def _noted(self) -> Any:
-        """The scaler whose gradients arrive, as far as is known; None or False for none."""
+        """Return the scaler whose gradients arrive, if known; None or False for none."""
         return next(reversed([*_scaling]), None) if self._given is None else self._given
 
     def _stage(self, optimizer: Any) -> str:
-        """How far the scaler is with the optimizer; "" if it has not seen it since its update."""
+        """Return the scaler's stage for the optimizer; "" if not seen since the last update."""
         states = {} if self.scaler is None else self.scaler._per_optimizer_states
         return states[id(optimizer)]["stage"].name if id(optimizer) in states else ""
 

@@ -1,7 +1,7 @@
-"""Gradients arrive: the hooks of an optimizer's parameters, and the end of a backward.
+"""Autograd hooks of an optimizer's parameters, and the callback at the end of a backward.
 
-A hook takes each gradient when its last pass has accumulated it. A callback of the autograd engine
-ends the exchange with the backward, or with the one around it.
+A hook takes each gradient after its last pass has accumulated it. A callback of the autograd engine
+ends the exchange when the backward ends, or the backward around it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from hvd_gradcomp.torch.backward_end import ending, has_everything
 from hvd_gradcomp.torch.comm import horovod
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 
-# Optimizers with news, by the autograd engine's run in which their hooks have fired.
+# Optimizers with new gradients, by the autograd engine's run in which their hooks fired.
 _backwards: dict[int, weakref.WeakSet[Any]] = {}
 
 
 class GradHooks:
-    """The hooks by which an optimizer takes gradients.
+    """Autograd hooks by which an optimizer takes gradients.
 
     Attributes:
-        news: a gradient has come since the last round.
+        news: a gradient has arrived since the last sync round.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.news = False
         self._watched: dict[torch.nn.Parameter, Any] = {}
-        self._accumulators: list[Any] = []  # they live as long as somebody refers to them
+        self._accumulators: list[Any] = []  # keeps them alive
 
     def watch(self, new: Collection[torch.nn.Parameter]) -> None:
-        """Takes the gradients of these, too."""
+        """Register hooks on these parameters, unless they have one."""
         for p in new:
             if p in self._watched:
                 continue
@@ -47,14 +47,14 @@ class GradHooks:
             self._accumulators.append(accumulator)
 
     def leave(self, parameters: Collection[torch.nn.Parameter]) -> None:
-        """Takes the gradients of these no longer. A `step` would still reduce them."""
+        """Remove the hooks of these parameters. `step` would still reduce their gradients."""
         for p in parameters:
             if p in self._watched:
                 self._watched.pop(p).remove()
 
 
 def forget(optimizer: Any) -> None:
-    """Forgets a backward that has failed, or was compiled."""
+    """Forget the optimizer's backward, if it failed or was compiled."""
     for run in [run for run, those in _backwards.items() if optimizer in those]:
         _backwards[run].discard(optimizer)
         if not _backwards[run]:
@@ -77,7 +77,7 @@ def _hook(optimizer: weakref.ref[Any], p: torch.nn.Parameter) -> Callable[..., N
 
 
 def _arrive(optimizer: Any, p: torch.nn.Parameter) -> None:
-    """A pass has added to the gradient of a parameter."""
+    """Handle a pass that has accumulated into the gradient of a parameter."""
     versions = optimizer._versions
     if p.grad is not None and p.grad.requires_grad:
         raise AssertionError(
@@ -86,7 +86,7 @@ def _arrive(optimizer: Any, p: torch.nn.Parameter) -> None:
             "higher derivatives"
         )
     if p in optimizer._late:
-        versions.note(p)  # a zero was added
+        versions.note(p)  # the late-gradient hook added a zero
         optimizer._gradcomp.sources.forget([p])
         _ask_at_end_of_backward(optimizer)
         return
@@ -101,7 +101,7 @@ def _arrive(optimizer: Any, p: torch.nn.Parameter) -> None:
                 "Gradients were computed more than backward_passes_per_step times before call "
                 "to step(). Increase backward_passes_per_step to accumulate gradients locally."
             )
-        optimizer._drop()  # the reduced gradients were dropped, by `model.zero_grad()` say
+        optimizer._drop()  # the reduced gradients were dropped, e.g. by `model.zero_grad()`
     elif optimizer._synchronized and not optimizer._reduced.holds(p):
         optimizer._drop()
     optimizer._synchronized = False
@@ -128,21 +128,21 @@ def _backward_has_ended(run: int) -> None:
     having_news = [one for one in _backwards.pop(run, ()) if one._arrivals.news]
     nested, function = _surroundings()
     early = [one for one in having_news if nested and not has_everything(one)]
-    if early and function is not None:  # asks again at the end of the backward around this one
+    if early and function is not None:  # ask again at the end of the enclosing backward
 
         def pass_on(*_: Any) -> None:
             for optimizer in early:
                 _ask_at_end_of_backward(optimizer)
 
         function.register_hook(pass_on)
-    # Of all optimizers at once: their hooks fire in another order on other ranks.
+    # Drive all optimizers side by side: their hooks fire in another order on other ranks.
     horovod.complete(ending(one, last=False) for one in having_news if one not in early)
 
 
 def _surroundings() -> tuple[bool, Any]:
-    """Whether this backward is part of another, as with reentrant checkpoints, and of what there.
+    """Return (is this backward nested in another, the autograd function that called it or None).
 
-    What is the function that has called it, None if it was none.
+    Reentrant checkpoints nest backwards.
     """
     runs = 0
     for frame, _ in traceback.walk_stack(sys._getframe()):

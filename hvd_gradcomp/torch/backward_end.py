@@ -1,6 +1,6 @@
-"""How the exchange of an optimizer ends: rounds of words, then what every rank has still to give.
+"""End of an optimizer's exchange: sync rounds, then the gradients that are still missing.
 
-See `rounds` for what the ranks tell each other, and what follows from it.
+See `step_sync` for the messages of the ranks and their consequences.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _STOCK: Any = _stock._DistributedOptimizer
 
 
 def ending(optimizer: Any, last: bool, joined: bool = False) -> Generator[None, None, bool]:
-    """Rounds until the exchange has ended here; yields while it waits for other ranks.
+    """Run sync rounds until the exchange has ended here; yield while waiting for other ranks.
 
     Args:
-        optimizer: an `Exchanging`, as in all that follows.
-        last: no gradient comes any more in this step: goes on until none can come anywhere.
-        joined: this rank has no batches any more, and gives zeros.
+        optimizer: a `DistributedOptimizerMixin`, as in all functions below.
+        last: this rank has no more gradients in this step; go on until no rank can have any.
+        joined: this rank has run out of batches, and contributes zeros.
 
     Returns:
-        Whether there was an exchange: False where all ranks have joined.
+        True if there was an exchange, False if all ranks have joined.
     """
     engine, rounds = optimizer._gradcomp, optimizer._rounds
     try:
@@ -59,7 +59,7 @@ def ending(optimizer: Any, last: bool, joined: bool = False) -> Generator[None, 
             try:
                 late = rounds.hear(words, names, ranks)
             except GradientChangedError:
-                if not ended:  # so that nothing of it is left on its way
+                if not ended:  # leaves no collective in flight
                     yield from _end(optimizer)
                 raise
             except OutOfStepError:
@@ -74,21 +74,21 @@ def ending(optimizer: Any, last: bool, joined: bool = False) -> Generator[None, 
             if not last:
                 break
         return True
-    except BaseException:  # an interrupt in the middle, too
+    except BaseException:  # including KeyboardInterrupt
         optimizer._abandon()
         raise
 
 
 def has_everything(optimizer: Any) -> bool:
-    """Whether no gradient is missing here."""
+    """Return True if this rank lacks no gradient."""
     return all(code & (HERE | LATE) for code in _codes(optimizer))
 
 
 def check_mixed(optimizer: Any) -> None:
-    """Gradients were reduced for some ranks in backward, and for others in `step`.
+    """Check gradients that some ranks reduced in backward and others in `step`.
 
     Raises:
-        GradientChangedError: they have changed since, which those others could not do.
+        GradientChangedError: a gradient has changed since, which the others could not do alike.
     """
     changed = optimizer._versions.changed()
     if optimizer._rounds.closed and optimizer._rounds.mixed and changed:
@@ -98,9 +98,9 @@ def check_mixed(optimizer: Any) -> None:
 
 
 def _leave_unused(optimizer: Any) -> None:
-    """Leaves layers without a gradient that no rank has used, and for which nothing has arrived.
+    """Set `p.grad` to None for layers that no rank has used, if their reduced gradient is zero.
 
-    So the optimizer neither decays them nor moves them by its momentum, as with one rank alone.
+    So the optimizer applies neither weight decay nor momentum to them, as on a single rank.
     """
     for place in optimizer._rounds.unused:
         p = optimizer._gradcomp.ordered_parameters[place]
@@ -112,7 +112,7 @@ def _leave_unused(optimizer: Any) -> None:
 
 
 def _tell(optimizer: Any, last: bool, joined: bool) -> Any:
-    """One round: this rank's word to all, and theirs."""
+    """Run one round: send this rank's `SyncMessage` and return those of all ranks."""
     engine, rounds = optimizer._gradcomp, optimizer._rounds
     watch, known = horovod.waiting.among(optimizer.process_set), rounds.sparse
     codes = [*usual(len(engine.ordered_parameters), known)] if joined else _codes(optimizer)
@@ -143,7 +143,7 @@ def _code(optimizer: Any, p: torch.nn.Parameter) -> int:
 
 
 def _end(optimizer: Any) -> Iterator[None]:
-    """Ends the exchange, with zeros for what has not come; `p.grad` is reduced then."""
+    """End the exchange, with zeros for missing gradients; then `p.grad` is reduced."""
     engine, rounds, handles = optimizer._gradcomp, optimizer._rounds, optimizer._handles
     engine.order_is_known()
     parameters.leave_out(optimizer, engine.begin())
@@ -159,7 +159,7 @@ def _end(optimizer: Any) -> Iterator[None]:
         p = order[place]
         handles[p] = grad_delivery.make_dense(optimizer, p), None
     for p in handles:
-        if p.grad is None:  # dropped since it was taken, after a backward that has failed
+        if p.grad is None:  # dropped since it was taken, after a failed backward
             p.grad = torch.zeros_like(p)
     try:
         yield from engine.finishing()

@@ -1,10 +1,10 @@
-"""What one rank hands out to all: parameters, or any nest of objects and tensors.
+"""Broadcast of parameters, or of nested objects and tensors, from a root rank.
 
-First all say what they have and compare it, then the root's tensors travel, whatever the others
-had. So ranks that differ are one error on all of them, where Horovod's own functions wait for each
-other, and a rank that has no state yet takes that of one that has.
+First the ranks compare descriptions, then the root's tensors are sent. So a mismatch is one error
+on all ranks, where Horovod's own functions would deadlock; and a rank without state receives the
+root's.
 
-Tensors travel as bytes, many in one broadcast: of any dtype, contiguous or not.
+Tensors are sent as bytes, many in one broadcast: of any dtype, contiguous or not.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PIECE = 64 << 20  # bytes of a broadcast; none takes more than 2**31
 def broadcast_parameters(
     params: Any, root_rank: int, *, process_set: Any = horovod.global_process_set
 ) -> None:
-    """Like Horovod's own, for tensors of any dtype and memory format.
+    """Broadcast as Horovod's own function does, for tensors of any dtype and memory format.
 
     Args:
         params: `model.state_dict()`, or parameters with or without their names.
-        root_rank: whose values all ranks get.
+        root_rank: the rank whose values all ranks get.
         process_set: the ranks that call it.
 
     Raises:
@@ -54,7 +54,7 @@ def broadcast_parameters(
 
 
 def _named(params: Any) -> dict[str, torch.Tensor]:
-    """Tensors by name, or by place where they have none."""
+    """Return tensors by name, or by position if unnamed."""
     pairs = list(params.items() if isinstance(params, Mapping) else params)
     if not all(isinstance(pair, tuple) for pair in pairs):
         pairs = [(f"tensor {place}", x) for place, x in enumerate(pairs)]
@@ -69,7 +69,7 @@ def _named(params: Any) -> dict[str, torch.Tensor]:
 
 
 class RankInfo(NamedTuple):
-    """What a rank says of itself before anything is handed out."""
+    """A rank's description of itself, compared before anything is broadcast."""
 
     description: config_check.Description  # has to be equal on all ranks
     more: Any = None
@@ -78,18 +78,18 @@ class RankInfo(NamedTuple):
 def agreed(
     what: str, describe: Callable[[], RankInfo], kind: Any, root_rank: int, process_set: Any
 ) -> dict[int, RankInfo]:
-    """What each rank says of itself, once all have said the same.
+    """Gather each rank's `RankInfo`, and check that the descriptions are equal.
 
     Args:
-        what: the function that was called.
-        describe: says it; its exceptions end the call on all ranks.
-        kind: of `more` in it, as `messages` takes it.
-        root_rank: the rank that will hand something out.
+        what: the function that was called, for error messages.
+        describe: makes this rank's `RankInfo`; its exceptions end the call on all ranks.
+        kind: the type of `RankInfo.more`, see `typed_json`.
+        root_rank: the rank that will broadcast.
         process_set: the ranks that call it.
 
     Raises:
-        MismatchError: on all ranks: descriptions differ, or one has raised an exception.
-        ValueError: the root does not take part, or this rank.
+        MismatchError: on all ranks: descriptions differ, or `describe` raised an exception.
+        ValueError: the root or this rank does not take part.
     """
     ranks = _ranks(process_set)
     if root_rank not in ranks or horovod.rank() not in ranks:
@@ -117,11 +117,11 @@ def _ranks(process_set: Any) -> list[int]:
     return list(process_set.ranks or range(horovod.size()))
 
 
-# -- what travels ----------------------------------------------------------------------------------
+# -- broadcast of tensors --------------------------------------------------------------------------
 
 
 class _Outline(cloudpickle.Pickler):
-    """Writes a nest of objects without its tensors, which travel by themselves."""
+    """Pickler of nested objects that collects their tensors instead of writing them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -135,7 +135,7 @@ class _Outline(cloudpickle.Pickler):
 
 
 class _Filled(pickle.Unpickler):
-    """Reads such a nest back."""
+    """Unpickler that puts the tensors back."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
@@ -146,7 +146,7 @@ class _Filled(pickle.Unpickler):
 
 
 def from_root(nest: Any, root_rank: int = 0, process_set: Any = horovod.global_process_set) -> Any:
-    """The root's nest of objects and tensors, on all ranks; what the others pass does not count."""
+    """Return the root's nested objects and tensors, on all ranks; others' `nest` is ignored."""
     file = io.BytesIO()
     outline = _Outline(file)
     root, problem = horovod.rank() == root_rank, None
@@ -166,7 +166,7 @@ def from_root(nest: Any, root_rank: int = 0, process_set: Any = horovod.global_p
         raise MismatchError(problem)
     devices = [device for *_, device in kinds]
     tensors = outline.tensors
-    if not root:  # another rank's GPU has another number here
+    if not root:  # the root's device index need not exist here
         tensors = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device.partition(":")[0])
             for shape, stride, dtype, device in kinds
@@ -178,12 +178,12 @@ def from_root(nest: Any, root_rank: int = 0, process_set: Any = horovod.global_p
 def _fill(
     tensors: Sequence[torch.Tensor], devices: Sequence[str], root_rank: int, process_set: Any
 ) -> None:
-    """Gives tensors the root's values.
+    """Copy the root's values into the tensors.
 
     Args:
         tensors: of the same shapes and dtypes on all ranks, in the same order.
-        devices: where the root has them.
-        root_rank: whose values count.
+        devices: the root's devices for them.
+        root_rank: the rank whose values count.
         process_set: the ranks that take part.
     """
     root = horovod.rank() == root_rank
@@ -207,7 +207,7 @@ def _fill(
 
 
 def _pieces(sizes: Sequence[int], devices: Sequence[str]) -> Iterator[list[tuple[int, int, int]]]:
-    """(place, start, end) of what travels together: up to `_PIECE` bytes of one device."""
+    """Yield the (place, start, end) cuts of each broadcast: up to `_PIECE` bytes of one device."""
     cuts: list[tuple[int, int, int]] = []
     room = _PIECE
     for place, (size, device) in enumerate(zip(sizes, devices)):

@@ -1,4 +1,4 @@
-"""`broadcast_optimizer_state`: all ranks go on from where one of them is."""
+"""`broadcast_optimizer_state`: all ranks continue from one rank's state."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ def broadcast_optimizer_state(
     *,
     process_set: Any = horovod.global_process_set,
 ) -> None:
-    """Like Horovod's own, with what a compressor keeps: for a start, and to resume.
+    """Broadcast as Horovod's own function does, with compressor state; to start or to resume.
 
-    All ranks take the root's state and options, whatever theirs are: it may be the only one that
-    has loaded a checkpoint. Of an optimizer of this package they also take the number of steps,
-    what the compressor keeps alike on all ranks, and what `compression_stats` has counted. What it
-    keeps on each rank alone (residuals, momenta) stays there where a rank has made as many steps as
-    the root. Elsewhere it begins empty, and the root logs a warning: the `state_dict` of one rank
-    has only its own. `save_checkpoint` saves that of all.
+    All ranks take the root's state and options, whatever theirs are: the root may be the only rank
+    that has loaded a checkpoint. For an optimizer of this package they also take the step count,
+    the compressor's replicated state, and the totals of `compression_stats`. A rank's own state
+    (residuals, momenta) stays if the rank has made as many steps as the root. Otherwise it begins
+    empty, and the root logs a warning: the `state_dict` of one rank has only its own.
+    `save_checkpoint` saves that of all ranks.
 
     Args:
-        optimizer: any. What a compressor has kept is loaded into the one that
-            `DistributedOptimizer` has returned.
-        root_rank: whose state all ranks get.
-        model: as in Horovod: gradients of its sparse embeddings stay None, where those of other
-            parameters become zeros because nobody has any state yet.
+        optimizer: any. For compressor state, the one that `DistributedOptimizer` has returned.
+        root_rank: the rank whose state all ranks get.
+        model: as in Horovod: if no rank has state yet, gradients become zeros, except those of the
+            model's sparse embeddings, which stay None.
         process_set: the ranks that call it.
 
     Raises:
         MismatchError: on all ranks, if they do not train the same model in the same way, or one
-            has gradients on their way.
+            has an exchange in flight.
         ValueError: there is no such root.
     """
     hand_out(optimizer, root_rank, process_set)
@@ -58,11 +57,12 @@ def hand_out(
     process_set: Any = horovod.global_process_set,
     elastic: bool = False,
 ) -> None:
-    """The same, and no gradients.
+    """Broadcast the state as `broadcast_optimizer_state` does, but set no gradients.
 
     Args:
         optimizer, root_rank, process_set: as there.
-        elastic: after a reset. What was on its way then is abandoned, and who joins begins empty.
+        elastic: after an elastic reset: an exchange in flight is aborted, and no warning is logged
+            for joining ranks, which begin empty.
     """
     engine: HorovodReducer | None = getattr(optimizer, "_gradcomp", None)
 
@@ -70,7 +70,7 @@ def hand_out(
         if engine is not None and optimizer.exchanging and not elastic:
             raise RuntimeError("gradients are on their way: call it before backward or after step")
         if engine is not None:
-            parameters.join(optimizer)  # unfrozen since it was made, as in the run that saved
+            parameters.join(optimizer)  # unfrozen since it was made, as in the saving run
         groups = [len(group["params"]) for group in optimizer.param_groups]
         said = {f"parameter group {place}": f"{n} parameters" for place, n in enumerate(groups)}
         return RankInfo(said, engine and _exchange_of(engine))
@@ -98,7 +98,7 @@ def hand_out(
 
 
 def hand_out_plain(optimizer: Any, root_rank: int, process_set: Any) -> None:
-    """Hands out the state of the optimizer that was wrapped, and nothing of its exchange."""
+    """Broadcast the state of the wrapped optimizer, without that of its exchange."""
     here = horovod.rank() == root_rank
     given = broadcast_objects.from_root(
         plain_state(optimizer) if here else None, root_rank, process_set
@@ -110,7 +110,7 @@ def hand_out_plain(optimizer: Any, root_rank: int, process_set: Any) -> None:
 
 
 class _Exchange(NamedTuple):
-    """What a rank says of the exchange of an optimizer."""
+    """A rank's description of an optimizer's exchange."""
 
     description: config_check.Description  # has to be equal on all its ranks
     ranks: tuple[int, ...]
@@ -118,9 +118,9 @@ class _Exchange(NamedTuple):
 
 
 def _steps_of_peers(exchanges: dict[int, _Exchange | None], root_rank: int) -> dict[int, int]:
-    """How many steps each of the ranks has made that exchange with the root.
+    """Return the step count of each rank that exchanges with the root.
 
-    On ranks that do not, in another process set, the exchange stays as it is.
+    Ranks of another process set are left out: their exchange stays as it is.
 
     Raises:
         MismatchError: they do not exchange in the same way.
@@ -136,7 +136,7 @@ def _steps_of_peers(exchanges: dict[int, _Exchange | None], root_rank: int) -> d
 def _report(
     engine: HorovodReducer, root_rank: int, emptied: list[int], anew: Iterable[Compressor]
 ) -> None:
-    """Says on one rank what was lost, where something was."""
+    """Log lost state, if any; called on the root."""
     for one in anew:
         LOGGER.warning("%s learns anew: no rank that goes on has what it had learned", one)
     if emptied:
@@ -155,17 +155,17 @@ def _report(
 
 
 def plain_state(optimizer: Any) -> dict[str, Any]:
-    """The state of an optimizer, or of the one that was wrapped."""
+    """Return the state of an optimizer, or of the one that it wraps."""
     if getattr(optimizer, "_gradcomp", None) is None:
         return optimizer.state_dict()
     return optimizer.plain_state_dict()
 
 
 def _put(optimizer: Any, given: dict[str, Any]) -> None:
-    """Puts a state in place.
+    """Replace the optimizer's state and options, in place.
 
-    Not by `load_state_dict`: that casts to the parameter's dtype, and makes new groups, of which a
-    scheduler that was made for the optimizer inside would not know.
+    `load_state_dict` would cast to the parameter's dtype and make new groups, unknown to a
+    scheduler of the wrapped optimizer.
     """
     number: dict[Any, Any] = {}
     for mine, theirs in zip(optimizer.param_groups, given["param_groups"]):
@@ -174,7 +174,7 @@ def _put(optimizer: Any, given: dict[str, Any]) -> None:
             if key == "params":
                 continue
             if isinstance(value, torch.Tensor) and isinstance(mine.get(key), torch.Tensor):
-                mine[key].copy_(value)  # a graph that was captured reads it there
+                mine[key].copy_(value)  # a captured CUDA graph reads it there
             else:
                 mine[key] = value
     optimizer.state.clear()
@@ -186,12 +186,12 @@ def _put(optimizer: Any, given: dict[str, Any]) -> None:
 
 
 def _beside(p: torch.Tensor, x: Any) -> Any:
-    """What is on a GPU on the one that has the parameter."""
+    """Move a GPU tensor to the GPU of its parameter; return everything else as it is."""
     return x.to(p.device) if isinstance(x, torch.Tensor) and x.is_cuda and p.is_cuda else x
 
 
 def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
-    """Gradients of zeros, as Horovod leaves them after it has made an optimizer's first state."""
+    """Set gradients to zeros, as Horovod does after it has made an optimizer's first state."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         return
     tables = [m for m in (model.modules() if model else ()) if getattr(m, "sparse", False)]
@@ -208,14 +208,14 @@ def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
 def _exchange_of(engine: HorovodReducer) -> _Exchange:
     said = engine.agreement.description()
     if engine.compressor.needs_execution_order:
-        del said["buckets"]  # they follow from the order of use, which is handed out
+        del said["buckets"]  # they follow from the layer order, which is broadcast
     process_set = engine.process_set
     ranks = tuple(process_set.ranks or range(process_set.size()))
     return _Exchange(said, ranks, engine.steps)
 
 
 def _held(engine: HorovodReducer) -> dict[str, Any]:
-    """What this rank can hand out."""
+    """Return the exchange state that this rank can broadcast."""
     synchronized(engine)
     return {
         "steps": engine.steps,
@@ -238,17 +238,17 @@ def _held(engine: HorovodReducer) -> dict[str, Any]:
 
 
 def _common(compressor: Compressor, path: str, steps: int, seat: int) -> bool:
-    """Whether all ranks may have what this one has of a tensor."""
+    """Return True if this rank's value of the tensor is valid on all ranks."""
     return is_replicated(compressor, path) or learning.owner(compressor, path, steps) == seat
 
 
 def _counts(compressor: Compressor, path: str, x: torch.Tensor) -> bool:
-    """Whether it is what a rank has counted so far."""
+    """Return True if the tensor is a counter of this rank."""
     return not x.is_floating_point() and path not in compressor.reset_on_merge
 
 
 def _keeps_alone(bucket: Bucket, steps: int) -> bool:
-    """Whether this rank keeps something back that no other rank has."""
+    """Return True if this rank has nonzero state that no other rank has, such as a residual."""
     one = bucket.compressor
     return any(
         not is_replicated(one, path) and learning.owner(one, path, steps) is None and bool(x.any())
@@ -260,16 +260,16 @@ def _keeps_alone(bucket: Bucket, steps: int) -> bool:
 def _take(
     engine: HorovodReducer, given: dict[str, Any], keeps: bool, all_keep: bool
 ) -> list[Compressor]:
-    """Goes on from the root's exchange.
+    """Load the root's exchange state.
 
     Args:
         engine: of this rank, which may be the root.
-        given: what the root holds.
-        keeps: whether what belongs to this rank alone stays.
-        all_keep: whether it stays on all ranks.
+        given: the root's state.
+        keeps: this rank keeps its own state.
+        all_keep: all ranks keep theirs.
 
     Returns:
-        Compressors that learn anew, since who has learned for all was not the root and begins.
+        Compressors that retrain, because the rank that had learned for all loses its state.
     """
     if given["ordered"]:
         engine.reorder(given["order"])
@@ -283,7 +283,7 @@ def _take(
     anew: dict[Compressor, None] = {}
     for bucket, fields in zip(engine.buckets, given["buckets"]):
         one, steps, seat = bucket.compressor, engine.steps, given["seat"]
-        # With hosts the root does not lead all buckets: those who do have it in common, or begin.
+        # With hosts the root does not lead all buckets: other leaders keep state only if all do.
         stays = keeps and (fields is not None or all_keep)
         _fill(engine, bucket, fields or {}, seat, stays)
         alone = [path for path, _ in leaves(bucket.state) if not is_replicated(one, path)]
@@ -303,7 +303,7 @@ def _take(
 def _fill(
     engine: HorovodReducer, bucket: Bucket, fields: dict[str, torch.Tensor], seat: int, stays: bool
 ) -> None:
-    """Sets a bucket's state to what the root holds, and the rest to what it was, or at first."""
+    """Set a bucket's state to the root's; the rest stays if `stays`, else it is reset."""
     one, state = bucket.compressor, bucket.state
     if not stays:
         state = resizing.start(one, bucket.ops, bucket.layout, engine.seat[1])

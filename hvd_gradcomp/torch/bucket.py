@@ -1,4 +1,4 @@
-"""Whole layers that share a program: their memory, their state, and how a model's are planned."""
+"""Gradient buckets: memory, compressor state, and planning of a model's buckets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvd_gradcomp.runtime.hierarchy import HostPosition
 from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.torch.moments import tracker
 
-BUCKET_BYTES = 25 << 20  # large enough that calls and launches do not count
+BUCKET_BYTES = 25 << 20  # large enough to make call and launch overhead negligible
 
 _DTYPES = (
     torch.float16,
@@ -40,21 +40,21 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 @dataclass
 class Bucket:
-    """Whole layers that share a program.
+    """Whole layers that are exchanged together by one program.
 
     Attributes:
         name: on Horovod's timeline; equal on all ranks.
-        before: the state that the last step began with, untouched, while it may be undone.
+        before: the state before the last step, for rollback.
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
-        stack: steps the program; None while none runs.
-        sent: the collective that it waits for.
-        since: exchanges of the engine before its first.
-        held: layers that are frozen, and what the state holds of them is `waiting`, by its path.
-        leader: the place in its host of the rank that compresses; see `hierarchy`.
-        references: to the memory of `flat`, from here.
-        scaled: whether gradients stay in the units of a loss scaler: those that are added up in
-            half precision, where small ones would vanish without it.
+        stack: runs the program; None while none runs.
+        sent: the pending collective of the program.
+        since: the reducer's step count when the bucket was added.
+        held: slots of frozen layers; `waiting` has their part of the state, by its path.
+        leader: the local rank, on its host, that compresses; see `runtime.hierarchy`.
+        references: our own reference count of the memory of `flat`.
+        scaled: gradients stay in the units of the loss scaler: they are summed in half precision,
+            where small unscaled values would underflow.
     """
 
     name: str
@@ -91,10 +91,10 @@ class Bucket:
         self.references = _references(self.flat)
 
     def refresh(self) -> None:
-        """Takes new memory where somebody still has a gradient of the step before.
+        """Reallocate `flat` if the user still references a gradient of the previous step.
 
-        Reduced gradients may lie in `flat`, and a user who has kept one expects it to stay as it
-        is, as everywhere in PyTorch. Those that are a parameter's gradient still are to change.
+        Reduced gradients may be views of `flat`, and a user who keeps one expects it to stay
+        unchanged, as everywhere in PyTorch. Views that are still some `p.grad` do not count.
         """
         memory = self.flat.untyped_storage().data_ptr()
         current = sum(
@@ -108,26 +108,26 @@ class Bucket:
             self._cut_views()
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A bucket's vector as its layers."""
+        """Return views of a bucket's vector, one for each layer."""
         return [self.layer(flat, slot) for slot in range(len(self.layout.names))]
 
     def layer(self, flat: torch.Tensor, slot: int) -> torch.Tensor:
-        """One of them."""
+        """Return the view of one layer."""
         start, layout = self.layout.offsets[slot], self.layout
         return flat[start : start + layout.sizes[slot]].view(layout.shapes[slot])
 
     def abandon(self) -> None:
-        """Ends its program where it is; the next gradients begin anew."""
+        """Abort the running program."""
         self.stack = None
-        self.round = 0  # what was sent lives on, another thread may not be done with it
+        self.round = 0  # keep `sent` alive: Horovod's thread may still use it
 
     def keep_before(self) -> None:
-        """From here on the state that a step began with stays as it is, until `end`."""
+        """Keep the current state for rollback, unmodified until `end`."""
         self.before = self.state
         self.ops.keep(x for _, x in leaves(self.state))
 
     def end(self, undo: bool) -> None:
-        """Ends what `keep_before` began; a state that was undone is the one before, to the bit."""
+        """Commit or roll back the state since `keep_before`; a rollback is bit-exact."""
         before, self.before = self.before, None
         if before is None:
             return
@@ -135,7 +135,7 @@ class Bucket:
         self.ops.let_go([x for _, x in leaves(before)], [x for _, x in leaves(self.state)])
 
     def joined(self, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The inverse of `cut`, from vectors by name."""
+        """Return a bucket's vector from its layers by name; the inverse of `cut`."""
         flat = self.ops.zeros((self.layout.size,), self.layout.dtype)
         for view, name in zip(self.cut(flat), self.layout.names):
             view.copy_(pieces[name])
@@ -143,7 +143,10 @@ class Bucket:
 
 
 def leaving_dense(compressor: Compressor, named_parameters: Named) -> Compressor:
-    """The same without the layers that `track_moments(..., others="dense")` has set apart."""
+    """Return the compressor without the layers that `track_moments(..., others="dense")` excludes.
+
+    They are exchanged dense.
+    """
     if not compressor.uses_moments or getattr(compressor, "moments", "") not in ("auto", "sample"):
         return compressor
     apart = [name for name, p in named_parameters if tracker.is_sent_dense(p)]
@@ -165,21 +168,21 @@ def planned(
     with_moments: bool = False,
     placed: Collection[Bucket] = (),
 ) -> Iterator[Bucket]:
-    """Buckets in the order in which backward fills them: last layers first.
+    """Yield buckets in the order in which backward fills them: last layers first.
 
     Args:
         named_parameters: (name, parameter) of all that is reduced.
-        layers: what they are in the model, in the same order.
-        compressor: what runs.
-        name: begins the buckets' names.
-        ranks: how many exchange.
-        place: of this rank among hosts.
+        layers: their `Layer` descriptions, in the same order.
+        compressor: assigned to the layers.
+        name: prefix of the buckets' names.
+        ranks: number of ranks that exchange.
+        place: position of this rank among hosts.
         bucket_bytes: target size of a bucket.
-        with_moments: whether there is room for moments where a compressor uses them.
-        placed: buckets that are there already; what has a place in them gets no other.
+        with_moments: allocate memory for moments if a compressor uses them.
+        placed: existing buckets; their layers are left out.
 
     Raises:
-        ValueError: a parameter is of a dtype that is not reduced; a compressor cannot take it.
+        ValueError: a parameter's dtype is not supported; a compressor cannot take it.
     """
     for title, p in named_parameters:
         if p.dtype not in _DTYPES:
@@ -192,7 +195,7 @@ def planned(
     left_out = [at for at, layer in enumerate(layers) if layer[0] in there]
     target = bucket_bytes or BUCKET_BYTES
     plan = assignment.plan(compressor, layers, target, devices, left_out, ranks)
-    # Layers that change buckets, as their order becomes known, do not change leaders.
+    # If layers may change buckets, once their order is known, slot 0 leads all of them.
     turns = 1 if place is None or compressor.needs_execution_order else place.slots
     for index, (one, layout) in enumerate(plan, len(placed)):
         parameters = [by_name[title] for title in layout.names]
@@ -201,7 +204,7 @@ def planned(
         flat = ops.zeros((layout.size,), layout.dtype)
         scaled = isinstance(one, LinearCompressor) and one.in_halves(layout)
         if place is not None and place.slot != index % turns:
-            one = NoneCompressor()  # what has no state
+            one = NoneCompressor()  # only the leader has state
         state = start(one, ops, layout, ranks)
         title = naming.bucket(name, index, layout)
         bucket = Bucket(title, layout, one, ops, parameters, flat, moment, state)
@@ -210,7 +213,7 @@ def planned(
 
 
 def carry_over(before: Sequence[Bucket], after: Sequence[Bucket]) -> None:
-    """Takes velocities over to other buckets, and residuals where a method has some already."""
+    """Copy velocities to the new buckets, and residuals where the new compressor has them."""
     velocities: dict[str, torch.Tensor] = {}
     residuals: dict[str, torch.Tensor] = {}
     for bucket in before:
@@ -232,7 +235,7 @@ def carry_over(before: Sequence[Bucket], after: Sequence[Bucket]) -> None:
 
 
 def as_used(layers: Sequence[Layer], order: Sequence[str]) -> list[str]:
-    """The names of a model's layers as it uses them; in the middle those that it does not use."""
+    """Return layer names in the order of use, with unused layers in the middle."""
     used = set(order)
     unused = [name for name, _, _ in layers if name not in used]
     middle = len(order) // 2
@@ -240,6 +243,6 @@ def as_used(layers: Sequence[Layer], order: Sequence[str]) -> list[str]:
 
 
 def _references(x: torch.Tensor) -> float:
-    """How many tensors share the memory of this one; NaN before PyTorch 2.1, nobody knows there."""
+    """Return the reference count of a tensor's storage; NaN before PyTorch 2.1."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return count(x.untyped_storage()._cdata) if count is not None else math.nan

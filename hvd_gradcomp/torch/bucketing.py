@@ -1,4 +1,4 @@
-"""The buckets of a model as it is trained: layers join, and are planned as the model uses them."""
+"""Planning of a model's buckets while it trains: layers join, the execution order is learned."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from hvd_gradcomp.torch.parameters import layers_of
 
 
 class Peers(Protocol):
-    """The ranks of an exchange, for what looks into it."""
+    """Ranks of an exchange, for statistics and verification."""
 
     def global_rank(self) -> int:
-        """This rank among all of the job."""
+        """Return this rank's number in the whole job."""
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Everybody's row, to compare what all have; all ranks call it."""
+        """Gather the row of every rank, for comparison; all ranks call it."""
 
     def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
-        """Everybody's numbers, of ranks that do not all have the same."""
+        """Gather the numbers of every rank; their names may differ between ranks."""
 
 
 class BucketPlanner(Reducer):
-    """An exchange that plans its buckets.
+    """Reducer that plans its buckets.
 
     Args:
         named_parameters: (name, parameter) of everything that is reduced; the order is the same
             on all ranks.
-        compressor: what runs.
+        compressor: assigned to the layers.
         transport: see `Reducer`.
-        name: begins the name of everything that travels.
-        tracking: what sets moments of samples up, before what; for messages.
+        name: prefix of the names of all collectives.
+        tracking: the call that sets up per-sample moments, for messages.
         passes: backward passes for each exchange.
         batch_size: samples that a rank sees for each exchange, for `moments="microbatch"`.
         bucket_bytes: target size of a bucket; 25 MiB if None.
-        how: for `Reducer`.
+        how: options of `Reducer`.
 
     Attributes:
-        layers: of the model.
-        used: the same as they are planned.
-        order: in which layers are used, once it is known.
+        layers: of the model, in the user's order.
+        used: the same layers in planned order.
+        order: layer names in execution order, once known.
     """
 
     def __init__(
@@ -95,21 +95,21 @@ class BucketPlanner(Reducer):
 
     @property
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """All of them with their names, in the user's order."""
+        """Return the (name, parameter) pairs, in the user's order."""
         return list(self._named)
 
     @property
     def ordered_parameters(self) -> list[torch.nn.Parameter]:
-        """All of them, in an order that is the same on all ranks."""
+        """Return the parameters, in an order that is the same on all ranks."""
         return [p for _, p in self._named]
 
     @property
     def peers(self) -> Peers:
-        """Its ranks."""
+        """Return the ranks that exchange."""
         raise NotImplementedError
 
     def _plan(self, named_parameters: Named, placed: Collection[Bucket] = ()) -> Iterator[Bucket]:
-        """Buckets for these; what has a place in buckets that are there already gets no other."""
+        """Yield new buckets for these parameters, except for layers that `placed` has already."""
         known = {layer[0]: layer for layer in self.layers}
         new = layers_of([pair for pair in named_parameters if pair[0] not in known])
         known |= {layer[0]: layer for layer in new}
@@ -127,15 +127,15 @@ class BucketPlanner(Reducer):
         )
 
     def add(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        """Plans buckets for parameters that join, on all ranks before the same step.
+        """Plan buckets for parameters that join, on all ranks before the same step.
 
-        The ranks compare what they train once more. Methods that learn do so for the new layers
-        from this step on.
+        The ranks compare their configuration again. Methods that learn start to learn the new
+        layers at this step.
 
         Raises:
             ValueError: the compressor orders the layers of the whole model (LGC, or a partition
-                with it); second moments of the parameters are not tracked; a dtype is none that is
-                reduced.
+                with it); second moments of the parameters are not tracked; a dtype is not
+                supported.
         """
         _require_data(named_parameters)
         names = ", ".join(name for name, _ in named_parameters)
@@ -170,7 +170,7 @@ class BucketPlanner(Reducer):
 
     @property
     def known(self) -> tuple[list[Any], dict[Any, str], list[Any]]:
-        """What is known of the parameters, those that have joined included; to be put back."""
+        """Return the parameters, their names and layers, joined ones included, for rollback."""
         return list(self._named), dict(self._name_of), list(self.layers)
 
     @known.setter
@@ -180,7 +180,7 @@ class BucketPlanner(Reducer):
 
     @property
     def counted(self) -> tuple[list[int], dict[str, int]]:
-        """What this rank has counted outside of its buckets; to be put back."""
+        """Return this rank's traffic counters, for rollback."""
         return list(self.ledger.counters), dict(self.ledger.gathered)
 
     @counted.setter
@@ -189,24 +189,23 @@ class BucketPlanner(Reducer):
         self.ledger.counters, self.ledger.gathered = list(counters), dict(gathered)
 
     def stats(self) -> CompressionStats:
-        """Totals since the start; reads the device."""
+        """Return totals since the start; synchronizes with the device."""
         return stats_of(self, [name for name, _, _ in self.layers])
 
     def order_is_known(self) -> None:
-        """Gradients that come from now on are those of layers that were not used."""
+        """Fix the execution order; gradients that arrive later are those of unused layers."""
         if self._arrived is not None and self.steps == 0:
             self.order, self._arrived = list(dict.fromkeys(self._arrived))[::-1], []
 
     def unorder(self) -> None:
-        """Plans the buckets as the model lists its layers, until a step has used them anew."""
+        """Plan the buckets in the model's order, until a step shows the execution order again."""
         self._arrived, self.order = [], []
         self._adopt(list(self._plan(self._named)))
 
     def reorder(self, order: Sequence[str]) -> None:
-        """Plans the buckets for layers that are used in this order, on all ranks alike.
+        """Plan the buckets for this execution order, the same on all ranks.
 
-        Velocities go over to the new buckets, and residuals where another compressor of a partition
-        has some already.
+        The new buckets inherit velocities, and residuals where their compressor has them.
         """
         self._arrived, self.order = None, list(order)
         known, ranks, names = dict(self._named), self.seat[1], as_used(self.layers, order)
@@ -220,7 +219,7 @@ class BucketPlanner(Reducer):
         carry_over(left, self.buckets)
 
     def judge(self) -> None:
-        """Warns on one rank, once, of a compressor that does not pay on this model."""
+        """Warn once, on one rank, if the compressor does not pay off on this model."""
         if self._judged or not self.ordered:
             return
         self._judged = True
@@ -231,19 +230,19 @@ class BucketPlanner(Reducer):
                 LOGGER.warning("%s", line)
 
     def rename(self, name: str) -> None:
-        """Begins the names of what travels anew."""
+        """Change the prefix of all names on the timeline."""
         self.name = name
         for place, bucket in enumerate(self.buckets):
             bucket.name = naming.bucket(name, place, bucket.layout)
 
     @property
     def ordered(self) -> bool:
-        """Whether the buckets are planned as the model uses its layers, if that counts."""
+        """Return True if the buckets follow the execution order, or need not."""
         return self._arrived is None
 
     @property
     def moments_of_layers(self) -> list[str]:
-        """How the second moments of each layer in `used` are found, if they are per sample."""
+        """Describe how the per-sample moments of each layer in `used` are found; [] if not used."""
         if self.sources.source != "sample":
             return []
         known = dict(self._named)
@@ -251,7 +250,7 @@ class BucketPlanner(Reducer):
 
 
 def _require_data(named_parameters: Named) -> None:
-    """Requires of parameters that there is something to train.
+    """Check that all parameters have data.
 
     Raises:
         ValueError: one is on the device "meta", where tensors have no data.

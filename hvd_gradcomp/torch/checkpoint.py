@@ -1,4 +1,4 @@
-"""What compressors keep: in `state_dict()["gradcomp"]`, and in checkpoints of all ranks."""
+"""Compressor state in `state_dict()["gradcomp"]`, and checkpoints of all ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hvd_gradcomp.torch.exchange import LOGGER, synchronized
 
 
 def save(engine: HorovodReducer, mode: str = "sharded") -> dict[str, Any]:
-    """What an exchange keeps from step to step: of this rank, or of all, which all have to call."""
+    """Return the exchange's state: this rank's, or if "consolidated", of all; then all call it."""
     checkpoint_files.check_mode(mode)
     synchronized(engine)
     names = list(engine.ledger.gathered)
     if mode == "consolidated":
-        names = [name for name, _, _ in engine.layers]  # of as many on all ranks
+        names = [name for name, _, _ in engine.layers]  # the same on all ranks
     gathered = [engine.ledger.gathered.get(name, 0) for name in names]
     counters = torch.tensor([*gathered, *engine.counted[0]], device="cpu")
     if mode == "consolidated":
@@ -57,7 +57,7 @@ def save(engine: HorovodReducer, mode: str = "sharded") -> dict[str, Any]:
 
 
 def _state(engine: HorovodReducer, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]:
-    """A bucket's tensors by path: this rank's, or what is kept of all ranks'."""
+    """Return a bucket's tensors by path: this rank's, or consolidated over all ranks."""
     state, one = {}, bucket.compressor
     for path, x in leaves(bucket.state):
         if mode == "sharded" or is_replicated(one, path):
@@ -75,7 +75,7 @@ def _state(engine: HorovodReducer, bucket: Bucket, mode: str) -> dict[str, torch
 def _of_leader(
     engine: HorovodReducer, bucket: Bucket, state: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state that the leader of a host has of a bucket, on all its ranks."""
+    """Broadcast a bucket's state from its leader to all ranks of the host."""
     name, inside = f"{bucket.name}.consolidated", engine.groups.inside
     mine = {path: (list(x.shape), str(x.dtype).partition(".")[2]) for path, x in state.items()}
     kinds = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)[bucket.leader]
@@ -92,18 +92,18 @@ def _of_leader(
 
 
 def _summed(name: str, x: torch.Tensor, process_set: Any) -> torch.Tensor:
-    """The sum over ranks, in double precision on the way."""
+    """Return the sum over ranks, accumulated in double precision."""
     wide = x.double() if x.is_floating_point() else x.clone()
     total = comm_horovod.allreduce(wide.reshape(-1), f"{name}.consolidated", process_set).wait()
     return total.view(x.shape).to(x.dtype)
 
 
 def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
-    """Takes a saved state back.
+    """Load a saved state.
 
-    A sharded one that another rank saved (rank 0's, broadcast to all) brings its replicated
-    fields only: its residual belongs to that rank and would be applied once a rank otherwise. This
-    rank's own stays as it is. Of a consolidated one each rank takes its share.
+    From a sharded state of another rank (rank 0's, broadcast to all) only the replicated fields are
+    loaded: a broadcast residual would be applied once per rank. This rank keeps its own. Of a
+    consolidated state each rank takes its share.
 
     Raises:
         CheckpointError: the state is of another format, compressor, model or number of ranks.
@@ -126,7 +126,7 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
             rank,
         )
     else:
-        shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
+        shares = 1 if sharded else saved["size"]  # each rank continues from the mean
         gathered = saved.get("gathered", {})  # older states have none
         engine.counted = (
             [count // shares for count in saved["counters"]],
@@ -138,12 +138,12 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
         fresh: dict[str, torch.Tensor] = {}
         if one.reset_on_merge:
             fresh = dict(leaves(resizing.start(one, bucket.ops, bucket.layout, size)))
-        # An owner is a rank among those that exchange: with hosts, another's state has none.
+        # An owner is numbered among the ranks that exchange: with hosts, another's state has none.
         saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
         how = saved["steps"], saved["mode"], saver, rank
         for path, current in leaves(bucket.state):
             stored, source = entry["state"].get(path), Source.HERE
-            if stored is not None:  # there is none where the rank that saved it does not lead
+            if stored is not None:  # missing if the saving rank does not lead the bucket
                 stored, source = (
                     stored.to(current.device),
                     checkpoint_files.source_of(one, path, *how),
@@ -165,17 +165,17 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
 
 
 def _share(total: torch.Tensor, size: int, size_then: int) -> torch.Tensor:
-    """A rank's share of what was kept back, or the mean of what was counted."""
+    """Return one rank's share of a summed residual, or the mean of a summed counter."""
     if total.is_floating_point():
         return (total.double() / size).to(total.dtype)
     return torch.div(total, size_then, rounding_mode="floor")
 
 
-# -- the way back --------------------------------------------------------------------------------
+# -- rollback ------------------------------------------------------------------------------------
 
 
 class Snapshot(NamedTuple):
-    """An engine's whole state on one rank, by reference: what holds it for long copies `states`."""
+    """Whole state of a reducer on one rank, by reference; copy `states` to keep it for long."""
 
     steps: int
     counted: tuple[list[int], dict[str, int]]
@@ -188,7 +188,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(engine: HorovodReducer) -> Snapshot:
-    """What `put_back` needs."""
+    """Return the reducer's state for `put_back`."""
     return Snapshot(
         engine.steps,
         engine.counted,
@@ -202,7 +202,7 @@ def snapshot(engine: HorovodReducer) -> Snapshot:
 
 
 def put_back(engine: HorovodReducer, kept: Snapshot) -> None:
-    """Makes an engine what it was; nothing is on its way."""
+    """Restore a reducer from a snapshot; no exchange may be in flight."""
     engine.steps, engine.counted = kept.steps, kept.counted
     engine.order = list(kept.order)
     engine._arrived = None if kept.arrived is None else list(kept.arrived)
@@ -213,10 +213,10 @@ def put_back(engine: HorovodReducer, kept: Snapshot) -> None:
 
 
 def make_rollback(item: Any) -> Callable[[], None]:
-    """Keeps what an object is now; what is returned makes it that again, to the bit.
+    """Save the state of an object; return a function that restores it bit-exactly.
 
     Args:
-        item: a module, an optimizer, or whatever else has a `state_dict`.
+        item: a module, an optimizer, or any other object with a `state_dict`.
     """
     if isinstance(item, torch.optim.Optimizer):
         return _way_back_of_optimizer(item)
@@ -224,14 +224,14 @@ def make_rollback(item: Any) -> Callable[[], None]:
 
     def undo() -> None:
         item.load_state_dict(kept)
-        for name in set(getattr(item, "__dict__", ())) - known:  # of another kind of scheduler, say
+        for name in set(getattr(item, "__dict__", ())) - known:  # e.g. of another kind of scheduler
             delattr(item, name)
 
     return undo
 
 
 def _way_back_of_optimizer(optimizer: Any) -> Callable[[], None]:
-    """By reference: loading makes new tensors, and `load_state_dict` would cast the old ones."""
+    """Save by reference: loading makes new tensors, and `load_state_dict` would cast old ones."""
     engine: HorovodReducer | None = getattr(optimizer, "_gradcomp", None)
     kept = None if engine is None else snapshot(engine)
     state = optimizer.state
@@ -263,22 +263,22 @@ def save_checkpoint(
     process_set: Any = horovod.global_process_set,
     **objects: Any,
 ) -> None:
-    """Saves models, optimizers and the rest to a folder; all ranks call it.
+    """Save models, optimizers and other objects to a folder; all ranks call it.
 
-    What was saved there before stays valid until all ranks have written theirs, and is then
-    replaced; a crash or a full disk at any moment leaves one of the two.
+    The previous checkpoint stays valid until all ranks have written theirs, and is then replaced.
+    After a crash or a full disk, either the old or the new one is there.
 
     Args:
-        folder: the same path on all ranks. On hosts that share no file system each keeps its
-            ranks' files.
-        mode: "sharded" saves what each rank's compressor keeps, and resumes exactly with as many
-            ranks: the same bits as without the stop. "consolidated" saves the sum over ranks, in
-            one file, and resumes with any number of ranks, of which each takes its share.
+        folder: the same path on all ranks. Without a shared file system each host keeps its ranks'
+            files.
+        mode: "sharded" saves each rank's compressor state, and resumes bit-exactly with the same
+            number of ranks. "consolidated" saves the sum over ranks, in one file, and resumes with
+            any number of ranks, each of which takes its share.
         process_set: the ranks that take part.
-        objects: by name. What has a `state_dict` (model, optimizer, scheduler, scaler) is saved by
-            it; numbers, texts, tensors, and lists and dicts of them as they are. Equal on all
-            ranks but for what compressors keep; rank 0's count. What else Python has, and what
-            only pickling could bring back, is refused.
+        objects: by name. An object with a `state_dict` (model, optimizer, scheduler, scaler) is
+            saved by it; numbers, strings, tensors, and lists and dicts of them as they are. Must be
+            equal on all ranks, except for compressor state; rank 0's are saved. Objects that need
+            pickling are refused.
 
     Raises:
         CheckpointError: on all ranks, naming those that could not write; or the ranks do not save
@@ -313,12 +313,11 @@ def load_checkpoint(
     process_set: Any = horovod.global_process_set,
     **objects: Any,
 ) -> dict[str, Any]:
-    """Resumes from a folder that `save_checkpoint` wrote; all ranks call it.
+    """Load a checkpoint that `save_checkpoint` wrote; all ranks call it.
 
-    No broadcast is needed after it: all ranks load the same. Only rank 0 has to see the shared
-    file. Every byte is checked against the SHA-256 of what was saved. All ranks load, or none:
-    after an error all objects are what they were, on all ranks, for which a copy of their state is
-    kept meanwhile.
+    No broadcast is needed after it: all ranks load the same. Only rank 0 needs access to the shared
+    file. Every byte is checked against its SHA-256. All ranks load, or none: after an error all
+    objects are rolled back on all ranks, so a copy of their state is kept meanwhile.
 
     Args:
         folder: as in `save_checkpoint`.
@@ -326,7 +325,7 @@ def load_checkpoint(
         objects: by the names that they were saved under; each is loaded by its `load_state_dict`.
 
     Returns:
-        Everything else that was saved, by name.
+        All other saved objects, by name.
 
     Raises:
         CheckpointError: on all ranks: there is no checkpoint, a file of it is missing or damaged,
@@ -345,7 +344,7 @@ def load_checkpoint(
             if own is not None and name in own:
                 states[name] = {**states[name], "gradcomp": own[name]}
             if isinstance(getattr(item, "_gradcomp", None), HorovodReducer):
-                parameters.join(item)  # as loading does; what joined is no part of what is undone
+                parameters.join(item)  # as loading does; a rollback does not undo it
         undos: list[Callable[[], None]] = []
 
         def take() -> dict[str, Any]:

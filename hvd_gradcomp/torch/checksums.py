@@ -1,4 +1,4 @@
-"""Hashes of what has to be equal on all ranks, where it lies."""
+"""Hashes of parameters and replicated state, computed on the tensors' own device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_gradcomp.torch.bucketing import BucketPlanner
 
 
 def check(engine: BucketPlanner) -> None:
-    """Compares parameters and replicated state over the ranks of an exchange.
+    """Compare parameters and replicated state over the ranks of an exchange.
 
     Raises:
         DivergedError: on all ranks, if they differ.
@@ -27,13 +27,13 @@ def check(engine: BucketPlanner) -> None:
         return  # nothing trains, on any rank
     device = held[0][1].device
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # part of the state may still be on its way to the host
+        torch.cuda.synchronize(device)  # copies of state to the host may be pending
     mine = torch.stack([_digest(x).to(device) for _, x in held])
     process_set = engine.process_set
     names = [name for name, _ in held]
     if engine.place is None:
         digests = engine.peers.gather_rows(mine.cpu()).tolist()
-    else:  # a rank has the state of those buckets that it leads
+    else:  # a rank has only the state of buckets that it leads
         own = dict(zip(names, mine.tolist()))
         everybody = engine.peers.gather_named(own)
         names = list(dict.fromkeys(name for one in everybody for name in one))
@@ -44,7 +44,7 @@ def check(engine: BucketPlanner) -> None:
 
 def _digest(x: torch.Tensor) -> torch.Tensor:
     data = x.contiguous().reshape(-1)
-    if data.data_ptr() % 4:  # in the middle of a larger tensor of halves
+    if data.data_ptr() % 4:  # a view into a larger half-precision tensor
         data = data.clone()
     return verify.digest(TorchOps(x.device), data.view(torch.uint8), _weights(x.device))
 

@@ -1,4 +1,4 @@
-"""What the ranks of an engine compare before they train, and tell each other in each step."""
+"""Configuration check among the ranks of a reducer, before training and in each step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hvd_gradcomp.torch.comm import horovod
 
 
 class ConfigCheck:
-    """Of the ranks of one engine.
+    """Configuration check among the ranks of one reducer.
 
     Args:
-        run: the engine; a weak reference does.
-        settings: what else must be equal on all ranks.
-        gather: everybody's item of a kind, on all ranks; see `messages`.
+        run: the reducer, or a weak proxy of it.
+        settings: other settings that must be equal on all ranks.
+        gather: gathers a typed item from every rank; see `runtime.typed_json`.
 
     Attributes:
-        reached: whether all ranks train the same, as far as is known.
+        reached: the check has passed, and nothing has changed since.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ConfigCheck:
         self.reached = False
 
     def description(self) -> config_check.Description:
-        """What has to be equal on all ranks."""
+        """Describe everything that must be equal on all ranks."""
         return config_check.describe(
             self._run.layers,
             self._run.compressor,
@@ -44,7 +44,7 @@ class ConfigCheck:
         )
 
     def agree(self) -> None:
-        """All ranks compare what they train; once, before anything travels."""
+        """Compare the descriptions of all ranks, once before the first collective."""
         if self.reached:
             return
         mine = self.description()
@@ -57,9 +57,9 @@ class ConfigCheck:
         self.reached = True
 
     def tell(self, numbers: Sequence[int], what: str) -> Generator[None, None, list[list[int]]]:
-        """All ranks' numbers, below 2**31 and equally many; yields while it waits for them.
+        """Exchange a row of numbers below 2**31, of equal length on all ranks; yield while waiting.
 
-        Added up, each rank's in a place of its own, since that is what works with `hvd.join()`.
+        An allreduce with a row for each rank, rather than an allgather, works with `hvd.join()`.
         """
         run, size = self._run, self._run.process_set.size()
         if size == 1:
@@ -75,6 +75,6 @@ class ConfigCheck:
                 return loan.wait().tolist()
         except HorovodInternalError:
             run.advance()
-            if run._errors:  # which name what was on its way
+            if run._errors:  # they name the collective that failed
                 raise run._errors[0] from None
             raise

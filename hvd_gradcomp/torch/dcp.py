@@ -1,7 +1,7 @@
-"""Who calls: `torch.distributed.checkpoint` takes optimizers for what they are without an exchange.
+"""Detection of calls by `torch.distributed.checkpoint`, which handles plain optimizers only.
 
-Its `get_state_dict` makes an optimizer that has no state step once, with gradients of zero and a
-learning rate of zero; and of an optimizer's state it keeps "state" and "param_groups" alone.
+Its `get_state_dict` lets an optimizer without state step once, with zero gradients and a learning
+rate of zero; and of an optimizer's state it keeps only "state" and "param_groups".
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hvd_gradcomp.core.compressor import leaves
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _CHECKPOINT = "torch.distributed.checkpoint."
-_FRAMES = 8  # between it and us: what PyTorch wraps around a method
+_FRAMES = 8  # between it and us: PyTorch's wrappers of a method
 
 
 def from_checkpoint() -> bool:
-    """Return True if `torch.distributed.checkpoint` calls the method that asks."""
+    """Return True if `torch.distributed.checkpoint` called the method that calls this."""
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame.f_back is None:
@@ -31,7 +31,7 @@ def from_checkpoint() -> bool:
 
 
 def warn_of_loss(buckets: Iterable[Any]) -> None:
-    """Says what it leaves out of an optimizer's state, where that is anything."""
+    """Warn that it leaves compressor state out of a checkpoint, if there is any."""
     if any(True for bucket in buckets for _ in leaves(bucket.state)):
         LOGGER.warning(
             "torch.distributed.checkpoint leaves out of an optimizer's state what its compressor "

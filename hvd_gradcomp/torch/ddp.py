@@ -6,12 +6,12 @@
      model = DistributedDataParallel(model)
     +state = ddp.compress(model, VarianceCompressor(alpha=2.0))
 
-How. A communication hook sees the gradients of each of DDP's buckets, lays them into our own
-(`DistributedDataParallel` plans its buckets anew after the first step; what a compressor keeps must
-not move), and begins a bucket's program with the last of its gradients. What the program asks for
-first travels while earlier layers are differentiated. Ranks meet by the order in which they ask,
-so everything after it waits for DDP's last bucket: then all programs are run to their ends, bucket
-by bucket, in the same order on all ranks.
+How. A communication hook copies the gradients of each DDP bucket into buckets of our own
+(`DistributedDataParallel` rebuilds its buckets after the first step; compressor state must not
+move), and starts a bucket's program when its last gradient arrives. The program's first collective
+overlaps with the backward of earlier layers. Collectives are matched by order, so all later ones
+wait for DDP's last bucket: then all programs run to their ends, bucket by bucket, in the same order
+on all ranks.
 """
 
 from __future__ import annotations
@@ -72,24 +72,24 @@ __all__ = [
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _WHO = "torch.distributed"  # in messages
-_VERIFY = -1  # said in the place of a step
-# By model, and by parameters of models whose hook was given a compressor. Weak: no model lives on.
+_VERIFY = -1  # sent in place of a step number
+# By model, and by parameter of models whose hook was given a compressor. Weak: no model lives on.
 _states: weakref.WeakKeyDictionary[Any, CompressionState] = weakref.WeakKeyDictionary()
 _models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def compress(model: DistributedDataParallel, compression: Any = None, **options: Any) -> Any:
-    """Lets a model exchange its gradients compressed; all ranks call it, before the first forward.
+    """Compress the gradient exchange of a model; all ranks call it, before the first forward.
 
-    A copy of the model (`copy.deepcopy`, `torch.load`, `AveragedModel`) exchanges its gradients as
-    they are: `DistributedDataParallel` copies no hook. Call this on a copy that is to compress.
+    A copy of the model (`copy.deepcopy`, `torch.load`, `AveragedModel`) exchanges its gradients
+    uncompressed: `DistributedDataParallel` copies no hook. To compress a copy, call this on it.
 
     Args:
         model: a `DistributedDataParallel`.
         compression, options: as in `CompressionState`.
 
     Returns:
-        The `CompressionState`: keep it, it has what a checkpoint needs, and `stats()`.
+        The `CompressionState`: keep it for checkpoints and for `stats()`.
     """
     state = CompressionState(model, compression, **options)
     model.register_comm_hook(state, hook)
@@ -98,17 +98,17 @@ def compress(model: DistributedDataParallel, compression: Any = None, **options:
 
 
 def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook itself, for `model.register_comm_hook(state, ddp.hook)` and libraries that call it.
+    """Reduce a bucket; a hook for `model.register_comm_hook(state, ddp.hook)` and for libraries.
 
     Args:
-        state: a `CompressionState`; or a compressor, where a library makes the model. Then the
-            state is made with the first gradient, on all ranks: `state_of(model)` has it.
+        state: a `CompressionState`; or a compressor, if a library makes the model. Then the state
+            is made with the first gradient, on all ranks: `state_of(model)` returns it.
         bucket: of `DistributedDataParallel`.
 
     Raises:
         TypeError: on all ranks, if the state is something else.
-        ValueError: the compressor needs more than it finds: an optimizer whose momentum it takes
-            over, or the order in which the model uses its layers (LGC). Call `ddp.compress`.
+        ValueError: the compressor needs more than a hook has: an optimizer whose momentum it takes
+            over, or the execution order of the model's layers (LGC). Call `ddp.compress`.
     """
     if not isinstance(state, CompressionState):
         state = _made_for(state, bucket.parameters()[0])
@@ -116,10 +116,10 @@ def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 def state_of(model: DistributedDataParallel) -> CompressionState:
-    """The state that compresses the gradients of a model.
+    """Return the state that compresses the gradients of a model.
 
     Raises:
-        TypeError: nothing compresses them; of a copy of a model nothing does.
+        TypeError: nothing compresses them, as in a copy of a model.
     """
     found = _states.get(model) if isinstance(model, DistributedDataParallel) else None
     if found is None:
@@ -133,10 +133,10 @@ def state_of(model: DistributedDataParallel) -> CompressionState:
 
 
 def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
-    """The state of the model that has a parameter, and was given something else as its state."""
+    """Return the state of the parameter's model; make it if the hook was given a compressor."""
     model = _models.get(parameter, lambda: None)()
     if model is None:
-        gc.collect()  # a model that nobody uses any more is none
+        gc.collect()  # drop unreferenced models
         found = [
             each
             for each in gc.get_objects()
@@ -157,14 +157,14 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
     return _states[model]
 
 
-# DDP compares these with its classes, and takes no texts.
+# DDP compares these with its classes, and accepts no string annotations.
 hook.__annotations__.update(
     bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]}
 )
 
 
 class _Peers:
-    """The ranks of a model; see `planning.Peers`."""
+    """Ranks of a model; see `bucketing.Peers`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -183,7 +183,7 @@ class _Peers:
 
 
 def _said_by_all(group: ProcessGroup, words: list[int], what: str) -> dict[int, list[int]]:
-    """Everybody's three numbers, by rank: ranks meet by order, so they say what they begin."""
+    """Gather three numbers by rank, so that ranks notice if they begin different collectives."""
     mine = torch.tensor(words, device=group.device)
     with errors.named(RuntimeError, what, _WHO):
         every = Work.of(dist.all_gather, mine, group).wait().tolist()
@@ -191,7 +191,7 @@ def _said_by_all(group: ProcessGroup, words: list[int], what: str) -> dict[int, 
 
 
 def _out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
-    """An error that says who is where."""
+    """Return an error that lists the step of each rank."""
     verifying = [str(rank) for rank, (step, *_) in said.items() if step == _VERIFY]
     if verifying:
         return OutOfStepError(
@@ -206,7 +206,7 @@ def _out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
 
 
 class _DDPReducer(BucketPlanner):
-    """The programs of a model, over `torch.distributed`."""
+    """Reducer of a model over `torch.distributed`."""
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         return errors.named(RuntimeError, what, _WHO)
@@ -219,7 +219,7 @@ class _DDPReducer(BucketPlanner):
         raise NotImplementedError
 
     def watch_order(self) -> list[Any]:
-        """Hooks that see in which order the first backward comes by the layers."""
+        """Register hooks that record the order of the layers in the first backward."""
         alive = weakref.ref(self)
 
         def seen(name: str) -> Any:
@@ -233,29 +233,29 @@ class _DDPReducer(BucketPlanner):
         return [] if self.ordered else [p.register_hook(seen(name)) for name, p in self._named]
 
     def begin(self) -> bool:
-        """Begins a step; whether a gradient that is not finite undoes it."""
+        """Begin a step; return True if a non-finite gradient rolls it back."""
         self._begin_step()
         for bucket in self.buckets:
             bucket.refresh()
         return self._undoes
 
     def follow(self, undoes: bool) -> None:
-        """Does with a gradient that is not finite what the ranks do that have batches."""
+        """Adopt the policy for non-finite gradients of the ranks that still have batches."""
         if self.nonfinite is None:
             self._policy = "skip" if undoes else "raise"
 
     def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Takes a gradient; starts the program of its bucket when it was the last one."""
+        """Take a gradient; start the program of its bucket if it was the last one."""
         if parameter not in self.parameters:
             raise ValueError(_fixed_by_ddp(f"one of shape {tuple(parameter.shape)}"))
         self._lay(parameter, gradient)
 
     def finish(self) -> None:
-        """Runs all programs to their ends, in the same order on all ranks.
+        """Run all programs to their ends, in the same order on all ranks.
 
         Raises:
             NonFiniteGradientError: on all ranks.
-            Exception: what one of this rank's programs has raised.
+            Exception: an error of one of this rank's programs.
         """
         absent = [b.layout.names[slot] for b in self.buckets for slot in sorted(b.absent)]
         if absent:
@@ -264,30 +264,30 @@ class _DDPReducer(BucketPlanner):
         while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
             self._resume(running)
             others = [e for e in self._errors if not isinstance(e, NonFiniteGradientError)]
-            if others:  # what this rank does not ask for, the others must not wait for
+            if others:  # submit no more collectives; the caller closes the group
                 raise others[0]
         self._end_step()
 
     def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The reduced gradient, after `finish`."""
+        """Return the reduced gradient, after `finish`."""
         return self._taken(parameter)
 
     def end(self) -> None:
-        """All results were taken."""
+        """End the step, after all results were taken."""
         self.sources.end_step()
         self.scaling.end_step()
         for bucket in self.buckets:
             bucket.result = None
 
     def fail(self) -> None:
-        """The step has failed: what it was about to use belongs to no other."""
+        """End a failed step, and drop its moments and its loss scale."""
         self.end()
         self.sources.forget()
         self.scaling.forget()
 
 
 class _NoState:
-    """The place of a `CompressionState` in a copy of a model, which has no hook registered."""
+    """Placeholder of a `CompressionState` in a copy of a model, which has no hook."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -301,33 +301,33 @@ class _NoState:
 
 
 class CompressionState:
-    """What compresses the gradients of one model, and what it keeps from step to step.
+    """Compression of one model's gradients, and its state from step to step.
 
     All ranks of the process group make it, before the first forward. Layers that do not require a
-    gradient are left out, as `DistributedDataParallel` leaves them out.
+    gradient are left out, as in `DistributedDataParallel`.
 
     Args:
         model: a `DistributedDataParallel`.
         compression: a compressor of this package; None for none.
         process_group: the ranks that take part; the model's if None.
-        optimizer: the SGD whose momentum a compressor that corrects it takes over (DGC, EGC, LGC).
-            Without it the compressor is given its `momentum=`, and the optimizer none.
+        optimizer: the SGD whose momentum a compressor with momentum correction takes over (DGC,
+            EGC, LGC). Without it, set `momentum=` of the compressor, and none of the optimizer.
         backward_passes_per_step: backwards for each exchange, all but the last under
             `model.no_sync()`; more than one gives the moments of micro-batches.
         batch_size: samples that a rank sees for each exchange, for `moments="microbatch"`.
         bucket_bytes: target size of our buckets; 25 MiB if None.
-        nonfinite: what becomes of a step with a gradient that is not finite on any rank. All ranks
-            do the same. "raise": a NonFiniteGradientError from backward. "propagate": gradients are
-            NaN, and what the compressor keeps is as before the step. None: "propagate" with a
-            GradScaler, which then leaves the step out; else "raise".
+        nonfinite: policy for a step with a non-finite gradient on any rank, the same on all ranks.
+            "raise": a NonFiniteGradientError from backward. "propagate": gradients are NaN, and the
+            compressor's state is rolled back. None: "propagate" with a GradScaler, which then skips
+            the step; else "raise".
         rollback: keep the compressor's state from before an exchange until the next one, for
-            `discard_step`. Takes as much memory again as the compressor's state.
+            `discard_step`. Doubles the memory of the compressor's state.
         scaler: the `GradScaler` that scales the loss; None finds it, False for none.
 
     Raises:
         TypeError: the model or `compression` is something else.
-        ValueError: the compressor cannot take these layers; a momentum is to be taken over from
-            nowhere; moments are not set up.
+        ValueError: the compressor cannot take these layers; it corrects momentum, but has neither
+            an optimizer nor `momentum=`; moments are not set up.
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
@@ -353,7 +353,7 @@ class CompressionState:
         self._group = ProcessGroup(process_group or model.process_group)
         named, gives_up = _reduced(model), False
         compressor: Any = compression
-        refused: Exception | None = None  # by this rank; the others must hear of it
+        refused: Exception | None = None  # on this rank; reported to the others below
         try:
             if nonfinite not in (None, "raise", "propagate"):
                 raise ValueError(
@@ -410,17 +410,17 @@ class CompressionState:
             self._belongs_to(model)
 
     def _belongs_to(self, model: DistributedDataParallel) -> None:
-        """Lets it be found by the model whose hook it has."""
+        """Register this state as that of the model."""
         _states[model] = self
         inspection.know(model, self._run)
 
     def __deepcopy__(self, known: dict[int, Any]) -> Any:
-        """Leaves of a copy only what says so: a copied model has no hook that would use it."""
+        """Return a placeholder: a copied model has no hook that would use a state."""
         del known
         return _NoState()
 
     def __reduce__(self) -> Any:
-        """Leaves as much of what is saved, with a model or by itself, and says so once."""
+        """Pickle as a placeholder, alone or with a model; warn once."""
         if not self._said_unsaved and any(True for b in self._run.buckets for _ in leaves(b.state)):
             self._said_unsaved = True
             LOGGER.warning(
@@ -434,13 +434,13 @@ class CompressionState:
 
     @torch.no_grad()
     def take_in(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Takes the gradients of one of DDP's buckets; with the last one the exchange ends."""
+        """Take the gradients of one DDP bucket; end the exchange with the last one."""
         buffer = bucket.buffer()
         future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         pairs = _gradients(bucket)
         first = not self._waiting
         if first:
-            self._joined = not _in_backward()  # `model.join()` calls the hook where no backward is
+            self._joined = not _in_backward()  # `model.join()` calls the hook outside backward
         self._waiting.append((future, buffer, pairs))
         try:
             if first:
@@ -456,7 +456,7 @@ class CompressionState:
         return future
 
     def _begin(self) -> None:
-        """Begins a step, once all ranks have said that they begin the same.
+        """Begin a step, after a check that all ranks begin the same one.
 
         Raises:
             OutOfStepError: on all ranks.
@@ -470,7 +470,7 @@ class CompressionState:
         mine = [self._run.steps, int(undoes), int(self._joined)]
         said = _said_by_all(self._group, mine, "the beginning of a step")
         every = list(said.values())
-        # Who has joined has no loss that a GradScaler could have scaled.
+        # A rank that has joined has no loss that a GradScaler could have scaled.
         words = {(step, undone) for step, undone, joined in every if not joined}
         if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
             raise _out_of_step(said)
@@ -481,7 +481,7 @@ class CompressionState:
             for one in self._hooks:
                 one.remove()
             orders = self._group.gather_objects(self._run.order, list[str])
-            self._run.reorder(next(filter(None, orders), []))  # who had joined has seen none
+            self._run.reorder(next(filter(None, orders), []))  # ranks that had joined have none
         self._run.judge()
 
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
@@ -494,7 +494,7 @@ class CompressionState:
             self._run.give(p, gradient)
 
     def _hand_out(self) -> None:
-        """Gives DDP the reduced gradients; an error is raised once its backward has ended.
+        """Return the reduced gradients to DDP; raise an error only after its backward has ended.
 
         So the model is not left in the middle of a step.
         """
@@ -503,7 +503,7 @@ class CompressionState:
         given = [pair for _, _, pairs in waiting for pair in pairs]
         model = self._model()
         factor = 1.0
-        if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
+        if not getattr(model, "_divide_by_initial_world_size", True):  # an option of `model.join()`
             factor = self._group.size() / max(self._taking_part, 1)
         for p, gradient in given if error is None else ():
             gradient.copy_(self._run.take(p))
@@ -527,32 +527,31 @@ class CompressionState:
             _after_backward(lambda: _deliver(before))
 
     def _fail(self, error: Exception) -> None:
-        """This step has failed: here alone, unless all ranks have found the same."""
+        """Record an error; close the connections unless all ranks have the same error."""
         self._error = error
         if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
             self._group.hang_up()
 
-    # -- what it keeps, and what it has done ---------------------------------------------------
+    # -- state and statistics ------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Exchanges so far."""
+        """Return the number of exchanges so far."""
         return self._run.steps
 
     def stats(self) -> CompressionStats:
-        """What this rank's exchanges have moved so far, measured; see `CompressionStats`.
+        """Return the measured traffic of this rank's exchanges so far; see `CompressionStats`.
 
-        Without what ranks say of themselves at the beginning of each step, 16 bytes.
+        The check at the beginning of each step, 16 bytes, is not counted.
         """
         return self._run.stats()
 
     def discard_step(self) -> None:
-        """Restores what the compressor kept before the last exchange, to the bit.
+        """Roll back the compressor's state, bit-exactly, to that before the last exchange.
 
-        For a step that is left out: between backward and the optimizer's step, with `zero_grad()`
-        instead of that, on all ranks; otherwise the next exchange is an OutOfStepError on all. So a
-        bad batch does not come back with later gradients. The exchange is counted in
-        `stats().skipped`.
+        Skips a step: call it after backward, and `zero_grad()` instead of the optimizer's step, on
+        all ranks; otherwise the next exchange is an OutOfStepError on all. So a bad batch leaves
+        nothing in the residual. The exchange is counted in `stats().skipped`.
 
         Raises:
             RuntimeError: nothing was exchanged since the last call, or rollback is False.
@@ -565,17 +564,17 @@ class CompressionState:
             )
 
     def retrain(self) -> None:
-        """Lets the compressor learn anew from the next step on; all ranks call it."""
+        """Retrain the compressor, from the next step on; all ranks call it."""
         exchange.retrain(self._run)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's compressor keeps. It belongs to this rank: each saves its own."""
+        """Return the compressor's state of this rank; each rank saves its own."""
         return ddp_checkpoint.save(self._run)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave; on all ranks, between the same two steps.
+        """Load a state of `state_dict`; on all ranks, between the same two steps.
 
-        Of what another rank has saved only what all ranks have alike is taken.
+        From another rank's state, only replicated fields are loaded.
 
         Raises:
             CheckpointError: it is of another format, compressor, model or number of ranks.
@@ -584,9 +583,9 @@ class CompressionState:
 
 
 def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Each parameter of a bucket of DDP's, with its gradient there.
+    """Return each parameter of a DDP bucket with its gradient, a view of the bucket.
 
-    Complex ones lie in it as real ones of shape [..., 2], which `gradients()` does not know.
+    The bucket has complex gradients as real ones of shape [..., 2]; `gradients()` ignores that.
     """
     buffer, parameters = bucket.buffer(), bucket.parameters()
     if buffer.is_sparse or not any(p.is_complex() for p in parameters):
@@ -601,7 +600,7 @@ def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.
 
 
 def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that DDP reduces, by name."""
+    """Return the (name, parameter) pairs that DDP reduces."""
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     return [
         (name, p)
@@ -621,7 +620,7 @@ def _fixed_by_ddp(which: str) -> str:
 def _with_momentum(
     compression: Any, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Compressor, bool]:
-    """The compressor with its momentum decided, and whether the optimizer gives its up."""
+    """Return (the compressor with its momentum set, True if it takes over the optimizer's)."""
     if isinstance(compression, _Given):
         compression = compression.compressor()
     if compression is None:
@@ -643,20 +642,20 @@ def _with_momentum(
 
 
 def _take_over(optimizer: Any, run: _DDPReducer) -> None:
-    """Takes the momentum of SGD, which goes on as without it: what is saved has it still."""
+    """Take over the momentum of SGD, which steps without it; its `state_dict` still shows it."""
     own = momentum.momentum_of(optimizer)
     assert own is not None
     taken = momentum.MomentumTransfer(optimizer, *own)
 
     def copied(protocol: Any) -> Any:
-        """Gives a copy its momentum back, for a model that exchanges gradients as they are."""
+        """Restore the momentum in a copy, for a model that exchanges gradients uncompressed."""
         del protocol
         state = taken.restored(torch.optim.Optimizer.__getstate__(optimizer))
         return object.__new__, (type(optimizer),), state
 
     def before_step(*_: Any) -> None:
         taken.check()
-        if not run.undone and not dcp.from_checkpoint():  # which steps to make a first state
+        if not run.undone and not dcp.from_checkpoint():  # it steps to make the first state
             taken.decay()
 
     optimizer.__reduce_ex__ = copied  # where `copy` and `pickle` look for it first
@@ -666,7 +665,7 @@ def _take_over(optimizer: Any, run: _DDPReducer) -> None:
 
 
 class _Given:
-    """What a hook was given in the place of a state, once the first backward has begun."""
+    """Value that a hook got in place of a state; known only after the first backward has begun."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -675,11 +674,11 @@ class _Given:
         return repr(self._given)
 
     def compressor(self) -> Any:
-        """The compressor, if a state can be made of it now.
+        """Return the compressor, if a state can be made of it now.
 
         Raises:
             TypeError: it is no compressor.
-            ValueError: the compressor would have to see the backward from its beginning.
+            ValueError: the compressor has to see the backward from its beginning.
         """
         given = self._given
         makes = isinstance(given, type) and issubclass(given, Compressor)
@@ -709,13 +708,13 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 @torch.no_grad()
 def _deliver(before: Sequence[tuple[Any, torch.Tensor, torch.Tensor | None, int]]) -> None:
-    """Gives out what was sent for layers that no rank has used: `DistributedDataParallel` does not.
+    """Set the reduced gradients of layers that no rank has used, which DDP does not.
 
-    So what was kept for them arrives. Without anything kept, such a layer has no gradient, as ever.
+    So residuals of such layers are applied. Without one, such a layer has no gradient, as in DDP.
 
     Args:
-        before: parameter, what the exchange gave for it, its gradient before the end of backward,
-            and the version of that.
+        before: parameter, its reduced gradient, its `grad` before the end of backward, and the
+            version of that.
     """
     for p, reduced, gradient, version in before:
         if p.grad is not gradient or _version(p.grad) != version or not reduced.any():
@@ -731,6 +730,6 @@ def _raise(error: Exception) -> None:
 
 
 def _after_backward(function: Callable[[], None]) -> None:
-    """Calls a function at the end of backward, behind the callback that DDP is about to queue."""
+    """Call a function at the end of backward, after the callback that DDP is about to queue."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(function))

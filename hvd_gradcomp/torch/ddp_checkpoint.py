@@ -1,4 +1,4 @@
-"""What the compressor of a `DistributedDataParallel` keeps on a rank, saved and loaded."""
+"""Checkpoints of compressor state on a rank, for `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 
 
 def save(run: BucketPlanner) -> dict[str, Any]:
-    """What this rank's compressor keeps."""
+    """Return this rank's compressor state."""
     exchange.synchronized(run)
     return {
         "format": files.FORMAT,
@@ -39,7 +39,7 @@ def save(run: BucketPlanner) -> dict[str, Any]:
 
 
 def load(run: BucketPlanner, saved: dict[str, Any]) -> None:
-    """Takes back what `save` gave; of what another rank has saved what all ranks have alike.
+    """Load the state that `save` returned; from another rank's state, only replicated fields.
 
     Raises:
         CheckpointError: it is of another format, compressor, model or number of ranks.

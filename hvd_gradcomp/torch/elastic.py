@@ -1,7 +1,7 @@
-"""Drop-in for `horovod.torch.elastic`: states that keep what belongs to each rank alone.
+"""Drop-in for `horovod.torch.elastic`, whose states keep each rank's residuals and momenta.
 
-Stock Horovod copies rank 0's optimizer state to all. Here parameters, the optimizer's own state and
-the compressor's replicated fields go that way; residuals and momenta stay with their rank.
+Stock Horovod copies rank 0's optimizer state to all ranks. Here rank 0's parameters, optimizer
+state and replicated compressor fields are copied; residuals and momenta stay with their rank.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
 
 
 class TorchState(Membership, _StockState):
-    """What an elastic run commits, restores and hands to ranks that join.
+    """State that an elastic run commits, restores and broadcasts to ranks that join.
 
-    Horovod's `TorchState` with any `hvd.DistributedOptimizer` of this package among its objects:
-    the compressor's state is committed and restored with the rest, exactly. At `sync` survivors
-    keep what belongs to them (residuals, momenta) and a rank that joins begins with none. What a
-    rank that died had kept back is lost: logged with its norm, and in `lost`.
+    Horovod's `TorchState` for objects that include a `hvd.DistributedOptimizer` of this package:
+    the compressor's state is committed and restored with the rest, bit-exactly. At `sync` survivors
+    keep their own residuals and momenta, and a rank that joins begins with none. The residual of a
+    rank that died is lost: its norm is logged, and in `lost`.
 
     Memory: two commits, each a copy of all objects; see `Membership`.
 
@@ -55,7 +55,7 @@ class TorchState(Membership, _StockState):
             all become attributes.
 
     Raises:
-        ValueError: an optimizer exchanges over a process set, which does not outlive a reset.
+        ValueError: an optimizer exchanges over a process set, which does not survive a reset.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TorchState(Membership, _StockState):
         self.begin()
 
     def reset(self) -> None:
-        comm_horovod.waiting.drop()  # Horovod has begun anew
+        comm_horovod.waiting.drop()  # Horovod has restarted
         super().reset()
 
     def _gather(self, seat: RankState) -> list[RankState]:
@@ -89,7 +89,7 @@ class TorchState(Membership, _StockState):
         return sum(_squares(handler.engine) for handler in self._compressed())
 
     def _committed(self) -> Any:
-        # A handler binds new copies when it saves, so a copy of it still has those from before.
+        # A handler binds new copies when it saves, so a shallow copy of it keeps the old ones.
         return {name: copy.copy(h) for name, h in self._handlers.items()}, self._saved_state
 
     def _recommit(self, copies: Any) -> None:
@@ -105,7 +105,7 @@ class TorchState(Membership, _StockState):
 
 
 class Model(StateHandler):
-    """A module, of any dtype."""
+    """Handler of a module of any dtype."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -122,7 +122,7 @@ class Model(StateHandler):
 
 
 class CompressedOptimizer(StateHandler):
-    """An optimizer of this package."""
+    """Handler of an optimizer of this package."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -150,7 +150,7 @@ class CompressedOptimizer(StateHandler):
         checkpoint.put_back(
             engine, saved._replace(states=[_cloned(state) for state in saved.states])
         )
-        # `load_state_dict` takes tensors as they are; those of the commit must not change.
+        # `load_state_dict` keeps tensors by reference; those of the commit must not change.
         self.value.load_state_dict(copy.deepcopy(self._saved_plain))
 
     def sync(self) -> None:
@@ -162,7 +162,7 @@ class CompressedOptimizer(StateHandler):
         engine.abandon()
 
     def forget(self) -> None:
-        """Sets what belongs to this rank alone to what it was before the first step."""
+        """Reset this rank's own state, but not replicated fields, to that before the first step."""
         ranks = self.engine.process_set.size()
         for bucket in self.engine.buckets:
             fresh = leaves(resizing.start(bucket.compressor, bucket.ops, bucket.layout, ranks))
@@ -173,7 +173,7 @@ class CompressedOptimizer(StateHandler):
             bucket.state = with_leaves(bucket.state, values)
 
     def resize(self) -> None:
-        """Settles what depends on the number of ranks."""
+        """Adapt scales and compressor state to the number of ranks."""
         engine, optimizer = self.engine, self.value
         ranks = engine.process_set.size()
         engine.prescale, engine.postscale = scales(

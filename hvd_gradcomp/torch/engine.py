@@ -1,7 +1,7 @@
-"""The exchange of one optimizer over Horovod; `exchange` runs it, here is what ranks agree on.
+"""Reducer of one optimizer over Horovod; `exchange` runs programs, this module checks agreement.
 
-Everything that travels has a name, see `engine.timeline`: hooks fire in another order on each
-rank, and Horovod pairs by name.
+Every collective has a name, see `runtime.naming`: hooks fire in another order on each rank, and
+Horovod matches collectives by name.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TITLES = UniqueNames("gradcomp")
 
 
 def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
-    """Everybody's item of a kind, on all ranks; see `messages`."""
+    """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
 
     def allgather(mine: bytes) -> Iterator[bytes]:
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
-        # Named as on TensorFlow, should another rank run that.
+        # Named as on TensorFlow, in case another rank runs that.
         lengths = horovod.allgather(length, f"{name}.sz", process_set).wait()
         everything = horovod.allgather(data, f"{name}.t", process_set).wait()
         return (piece.numpy().tobytes() for piece in everything.split(lengths.tolist()))
@@ -49,10 +49,10 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
 
 
 class Peers:
-    """The ranks of an engine; see `planning.Peers`.
+    """Ranks of a reducer; see `bucketing.Peers`.
 
     Args:
-        name: of what travels.
+        name: of the collectives.
         process_set: the ranks.
     """
 
@@ -71,14 +71,14 @@ class Peers:
 
 
 class HorovodReducer(BucketPlanner):
-    """The exchange of one optimizer.
+    """Reducer of one optimizer over Horovod.
 
     Args:
         named_parameters, compressor: see `BucketPlanner`.
-        settings: what else must be equal on all ranks, for the handshake.
-        chose_rows: whether nobody has asked for sparse gradients to go as dense ones.
+        settings: other settings that must be equal on all ranks, for the configuration check.
+        chose_rows: sparse gradients are compressed as dense ones by default, not by request.
         how: for `BucketPlanner` and `Reducer`; by default there are no hosts and no scaler, and a
-            step that is not finite is an error.
+            non-finite gradient is an error.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class HorovodReducer(BucketPlanner):
         self.agreement.reached = False
 
     def count(self, sent: torch.Tensor) -> None:
-        """Counts a tensor that was added up beside the buckets."""
+        """Count the traffic of a tensor that was summed outside the buckets."""
         self.ledger.sent(sent)
         self.ledger.received(sent)
 
     def compare_again(self) -> None:
-        """Lets the ranks compare what they train once more, before the next step."""
+        """Repeat the configuration check before the next step."""
         self.agreement.reached = False
         self.ledger.digest()
         self.summed = 0
@@ -143,7 +143,7 @@ class HorovodReducer(BucketPlanner):
 
     @property
     def in_step(self) -> dict[str, str]:
-        """What has to be equal on all ranks in this step; nothing before its first gradient."""
+        """Return the settings that must be equal on all ranks in this step; {} before it begins."""
         if self._frozen is None:
             return {}
         frozen = [name for name, p in self._named if p in self._frozen]
@@ -155,10 +155,10 @@ class HorovodReducer(BucketPlanner):
         }
 
     def compare_step(self) -> None:
-        """Names what differs between the ranks in this step; all of them call it.
+        """Compare the settings of this step over the ranks; all ranks call it.
 
         Raises:
-            MismatchError: on all ranks.
+            MismatchError: on all ranks, naming the difference.
         """
         every = self._gather_objects(self.in_step, dict[str, str])
         ranks = self.process_set.ranks or range(len(every))
@@ -170,7 +170,7 @@ class HorovodReducer(BucketPlanner):
             return gather_objects(item, kind, f"{self.name}.handshake", self.process_set)
 
     def begin(self) -> Set[torch.nn.Parameter]:
-        """Begins a step, with its first gradient or without any; what is frozen in it."""
+        """Begin a step, unless it has begun; return its frozen parameters."""
         if self._frozen is None:
             self.commit()
             self.agreement.agree()
@@ -187,31 +187,31 @@ class HorovodReducer(BucketPlanner):
         return self._frozen
 
     def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Takes a gradient; starts the program of its bucket when it was the last one.
+        """Take a gradient; start the program of its bucket if it was the last one.
 
         Args:
             gradient: dense, of the parameter's shape or one number; None stands for zero.
         """
         if parameter in self.begin():
             return  # frozen between forward and backward
-        self.agreement.agree()  # once more if some have joined since the step began
+        self.agreement.agree()  # again if parameters have joined since the step began
         if self._arrived is not None:
             self._arrived.append(self._name_of[parameter])
         self._lay(parameter, gradient)
 
     def give_sparse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Takes note of a sparse gradient, which Horovod gathers by itself."""
+        """Count a sparse gradient, which Horovod gathers by itself; put zeros into its bucket."""
         values, indices = gradient._values(), gradient._indices()
         for part in (values, indices):
             self.ledger.sent(part)
         name = self._name_of[parameter]
         self.ledger.gathered[name] = self.ledger.gathered.get(name, 0) + values.numel()
-        # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
+        # Its bucket gets zero; or NaN, which tells the other ranks that it is not finite.
         nothing = (as_real(values) * 0).sum().to(as_real(parameter.detach()).dtype)
         self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
 
     def say_rows_are_compressed(self, parameter: torch.nn.Parameter) -> None:
-        """Says once what becomes of sparse gradients, where that was left to be chosen."""
+        """Log once that sparse gradients are compressed as dense ones, if that is by default."""
         if self._chose_rows and self.process_set.rank() == 0:
             LOGGER.info(
                 "the sparse gradient of %s is compressed as a dense one: its bucket has room for "
@@ -221,25 +221,25 @@ class HorovodReducer(BucketPlanner):
         self._chose_rows = False
 
     def take_sparse(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Takes note of what Horovod has gathered."""
+        """Count a gathered sparse gradient; return it."""
         for part in (gathered._values(), gathered._indices()):
             self.ledger.received(part)
         return gathered
 
     def finish(self) -> None:
-        """Runs every started program to its end.
+        """Run every started program to its end.
 
         Raises:
-            PayloadError: and the like, from a program. All other programs are ended first, so
-                that no rank waits for one of this rank's.
+            PayloadError: and the like, from a program; after all other programs have ended, so
+                that no rank waits for this one.
         """
         horovod.complete([self.finishing()])
 
     def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The reduced gradient of a parameter as the one that it replaces is, after `finish`.
+        """Run `finish`; return the reduced gradient, in shape and dtype of the one it replaces.
 
-        Of its shape and dtype, and where the parameter has other strides than a contiguous tensor,
-        of those: fused optimizers go through both in the order of their memory.
+        If the parameter is not contiguous, the gradient has its strides: fused optimizers iterate
+        over both in memory order.
         """
         self.finish()
         reduced, replaced = self._taken(parameter), parameter.grad
@@ -249,7 +249,7 @@ class HorovodReducer(BucketPlanner):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(reduced)
 
     def abort(self) -> None:
-        """Ends a step that has failed."""
+        """End a step that has failed."""
         self.scaling.forget()
         if self._open:
             self.abandon()
@@ -257,18 +257,18 @@ class HorovodReducer(BucketPlanner):
             self.clear()
 
     def clear(self) -> None:
-        """Ends a step, once all results were taken: lets go of them, and of what was frozen."""
+        """End a step after all results were taken: release them and the frozen parameters."""
         self._frozen = None
         self.sources.end_step()
         self.scaling.end_step()
-        if self._arrived:  # in a step that was left out, of layers that it had not used
+        if self._arrived:  # of unused layers, in a skipped step
             self._arrived.clear()
         for bucket in self.buckets:
             bucket.result = None
             parameters.release(bucket)
 
     def abandon(self) -> None:
-        """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
+        """Abort an exchange, e.g. after another rank's end; the configuration check is repeated."""
         self._frozen = None
         self.compare_again()
         interrupted, self._open, self._errors = self._open, False, []

@@ -1,7 +1,7 @@
-"""Runs the programs of a model's buckets over a transport, while gradients arrive.
+"""Reducer that runs the programs of a model's buckets over a transport, while gradients arrive.
 
-A bucket's program starts when the last of its gradients has come, so what it sends travels while
-earlier layers are still differentiated. `finishing` resumes the programs until all have ended.
+A bucket's program starts when the last of its gradients has arrived, so its communication overlaps
+with the backward of earlier layers. `finishing` resumes the programs until all have ended.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hvd_gradcomp.torch.moments.sources import Sources
 from hvd_gradcomp.torch.parameters import as_real
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-_SENT, _RECEIVED, _SKIPPED = range(3)  # of a ledger's counters
+_SENT, _RECEIVED, _SKIPPED = range(3)  # indices of TrafficCounter.counters
 _PRIME = 2**31 - 1
 
 
 class TrafficCounter:
-    """What this rank has moved.
+    """Counter of this rank's traffic.
 
     Attributes:
-        counters: bytes sent, bytes received, steps left out.
-        gathered: values of sparse gradients, which are gathered as they are, by the layer's name.
+        counters: bytes sent, bytes received, steps skipped.
+        gathered: values of sparse gradients gathered uncompressed, by the layer's name.
     """
 
     def __init__(self) -> None:
@@ -47,33 +47,33 @@ class TrafficCounter:
         self._heard: list[torch.Tensor] = []
 
     def sent(self, tensor: torch.Tensor) -> None:
-        """Was handed to a collective."""
+        """Count a tensor that was passed to a collective."""
         self.counters[_SENT] += tensor.numel() * tensor.element_size()
 
     def received(self, tensor: torch.Tensor) -> None:
-        """Was handed back by one."""
+        """Count a tensor that a collective returned."""
         self.counters[_RECEIVED] += tensor.numel() * tensor.element_size()
 
     def heard(self, reply: torch.Tensor) -> None:
-        """Came back, and is the same to the bit on all ranks."""
+        """Checksum a result that must be bit-identical on all ranks."""
         if not reply.is_cuda:
             self._heard.append(_sum_of_bits(reply))
 
     def digest(self) -> int:
-        """Of what was heard since the last time; 0 for nothing."""
+        """Return a digest of the results since the last call; 0 for none."""
         sums, self._heard = self._heard, []
         return sum(int(x) for x in sums) % _PRIME
 
 
 class Reducer(Participants):
-    """The buckets of one model, and their programs.
+    """Buckets of one model, and their programs.
 
     Args:
-        transport: moves tensors; what its collectives return has `ready()`.
+        transport: moves tensors; its collectives return handles with `ready()`.
         process_set: the ranks that take part.
-        place: of this rank among hosts.
+        place: position of this rank among hosts.
         prescale, postscale: see `Context`.
-        nonfinite: what becomes of a step with a gradient that is not finite.
+        nonfinite: policy for a step with a non-finite gradient.
         scaler: of the loss; None looks for one.
         rollback: keep the state from before an exchange until the next one, for `discard`.
 
@@ -81,9 +81,9 @@ class Reducer(Participants):
         buckets: in the order in which backward fills them.
         sources: of second moments.
         steps: exchanges so far.
-        undone: whether the last exchange left everything as it was.
-        summed: a digest of the sums that the exchange before has heard; 0 for none.
-        joined: this rank has no batches any more, and takes part with what is kept.
+        undone: the last exchange was rolled back.
+        summed: a digest of the sums of the previous exchange; 0 for none.
+        joined: this rank has run out of batches, and contributes only its residuals.
     """
 
     buckets: list[Bucket]
@@ -108,16 +108,16 @@ class Reducer(Participants):
         self._policy = nonfinite or "raise"
         self.joined = False
         self.ledger = TrafficCounter()
-        # A weak reference: what refers to itself would live on after its optimizer.
+        # A weak reference: a cycle would outlive the optimizer.
         self.dispatch = CollectiveRunner(transport, self.ledger, weakref.proxy(self))
         self.steps = self.summed = 0
         self.undone = False
         self._open = False  # a program of this step has started
-        self._can_discard = False  # the last exchange can still be taken back
+        self._can_discard = False  # the last exchange can still be rolled back
         self._errors: list[Exception] = []  # that programs of this step have ended with
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
-        """Says what a failure of the transport means, where something was under way."""
+        """Return a context that names the operation `what` in errors of the transport."""
         raise NotImplementedError
 
     def leader(self, bucket: Bucket) -> int:
@@ -132,18 +132,18 @@ class Reducer(Participants):
 
     @property
     def parameters(self) -> Set[torch.nn.Parameter]:
-        """All that have a place in a bucket."""
+        """Return the parameters that have a place in a bucket."""
         return self._places.keys()
 
     def _begin_step(self) -> None:
-        """Fixes what is the same for a whole step."""
+        """Commit the last step; fix the loss scale and the non-finite policy of this one."""
         self.commit()
         scaled = self.scaling.begin_step()
-        if not self.joined:  # then other ranks scale their loss, or do not, as before
+        if not self.joined:  # a joined rank keeps the policy of the ranks that train
             self._policy = self.nonfinite or ("skip" if scaled else "raise")
 
     def _lay(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Lays a gradient into its bucket, whose program starts when it was the last one."""
+        """Copy a gradient into its bucket; start the bucket's program if it was the last one."""
         bucket, slot = self._places[parameter]
         with torch.no_grad():
             if gradient is None:
@@ -185,7 +185,7 @@ class Reducer(Participants):
                 raise
 
     def _advance(self, bucket: Bucket, reply: Any) -> None:
-        """Resumes a bucket's program until it asks for a collective, or has ended."""
+        """Resume a bucket's program until it requests a collective or ends."""
         assert bucket.stack is not None
         bucket.ops.take_turn()
         request = bucket.stack.send(reply)
@@ -209,7 +209,7 @@ class Reducer(Participants):
         return reply
 
     def _resume(self, buckets: Sequence[Bucket]) -> None:
-        """Goes on with the programs of buckets, once their replies are there."""
+        """Wait for the buckets' pending collectives, and resume their programs."""
         for bucket in buckets:
             try:
                 with torch.no_grad():
@@ -219,18 +219,18 @@ class Reducer(Participants):
                 bucket.abandon()
 
     def advance(self) -> bool:
-        """Resumes the programs whose reply is there; whether there were any."""
+        """Resume the programs whose collective has completed; return True if there were any."""
         running = [bucket for bucket in self.buckets if bucket.stack is not None]
         ready = [bucket for bucket in running if bucket.sent and bucket.sent.pending.ready()]
         self._resume(ready)
         return bool(ready)
 
     def finishing(self) -> Iterator[None]:
-        """Runs every started program to its end; yields where all wait for other ranks.
+        """Run every started program to its end; yield while all wait for other ranks.
 
         Raises:
-            PayloadError: and the like, from a program. All other programs are ended first, so
-                that no rank waits for one of this rank's.
+            PayloadError: and the like, from a program; after all other programs have ended, so
+                that no rank waits for this one.
         """
         while any(bucket.stack is not None for bucket in self.buckets):
             if not self.advance():
@@ -239,7 +239,7 @@ class Reducer(Participants):
             self._end_step()
 
     def _end_step(self) -> None:
-        """All programs have ended: keeps what they did, or undoes it."""
+        """Commit or roll back the step, after all programs have ended."""
         self._open, errors, self._errors = False, self._errors, []
         if self._undoes:
             for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
@@ -266,22 +266,22 @@ class Reducer(Participants):
 
     @property
     def _undoes(self) -> bool:
-        """Whether a step with a gradient that is not finite leaves everything as it was."""
+        """Return True if a step with a non-finite gradient is rolled back."""
         return self._policy != "raise"
 
     def commit(self) -> None:
-        """Lets go of the state from before the last exchange, which can no longer be discarded."""
+        """Release the state from before the last exchange, which can then not be discarded."""
         self._can_discard = False
         for bucket in self.buckets:
             bucket.end(undo=False)
 
     def discard(self) -> bool:
-        """Restores the state from before the last exchange, to the bit; all ranks do the same.
+        """Roll back the last exchange, bit-exactly; all ranks do the same.
 
-        The exchange counts as one that was skipped, and the next one repeats its step.
+        The exchange is counted as skipped, and the next one repeats its step.
 
         Returns:
-            Whether the state is that from before: also where the exchange had been undone already.
+            True if the state is that from before the exchange, also if it was rolled back already.
         """
         if self.undone:
             return True
@@ -296,21 +296,21 @@ class Reducer(Participants):
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the optimizer has to leave out the step that was exchanged last."""
+        """Return True if the optimizer must skip the step that was exchanged last."""
         return self.undone and self._policy == "skip"
 
     def poisoned(self, what: str) -> None:
-        """A gradient that was added up beside the buckets is not finite, on all ranks.
+        """Handle a non-finite gradient that was summed outside the buckets, on all ranks.
 
         Raises:
-            NonFiniteGradientError: if that is the policy; else the step is undone as far as it can.
+            NonFiniteGradientError: if that is the policy; else the step counts as undone.
         """
         if not self._undoes:
             raise NonFiniteGradientError(what)
         self.undone = True
 
     def _skip(self, error: Exception) -> None:
-        """Gives out NaN, on all ranks, for a loss scaler or `step` to see."""
+        """Return NaN gradients on all ranks, which a loss scaler or `step` will see."""
         counters = self.ledger.counters
         counters[_SKIPPED] += 1
         expected = self.scaling.scaler is not None or counters[_SKIPPED] > 1
@@ -321,12 +321,12 @@ class Reducer(Participants):
             error,
         )
         for bucket in self.buckets:
-            bucket.result = bucket.flat.zero_()  # what lies between the layers has to stay 0
+            bucket.result = bucket.flat.zero_()  # padding between layers must stay 0
             for view in bucket.views:
                 view.fill_(float("nan"))
 
     def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The reduced gradient of a parameter, in its shape and its bucket's precision."""
+        """Return the reduced gradient of a parameter, in its shape and its bucket's precision."""
         bucket, slot = self._places[parameter]
         if bucket.result is None:
             raise RuntimeError("a gradient without an exchange; this is a bug in hvd_gradcomp")
@@ -336,11 +336,11 @@ class Reducer(Participants):
 
 
 def stats_of(exchange: Reducer, order: Sequence[str]) -> CompressionStats:
-    """Totals since the start; reads the device.
+    """Return totals since the start; synchronizes with the device.
 
     Args:
-        exchange: what has moved them.
-        order: names of layers, as the model has them.
+        exchange: the reducer.
+        order: names of layers, in the model's order.
     """
     return stats.stats(
         [
@@ -358,21 +358,21 @@ def stats_of(exchange: Reducer, order: Sequence[str]) -> CompressionStats:
 
 
 def synchronized(exchange: Reducer) -> None:
-    """Waits for what is still on its way from a GPU to the host."""
+    """Wait for pending copies from a GPU to the host."""
     for device in {bucket.flat.device for bucket in exchange.buckets}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def retrain(exchange: Reducer) -> None:
-    """Lets the compressors learn anew what they learn, from the next step on."""
+    """Retrain compressors that learn, from the next step on."""
     exchange.commit()
     for bucket in exchange.buckets:
         bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, exchange.steps)
 
 
 def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """Any bit that flips changes it."""
+    """Return a checksum that any flipped bit changes."""
     data = x.detach().reshape(-1).view(torch.uint8)
     whole = data.shape[0] // 8 * 8
     return data[:whole].view(torch.int64).sum() + data[whole:].sum()
@@ -380,5 +380,5 @@ def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
 
 def _norm(x: torch.Tensor) -> float:
     values = x.detach().coalesce().values() if x.is_sparse else x.detach()
-    dtype = torch.promote_types(values.dtype, torch.float32)  # halves overflow, doubles stay
+    dtype = torch.promote_types(values.dtype, torch.float32)  # float16 overflows, float64 stays
     return float(torch.linalg.vector_norm(values, dtype=dtype))

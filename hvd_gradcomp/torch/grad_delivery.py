@@ -1,7 +1,6 @@
-"""Gives an optimizer's gradients to its engine; sparse ones to Horovod, which gathers their rows.
+"""Delivery of an optimizer's gradients to its reducer; Horovod gathers the rows of sparse ones.
 
-What comes back stands for a gradient in the place of a handle of Horovod's: a callable that returns
-it reduced.
+Each delivery returns a callable in place of a Horovod handle; it returns the reduced gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Reduced = Callable[[], torch.Tensor]
 
 
 def give(optimizer: Any, p: torch.nn.Parameter) -> Reduced:
-    """Gives a gradient away; zeros where there is none."""
+    """Deliver a gradient, zeros if there is none; return the callable for the reduced one."""
     engine = optimizer._gradcomp
     if p.grad is None:
         p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
@@ -32,15 +31,15 @@ def give(optimizer: Any, p: torch.nn.Parameter) -> Reduced:
 
 
 def goes_sparse(optimizer: Any, p: torch.nn.Parameter) -> bool:
-    """Whether the gradient of a parameter is gathered by Horovod."""
+    """Return True if Horovod gathers the gradient of the parameter."""
     return p.grad is not None and p.grad.is_sparse and not optimizer.sparse_as_dense
 
 
 def make_dense(optimizer: Any, p: torch.nn.Parameter) -> Reduced:
-    """Of a gradient that was given, and is sparse on some ranks and dense on others: dense on all.
+    """Make a delivered gradient dense that is sparse on some ranks and dense on others.
 
     Returns:
-        What stands for it from then on.
+        The callable for the reduced gradient, which replaces the earlier one.
     """
     if goes_sparse(optimizer, p):
         rows = optimizer._handles[p][0]
@@ -51,14 +50,14 @@ def make_dense(optimizer: Any, p: torch.nn.Parameter) -> Reduced:
 
 
 def no_rows(p: torch.nn.Parameter) -> torch.Tensor:
-    """A sparse gradient that is zero."""
+    """Return a sparse gradient without rows."""
     shape = (0, *p.shape[1:])
     indices = torch.empty((1, 0), dtype=torch.int64, device=p.device)
     return torch.sparse_coo_tensor(indices, p.new_empty(shape), p.shape, check_invariants=False)
 
 
 def _gather_rows(optimizer: Any, p: torch.nn.Parameter, rows: torch.Tensor) -> Reduced:
-    """What comes back waits for the rows of all ranks, and adds up."""
+    """Start to gather rows; return a callable that waits for those of all ranks and sums them."""
     average, name = optimizer.op == horovod.Average, optimizer._parameter_names[p]
     wait = comm_horovod.sparse_allreduce(rows, name, optimizer.process_set, average)
     return lambda: optimizer._gradcomp.take_sparse(wait())

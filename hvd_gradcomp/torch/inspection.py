@@ -1,7 +1,7 @@
-"""What looks into an exchange, whatever runs it: Horovod, or `DistributedDataParallel`.
+"""Statistics and verification of an exchange, over Horovod or `DistributedDataParallel`.
 
-Each takes what a user has at hand: the optimizer that `DistributedOptimizer` returned, the model
-that `ddp.compress` was given, or the state that it returned. Nothing here needs Horovod.
+Each function takes the optimizer that `DistributedOptimizer` returned, the model that
+`ddp.compress` was given, or the state that it returned. Nothing here needs Horovod.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _exchanges: weakref.WeakKeyDictionary[Any, BucketPlanner] = weakref.WeakKeyDicti
 
 
 def know(source: Any, run: BucketPlanner) -> None:
-    """Lets an exchange be found by a model, or by a state; by the last that says so."""
+    """Register the exchange of a model or a state; the last registration counts."""
     _exchanges[source] = run
 
 
 def exchange_of(source: Any) -> BucketPlanner:
-    """The exchange behind an optimizer, a model or a state.
+    """Return the exchange of an optimizer, a model or a state.
 
     Raises:
-        TypeError: nothing is exchanged by it.
+        TypeError: it has none.
     """
     found = getattr(source, "_gradcomp", None)
-    if found is None:  # a compiled model is known by the one inside
+    if found is None:  # a compiled model is registered by its inner one
         inside = getattr(source, "_orig_mod", source)
         hashable = isinstance(inside, torch.nn.Module) or type(inside).__hash__ is not None
         found = _exchanges.get(inside) if hashable and hasattr(inside, "__weakref__") else None
@@ -46,7 +46,7 @@ def exchange_of(source: Any) -> BucketPlanner:
 
 
 def compression_stats(source: Any) -> CompressionStats:
-    """What this rank's exchanges have moved so far, measured; see `CompressionStats`.
+    """Return the measured traffic of this rank's exchanges so far; see `CompressionStats`.
 
     Args:
         source: the optimizer that `DistributedOptimizer` returned; with `DistributedDataParallel`
@@ -59,15 +59,14 @@ def compression_stats(source: Any) -> CompressionStats:
 
 
 def describe(source: Any) -> str:
-    """Returns a table of what each layer gets: compressor and bytes a step; nothing is sent.
+    """Return a table of each layer's compressor and bytes per step, without communication.
 
     A script prints it, `print(describe(optimizer))`; a notebook shows it.
 
-    Bytes are a rank's (with `hierarchical=True` a host's), of the layer's share of a payload; or of
-    its elements, where payloads are summed among so many ranks. For compressors whose rule decides
-    how much is sent, 4 bytes for each element that will be; what a method does not say is not
-    known. With per-sample moments the table says how each layer's are found, as far as it has been
-    used.
+    Bytes are per rank (with `hierarchical=True` per host): the layer's share of a payload; or of
+    its elements, if payloads are summed among so many ranks. If the compressor's rule decides how
+    much is sent, 4 bytes for each element expected to be sent; unknown if the method does not say.
+    With per-sample moments the table shows how each layer's are found, once it has been used.
 
     Args:
         source: as in `compression_stats`.
@@ -82,9 +81,9 @@ def describe(source: Any) -> str:
 
 
 def retrain(source: Any) -> None:
-    """Lets the compressor learn anew from the next step on: GradiVeQ's basis, LGC's autoencoder.
+    """Retrain the compressor from the next step on: GradiVeQ's basis, LGC's autoencoder.
 
-    To be called by all ranks at the same step. Other compressors have nothing to learn.
+    All ranks call it at the same step. For other compressors it is a no-op.
 
     Args:
         source: as in `compression_stats`.
@@ -96,10 +95,10 @@ def retrain(source: Any) -> None:
 
 
 def verify(source: Any) -> None:
-    """Compares parameters and replicated state of the compressor over the ranks, bit by bit.
+    """Compare parameters and the compressor's replicated state over the ranks, bit by bit.
 
-    To be called by all ranks that take part at the same place, between steps. Buffers, such as the
-    running means of a batch normalization, are each rank's own and not looked at.
+    All ranks that take part call it at the same place, between steps. Buffers, such as the running
+    means of a batch normalization, are each rank's own and are not compared.
 
     Args:
         source: as in `compression_stats`.

@@ -1,4 +1,4 @@
-"""What passes bring of gradients that are reduced already; it is added up as it is."""
+"""Late gradients: contributions to already reduced gradients, which are summed uncompressed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_gradcomp.torch.parameters import as_real
 
 
 class LateGradients:
-    """What came after the end of a step's exchange.
+    """Gradients that arrive after the end of a step's exchange.
 
     Args:
         versions: of the reduced gradients.
@@ -30,18 +30,18 @@ class LateGradients:
         return p in self._brought
 
     def watch(self, missing: Collection[torch.nn.Parameter]) -> None:
-        """Awaits what the exchange has ended without."""
+        """Register hooks on parameters whose gradients were missing when the exchange ended."""
         self._hooks = [p.register_hook(self._hook(p)) for p in missing if p.requires_grad]
 
     def forget(self) -> None:
-        """Awaits nothing, and drops what came."""
+        """Remove the hooks, and drop late gradients."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._brought.clear()
 
     def _hook(self, p: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        """Keeps what a later pass brings away from the gradient, which is reduced already."""
+        """Return a hook that holds a later pass's contribution back from the reduced gradient."""
 
         def hook(contribution: torch.Tensor) -> torch.Tensor | None:
             if not self._versions.holds(p):
@@ -55,7 +55,7 @@ class LateGradients:
         return hook
 
     def add_up(self, optimizer: Any, late: Collection[torch.nn.Parameter]) -> Iterator[None]:
-        """Adds up what came to any rank, uncompressed; yields while it waits for other ranks."""
+        """Sum the ranks' late gradients, uncompressed; yield while waiting for other ranks."""
         engine, group = optimizer._gradcomp, optimizer.process_set
         names = optimizer._parameter_names
         average = 1.0 / group.size() if optimizer.op == horovod.Average else 1.0

@@ -14,12 +14,12 @@ from hvd_gradcomp.algorithms.schedule import EGCCorrection
 
 
 class EGCScheduler(LRScheduler):
-    """Lowers learning rates when the validation loss has stopped falling.
+    """Scheduler that lowers learning rates when the validation loss has stopped falling.
 
     Kuang et al. 2019, section IV.B. After `patience`
     consecutive epochs without a loss below the lowest so far,
-    `lr = max(lr / (1 + t * epoch), min_lr)` in every parameter group. The details, and where the
-    paper's text and its Algorithm 2 differ, are those of `algorithms.schedule.EGCCorrection`.
+    `lr = max(lr / (1 + t * epoch), min_lr)` in every parameter group. For details, and differences
+    between the paper's text and its Algorithm 2, see `algorithms.schedule.EGCCorrection`.
 
     ::
 
@@ -32,7 +32,7 @@ class EGCScheduler(LRScheduler):
         optimizer: distributed or not.
         patience: epochs, at least 1.
         t: rate of attenuation; positive.
-        min_lr: lower limit, not negative; one for all parameter groups or one for each.
+        min_lr: lower limit, not negative; one for all parameter groups, or one for each.
         process_set: the ranks that take part.
 
     Raises:
@@ -58,23 +58,22 @@ class EGCScheduler(LRScheduler):
 
     @property
     def last_epoch(self) -> int:
-        """Epochs seen so far."""
+        """Return the number of epochs so far."""
         return self._rule.epoch
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, val_loss: float | torch.Tensor) -> None:
-        """Ends an epoch.
+        """End an epoch.
 
-        Where there are several ranks, each of them calls this, and what counts is the mean of
-        their losses: rates stay equal.
+        All ranks call it, and the mean of their losses counts, so learning rates stay equal.
 
         Args:
-            val_loss: of this rank, one number. One that is not finite counts as no improvement.
+            val_loss: of this rank, one number. A non-finite one counts as no improvement.
 
         Raises:
-            ValueError: parameter groups were added that `min_lr` has no limit for.
+            ValueError: parameter groups were added for which `min_lr` has no limit.
         """
         loss = float(val_loss)
         if horovod.is_initialized() and self.process_set.size() > 1:
@@ -98,15 +97,15 @@ class EGCScheduler(LRScheduler):
         self._last_lr = self._rates()
 
     def get_lr(self) -> list[float]:
-        """The current rates; the next depend on a loss."""
+        """Return the current learning rates; the next ones depend on a loss."""
         return self._rates()
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters, what was seen, and the last rates; the optimizer's state holds the rates."""
+        """Return parameters, progress and last rates; the optimizer's state has the rates."""
         return {**asdict(self._rule), "_last_lr": list(self._last_lr)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues exactly where `state_dict()` was taken, with the parameters of that time."""
+        """Continue exactly where `state_dict()` was taken, with the parameters of that time."""
         state = dict(state_dict)
         self._last_lr = state.pop("_last_lr")
         self._rule = EGCCorrection(**state)

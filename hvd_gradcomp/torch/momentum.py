@@ -1,9 +1,9 @@
-"""Takes the momentum of `torch.optim.SGD` over, for compressors that correct it.
+"""Transfer of the momentum of `torch.optim.SGD` to compressors with momentum correction.
 
-The optimizer's momentum is 0 while it is wrapped; `state_dict()` shows what it was. Weight decay
-stays with the optimizer, with momentum as before: SGD adds `decay * p` to the gradient before the
-momentum, so its velocity is kept here, dense, and needs no exchange since parameters are equal on
-all ranks.
+The optimizer's momentum is 0 while it is wrapped; `state_dict()` shows the original. Weight decay
+stays with the optimizer, still with momentum: SGD adds `decay * p` to the gradient before the
+momentum, so the velocity of the decay is kept here, dense. It needs no exchange, because parameters
+are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VELOCITY = "decay_velocity"  # in the optimizer's state, so that it is saved an
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool] | None:
-    """(momentum, nesterov) of SGD; None for an optimizer that cannot hand them over.
+    """Return (momentum, nesterov) of SGD; None for any other optimizer.
 
     Raises:
         ValueError: groups differ, or the momentum is dampened.
@@ -44,11 +44,11 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool] | None:
 
 
 class MomentumTransfer:
-    """What was taken from an optimizer: where it goes back to, and what decay needs of it.
+    """Momentum that was taken over from an optimizer, for its `state_dict` and its weight decay.
 
     Args:
         optimizer: the distributed one.
-        momentum, nesterov: what it had.
+        momentum, nesterov: its original values.
     """
 
     def __init__(self, optimizer: Any, momentum: float, nesterov: bool) -> None:
@@ -56,10 +56,10 @@ class MomentumTransfer:
         self.take()
 
     def take(self) -> None:
-        """Sets the optimizer's own to 0; again after something has set them.
+        """Set the optimizer's own momentum to 0; call it again after a load has set it.
 
         Raises:
-            ValueError: they were set to something else than was taken over.
+            ValueError: it was set to another value than the one taken over.
         """
         for group in self.optimizer.param_groups:
             if group["momentum"] not in (0, self.momentum):
@@ -70,13 +70,13 @@ class MomentumTransfer:
             group["momentum"], group["nesterov"] = 0, False
 
     def restored(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's state with its own momentum in it."""
+        """Return the optimizer's state with its original momentum."""
         own = {"momentum": self.momentum, "nesterov": self.nesterov}
         groups = [{**group, **own} for group in state_dict["param_groups"]]
         return {**state_dict, "param_groups": groups}
 
     def check(self) -> None:
-        """Raises a RuntimeError if somebody has set the optimizer's own momentum meanwhile."""
+        """Raise a RuntimeError if the optimizer's own momentum has been set meanwhile."""
         for group in self.optimizer.param_groups:
             if group["momentum"]:
                 raise RuntimeError(
@@ -86,7 +86,7 @@ class MomentumTransfer:
                 )
 
     def decay(self) -> None:
-        """Adds to the reduced gradients what momentum makes of earlier weight decay."""
+        """Add the momentum of earlier weight decay to the reduced gradients."""
         with torch.no_grad():
             for group in self.optimizer.param_groups:
                 if group["weight_decay"]:
@@ -96,7 +96,7 @@ class MomentumTransfer:
                             self._decay(p, group["weight_decay"], sign)
 
     def _decay(self, p: torch.nn.Parameter, decay: float, sign: float) -> None:
-        """Adds to the gradient what momentum makes of earlier decay; SGD adds this step's."""
+        """Add the momentum of earlier decay to the gradient; SGD adds this step's decay."""
         state = self.optimizer.state[p]
         if _VELOCITY not in state:
             state[_VELOCITY] = torch.zeros_like(p)
@@ -110,7 +110,7 @@ class MomentumTransfer:
 
 
 def hand_over(optimizer: torch.optim.Optimizer, compressor: Compressor) -> tuple[Compressor, bool]:
-    """The compressor with its momentum decided, and whether the optimizer gives its own up."""
+    """Return (the compressor with its momentum set, True if it takes over the optimizer's)."""
     if (correction(compressor) or (0.0,))[0] == 0:
         return compressor, False
     return take_over(compressor, type(optimizer).__name__, momentum_of(optimizer))

@@ -1,8 +1,8 @@
 """`DistributedOptimizer`: Horovod's own, with the exchange replaced.
 
-The class of a distributed optimizer takes from Horovod's how it is set up, and `synchronize`, which
-hands out what a callable in the place of a handle returns; that is the whole seam. When gradients
-are exchanged is decided in `exchanging`.
+The class of a distributed optimizer inherits Horovod's set-up and its `synchronize`, which accepts
+a callable in place of a handle; that is the whole seam. `optimizer_mixin` decides when gradients
+are exchanged.
 """
 
 from __future__ import annotations
@@ -46,77 +46,76 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     scaler: Any = None,
     verify_every: int = 0,
 ) -> torch.optim.Optimizer:
-    """Wraps an optimizer so that gradients are exchanged compressed before each step.
+    """Wrap an optimizer so that gradients are exchanged compressed before each step.
 
-    A drop-in for `horovod.torch.DistributedOptimizer`. One rank alone compresses as well, so a
+    A drop-in for `horovod.torch.DistributedOptimizer`. A single rank compresses too, so a
     compressor's effect on accuracy can be tried without a cluster.
 
-    The result is like the optimizer, whatever that was made with, with its hooks and state. The
-    loss of a closure is reduced as well for `torch.optim.LBFGS`, which decides by it.
+    The result keeps all options, hooks and state of the optimizer. For `torch.optim.LBFGS`, whose
+    line search depends on it, the loss of the closure is reduced as well.
 
-    The exchange ends with the last backward of a step: `p.grad` holds the reduced gradient then,
-    to be clipped, unscaled or replaced as without Horovod. A layer that a rank has no gradient for
-    counts as zero there. Where a step has several backwards, and they share no layers, the first
-    such step sends what comes after the first one uncompressed. `step` and `synchronize` end the
-    exchange where no backward has: with fewer passes than `backward_passes_per_step`, and on a rank
-    that has called none. The others wait for such a rank in backward, until it calls `step`. So let
-    all ranks call backward equally often, each for the same optimizers, or have no collectives of
-    your own between backward and `step`.
+    The exchange ends with the last backward of a step: then `p.grad` holds the reduced gradient,
+    to be clipped, unscaled or replaced as without Horovod. If a rank has no gradient for a layer,
+    it contributes zero. If a step has several backwards that share no layers, the first such step
+    sends the gradients of all but the first backward uncompressed. `step` and `synchronize` end the
+    exchange if no backward has: after fewer passes than `backward_passes_per_step`, or on a rank
+    that called no backward. The other ranks wait in backward until such a rank calls `step`. So
+    call backward equally often on all ranks, for the same optimizers, or use no collectives of your
+    own between backward and `step`.
 
     Args:
         optimizer: any `torch.optim.Optimizer`; its parameters are floating point.
         named_parameters: usually `model.named_parameters()`. Needed unless the order of
-            parameters names them well enough: without it they are called by their place.
+            parameters names them well enough: without it they are named by their position.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
         backward_passes_per_step: gradients are accumulated over this many passes.
         op: `hvd.Average` or `hvd.Sum`.
         gradient_predivide_factor: splits the averaging before and after the sum; with
             compressors that gather, only the product counts.
         num_groups, groups: refused. Buckets already group the layers, see `bucket_bytes`.
-        sparse_as_dense: with False the rows of sparse gradients are gathered by Horovod,
-            uncompressed, besides a bucket that has zeros in their place. None, as True, compresses
-            them as dense ones, which moves fewer bytes, and says so once; in `p.grad` they are
-            sparse again. With `torch.optim.SparseAdam`, which takes no other gradients on any
-            rank, None gathers.
+        sparse_as_dense: with False Horovod gathers the rows of sparse gradients, uncompressed, in
+            addition to a bucket with zeros in their place. None, like True, compresses them as
+            dense ones, which moves fewer bytes, and logs that once; in `p.grad` they are sparse
+            again. With `torch.optim.SparseAdam`, which requires sparse gradients on all ranks,
+            None gathers.
         process_set: the ranks that take part.
         batch_size: samples that a rank sees for each step, over all passes. With it
-            `moments="microbatch"` are right on average; without it batches count as large, and
-            moments leave out the square of the mean gradient over the number of samples.
+            `moments="microbatch"` are unbiased; without it batches are assumed to be large, and
+            moments omit the square of the mean gradient over the number of samples.
         bucket_bytes: target size of a bucket; 25 MiB if None.
         hierarchical: reduce inside each host as dense tensors, and exchange compressed between
-            hosts; to the compressor a host is one rank, with the samples of all its own. All hosts
-            have the same number of ranks. Needs `hvd.init(process_sets="dynamic")` where that is
-            more than one.
-        nonfinite: what becomes of a step in which a gradient of any rank has a NaN or an infinity.
-            All ranks do the same. "raise": a NonFiniteGradientError. "skip": `step()` changes
-            nothing, neither here nor in what the compressor keeps, and the step is counted in
-            `compression_stats(...).skipped`; gradients are NaN, so that a GradScaler leaves the
-            step out as well. "propagate": as "skip", but `step()` applies the NaN. The last two
-            take as much memory again as the compressor's state. None: "skip" with a GradScaler,
-            else "raise".
+            hosts; to the compressor a host is one rank, with the samples of all its ranks. All
+            hosts have the same number of ranks. If that is more than one, it needs
+            `hvd.init(process_sets="dynamic")`.
+        nonfinite: policy for a step in which a gradient of any rank has a NaN or an infinity, the
+            same on all ranks. "raise": a NonFiniteGradientError. "skip": `step()` changes neither
+            parameters nor the compressor's state, and the step is counted in
+            `compression_stats(...).skipped`; gradients are NaN, so that a GradScaler skips the
+            step as well. "propagate": as "skip", but `step()` applies the NaN. The last two double
+            the memory of the compressor's state. None: "skip" with a GradScaler, else "raise".
         rollback: keep the compressor's state from before an exchange until the next one, so that a
-            step can be left out: by `optimizer.discard_step()`, or `zero_grad()` without `step()`
-            on all ranks. Takes as much memory again as the compressor's state. With False such a
-            step stays in the residual; that is right where gradients of several exchanges are put
-            together by hand and applied by one `step`.
-        scaler: the `torch.amp.GradScaler` that scales the loss. It need not be given: None takes
-            the last one that has scaled a loss since its last update. False for none of them.
-        verify_every: after the update of every so many steps, `verify` the optimizer; 0 for never.
+            step can be skipped: by `optimizer.discard_step()`, or `zero_grad()` without `step()`
+            on all ranks. Doubles the memory of the compressor's state. With False a skipped step
+            stays in the residual; that is right if gradients of several exchanges are combined by
+            hand and applied by one `step`.
+        scaler: the `torch.amp.GradScaler` that scales the loss. Usually not needed: None takes the
+            last one that has scaled a loss since its last update. False for no scaler.
+        verify_every: `verify` the optimizer after every so many steps; 0 for never.
 
     Returns:
-        An instance of the optimizer's class, as Horovod makes it. Backward exchanges for the one
-        that was made last of those that train a parameter.
+        An instance of the optimizer's class, as Horovod makes it. If several optimizers train a
+        parameter, backward exchanges for the one made last.
 
     Raises:
         ValueError: Horovod is not initialised; `op` is neither Average nor Sum; groups are
-            asked for; names are missing or repeated; a parameter cannot be compressed; hosts or
-            Horovod are not as `hierarchical` needs them; the optimizer is distributed already.
+            requested; names are missing or repeated; a parameter cannot be compressed; hosts or
+            Horovod do not meet the needs of `hierarchical`; the optimizer is distributed already.
         TypeError: `compression` is no compressor, or `optimizer` no optimizer.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         GradientChangedError: in the next backward, `step` or `synchronize`, if a gradient was
             changed before it was reduced (on all ranks), or on a rank while others had called
-            `step` without backward. That ranks change reduced gradients in other ways is not seen;
-            `verify_every` sees what comes of it.
+            `step` without backward. Different changes of reduced gradients on different ranks are
+            not detected; `verify_every` detects the diverged parameters.
         OutOfStepError: in backward or `step`, on all ranks, if they are in different steps.
         DivergedError: in `step`, on all ranks, with `verify_every`.
     """
@@ -171,7 +170,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     distributed: Any = class_of(optimizer)(
         optimizer.param_groups,
         named_parameters,
-        horovod.Compression.none,  # ours comes after it
+        horovod.Compression.none,  # ours is applied by the reducer
         backward_passes_per_step,
         op,
         factor,
@@ -179,8 +178,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         compresses_rows,
         process_set,
     )
-    distributed.defaults = dict(optimizer.defaults)  # of groups that join; here, of the class
-    distributed.state.update(optimizer.state)  # what was loaded before; Horovod makes it anew
+    distributed.defaults = dict(optimizer.defaults)  # for groups that join; Horovod set the class's
+    distributed.state.update(optimizer.state)  # loaded earlier; Horovod starts with none
     settings = (
         f"op={'Average' if op == horovod.Average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
@@ -223,15 +222,15 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
 
 
 def scales(op: Any, predivide: float, ranks: int) -> tuple[float, float]:
-    """(prescale, postscale) of a `Context`."""
+    """Return (prescale, postscale) for a `Context`."""
     return (1.0 / predivide, predivide / ranks) if op == horovod.Average else (1.0, 1.0)
 
 
 def check_seam(cls: type) -> None:
-    """Requires that Horovod's optimizer can be taken part in, as 0.28.1's can.
+    """Check that Horovod's optimizer can be extended, as that of 0.28.1 can.
 
     Args:
-        cls: one that Horovod made for an optimizer, or `_DistributedOptimizer`, their pattern.
+        cls: a class that Horovod made for an optimizer, or its template `_DistributedOptimizer`.
 
     Raises:
         RuntimeError: a method is missing, or `synchronize()` takes no callable for a handle.
@@ -248,7 +247,7 @@ def check_seam(cls: type) -> None:
 
 
 def reducer_of(optimizer: Any) -> HorovodReducer:
-    """The engine behind an optimizer.
+    """Return the reducer of an optimizer.
 
     Raises:
         TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
@@ -265,11 +264,11 @@ def reducer_of(optimizer: Any) -> HorovodReducer:
 def _reduced(
     distributed: Any, named_parameters: list[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that the optimizer trains, by name, in the user's order."""
+    """Return the (name, parameter) pairs that the optimizer trains, in the user's order."""
     names = distributed._parameter_names
     trained = {p for group in distributed.param_groups for p in group["params"]}
-    # A parameter that is tied may have been given by each of its names.
+    # A tied parameter may be listed under each of its names.
     order = list(dict.fromkeys(p for _, p in named_parameters or ()))
-    if not named_parameters:  # Horovod sorts the names it makes up as text; ours go by place
+    if not named_parameters:  # Horovod sorts its generated names as text; use positions
         order = [p for group in distributed.param_groups for p in group["params"]]
     return [(names[p], p) for p in order if p in trained and p.requires_grad]

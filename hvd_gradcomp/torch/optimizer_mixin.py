@@ -1,12 +1,12 @@
-"""What the class of a distributed optimizer has beside PyTorch's: gradients that get reduced.
+"""Optimizer mixin that reduces gradients.
 
-A hook takes each gradient (`arriving`); the exchange of a bucket begins with the last of its
-gradients. It ends with backward (`ending`), as with `DistributedDataParallel`: then `p.grad` holds
-the reduced gradient, and clipping, unscaling, norms and surgery mean what they mean everywhere.
-What no backward has brought is left to `synchronize` and `step`, and so is what `rounds` does not
-let end before.
+A hook takes each gradient (`autograd_hooks`); the exchange of a bucket begins with the last of its
+gradients. It ends with backward (`backward_end`), as in `DistributedDataParallel`: then `p.grad`
+holds the reduced gradient, and clipping, unscaling and norms mean the same as everywhere.
+`synchronize` and `step` handle gradients that no backward produced, and exchanges that `step_sync`
+does not let end in backward.
 
-What is changed where it cannot be honoured is an error on all ranks: gradients carry a version.
+A change of a gradient that cannot be applied on all ranks is an error on all: versions detect it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from hvd_gradcomp.torch.step_sync import StepSync
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _STOCK: Any = _stock._DistributedOptimizer
 _OF_EACH_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__")
-# `step` is there where a scheduler counts calls of it.
+# An optimizer has its own `step` if a scheduler counts its calls.
 _OF_EACH_OPTIMIZER = ("defaults", "state", "param_groups", "step", _SUPPORTS_SCALING)
 
 
 class _StepSkippedError(Exception):
-    """Leaves an optimizer's step from within its closure."""
+    """Signal that ends an optimizer's step from within its closure."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _StepSkippedError(Exception):
 
 
 class DistributedOptimizerMixin:
-    """An optimizer whose gradients are exchanged; `DistributedOptimizer` makes it."""
+    """Methods of an optimizer whose gradients are exchanged; `DistributedOptimizer` makes it."""
 
     # Horovod's.
     _allreduce_delay: dict[Any, int]
@@ -69,7 +69,7 @@ class DistributedOptimizerMixin:
     sparse_as_dense: bool
 
     def _exchange_by(self, engine: HorovodReducer, takeover: Any, verify_every: int) -> None:
-        """Begins to watch gradients. Horovod has made the rest of the optimizer."""
+        """Set up the exchange and register hooks. Horovod has made the rest of the optimizer."""
         self._gradcomp, self._takeover, self._verify_every = engine, takeover, verify_every
         self._rounds: StepSync = engine.rounds
         comm_horovod.waiting.among(engine.process_set)
@@ -81,7 +81,7 @@ class DistributedOptimizerMixin:
         parameters.take_over(self, engine.parameters)
 
     def _plain(self) -> Any:
-        """The methods of the optimizer that was wrapped; this one's class may have heirs."""
+        """Return the wrapped optimizer's methods, by `super()`; this class may be subclassed."""
         return super(self._own_class(), self)
 
     @classmethod
@@ -89,9 +89,9 @@ class DistributedOptimizerMixin:
         return next(each for each in cls.__mro__ if "_exchange_by" in vars(each))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Makes a copy the optimizer that was wrapped, with its state, over the copied parameters.
+        """Copy as the wrapped optimizer, with its state, over the copied parameters.
 
-        Hooks, buckets and what the compressor keeps belong to this one and its model.
+        Hooks, buckets and compressor state belong to this optimizer and its model alone.
         """
         del protocol
         lineage = type(self).__mro__
@@ -102,23 +102,23 @@ class DistributedOptimizerMixin:
         return object.__new__, (wrapped,), state
 
     def _register_hooks(self) -> None:
-        """Horovod would, before there is anything to exchange by."""
+        """Register nothing: Horovod calls this before there is a reducer."""
 
     def _allreduce_grad_async(self, p: torch.nn.Parameter) -> tuple[grad_delivery.Reduced, None]:
-        """Gives a gradient away; what stands for it reduces it, and is no handle of Horovod's."""
+        """Deliver a gradient; return a callable in place of Horovod's handle."""
         return grad_delivery.give(self, p), None
 
     @property
     def exchanging(self) -> bool:
-        """Whether a step has begun: from its first gradient to the end of `step`."""
+        """Return True from a step's first gradient to the end of `step`."""
         return bool(self._handles) or self._rounds.ended
 
     def _travelling(self) -> bool:
-        """Whether gradients were taken that are not reduced yet."""
+        """Return True if gradients were taken but not reduced yet."""
         return any(handle is not None for handle, _ in self._handles.values())
 
     def _begin(self) -> None:
-        """Begins a step: nothing has arrived."""
+        """Begin a step without any gradient."""
         autograd_hooks.forget(self)
         self._late.forget()
         self._handles.clear()
@@ -128,10 +128,10 @@ class DistributedOptimizerMixin:
             self._allreduce_delay[p] = self.backward_passes_per_step
 
     def _drop(self, asked: bool = False) -> None:
-        """Begins a step; if the last one was reduced and not applied, takes its exchange back.
+        """Begin a step; if the last one was reduced but not applied, roll its exchange back.
 
         Args:
-            asked: somebody has called `discard_step`.
+            asked: the user has called `discard_step`.
         """
         engine = self._gradcomp
         if (self._rounds.ended or self._synchronized) and not engine.undone:
@@ -152,25 +152,25 @@ class DistributedOptimizerMixin:
         self._synchronized = False
 
     def _abandon(self) -> None:
-        """The exchange has failed: the next backward begins a step."""
+        """Abort a failed exchange; the next backward begins a step."""
         self._gradcomp.abort()
         self._begin()
 
-    # -- what a user calls -------------------------------------------------------------------
+    # -- public methods ----------------------------------------------------------------------
 
     @interpreted
     def synchronize(self) -> None:
-        """Ends the exchange, where it has not ended with backward: `p.grad` is reduced then.
+        """End the exchange, if backward has not ended it; then `p.grad` is reduced.
 
         Raises:
             GradientChangedError: on all ranks, if a gradient was changed that was not reduced.
             OutOfStepError: on all ranks, if they are in different steps.
         """
         if self._synchronized and not self.exchanging:
-            return  # a second exchange would add to the residual what was exchanged
+            return  # a second exchange would corrupt the residual
         gone = all(p.grad is None for p in self._handles)
         if gone and self._travelling() and self.process_set.size() == 1:
-            self._abandon()  # `model.zero_grad()` after a backward that has failed
+            self._abandon()  # `model.zero_grad()` after a failed backward
         backward_end.check_mixed(self)
         comm_horovod.complete([backward_end.ending(self, last=True)])
         self._begin()
@@ -179,20 +179,20 @@ class DistributedOptimizerMixin:
 
     @interpreted
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Applies the reduced gradients; ends the exchange first if it has not ended."""
+        """Apply the reduced gradients; end the exchange first if it has not ended."""
         if self._takeover is not None:
             self._takeover.check()
         if not self.exchanging and dcp.from_checkpoint():
-            # It makes the first state, of zeros: exchanged, they would take along what is kept.
+            # It makes the first state from zero gradients; an exchange would add residuals.
             return self._plain().step(closure)
         self._gradcomp.scaling.check_stepped(self)
         loss = self._step(closure)
         verifies = self._verify_every and self._gradcomp.steps % self._verify_every == 0
-        if verifies and not self._rounds.joined:  # who has joined makes no updates until the end
+        if verifies and not self._rounds.joined:  # joined ranks lag behind until the end
             checksums.check(self._gradcomp)
         return loss
 
-    # PyTorch would wrap it once more, as it has wrapped that of the optimizer's class, and the
+    # Else PyTorch would wrap it again, as it has wrapped `step` of the optimizer's class, and
     # hooks of `register_step_pre_hook` would run twice.
     step.hooked = True
 
@@ -213,7 +213,7 @@ class DistributedOptimizerMixin:
             return None if engine.leaves_out else self._plain().step(closure)
 
         def reduced_closure() -> Any:
-            # Horovod reduces before the closure computes the gradients; they are reduced here.
+            # Horovod reduces before the closure has computed gradients; we reduce after it.
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
@@ -235,7 +235,7 @@ class DistributedOptimizerMixin:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """`GradScaler.step` asks for this before it looks at gradients: here they get reduced."""
+        """End the exchange; `GradScaler.step` reads this before it inspects gradients."""
         if self.exchanging and self._should_synchronize:
             self.synchronize()
         return bool(vars(self).get(_SUPPORTS_SCALING, False))
@@ -246,12 +246,12 @@ class DistributedOptimizerMixin:
 
     @interpreted
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients, reduced ones and those of passes of an unfinished step.
+        """Drop gradients, reduced or accumulated in an unfinished step.
 
-        Where gradients were reduced and `step` was not called, this is `discard_step`.
+        If gradients were reduced and `step` was not called, this is `discard_step`.
         """
         if self._travelling() and self.process_set.size() == 1:
-            self._abandon()  # a backward that has failed; nobody waits for the rest of it
+            self._abandon()  # a backward has failed; no other rank waits for it
         if self._travelling():
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(); "
@@ -263,20 +263,20 @@ class DistributedOptimizerMixin:
         self._gradcomp.sources.forget()
         for parameter in self._parameter_names:
             tracker.discard(parameter)
-        parameters.join(self)  # what has thawed is reduced when the next backward ends
+        parameters.join(self)  # unfrozen parameters take part from the next backward on
         self._plain().zero_grad(set_to_none=set_to_none)
 
     def take_part(self) -> Iterator[None]:
-        """Takes part in other ranks' exchanges, without a gradient, until all ranks have joined.
+        """Take part in other ranks' exchanges, without gradients, until all ranks have joined.
 
-        Yields while it waits for them. Parameters stay as they are; see `joining.join`.
+        Yield while waiting for them. Parameters are not updated; see `uneven_inputs.join`.
         """
         engine = self._gradcomp
         engine.joined = True
         try:
             while True:
                 for p in engine.parameters:
-                    if p not in self._handles:  # what passes of an unfinished step have brought
+                    if p not in self._handles:  # from passes of an unfinished step
                         p.grad = None
                         tracker.discard(p)
                 if not (yield from backward_end.ending(self, last=True, joined=True)):
@@ -287,12 +287,12 @@ class DistributedOptimizerMixin:
             self._synchronized = False
 
     def discard_step(self) -> None:
-        """Leaves out a step whose gradients are reduced: drops them, as if it had not been.
+        """Skip a step whose gradients are reduced: drop them, and roll back the exchange.
 
-        What the compressor keeps is restored to what it was before the exchange, to the bit, on all
-        ranks; so a bad batch does not come back with later gradients. All ranks call it, or none:
-        otherwise the next exchange is an OutOfStepError on all of them. `zero_grad` without `step`
-        does the same. The exchange is counted in `compression_stats(...).skipped`.
+        The compressor's state is rolled back bit-exactly on all ranks, so a bad batch leaves
+        nothing in the residual. All ranks call it, or none: otherwise the next exchange is an
+        OutOfStepError on all of them. `zero_grad` without `step` does the same. The exchange is
+        counted in `compression_stats(...).skipped`.
 
         Raises:
             RuntimeError: no gradients are reduced, or the optimizer was made with rollback=False.
@@ -314,10 +314,10 @@ class DistributedOptimizerMixin:
             self._discarding = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch's; the parameters join the exchange, on all ranks before the same step.
+        """Add a group as in PyTorch; its parameters join, on all ranks before the same step.
 
-        What the group does not say is as in the optimizer that was wrapped. In stock Horovod it is
-        as in an optimizer of that class which was told nothing: SGD(lr=1.0) trains it at 0.001.
+        Missing options default to those of the wrapped optimizer. In stock Horovod they default to
+        those of its class: with SGD(lr=1.0) the group trains at 0.001.
         """
         if not hasattr(self, "_gradcomp"):  # PyTorch adds the first ones
             self._plain().add_param_group(param_group)
@@ -340,13 +340,13 @@ class DistributedOptimizerMixin:
             raise
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer that was wrapped."""
+        """Return the state of the wrapped optimizer, without that of the compressor."""
         return self._plain().state_dict()
 
     def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
-        """With what the compressor keeps: this rank's, or that of all ranks, which all call it.
+        """Return the optimizer's state, with the compressor's under "gradcomp".
 
-        See `hvd.save_checkpoint` for the two modes.
+        See `hvd.save_checkpoint` for the two modes; all ranks call it for "consolidated".
         """
         plain = self.plain_state_dict()
         if self._takeover is not None:
@@ -356,11 +356,11 @@ class DistributedOptimizerMixin:
         return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave, or that of an optimizer that is not distributed.
+        """Load a state of `state_dict`, or one of an optimizer that is not distributed.
 
-        After an error everything is as it was, but for an exchange that was on its way.
+        After an error everything is rolled back, except that an exchange in flight was aborted.
         """
-        parameters.join(self)  # unfrozen since the optimizer was made, as in the run that saved
+        parameters.join(self)  # unfrozen since the optimizer was made, as in the saving run
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if self.exchanging:
             self._abandon()
@@ -379,7 +379,7 @@ class DistributedOptimizerMixin:
 
 
 def _of_all(optimizer: Any, loss: Any) -> torch.Tensor:
-    """A loss as gradients are: ranks that searched along a line by their own would part there."""
+    """Reduce a loss as gradients are: line searches by each rank's own loss would diverge."""
     mine = torch.as_tensor(loss).detach()
     average = 1.0 / optimizer.process_set.size() if optimizer.op == horovod.Average else 1.0
     name = f"{optimizer._gradcomp.name}.loss"
@@ -391,9 +391,9 @@ def _of_all(optimizer: Any, loss: Any) -> torch.Tensor:
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type:
-    """The class of a distributed optimizer: Horovod's set-up, our exchange, PyTorch's update.
+    """Make the class of a distributed optimizer: Horovod's set-up, our exchange, PyTorch's update.
 
-    All in one class, as Horovod makes it: its helpers reach past that one for what PyTorch does.
+    It is a single class, as Horovod makes it: Horovod's helpers skip it to reach PyTorch's methods.
     """
     ours = {
         name: value
@@ -404,10 +404,10 @@ def class_of(optimizer: torch.optim.Optimizer) -> type:
 
 
 def derived(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any]) -> type:
-    """Horovod's class for an optimizer, of which it makes one like it.
+    """Make Horovod's class for an optimizer, whose instances keep its options and hooks.
 
-    Horovod itself calls the constructor once more, with parameters alone: what else that was given
-    would be lost, and so would hooks.
+    Horovod itself calls the class's constructor again with the parameters alone, and would lose
+    them.
     """
     cls = type(optimizer)
 

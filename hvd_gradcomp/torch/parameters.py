@@ -1,9 +1,9 @@
-"""Parameters that join an optimizer, as it is made or while it trains, and those that are frozen.
+"""Parameters that join an optimizer, initially or during training, and those that are frozen.
 
-A parameter joins by `optimizer.add_param_group`, or by `requires_grad_(True)` where it did not
-train when the optimizer was made. It gets a bucket beside those that are there, which keep their
-layers and state. A frozen one, `requires_grad_(False)`, is left out of the exchange; what the
-compressor has accumulated for it waits. All ranks do the same before the same step.
+A parameter joins by `optimizer.add_param_group`, or by `requires_grad_(True)` if it was frozen when
+the optimizer was made. It gets a new bucket; existing ones keep their layers and state. A frozen
+one, `requires_grad_(False)`, is left out of the exchange; its residual is kept meanwhile. All ranks
+do the same before the same step.
 
 A parameter's hooks belong to the optimizer that it joined last.
 """
@@ -29,9 +29,9 @@ optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Layer]:
-    """(name, shape, dtype) of each, with what the module that holds it makes of it.
+    """Return the `Layer` of each parameter: (name, shape, dtype), a `Weight` if its use is known.
 
-    A complex parameter is a real one of shape [..., 2].
+    A complex parameter is described as a real one of shape [..., 2].
     """
     kernels = _kernels([p for _, p in named_parameters if p.dim() > 2 and not p.is_complex()])
     layers: list[Layer] = []
@@ -44,15 +44,15 @@ def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> lis
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as a real one, [..., 2]; others as they are."""
+    """View a complex tensor as a real one, [..., 2]; return other tensors as they are."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
-    """Whether each belongs to a convolution; without those that only a user's own class knows.
+    """Return, by id, True if the parameter belongs to a convolution; omit those of unknown modules.
 
-    An optimizer is given parameters and not their modules, so these are looked for among all
-    objects there are. A type is asked, not an object: some load what they stand for when asked.
+    An optimizer has parameters, not their modules, so all live objects are searched for these. The
+    search inspects types, not objects: some lazy objects load when inspected.
     """
     wanted, found = {id(p) for p in parameters}, dict[int, bool]()
     for module in gc.get_objects() if wanted else ():
@@ -66,10 +66,10 @@ def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
 
 
 def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:
-    """Leaves parameters to this optimizer, and no hooks of earlier ones.
+    """Remove the hooks of earlier optimizers from parameters of this one.
 
-    Those would begin exchanges of their own for as long as they are not collected, which is longer
-    on one rank than on another.
+    Else earlier optimizers would start exchanges until they are garbage-collected, which happens at
+    different times on different ranks.
     """
     for earlier in optimizers:
         if earlier is not optimizer:
@@ -78,7 +78,7 @@ def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:
 
 
 def name(optimizer: Any, group: dict[str, Any]) -> None:
-    """Names the parameters of a new group: as before, as the group says, or by their place.
+    """Name the parameters of a new group: by existing names, the group's, or their position.
 
     Raises:
         ValueError: a name belongs to another parameter.
@@ -96,10 +96,10 @@ def name(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 def join(optimizer: Any) -> None:
-    """Takes in what trains now and is not exchanged yet.
+    """Add parameters to the exchange that train now and are not in it yet.
 
     Raises:
-        ValueError: the compressor cannot take it in; see `Engine.add`.
+        ValueError: the compressor cannot take them; see `BucketPlanner.add`.
     """
     engine = optimizer._gradcomp
     new = [
@@ -116,7 +116,7 @@ def join(optimizer: Any) -> None:
 
 
 def leave_out(optimizer: Any, frozen: Set[torch.nn.Parameter]) -> None:
-    """Lets Horovod wait for no gradient of these, and forget those of earlier passes."""
+    """Exclude frozen parameters from Horovod's wait, and drop their earlier gradients."""
     optimizer._requires_update = optimizer._gradcomp.parameters - frozen
     for p in frozen:
         p.grad = None  # so that the optimizer leaves it alone, momentum and decay included
@@ -125,10 +125,10 @@ def leave_out(optimizer: Any, frozen: Set[torch.nn.Parameter]) -> None:
 
 
 def hold(bucket: Bucket, slots: set[int], step: int) -> None:
-    """Leaves layers of a bucket out of a step, before any of its gradients arrive.
+    """Exclude layers of a bucket from a step, before any of its gradients arrive.
 
-    They send zeros from a state of zeros; a bucket that has no other layers does not start. What
-    was learned while a layer was out does not fit it: with its return the compressor learns anew.
+    They send zeros, with zeros as their state; a bucket without other layers does not start. When a
+    layer returns, the compressor retrains, because it has learned without that layer.
     """
     if bucket.held - slots:
         bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, step)
@@ -149,7 +149,7 @@ def hold(bucket: Bucket, slots: set[int], step: int) -> None:
 
 
 def release(bucket: Bucket) -> None:
-    """Gives the layers that were left out their state back; to the state from before as well."""
+    """Restore the state of excluded layers, in the bucket's current state and its rollback copy."""
     if not bucket.waiting:
         return
     with torch.no_grad():
@@ -161,7 +161,7 @@ def release(bucket: Bucket) -> None:
 
 
 def _vectors(bucket: Bucket, state: State) -> list[tuple[str, torch.Tensor]]:
-    """What a state holds of each element."""
+    """Return the tensors of a state that have one entry for each element of the bucket."""
     shape = (bucket.layout.size,)
     return [(path, x) for path, x in leaves(state) if tuple(x.shape) == shape]
 

@@ -1,8 +1,8 @@
-"""The probe on PyTorch: hooks take what a probed step looks at, before anybody exchanges it.
+"""Gradient probe for PyTorch: hooks copy the probed gradients before they are exchanged.
 
-A gradient is exchanged within backward, in place; after backward `p.grad` is reduced. So what is
-looked at is copied by a hook of the parameter, which runs once the gradient is accumulated and
-before Horovod's, or DistributedDataParallel's. Hooks are there only where the next step is probed.
+A gradient is exchanged within backward, in place; after backward `p.grad` is reduced. So a hook of
+the parameter copies the probed elements, after the gradient is accumulated and before Horovod's or
+DistributedDataParallel's hooks. Hooks are registered only if the next step is probed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOST = torch.device("cpu")
 
 
 class Probe(probe.Probe):
-    """Looks at the gradients of a model every so many steps; the same readings on all ranks.
+    """Probe of a model's gradients every so many steps; all ranks get the same readings.
 
     probe = Probe(model.named_parameters(), every=50)
     ...
@@ -36,21 +36,22 @@ class Probe(probe.Probe):
     probe.step()
     optimizer.step()
 
-    What is seen is this rank's gradient as backward leaves it: after all passes of
-    `backward_passes_per_step`, with the factor of a loss scaler (nothing here depends on one that
-    stays), and before clipping. Parameters that backward does not reach count as zero. Training is
-    the same to the bit as without.
+    The probe reads this rank's gradient as backward leaves it: after all passes of
+    `backward_passes_per_step`, with the factor of a loss scaler (readings do not depend on a
+    constant one), and before clipping. Parameters that backward does not reach count as zero.
+    Training is bit-identical with and without the probe.
 
-    Between probed steps `step` counts, and no hook is there. A probed step gathers on the device,
-    copies once to the host for each layer, and waits for one allreduce; see `watching.probe`.
+    Between probed steps `step` only counts, and there are no hooks. A probed step gathers on the
+    device, copies once to the host for each layer, and waits for one allreduce; see
+    `monitoring.probe`.
 
     Args:
-        named_parameters: usually `model.named_parameters()`; those that are trained are probed.
-        every: a step in so many is probed, the first one too.
+        named_parameters: usually `model.named_parameters()`; trainable ones are probed.
+        every: one step in so many is probed, beginning with the first.
         process_set: the ranks that take part, of Horovod; or a process group of
             `torch.distributed`. None for all ranks of Horovod, if it is initialized, else for all
             of `torch.distributed`.
-        **options: those of `watching.probe.Probe`; ranks of `pair` are those in the set.
+        **options: those of `monitoring.probe.Probe`; `pair` numbers ranks within the set.
 
     Raises:
         ValueError: neither is initialized, or an argument is out of range.
@@ -79,7 +80,7 @@ class Probe(probe.Probe):
         self._prepare()
 
     def step(self, moments: Sequence[torch.Tensor] | None = None) -> tuple[probe.Reading, ...]:
-        """Counts a step; where it is probed, all ranks exchange, and the readings are returned.
+        """Count a step; if it is probed, exchange with all ranks and return the readings.
 
         Call it on all ranks, after backward and before `optimizer.step()`.
 
@@ -91,7 +92,7 @@ class Probe(probe.Probe):
         readings: tuple[probe.Reading, ...] = ()
         if self._handles:
             self.remove()
-            # Not a gradient has passed a hook: they were made otherwise, by `autograd.grad` say.
+            # If no hook has run, gradients were set otherwise, e.g. from `autograd.grad`.
             passed = any(x is not None for x in self._taken)
             taken = self._taken if passed else [self._take(i) for i in range(len(self._taken))]
             self._taken = [None] * len(taken)
@@ -107,13 +108,13 @@ class Probe(probe.Probe):
         return readings
 
     def remove(self) -> None:
-        """Takes the hooks off that wait for the next probed step; that step is not probed."""
+        """Remove the hooks for the next probed step, which is then not probed."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _prepare(self) -> None:
-        """Hooks, where the next step is probed."""
+        """Register hooks if the next step is probed."""
         if not self.due(self.steps) or not self._ranks.takes_part:
             return
         for i, parameter in enumerate(self._parameters):
@@ -129,7 +130,7 @@ class Probe(probe.Probe):
 
     @torch.no_grad()
     def _cut(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """A copy of what is looked at, on the tensor's device."""
+        """Copy the probed elements, on the tensor's device."""
         x = x.detach()
         x = x.to_dense() if x.is_sparse else x
         ops = self._ops.setdefault(x.device, TorchOps(x.device))
@@ -147,22 +148,22 @@ class Probe(probe.Probe):
 
 
 class _Ranks(Protocol):
-    """The ranks that a probe exchanges with.
+    """Ranks that a probe exchanges with.
 
     Attributes:
-        takes_part: whether this rank is one of them.
+        takes_part: this rank is one of them.
     """
 
     takes_part: bool
 
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's index among them."""
 
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
 
     def sum(self, request: Allreduce) -> torch.Tensor:
-        """Adds a tensor up over them."""
+        """Return the sum of a tensor over them."""
 
 
 class _OfHorovod:
@@ -187,7 +188,7 @@ class _OfHorovod:
 
 
 class _OfDistributed:
-    """Connections of its own: what a user, or a model, sends meanwhile is something else."""
+    """Ranks of `torch.distributed`, in a group of the probe's own, apart from other collectives."""
 
     def __init__(self, group: Any) -> None:
         self.takes_part = dist.get_rank(group) >= 0
@@ -207,10 +208,10 @@ class _OfDistributed:
 
 
 def _ranks_of(process_set: Any) -> _Ranks:
-    """The ranks of a process set, or of a process group; of what is initialized where it is None.
+    """Return the ranks of a process set or process group; if None, of the initialized library.
 
     Raises:
-        ValueError: nothing is.
+        ValueError: neither library is initialized.
     """
     of_horovod = hasattr(process_set, "process_set_id")
     found = "horovod.torch" in sys.modules

@@ -1,6 +1,6 @@
-"""A nest of objects and tensors as one safetensors file: nothing in it can run when it is read.
+"""Nested objects and tensors as one safetensors file; reading it cannot execute code.
 
-The tensors lie in the file by number; beside them is an outline, JSON that says where each belongs.
+Tensors are stored by number, with an outline in JSON that says where each belongs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors import torch as safetensors
 
 _OUTLINE = "outline"
-_SPECIAL = "is"  # the key of what JSON does not have
+_SPECIAL = "is"  # the key that marks types unknown to JSON
 _PLAIN = (bool, int, float, str)
 _ASIS = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -26,11 +26,11 @@ _LISTS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "size": t
 
 
 def packed(nest: Any) -> bytes:
-    """A nest as the content of a file.
+    """Serialize nested objects to the content of a file.
 
     Args:
-        nest: None, numbers, texts, bytes, tensors of any real or complex dtype that are dense,
-            dtypes, devices; and lists, tuples, sets and dicts of them.
+        nest: None, numbers, strings, bytes, dense tensors of any real or complex dtype, dtypes,
+            devices; and lists, tuples, sets and dicts of them.
 
     Raises:
         TypeError: it holds something else.
@@ -42,10 +42,10 @@ def packed(nest: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """What `packed` was given; tensors are on the CPU.
+    """Deserialize the output of `packed`; tensors are on the CPU.
 
     Raises:
-        ValueError: and others: it is no such file.
+        ValueError: and others, if it is no such file.
     """
     tensors = safetensors.load(data)
     return _filled(json.loads(tensors.pop(_OUTLINE).numpy().tobytes()), tensors)
@@ -56,7 +56,7 @@ def _outline(item: Any, tensors: dict[str, torch.Tensor], known: dict[Any, str])
         return _outline(item, tensors, known)
 
     if item is None or isinstance(item, _PLAIN):
-        # Of a class that is derived from one of these the value alone is kept.
+        # A subclass of one of these is stored as the plain value.
         return next((plain(item) for plain in _PLAIN if isinstance(item, plain)), None)
     if isinstance(item, list):
         return [inside(x) for x in item]
@@ -86,7 +86,7 @@ def _outline(item: Any, tensors: dict[str, torch.Tensor], known: dict[Any, str])
 
 
 def _placed(x: torch.Tensor, tensors: dict[str, torch.Tensor], known: dict[Any, str]) -> Any:
-    """Puts a tensor into the file, once if the same is there already."""
+    """Add a tensor to the file, unless it is there already; return its outline."""
     if x.layout != torch.strided or x.is_quantized:
         raise TypeError(f"a tensor of layout {x.layout} cannot be saved: make it dense")
     x = x.detach()

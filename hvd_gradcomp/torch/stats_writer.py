@@ -1,4 +1,4 @@
-"""`StatsWriter` on PyTorch; see `hvd_gradcomp.monitoring.reports`."""
+"""`StatsWriter` for PyTorch; see `hvd_gradcomp.monitoring.reports`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_gradcomp.torch.inspection import exchange_of
 
 
 class StatsWriter(reports.StatsWriter):
-    """Writes `compression_stats` every so many steps, and a line each epoch.
+    """Writer of `compression_stats` every so many steps, and of a line each epoch.
 
     ::
 
@@ -22,16 +22,16 @@ class StatsWriter(reports.StatsWriter):
                 stats.step()
             stats.epoch(epoch)
 
-    Each record is of the steps since the last one. Make it after a checkpoint is loaded.
+    Each record covers the steps since the last one. Make it after a checkpoint is loaded.
 
     Args:
         source: a `DistributedOptimizer` of this package; with `DistributedDataParallel` the model,
             or the state that `ddp.compress` returned.
         every: steps in a span, at least 1.
-        writers: of `JSONLines`, `TensorBoard`, and others that are a `Writer`.
+        writers: `JSONLines`, `TensorBoard`, or any other `Writer`.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: `source` is none of these.
         ValueError, OSError: as in `hvd_gradcomp.monitoring.reports.StatsWriter`.
     """
 

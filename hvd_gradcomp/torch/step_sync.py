@@ -1,20 +1,21 @@
-"""What the ranks tell each other before an exchange ends, and what follows from it.
+"""Synchronization of the ranks before an exchange ends: messages, and the decisions from them.
 
-An exchange ends with backward, so that what is done to gradients before the optimizer steps is done
-to reduced ones. No rank may wait there for a gradient that another rank will not have: it may lack
-a layer in this step, get it in a second backward, or have called `step` already. So ranks that are
-at the end of a backward, or in `step`, first tell each other what they have: four numbers, and one
-more for each layer where a rank lacks something. All that follows comes from all ranks' words
-alone, so all ranks come to the same conclusion:
+An exchange ends with backward, so that code between backward and the optimizer's step sees reduced
+gradients. There no rank may wait for a gradient that another rank will not have: that rank may lack
+a layer in this step, get it in a second backward, or have called `step` already. So ranks at the
+end of a backward or in `step` first exchange messages: four numbers, and one more for each layer if
+a rank lacks something. Decisions depend only on the messages of all ranks, so they are the same on
+all ranks:
 
-- The exchange ends in the first round, with zeros for what a rank lacks. It waits for another round
-  only if a rank that is not in `step` lacks a layer that came to it too late in the last step.
-- A gradient that comes after the end is late: it is added up as it is, and awaited from then on.
-- As long as a rank may have late ones, `step` begins with a round.
-- A rank that has called `hvd.join()` lacks nothing, and what it says of itself does not count: it
-  takes part with zeros and what its compressor keeps. Where gradients are only added up it says
-  nothing: Horovod lets it add zeros.
-- A layer that no rank has used has no gradient, if nothing that was kept has arrived for it.
+- The exchange ends in the first round, with zeros for missing gradients. It waits for another round
+  only if no rank is in `step` and a rank lacks a layer that was late on it in an earlier step.
+- A gradient that arrives after the end is late: it is summed uncompressed, and awaited in later
+  steps.
+- While a rank may still have late gradients, `step` begins with a round.
+- A rank that has called `hvd.join()` lacks nothing, and its step and settings are ignored: it takes
+  part with zeros and its residual. If gradients are only summed it sends no message: Horovod lets
+  it add zeros.
+- A layer that no rank has used has no gradient, unless a residual has arrived for it.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from typing import NamedTuple
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops import PayloadError
 
-# What a rank says of a layer, added up.
+# Flags of a layer's code.
 HERE = 1  # its gradient has been taken
 SPARSE = 2  # and is sparse
 LATE = 4  # it came after the exchange had ended
-CHANGED = 8  # somebody has changed it since it was taken or reduced
+CHANGED = 8  # it was changed since it was taken or reduced
 
 _KIND = HERE | SPARSE
 _LAST, _ENDED, _PLAIN, _SPEAKS, _TOLD, _JOINED = 1, 2, 4, 8, 16, 32
 
 
 class OutOfStepError(RuntimeError):
-    """The ranks are not at the same place of the same step."""
+    """Error: the ranks are not at the same place of the same step."""
 
 
 class GradientChangedError(RuntimeError):
-    """A gradient was changed where that cannot be honoured on all ranks."""
+    """Error: a gradient was changed in a way that cannot be applied on all ranks."""
 
 
 class SyncMessage(NamedTuple):
-    """What one rank tells.
+    """Message of one rank.
 
     Attributes:
         step: exchanges before this one.
-        last: this rank is in `step` or `synchronize`: it has no more gradients to come.
+        last: this rank is in `step` or `synchronize`: no more gradients will arrive.
         ended: the exchange of this step has ended.
         layers: a code for each layer.
-        settings: a digest of what has to be equal on all ranks in this step; 0 before it begins.
-        summed: a digest of what was added up in the exchange before, below 2**31; 0 for none.
-        told: this rank has told that it waits, and not all have; see `deadlock`.
+        settings: a digest of the settings that must be equal in this step; 0 before it begins.
+        summed: a digest of the sums of the previous exchange, below 2**31; 0 for none.
+        told: a stall report of this rank is pending; see `runtime.stall_inspector`.
         joined: the rank has joined, and has no gradients of its own any more.
     """
 
@@ -69,7 +70,7 @@ class SyncMessage(NamedTuple):
     joined: bool = False
 
     def head(self, sparse: Collection[int] = ()) -> list[int]:
-        """What always travels, four numbers below 2**31.
+        """Return the four numbers, below 2**31, that are always sent.
 
         Args:
             sparse: layers whose gradients all ranks know to be sparse.
@@ -80,26 +81,26 @@ class SyncMessage(NamedTuple):
         return [_SPEAKS + flags, self.step % 2**31, self.settings, self.summed]
 
     def absent(self) -> list[int]:
-        """Layers whose gradient has not been taken."""
+        """Return the layers whose gradient has not been taken."""
         return [i for i, code in enumerate(self.layers) if not code & (HERE | LATE)]
 
 
 def digest_of(settings: Mapping[str, str]) -> int:
-    """A number below 2**31 for what has to be equal on all ranks in a step; 0 for nothing."""
+    """Return a digest below 2**31 of the settings that must be equal in a step; 0 for none."""
     return zlib.crc32(repr(sorted(settings.items())).encode()) & 0x7FFFFFFF if settings else 0
 
 
 def usual(layers: int, sparse: Collection[int]) -> tuple[int, ...]:
-    """The codes of a rank that has everything, and nothing more to say."""
+    """Return the codes of a rank that has all gradients, none of them late or changed."""
     return tuple(HERE | SPARSE * (layer in sparse) for layer in range(layers))
 
 
 def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> list[SyncMessage]:
-    """The words of all ranks.
+    """Return the messages of all ranks.
 
     Args:
-        heads: theirs.
-        layers: their codes; where all are plain, the usual ones.
+        heads: of each rank.
+        layers: the codes of each rank; if all are plain, the usual ones.
     """
     words = []
     for (flags, step, settings, summed), codes in zip(heads, layers):
@@ -114,22 +115,22 @@ def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> lis
 
 
 def all_plain(heads: Sequence[Sequence[int]]) -> bool:
-    """Whether no rank has anything to say of its layers."""
+    """Return True if all ranks have the usual codes, so none need be sent."""
     return all(flags & _PLAIN or not flags & _SPEAKS for flags, *_ in heads)
 
 
 def any_told(heads: Sequence[Sequence[int]]) -> bool:
-    """Whether a rank has told that it waits, and not all have."""
+    """Return True if a rank has a pending stall report."""
     return any(flags & _TOLD for flags, *_ in heads)
 
 
 def all_set_alike(heads: Sequence[Sequence[int]]) -> bool:
-    """Whether what has to be equal in a step is so on all ranks that have begun it."""
+    """Return True if the settings are equal on all ranks that have begun the step."""
     return len({settings for flags, _, settings, _ in heads if flags & _SPEAKS and settings}) < 2
 
 
 def changed_alone(name: str, rank: int) -> str:
-    """What is wrong where only some ranks could change a reduced gradient."""
+    """Return the error message for a reduced gradient that only some ranks could change."""
     return (
         f"the gradient of {name} was changed on rank {rank} where other ranks could not do the "
         "same: they have called step() without backward(), or a gradient came later. Call "
@@ -139,18 +140,18 @@ def changed_alone(name: str, rank: int) -> str:
 
 @dataclass
 class StepSync:
-    """One step's rounds, on every rank alike; and what was learned in the steps before.
+    """State of one step's rounds, equal on all ranks; and of what earlier steps have shown.
 
     Attributes:
         ended: gradients are reduced.
         closed: no rank can have a late gradient any more.
         mixed: the exchange ended with some ranks at the end of backward and others in `step`.
-        ragged: it ended with zeros for a layer that a rank lacked which may still bring it.
-        joined: in the last round a rank had joined.
-        unused: layers of which no rank had a gradient in this step.
-        awaited: (rank, layer) of what came late in an earlier step.
-        sparse: layers whose gradient was sparse on a rank when the exchange ended last.
-        both: those of them whose gradient was dense on another.
+        ragged: it ended with zeros for a layer whose gradient may still arrive on a rank.
+        joined: a rank had joined in the last round.
+        unused: layers for which no rank had a gradient in this step.
+        awaited: (rank, layer) of late gradients in earlier steps.
+        sparse: layers whose gradient was sparse on some rank when the last exchange ended.
+        both: those of them whose gradient was dense on another rank.
     """
 
     ended: bool = False
@@ -164,31 +165,31 @@ class StepSync:
     both: set[int] = field(default_factory=set)
 
     def forget(self) -> None:
-        """Forgets the steps before, which other ranks may not know, or know by other numbers."""
+        """Forget earlier steps, which other ranks may not know, or with other layer numbers."""
         self.awaited.clear()
         self.sparse.clear()
 
     def begin(self) -> None:
-        """Begins a step."""
+        """Begin a step."""
         self.ended = self.closed = self.mixed = self.ragged = False
         self.unused.clear()
 
     def hear(
         self, words: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
     ) -> list[int]:
-        """Takes one round's words in; the exchange ends where `ended` becomes true.
+        """Process one round's messages; if `ended` becomes True, the exchange ends.
 
         Args:
-            words: of all ranks.
+            words: the messages of all ranks.
             names: of the layers.
-            ranks: what the ranks are called.
+            ranks: the numbers of the ranks, for errors.
 
         Returns:
-            The layers of which a rank has a late gradient.
+            The layers for which a rank has a late gradient.
 
         Raises:
             OutOfStepError: the ranks are in different steps, or not all have exchanged.
-            PayloadError: what was added up in the exchange before is not the same on all ranks.
+            PayloadError: the sums of the previous exchange differ between ranks.
             GradientChangedError: naming the layer and the rank.
         """
         if not self.ended:

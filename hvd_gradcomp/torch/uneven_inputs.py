@@ -17,17 +17,17 @@ from hvd_gradcomp.torch.optimizer import reducer_of
 
 
 def join(device: int = -1) -> int:
-    """Waits until all ranks have run out of batches, and takes part in their exchanges until then.
+    """Wait until all ranks have run out of batches, and take part in their exchanges until then.
 
-    All ranks call it, at the end of an epoch say. A rank that has joined contributes gradients of
-    zero, and what its compressor has kept and not sent; means stay those over all ranks. It works
-    with every compressor, and with `hierarchical=True`. Afterwards all ranks have the parameters
-    and the optimizers' state of the rank that joined last; buffers of a model stay as they are.
+    All ranks call it, e.g. at the end of an epoch. A rank that has joined contributes zero
+    gradients and its compressor's residual; means are still taken over all ranks. It works with
+    every compressor, and with `hierarchical=True`. Afterwards all ranks have the parameters and the
+    optimizers' state of the rank that joined last; a model's buffers are not changed.
 
-    Until all have joined, the others call no collectives but those of their optimizers: another
-    one, such as `hvd.allreduce` of a metric, is a DeadlockError on all ranks, and so is L-BFGS,
-    which needs the mean of a loss. Where gradients are only added up (no compression, half
-    precision) Horovod's own join waits, which adds zeros to any allreduce.
+    Until all have joined, the other ranks must call no collectives but those of their optimizers:
+    any other, such as `hvd.allreduce` of a metric, is a DeadlockError on all ranks, and so is
+    L-BFGS, which needs the mean of a loss. If gradients are only summed (no compression, half
+    precision), Horovod's own join is used, which adds zeros to any allreduce.
 
     Args:
         device: as in Horovod.
@@ -38,7 +38,7 @@ def join(device: int = -1) -> int:
     Raises:
         DeadlockError: on all ranks, if a rank waits for something else.
     """
-    gc.collect()  # what nobody refers to takes part in nothing, on any rank
+    gc.collect()  # so that no rank counts an unreferenced optimizer
     optimizers = sorted(parameters.optimizers, key=lambda one: reducer_of(one).name)
     engines = [reducer_of(one) for one in optimizers]
     made = {engine.name: engine.steps for engine in engines}
@@ -46,11 +46,11 @@ def join(device: int = -1) -> int:
         if all(engine.place is None and engine.compressor.is_linear for engine in engines):
             last = int(horovod.join(device))
             everybody = _gathered(made)
-            for engine in engines:  # all go on from the same step
+            for engine in engines:  # all ranks continue from the same step
                 engine.steps = max(steps.get(engine.name, 0) for steps in everybody)
                 engine.compare_again()
         else:
-            # Side by side: which optimizer the others step next is not known here.
+            # Side by side: this rank does not know which optimizer the others step next.
             comm_horovod.complete([one.take_part() for one in optimizers])
             everybody = _gathered(made)
             ranks = range(len(everybody))
@@ -64,5 +64,5 @@ def join(device: int = -1) -> int:
 
 
 def _gathered(made: dict[str, int]) -> list[dict[str, int]]:
-    """How many exchanges each rank has made, by the names of their engines."""
+    """Gather each rank's exchange counts, by reducer name."""
     return gather_objects(made, dict[str, int], "gradcomp.join", horovod.global_process_set)

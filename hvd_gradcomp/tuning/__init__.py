@@ -2,5 +2,5 @@
 
 measure   times exchanges of a model's gradients on PyTorch
 models    models to measure with
-advice    predicts steps from what was measured, and recommends a method
+advice    predicts steps from measurements, and recommends a method
 """

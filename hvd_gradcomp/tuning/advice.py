@@ -1,15 +1,16 @@
-"""Which way of exchanging to use, by what was measured and predicted. Pure: nothing is run here.
+"""Choice of an exchange method from measurements and predictions. Pure: nothing is run here.
 
-Every number is a `Span`, and only what holds over whole spans is said:
+Every number is a `Span`, and a verdict must hold over whole spans:
 
-- where whole exchanges were measured they count, and the model only says how much of them hides
-  behind backward;
-- without them the model's own error is taken to be `ERROR`;
-- a method is recommended only if at worst it saves a tenth of the step that is the best case
-  without it, and only on links slower than its own break-even at worst;
-- none is, if at best no method saves a tenth; between the two it cannot be said.
+- measured exchanges take precedence; then the cost model only predicts how much of them overlaps
+  with backward;
+- without them the cost model's own error is taken to be `ERROR`;
+- a method is recommended only if in its worst case it saves a tenth of the best-case step without
+  it, and only on links slower than its worst-case break-even;
+- no compression is recommended if even in the best case no method saves a tenth; between the two
+  the answer is "cannot say".
 
-Time is not all: `decide` may be told of ways that go before faster ones.
+Time is not everything: `decide` can prefer methods over faster ones.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import NamedTuple
 from hvd_gradcomp.core.cost_model import break_even
 
 ROUNDS = 5  # with fewer the spread of rounds says too little of the median
-SURE = 0.9  # that a median lies within its span
-WORTH = 0.9  # of the dense step's time: what takes more is not worth another method
+SURE = 0.9  # probability that a median lies within its span
+WORTH = 0.9  # of the dense step's time: a method that takes more is not worth it
 ERROR = 0.3  # of a prediction: of 27 between shaped hosts (docs/speed.md) 26 were within
 
 
 class Span(NamedTuple):
-    """An estimate, and from where to where it may lie."""
+    """Estimate with its lower and upper bounds."""
 
     low: float
     middle: float
@@ -36,16 +37,16 @@ class Span(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A way to exchange, in seconds.
+    """Times of an exchange method, in seconds.
 
     Attributes:
-        name: what it is called.
-        predicted: of an exchange.
-        hidden: how much of that is predicted to hide behind backward.
-        measured: whole exchanges, `ROUNDS` and more; or none.
-        step_at: the predicted step, by bits a second of a link.
+        name: of the method.
+        predicted: time of an exchange.
+        hidden: the part of that predicted to overlap with backward.
+        measured: times of whole exchanges, at least `ROUNDS`; or none.
+        step_at: maps a link's bits per second to the predicted step time.
         compute: forward and backward.
-        backward: that an exchange can hide behind.
+        backward: the time that an exchange can overlap with.
     """
 
     name: str
@@ -58,13 +59,13 @@ class Case(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What came out for a way.
+    """Estimate for a method.
 
     Attributes:
-        name: of the way.
+        name: of the method.
         exchange, step: seconds.
-        faster: how many times faster than without compression a step is.
-        pays_below: bits a second below which it saves anything; 0 if nowhere.
+        faster: speedup of a step over dense gradients.
+        pays_below: bits per second below which it saves time; 0 if nowhere.
     """
 
     name: str
@@ -75,13 +76,13 @@ class Estimate(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What to do.
+    """Recommendation.
 
     Attributes:
         answer: "use", "none" or "cannot say".
         best: the estimate that the answer is about: the one to use, or the one that comes closest;
             None if there is nothing but dense gradients.
-        faster: what is faster than `best`, and comes behind it.
+        faster: a method faster than `best`, but not preferred.
     """
 
     answer: str
@@ -90,10 +91,10 @@ class Verdict(NamedTuple):
 
 
 def median(samples: Sequence[float]) -> Span:
-    """The median, and between which order statistics that of all rounds lies, nine times of ten.
+    """Return the sample median, and the order statistics that bound the true one at level `SURE`.
 
-    The median of whatever is drawn lies outside of the k-th least and the k-th most of n samples
-    with a chance of `2 * P(Binomial(n, 1/2) < k)`: no form of noise is assumed.
+    The true median lies outside of the k-th smallest and the k-th largest of n samples with
+    probability `2 * P(Binomial(n, 1/2) < k)`: no distribution of the noise is assumed.
 
     >>> median([3.0, 1.0, 2.0, 9.0, 4.0])
     Span(low=1.0, middle=3.0, high=9.0)
@@ -110,14 +111,14 @@ def median(samples: Sequence[float]) -> Span:
 
 
 def exchange_of(case: Case) -> Span:
-    """What an exchange takes: measured if it was, else predicted and the error of that."""
+    """Return the time of an exchange: measured if there are samples, else predicted, +- `ERROR`."""
     if case.measured:
         return median(case.measured)
     return Span((1 - ERROR) * case.predicted, case.predicted, (1 + ERROR) * case.predicted)
 
 
 def step_of(case: Case) -> Span:
-    """Forward, backward, and as much of the exchange as does not hide behind backward."""
+    """Return the time of forward, backward, and the exchange that does not overlap with it."""
 
     def step(exchange: float, hidden: float) -> float:
         return case.compute + max(exchange - min(hidden, case.backward), 0.0)
@@ -131,7 +132,7 @@ def step_of(case: Case) -> Span:
 
 
 def estimate(case: Case, dense: Case, bandwidth: float) -> Estimate:
-    """A way beside dense gradients, on a link of so many bits a second."""
+    """Compare a method with dense gradients, on a link of `bandwidth` bits per second."""
     step, base = step_of(case), step_of(dense)
 
     def below(mine: float, other: float) -> float:
@@ -143,15 +144,15 @@ def estimate(case: Case, dense: Case, bandwidth: float) -> Estimate:
         exchange_of(case),
         step,
         Span(base.low / step.high, base.middle / step.middle, base.high / step.low),
-        Span(*sorted(map(below, step[::-1], base))),  # in order, but for rounding
+        Span(*sorted(map(below, step[::-1], base))),  # sorted already, except for rounding
     )
 
 
 def _on_links(case: Case, step: float, here: float) -> Callable[[float], float]:
-    """A step by the bandwidth of a link, of a way that takes so long on this one.
+    """Return a function from bandwidth to step time, for a method that takes `step` on this link.
 
-    What was measured differs from the model by as many seconds on all links; what was not, since
-    it is the model that errs, by the same share of what it adds to forward and backward.
+    For a measured method the model is off by the same seconds on all links; for a predicted one, by
+    the same factor of the time that it adds to forward and backward.
     """
     predicted = case.step_at(here)
     added = predicted - case.compute
@@ -162,12 +163,12 @@ def _on_links(case: Case, step: float, here: float) -> Callable[[float], float]:
 
 
 def decide(ways: Sequence[Estimate], bandwidth: float, first: Collection[str] = ()) -> Verdict:
-    """Whether to compress, and by which way.
+    """Decide whether to compress, and by which method.
 
     Args:
-        ways: all that compress.
-        bandwidth: of the link, in bits a second.
-        first: names of ways that go before others, however fast, where they pay.
+        ways: estimates of all methods that compress.
+        bandwidth: of the link, in bits per second.
+        first: names of methods to prefer over faster ones, if they pay off.
     """
     if not ways:
         return Verdict("none", None)
@@ -184,5 +185,5 @@ def decide(ways: Sequence[Estimate], bandwidth: float, first: Collection[str] = 
 
 
 def pays(way: Estimate, bandwidth: float) -> bool:
-    """Whether it saves a tenth of a step at worst, and this link is one that it pays on."""
+    """Return True if it saves a tenth of a step in the worst case, and pays off on this link."""
     return way.faster.low * WORTH >= 1 and bandwidth < way.pays_below.low

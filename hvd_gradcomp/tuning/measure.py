@@ -1,8 +1,8 @@
-"""Measures exchanges of a model's gradients: whole ones between ranks, and a rank's own work.
+"""Measurements of a model's gradient exchange: whole ones between ranks, and a rank's own work.
 
-An `Exchange` is a whole one, as optimizers do it but for the update. `alone` is the same without
-the others: what they would send is this rank's own payload, so that encode and decode are measured
-apart from any link, for any number of ranks.
+An `Exchange` is a whole one, as in an optimizer but without the update. `alone` measures a single
+rank: it stands in for the others' payloads with its own, so encode and decode are measured without
+a link, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hvd_gradcomp.tuning.models import Model, ModelError, shapes
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
 
-_LEARNED = 10_000  # the step by which methods that learn have learned
+_LEARNED = 10_000  # a step at which learning methods are past their warm-up
 _SHIFTS = 1 << 20
 
 Layers = Sequence[tuple[str, tuple[int, ...]]]
@@ -46,17 +46,17 @@ Kind = TypeVar("Kind", bound=HorovodReducer)
 
 
 class Gradients:
-    """The gradients that are exchanged: noise of variance 1, or some of the model's own in turn.
+    """Gradients to exchange: noise of variance 1, or some of the model's own in turn.
 
     Args:
-        model: whose.
-        real: how many steps' gradients are taken from its loss; 0 for noise.
+        model: the gradients' model.
+        real: number of steps whose gradients are computed from its loss; 0 for noise.
 
     Attributes:
         layers: (name, shape) of each.
-        squares: sums of squared sample gradients of what was drawn last, in the model's order,
-            where the model's are tracked (`track_moments`); otherwise none.
-        tensors: what `draw` fills.
+        squares: sums of squared sample gradients of the last draw, in the model's order, if the
+            model is tracked (`track_moments`); otherwise empty.
+        tensors: filled by `draw`.
         scale: the root mean square over layers' elements.
 
     Raises:
@@ -83,18 +83,18 @@ class Gradients:
         self._turn, self.scale = 0, 1.0
         if real:
             squares = [float(g.square().sum()) for g in self._steps[0]]
-            self.scale = slowest((sum(squares) / self.elements) ** 0.5)  # alike on all ranks
-        else:  # drawn once, then read from another place in each step: drawing takes long
+            self.scale = slowest((sum(squares) / self.elements) ** 0.5)  # the same on all ranks
+        else:  # draw once, then read at a random offset in each step: drawing is slow
             self._generator = torch.Generator().manual_seed(1000 + horovod.rank())
             self._noise = torch.randn(self.elements + _SHIFTS, generator=self._generator)
 
     @property
     def moments(self) -> str:
-        """Names what methods that use second moments are given: "sample", or "step"."""
+        """Return the source of second moments that methods get: "sample" or "step"."""
         return "sample" if self.squares else "step"
 
     def draw(self) -> list[torch.Tensor]:
-        """The next step's."""
+        """Fill `tensors` with the next step's gradients; return them."""
         self._turn += 1
         if self._steps:
             step = self._steps[self._turn % len(self._steps)]
@@ -109,17 +109,17 @@ class Gradients:
 
 
 def _square(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """The moment of a tracked parameter; that of the step where samples cannot be told apart."""
+    """Return a tracked parameter's moment, or the step's if samples cannot be told apart."""
     moment = tracker.take(parameter, gradient)
     return moment.clone() if isinstance(moment, torch.Tensor) else gradient.square()
 
 
 class UnmeasurableError(ValueError):
-    """A compressor cannot be measured with these layers, by no rank; the message says why."""
+    """Error on all ranks: a compressor cannot be measured with these layers; see the message."""
 
 
 class Backward(NamedTuple):
-    """Seconds of a batch: forward, backward, and until each layer's gradient was there in it."""
+    """Seconds of a batch: forward, backward, and from backward's start to each layer's gradient."""
 
     forward: float
     seconds: float
@@ -127,7 +127,7 @@ class Backward(NamedTuple):
 
 
 def backward(model: Model) -> tuple[list[torch.Tensor], Backward]:
-    """The gradients of one batch, in the model's order, and how backward went.
+    """Compute the gradients of one batch; return them, in the model's order, and the timings.
 
     Raises:
         ModelError: the model has no loss, or a parameter gets no gradient from it.
@@ -163,10 +163,10 @@ class Times(NamedTuple):
     """Seconds of one exchange on one rank.
 
     Attributes:
-        encode: until all gradients are handed over, and with them the first payloads.
-        collective: waiting for what travels.
-        decode: the rest; of methods with several rounds the work between them too.
-        total: all of it, on the slowest rank.
+        encode: until all gradients, and with them the first payloads, are submitted.
+        collective: waiting for collectives.
+        decode: the rest; for methods with several rounds including the work between them.
+        total: the whole exchange, on the slowest rank.
     """
 
     encode: float
@@ -176,7 +176,7 @@ class Times(NamedTuple):
 
 
 class TimedReducer(HorovodReducer):
-    """An engine that knows how long it has waited."""
+    """Reducer that measures how long it waits."""
 
     waited = 0.0
 
@@ -194,18 +194,18 @@ class TimedReducer(HorovodReducer):
 
 
 class Exchange(ABC):
-    """A way to exchange, between all ranks of the job."""
+    """Exchange method between all ranks of the job."""
 
     def stats(self) -> CompressionStats | None:
-        """Totals, where they are counted."""
+        """Return totals, or None if they are not counted."""
         return None
 
     @abstractmethod
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
-        """Once: when all gradients were handed over (`perf_counter`), and the seconds it waited."""
+        """Exchange once; return (`perf_counter` after the last submission, seconds waited)."""
 
     def run(self, gradients: list[torch.Tensor]) -> Times:
-        """One exchange; all ranks begin together."""
+        """Time one exchange; all ranks begin together."""
         horovod.barrier()
         start = time.perf_counter()
         given, waited = self.perform(gradients)
@@ -214,7 +214,7 @@ class Exchange(ABC):
 
 
 class DenseExchange(Exchange):
-    """As stock Horovod's optimizer: last layers first, fused by Horovod, in place."""
+    """Exchange as in stock Horovod's optimizer: last layers first, fused by Horovod, in place."""
 
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
         handles = [
@@ -228,12 +228,12 @@ class DenseExchange(Exchange):
 
 
 class CompressedExchange(Exchange):
-    """As this package's optimizer.
+    """Exchange as in this package's optimizer.
 
     Args:
-        compressor: what runs.
-        layers: what is exchanged.
-        source: where moments are, of what `perform` is given; None for those of the step.
+        compressor: to measure.
+        layers: to exchange.
+        source: the gradients' per-sample moments; None for those of the step.
     """
 
     def __init__(
@@ -262,24 +262,24 @@ class CompressedExchange(Exchange):
 
 
 def _supply(parameters: Iterable[torch.nn.Parameter], squares: Iterable[torch.Tensor]) -> None:
-    """Gives an engine's parameters their moments, where there are some."""
+    """Set the moments of a reducer's parameters, if there are some."""
     for p, square in zip(parameters, squares):
         tracker.supply(p, square)
 
 
 def slowest(seconds: float) -> float:
-    """The most of any rank."""
+    """Return the maximum over ranks."""
     every = horovod.allgather(torch.tensor([seconds], dtype=torch.float64), name="slowest")
     return float(every.max())
 
 
 @dataclass
 class Row:
-    """What was measured of one way.
+    """Measurements of one exchange method.
 
     Attributes:
         times: of each round.
-        bytes_sent: that a rank handed to collectives in a round, on average.
+        bytes_sent: bytes that a rank passed to collectives per round, on average.
         element_ratio: elements over elements sent in these rounds.
     """
 
@@ -292,7 +292,7 @@ class Row:
 
 
 def measure(way: Exchange, gradients: Gradients, rounds: int, warm_up: int = 0) -> Row:
-    """So many rounds of a way, after others that are not counted; all ranks call it."""
+    """Measure rounds of a method, after a warm-up that is not counted; all ranks call it."""
     for _ in range(warm_up):
         way.run(gradients.draw())
     before, row = way.stats(), Row(bytes_sent=4.0 * gradients.elements)
@@ -311,9 +311,9 @@ def reducer_of(
     process_set: Any,
     squares: Sequence[torch.Tensor] = (),
 ) -> Kind:
-    """The exchange of a compressor; a method that learns has learned, if nothing useful.
+    """Make the reducer of a compressor; a method that learns is set past its learning phase.
 
-    A momentum that it would take over from the optimizer is 0.9: there is no optimizer here.
+    A momentum that it would take over from an optimizer is 0.9: there is no optimizer here.
 
     Raises:
         UnmeasurableError: on all ranks, if the compressor does not take these layers, or would
@@ -337,7 +337,7 @@ def reducer_of(
     if idle(compressor, [(bucket.compressor, bucket.layout) for bucket in engine.buckets]):
         raise UnmeasurableError(f"{brief(compressor)}: it would compress none of these layers")
     if isinstance(compressor, Rehearses):
-        engine.steps = _LEARNED  # what counts is the compressed phase
+        engine.steps = _LEARNED  # measure the compressed phase
         for bucket in engine.buckets:
             if isinstance(bucket.compressor, Rehearses):
                 bucket.state = bucket.compressor.rehearsed(
@@ -350,7 +350,7 @@ def reducer_of(
 
 
 class _Leader(int):
-    """A rank that is any rank it is compared with: where one leads, it does, and takes longest."""
+    """Rank that compares equal to every rank, to force the leader's path, the slowest."""
 
     __hash__ = int.__hash__
 
@@ -362,7 +362,7 @@ class _Leader(int):
 
 
 class _Imagined:
-    """So many ranks, of which this is one."""
+    """Imaginary process set of a given size that includes this rank."""
 
     ranks = None
 
@@ -380,18 +380,18 @@ class _Imagined:
 
 
 class _Answered:
-    """What stands for a loan that need not be waited for."""
+    """Handle of a collective that has completed already."""
 
     def ready(self) -> bool:
         return True
 
 
 class _AloneReducer(HorovodReducer):
-    """An engine whose collectives give back what this rank has sent, at once.
+    """Reducer whose collectives immediately return this rank's own payloads.
 
     Attributes:
-        asks, marks: by bucket, the (kind, bytes) of its collectives, and when its work began and
-            ended, in pairs.
+        asks, marks: by bucket, the (kind, bytes) of its collectives, and pairs of times when its
+            work began and ended.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -403,11 +403,11 @@ class _AloneReducer(HorovodReducer):
         self.marks: dict[str, list[float]] = {b.name: [] for b in self.buckets}
 
     def cost(self, bucket: Bucket, first: float, ready: Mapping[str, float]) -> Cost:
-        """What a bucket's last step took, if so many seconds until its first collective."""
+        """Return the cost of a bucket's last step; `first` is the time to its first collective."""
         marks = self.marks[bucket.name][2:]  # the first pair is in `first`
         rest = (end - start for start, end in zip(marks[::2], marks[1::2]))
         asks = tuple(self.asks[bucket.name])
-        asked = getattr(bucket.compressor, "exchange", "auto") != "auto"  # by the user, who gets it
+        asked = getattr(bucket.compressor, "exchange", "auto") != "auto"  # chosen by the user
         dense = math.inf if asked else 4.0 * bucket.layout.elements
         return Cost(max(ready[name] for name in bucket.layout.names), (first, *rest), asks, dense)
 
@@ -445,7 +445,7 @@ class _AloneReducer(HorovodReducer):
 
 
 class Alone(NamedTuple):
-    """What one rank measured by itself.
+    """Measurements of one rank by itself.
 
     Attributes:
         rounds: the buckets of each round.
@@ -464,19 +464,19 @@ def alone(
     warm_up: int = 0,
     ready: Sequence[float] | None = None,
 ) -> Alone:
-    """What exchanges cost this rank among so many: its own work, and what it asks for.
+    """Measure this rank's own work and collectives in exchanges among `ranks` ranks.
 
-    All ranks call it together, so that they get in each other's way as they do in training.
+    All ranks call it together, so that they compete for the machine as in training.
 
     Args:
-        compressor, gradients: what is exchanged.
-        ranks: how many take part, whether they are there or not.
-        rounds, warm_up: that are measured, and before.
+        compressor, gradients: to exchange.
+        ranks: number of ranks, real or imaginary.
+        rounds, warm_up: rounds to measure, and rounds before them.
         ready: see `Backward`; all at once if None.
 
     Raises:
-        UnmeasurableError: it does not take these layers, or its ranks have different parts to
-            play (a parameter server).
+        UnmeasurableError: the compressor does not take these layers, or its ranks have different
+            roles (a parameter server).
     """
     engine = reducer_of(
         compressor, gradients.layers, _AloneReducer, _Imagined(ranks), gradients.squares
@@ -511,11 +511,11 @@ def alone(
 
 
 def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) -> Link:
-    """Measures the running job's collectives; all ranks call it.
+    """Measure the running job's collectives; all ranks call it.
 
     Args:
-        sizes: bytes of what each rank hands over, ascending, at least two.
-        rounds: of each; medians count.
+        sizes: bytes that each rank submits, ascending, at least two.
+        rounds: of each; medians are used.
         latency: see `Link`.
     """
     ranks = horovod.size()
@@ -524,7 +524,7 @@ def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) 
         points = []
         for size in sizes:
             count = max(size // 4 // ranks, 1) * ranks * 4
-            if kind == "allgather":  # as much as arrives by the others
+            if kind == "allgather":  # as much as arrives by the other kinds
                 count = max(count // 4 // max(ranks - 1, 1), 1) * 4
             payload, took = torch.full((count,), 0x3C, dtype=torch.uint8), []
             for turn in range(rounds + 1):  # the first one is negotiated
@@ -540,7 +540,7 @@ def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) 
 
 
 def _collective(kind: str, payload: torch.Tensor, name: str) -> None:
-    """One of `KINDS`, as an engine performs it."""
+    """Run a collective of `KINDS`, as a reducer does."""
     ranks = horovod.size()
     summed = goes_as_sum(payload.numel(), "uint8", ranks, horovod.gloo_enabled())
     if kind == "allreduce16":

@@ -1,7 +1,7 @@
-"""Models whose gradients are measured: four known ones, and any other by `module:factory`.
+"""Models to measure with: four well-known ones, and any other by `module:factory`.
 
-They are written here because their usual homes are packages that nothing else here needs. Only
-shapes and the cost of backward count: data are random.
+They are defined here to avoid a dependency on the packages that have them. Only shapes and the cost
+of backward matter: data are random.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Loss = Callable[[], torch.Tensor]
 
 
 class ModelError(ValueError):
-    """A model cannot be measured; the message says why."""
+    """Error: a model cannot be measured; the message says why."""
 
 
 class Model(NamedTuple):
-    """What is measured.
+    """Model to measure with.
 
     Attributes:
-        name: as it was asked for.
+        name: as requested.
         module: has the parameters.
-        loss: the loss of a batch, for backward; None where only shapes are known.
-        real: whether the batches are of real data, so that their gradients say something.
-        optimizer: that it is trained with, where that is known.
+        loss: returns the loss of a batch, for backward; None if only shapes are known.
+        real: batches are real data, so their gradients are meaningful.
+        optimizer: that trains it, if known.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Model(NamedTuple):
 
 
 def load(name: str, shapes_only: bool = False, batch_size: int = 4) -> Model:
-    """A model by its name.
+    """Load a model by its name.
 
     Args:
         name: one of `BUILT_IN`, or `module:factory`: a function without arguments, found from the
             current folder, that returns an `nn.Module`; or a pair of it and a function that
             returns the loss of the next batch; or these two and the optimizer.
-        shapes_only: a built-in one takes no memory, and has no loss.
-        batch_size: samples of the built-in ones' loss.
+        shapes_only: make a built-in model without memory and loss.
+        batch_size: samples in a batch of a built-in model.
 
     Raises:
         ModelError: there is no such model, or the factory returns something else.
@@ -81,7 +81,7 @@ def load(name: str, shapes_only: bool = False, batch_size: int = 4) -> Model:
 
 
 def optimizer_of(name: str) -> torch.optim.Optimizer:
-    """Makes an optimizer by the name of its class, in any case, for a parameter of its own.
+    """Make an optimizer by its class name, case-insensitive, for a parameter of its own.
 
     "sgd" has a momentum of 0.9.
 
@@ -105,12 +105,12 @@ def optimizer_of(name: str) -> torch.optim.Optimizer:
 
 
 def resnet50() -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the 161 parameters of ResNet-50: 25,557,032 elements."""
+    """Return names and shapes of the 161 parameters of ResNet-50: 25,557,032 elements."""
     return shapes(load("resnet50", shapes_only=True).module)
 
 
 def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of what is trained, in the model's order."""
+    """Return (name, shape) of each trainable parameter, in the model's order."""
     return [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
 
 
@@ -134,7 +134,7 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return False
-    except ValueError:  # a class that does not say what it takes
+    except ValueError:  # a class without a signature
         return True
     return True
 
@@ -176,7 +176,7 @@ class _Bottleneck(nn.Module):
 
 
 def _resnet50() -> nn.Module:
-    """He et al. 2016, for 1000 classes."""
+    """Build ResNet-50 of He et al. 2016, for 1000 classes."""
     stages: list[nn.Module] = []
     inputs = 64
     for stage, (blocks, width) in enumerate(zip((3, 4, 6, 3), (64, 128, 256, 512))):
@@ -189,7 +189,7 @@ def _resnet50() -> nn.Module:
 
 
 def _vgg16() -> nn.Module:
-    """Simonyan and Zisserman 2015, configuration D, for 1000 classes: 138,357,544 elements."""
+    """Build VGG-16 of Simonyan and Zisserman 2015, configuration D, 138,357,544 elements."""
     layers: list[nn.Module] = []
     inputs = 3
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -202,7 +202,7 @@ def _vgg16() -> nn.Module:
 
 
 class _BERT(nn.Module):
-    """Devlin et al. 2019, base: 12 layers of 768, as a language model with tied embeddings."""
+    """BERT base of Devlin et al. 2019: 12 layers of 768, a language model with tied embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class _BERT(nn.Module):
 
 
 class _LSTM(nn.Module):
-    """Zaremba et al. 2014, large: two layers of 1500, ten thousand words."""
+    """LSTM, large, of Zaremba et al. 2014: two layers of 1500, ten thousand words."""
 
     def __init__(self) -> None:
         super().__init__()

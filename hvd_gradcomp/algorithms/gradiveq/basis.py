@@ -1,4 +1,4 @@
-"""Samples of what the ranks' mean was, and the bases that one rank makes of them for all."""
+"""Samples of the mean gradient, and the bases that one rank computes from them for all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recorded(
     row: Any,
     state: GradiVeQState,
 ) -> GradiVeQState:
-    """The state with some slices of each basis of this step's result, and their energy."""
+    """Record for each basis some slices of this step's result, and their energy."""
     pieces: list[Any] = []
     for cut in gradiveq.slices(layout):
         slices = cut.cut(ops, total)
@@ -34,7 +34,7 @@ def recorded(
             pieces.append(ops.gather(mine, ops.reshape(place, (-1,))))
             pieces.append(ops.reshape(ops.inner(mine, mine), (1,)))
     taken = ops.concat(pieces)
-    taken = ops.where(taken - taken == 0, taken, 0.0)  # one that is not finite says nothing
+    taken = ops.where(taken - taken == 0, taken, 0.0)  # non-finite samples count as 0
     place = ops.arange(taken.shape[0]) + row * taken.shape[0]
     return state._replace(samples=ops.put(state.samples * 1, place, taken))
 
@@ -42,7 +42,7 @@ def recorded(
 def learned(
     gradiveq: GradiVeQSettings, ops: Ops, context: Context, state: GradiVeQState
 ) -> Generator[Any, Any, GradiVeQState]:
-    """One rank computes the bases; all get the same bits."""
+    """Compute the bases on one rank and broadcast them, so that all ranks have the same bits."""
     layout = context.layout
     root, sizes = layout.digest % context.size, sizes_of(gradiveq.slices(layout))
     ends = sizes.basis, sizes.basis + sizes.offset, sizes.basis + sizes.offset + sizes.groups
@@ -57,7 +57,7 @@ def learned(
 
 
 def _bases(gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState) -> Tensor:
-    """All bases, then the offsets, then the dimensions; float32."""
+    """Return all bases, then the offsets, then the dimensions; float32."""
     samples = ops.reshape(state.samples, (gradiveq.sample_steps, -1))
     bases, offsets, dimensions = [], [], []
     start = 0
@@ -82,9 +82,9 @@ def _bases(gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQ
 def _basis(
     gradiveq: GradiVeQSettings, ops: Ops, cut: Slices, samples: Tensor, energy: Tensor
 ) -> tuple[Components, Tensor]:
-    """Components of samples [steps, rows * length], and how many of them are used.
+    """Return the components of samples [steps, rows * length], and how many of them to use.
 
-    Each step counts alike, whatever its energy: what shall be small is the share left out.
+    Each step has the same weight, whatever its energy: the relative loss matters.
     """
     weight = ops.where(energy > 0, 1.0 / ops.where(energy > 0, energy, 1.0), 0.0)
 

@@ -1,4 +1,4 @@
-"""The public class: the phases of a cycle."""
+"""Public class of GradiVeQ: the phases of a cycle."""
 
 from __future__ import annotations
 
@@ -24,73 +24,73 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 @dataclass(frozen=True, repr=False)
 class GradiVeQCompressor(GradiVeQSettings):
-    """Projects slices of convolutions onto their principal components (Yu et al. 2018).
+    """GradiVeQ: projects slices of convolutions onto principal components (Yu et al. 2018).
 
-    A layer is flattened so that the gradients of all filters at one place lie together, then along
-    depth, width and height, and cut into slices `s`. After `warmup_steps` uncompressed steps,
-    cycles of two phases follow. For `sample_steps` the mean gradient is exchanged whole and slices
-    of it are recorded, a few of every `reuse` each step, in turn. One rank computes the samples'
-    mean `mu` and principal components `U`, of the covariance over all these slices, and broadcasts
-    them. For `compress_steps` each rank sends `z = U^T s` only; the ranks' mean of `z` gives back
+    A layer is flattened so that the gradients of all filters at one position are adjacent, then
+    along depth, width and height, and cut into slices `s`. After `warmup_steps` uncompressed steps,
+    cycles of two phases follow. For `sample_steps` the full mean gradient is exchanged and a few
+    slices of every `reuse` are recorded each step, in turn. One rank computes the mean `mu` of
+    these samples and the principal components `U` of their covariance, and broadcasts both. For
+    `compress_steps` each rank sends only `z = U^T s`; the ranks' mean of `z` is decoded to
     `U (z - U^T mu) + mu`.
 
-    What travels: while compressing, 4 bytes a coefficient (`d` of them a slice) and 8 bytes a
-    bucket, by allreduce; while sampling, what `sampling` sends; once a cycle a broadcast of
-    `4 * (length * (d + 1) + 1)` bytes a basis, `d` being the most that it may have. State, besides
-    that of `sampling`: a basis, `4 * length * (d + 1)` bytes, and its samples, about three times as
-    much (at least a slice for each of `sample_steps`); with `feedback` 4 bytes an element. Memory
-    and time do not depend on the number of ranks.
+    What travels: while compressing, 4 bytes for each coefficient (`d` for each slice) and 8 bytes
+    for each bucket, by allreduce; while sampling, the payload of `sampling`; once per cycle a
+    broadcast of `4 * (length * (d + 1) + 1)` bytes for each basis, with its maximum `d`. State,
+    besides that of `sampling`: a basis, `4 * length * (d + 1)` bytes, and its samples, about three
+    times as much (at least a slice for each of `sample_steps`); with `feedback` 4 bytes for each
+    element. Memory and time do not depend on the number of ranks.
 
     Args:
         slice_size: elements of a slice; None takes `filters * depth` if that is at most `max_slice`
-            and not the whole layer (a 1x1 kernel), else the largest multiple of the filters that
-            is at most `max_slice`; shorter, down to the filters, where a basis would have fewer
-            samples than dimensions, or zeros would fill up more than a twentieth.
-            Of a layer with fewer elements, all.
-        max_slice: see there. Larger finds more correlation and costs more: time in proportion,
-            state with the square.
-        loss_threshold: the share of the samples' energy that a basis may leave out, in (0, 1). Each
+            and less than the whole layer (unlike a 1x1 kernel), else the largest multiple of the
+            filters that is at most `max_slice`; shorter, down to the filters, if a basis would
+            have fewer samples than dimensions, or padding would exceed a twentieth. A layer with
+            fewer elements is one slice.
+        max_slice: see `slice_size`. Larger finds more correlation and costs more: time grows
+            linearly, state with the square.
+        loss_threshold: the share of the samples' energy that a basis may lose, in (0, 1). Each
             cycle `d` is the smallest for which a basis of the first three quarters of the samples
-            leaves out no more of the last quarter; then the basis is made of all. At most
+            loses no more of the last quarter; then all samples make the basis. At most
             `length / 4` or `sample_steps - 1` dimensions, whichever is more. Larger sends less.
             0.01 unless a `ratio` is given.
-        ratio: fixes `d = max(1, length // ratio)` instead, at least 1. Larger sends less. Where
-            `slice_size` or `reuse` leave fewer samples than that, `d` is one less than these, and a
+        ratio: fixes `d = max(1, length // ratio)` instead; at least 1. Larger sends less. If
+            `slice_size` or `reuse` leave too few samples, `d` is one less than their number, and a
             warning at the first step says so.
         reuse: slices that share a basis; None for one basis a layer.
         warmup_steps: steps before the first cycle, at least 0.
         sample_steps: sampling steps of a cycle, at least 2.
         compress_steps: compressed steps of a cycle, at least 1. More: fewer bytes and older bases.
-        resample_loss: the next cycle starts early once the mean over ranks of the local loss
-            `||s - s'||^2 / ||s||^2` exceeds this, in (0, 1]; None never.
-        sampling: how warm-up and sampling steps are exchanged: "none", "qsgd" (4 bits), or a
+        resample_loss: the next cycle starts early when the mean over ranks of the local loss
+            `||s - s'||^2 / ||s||^2` exceeds this, in (0, 1]; None disables this.
+        sampling: compressor of warm-up and sampling steps: "none", "qsgd" (4 bits), or a
             compressor.
-        other: the compressor of layers that are no convolution; None sends them dense. PyTorch's
-            and Keras's layers are known by their class; of others the name and the number of axes
-            decide. `partition` decides as its user likes.
-        feedback: keep on each rank what its projection left out, `r`, and add `4 / compress_steps`
-            of `r` to each gradient that is compressed. Since a basis never takes what it leaves
-            out, `r` grows through a cycle and drains into the next one's basis; all of it at once
-            would throw the model off. Sampling sends nothing of `r`; what the codes of QSGD or
-            TernGrad miss there is added to it, and what FP16 rounds off on each rank (not what it
-            rounds off in their sum: that no rank knows).
-        max_norm: before it is accumulated, a layer of a rank's own gradient whose norm exceeds
-            `max_norm / sqrt(ranks)` is scaled down to it, so that a bad batch does not fill the
+        other: the compressor of layers that are not convolutions; None sends them dense. PyTorch's
+            and Keras's layers are recognized by their class, others by name and number of axes.
+            Use `partition` to choose the layers yourself.
+        feedback: keep the projection error of each rank in a residual `r`, and add
+            `4 / compress_steps` of `r` to each gradient that is compressed. Since a basis never
+            captures its own projection error, `r` grows through a cycle and drains into the next
+            cycle's basis; adding all of it at once would destabilize the training. Sampling steps
+            send nothing of `r`; the quantization error of QSGD or TernGrad in these steps is added
+            to it, and FP16's rounding error of each rank (not of the sum, which no rank knows).
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-    Differs from the paper: samples come from all slices that share a basis, not from the first
-    only, and each sampling step counts alike, whatever its energy. So 25 samples are enough, and
-    cycles are a quarter as long (the paper has 100 and 400), which leaves out about half as much;
-    slices are capped; the dimension is chosen on samples that were held out; the loss is measured
-    by bucket; one rank computes the basis, so that all have the same bits; feedback (off by
-    default). Weights of transposed convolutions are cut as if they were stored like others.
-    Products are rounded as the framework does it, so PyTorch and TensorFlow send the same
-    coefficients but for the last bits.
+        Differs from the paper: samples come from all slices that share a basis, not only the first,
+        and each sampling step has the same weight, whatever its energy. So 25 samples are enough,
+        and cycles are a quarter as long (the paper has 100 and 400), which about halves the loss;
+        slices are capped; the dimension is chosen on held-out samples; the loss is measured per
+        bucket; one rank computes the basis, so that all have the same bits; feedback (off by
+        default). Weights of transposed convolutions are cut as if they were stored like others.
+        The framework rounds products, so the coefficients of PyTorch and TensorFlow differ in the
+        last bits.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or both `loss_threshold` and `ratio` are
             given.
-        TypeError: `sampling` or `other` is no compressor, or one that takes momentum over.
+        TypeError: `sampling` or `other` is not a compressor, or one that takes momentum over.
 
     >>> cut = GradiVeQCompressor(ratio=8).slices_of((64, 16, 3, 3), filters_last=False)
     >>> cut.slices, cut.length, cut.room
@@ -144,7 +144,7 @@ class GradiVeQCompressor(GradiVeQSettings):
     def _whole(self, ops: Ops, context: Context, gradient: Tensor, state: GradiVeQState) -> Program:
         between = self.between
         state = state._replace(sent=state.sent + ops.words(context.layout.sizes))
-        if self.feedback and isinstance(between, LevelsCompressor):  # which keeps nothing itself
+        if self.feedback and isinstance(between, LevelsCompressor):  # it has no residual itself
             keeping = Keeping(between).aggregate(ops, context, gradient, Residual(state.r))
             total, kept = yield from keeping
             return total, state._replace(r=kept.r)
@@ -152,7 +152,7 @@ class GradiVeQCompressor(GradiVeQSettings):
         if self.feedback and isinstance(between, LinearCompressor) and between.itemsize < 4:
             there = between.decode(ops, context.layout, between.encode(ops, gradient))
             missed = gradient - there
-            # What is not finite is found in the sum.
+            # The allreduced sum reveals non-finite values.
             r = r + ops.where(missed - missed == 0, missed, 0.0)
         total, inner = yield from between.aggregate(ops, context, gradient, state.sampling)
         return total, state._replace(sampling=inner, r=r)
@@ -181,7 +181,7 @@ class GradiVeQCompressor(GradiVeQSettings):
         sent = state.sent + projection.coefficients(self, ops, layout, state)
         return mean, state._replace(loss=loss, sent=sent)
 
-    # -- what users ask ----------------------------------------------------------------------
+    # -- optional hooks ----------------------------------------------------------------------
 
     def report(self, layout: Layout, state: GradiVeQState, steps: int, since: int = 0) -> Report:
         del layout, steps, since
@@ -212,16 +212,16 @@ class GradiVeQCompressor(GradiVeQSettings):
         )
 
     def fit(self, samples: Sequence[Tensor], filters_last: bool | None = None) -> FittedGradiVeQ:
-        """A stock Horovod `Compressor` with a basis for each shape, from gradients seen before.
+        """Fit a stock Horovod `Compressor`, with a basis for each shape, to earlier gradients.
 
         Args:
-            samples: float32 [count, *shape] of each layer, at least 2 of each. Stock Horovod names
-                no layers, so those of one shape share a basis.
-            filters_last: see `Layout`; None for what the tensors' framework does.
+            samples: float32 [count, *shape] of each layer, at least 2 of each. Stock Horovod does
+                not name layers, so layers of one shape share a basis.
+            filters_last: see `Layout`; None for the convention of the tensors' framework.
 
-        Returns:
-            What `hvd.DistributedOptimizer(compression=)` of stock Horovod takes. It projects
-            tensors whose shape it has seen and passes on others.
+            Returns:
+                A compressor for `hvd.DistributedOptimizer(compression=)` of stock Horovod. It
+                projects tensors whose shape is in the samples and passes others through.
 
         Raises:
             ValueError: there are no samples, or fewer than 2 of a layer.

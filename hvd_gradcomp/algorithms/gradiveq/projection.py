@@ -1,4 +1,4 @@
-"""Coefficients of slices in their bases, and back."""
+"""Projection of slices to coefficients in their bases, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 
 class Group(NamedTuple):
-    """Slices of a layer that share a basis."""
+    """Group of slices of a layer that share a basis."""
 
     cut: Slices
     number: int  # in its layer
@@ -23,7 +23,7 @@ class Group(NamedTuple):
 def groups_of(
     gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState
 ) -> list[Group]:
-    """All groups of slices that share a basis, in order."""
+    """Return all groups of slices that share a basis, in order."""
     found = []
     start = offset = number = 0
     for cut in gradiveq.slices(layout):
@@ -45,9 +45,9 @@ def groups_of(
 def encode(
     gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, gradient: Tensor, state: GradiVeQState
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The coefficients, linear in the gradient; its energy; what of it the basis leaves out.
+    """Return the coefficients (linear in the gradient), its energy, and the energy lost.
 
-    The local loss needs no projection back: with `c` the offset, which is orthogonal to `U`,
+    The local loss needs no decoding: with the offset `c`, which is orthogonal to `U`,
     `||s - U U^T s - c||^2 = ||s||^2 - ||U^T s||^2 - 2 c.s + ||c||^2`.
     """
     codes: list[Any] = []
@@ -76,10 +76,10 @@ def decode(
     share: float = 1.0,
     room: Tensor | None = None,
 ) -> Tensor:
-    """What coefficients stand for; with a `share` of the mean's part outside the basis.
+    """Decode coefficients to slices, plus `share` times the offset of the basis.
 
     Args:
-        room: where the result may lie; donating. None for nowhere yet.
+        room: buffer for the result; donated. None to allocate one.
     """
     pieces: list[Any] = []
     rows: list[Any] = []
@@ -107,7 +107,7 @@ def decode(
 def coefficients(
     gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState
 ) -> Tensor:
-    """How many each layer sends; int64 [layers]."""
+    """Return the number of coefficients that each layer sends; int64 [layers]."""
     counts: list[Any] = []
     for cut, group, used, _, _ in groups_of(gradiveq, ops, layout, state):
         if group == 0:

@@ -1,4 +1,4 @@
-"""Parameters, which layers are projected, how they are cut, and how many bytes travel."""
+"""Parameters of GradiVeQ, the layers it projects, their cuts, and the bytes sent."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hvd_gradcomp.core.protocols.carrying import correction
 from hvd_gradcomp.ops import Tensor
 
 _DEFAULT_LOSS = 0.01
-_SAMPLES = 3  # for each dimension, where there are so many
-_FILLED = 1.05  # zeros that fill up the last slice are projected too
-_LEAST_RATIO = 4  # that a loss_threshold has room for at once
-_DRAIN = 4.0  # times that the residual could be sent in a cycle
+_SAMPLES = 3  # for each dimension, if there are enough slices
+_FILLED = 1.05  # limit of the padded size: the last slice's zeros are projected too
+_LEAST_RATIO = 4  # smallest ratio that a loss_threshold may choose with few sampling steps
+_DRAIN = 4.0  # residuals that a cycle's compressed steps could send
 SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
 
 
@@ -40,9 +40,7 @@ class GradiVeQState(NamedTuple):
     offset: Tensor  # float32 [sum over groups of length], the mean's part outside the basis
     dimensions: Tensor  # int64 [groups], on the host
     start: Tensor  # int64 [] step at which the cycle began to sample, on the host
-    drifted: (
-        Tensor  # int64 [] whether the loss of the last step asks for another cycle, on the host
-    )
+    drifted: Tensor  # int64 [] 1 if the loss of the last step asks for another cycle, on the host
     loss: Tensor  # float32 [] of the last compressed step, mean over ranks; NaN before one
     sent: Tensor  # int64 [layers]
     sampling: Any  # state of the compressor of the other steps
@@ -51,7 +49,7 @@ class GradiVeQState(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class GradiVeQSettings(Clipping, Composite, registered=False):
-    """Base of `GradiVeQCompressor`: its fields, and what follows from them."""
+    """Base of `GradiVeQCompressor`: its fields, and sizes derived from them."""
 
     slice_size: int | None = None
     max_slice: int = 1024
@@ -67,7 +65,7 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
     feedback: bool = False
     max_norm: float | None = None
 
-    state_format = 2  # the samples of all slices in turn, and their energy
+    state_format = 2  # samples of all slices in turn, and their energy
     whole_model = False
     in_common = frozenset(
         {"samples", "basis", "offset", "dimensions", "start", "drifted", "loss", "sent"}
@@ -116,13 +114,13 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
 
     @property
     def between(self) -> Compressor:
-        """The compressor of steps that are not projected."""
+        """Compressor of warm-up and sampling steps."""
         chosen = SAMPLING.get(self.sampling) if isinstance(self.sampling, str) else self.sampling
         return part("GradiVeQCompressor: sampling", chosen)
 
     @property
     def others(self) -> Compressor:
-        """The compressor of layers that are no convolutions."""
+        """Compressor of layers that are not convolutions."""
         return part("GradiVeQCompressor: other", self.other)
 
     # -- sizes -------------------------------------------------------------------------------
@@ -137,20 +135,20 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
         return [self if mine else next(others) for mine in convolutions]
 
     def _rows(self, length: int, members: int) -> int:
-        """How many slices a sampling step records of those that share a basis."""
+        """Return the number of slices that a sampling step records for each basis."""
         wanted = _SAMPLES * self.asked(length) + 1
         return min(members, -(-wanted // self.sample_steps))
 
     def asked(self, length: int) -> int:
-        """Dimensions of a basis for slices of a length, if there are samples enough."""
+        """Return the dimensions of a basis for slices of a length, if there are enough samples."""
         return max(1, int(length / (_LEAST_RATIO if self.ratio is None else self.ratio)))
 
     def steps_for(self, cut: Slices) -> int:
-        """Sampling steps that give so many samples."""
+        """Return the sampling steps that give enough samples for `asked`."""
         return self.asked(cut.length) // cut.reuse + 1
 
     def _room(self, length: int, rows: int) -> int:
-        """The most dimensions of a basis."""
+        """Return the maximum number of dimensions of a basis."""
         samples = rows * self.sample_steps
         if self.ratio is not None:
             return max(1, min(length, samples - 1, self.asked(length)))
@@ -159,15 +157,15 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
 
     @property
     def fitted_steps(self) -> int:
-        """Sampling steps that a basis is fitted to before its dimension is chosen on the others."""
+        """Sampling steps to fit a basis to; the others are held out to choose its dimension."""
         return self.sample_steps - self.sample_steps // 4
 
     def slices(self, layout: Layout) -> tuple[Slices, ...]:
-        """How each layer is cut."""
+        """Return the cut of each layer."""
         return _slices_of(self, layout)
 
     def slices_of(self, shape: tuple[int, ...], filters_last: bool, start: int = 0) -> Slices:
-        """How a layer of a shape is cut."""
+        """Return the cut of a layer of this shape."""
         axes, size = tuple(range(len(shape))), prod(shape)
         order = axes if filters_last else (*axes[2:], *axes[:2][::-1])
         filters = shape[order[-1]] if shape else 1
@@ -180,7 +178,7 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
         return Slices(start, size, shape, order, length, count, reuse, rows, room)
 
     def _length(self, filters: int, depth: int, size: int) -> int:
-        """Of a layer's slices."""
+        """Return the length of a layer's slices."""
         if self.slice_size is not None or not size:
             return max(1, min(self.slice_size or 1, size))
         most = min(self.max_slice, size)
@@ -194,31 +192,31 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
         return (full or enough or lengths[-1:])[0]
 
     def _samples(self, slices: int) -> int:
-        """How many a basis can have in a cycle."""
+        """Return the maximum number of samples of a basis in a cycle."""
         return self.sample_steps * min(self.reuse or slices, slices)
 
     @property
     def cycle_steps(self) -> int:
-        """Steps of a whole cycle."""
+        """Steps of a cycle."""
         return self.sample_steps + self.compress_steps
 
     @property
     def drain(self) -> float:
-        """The share of the residual that is added to a gradient."""
+        """Share of the residual that is added to each gradient."""
         return min(1.0, _DRAIN / self.compress_steps)
 
     def coefficient_bytes(self, layout: Layout, dimensions: Sequence[int] | None = None) -> int:
-        """Bytes that a rank hands to the allreduce of a compressed step.
+        """Return the bytes that a rank hands to the allreduce of a compressed step.
 
         Args:
-            dimensions: of each basis; None for all that there is room for.
+            dimensions: of each basis; None for the maximum.
         """
         given = iter(dimensions or [s.room for s in self.slices(layout) for _ in range(s.groups)])
         used = (s.members(g) * next(given) for s in self.slices(layout) for g in range(s.groups))
         return 4 * (sum(used) + 2)
 
     def basis_bytes(self, layout: Layout) -> int:
-        """Bytes of the broadcast at the end of a sampling phase."""
+        """Return the bytes of the broadcast at the end of a sampling phase."""
         sizes = sizes_of(self.slices(layout))
         return 4 * (sizes.basis + sizes.offset + sizes.groups)
 

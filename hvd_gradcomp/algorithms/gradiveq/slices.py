@@ -1,4 +1,4 @@
-"""How layers are cut, and how much a state holds of them."""
+"""Cuts of layers into slices, and their sizes in the state."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 
 class Slices(NamedTuple):
-    """How one layer is cut."""
+    """Cut of one layer into slices."""
 
     start: int  # in the bucket
     size: int  # elements
     shape: tuple[int, ...]  # as the framework stores them
     order: tuple[int, ...]  # of axes, so that filters come last and depth before them
     length: int  # of a slice
-    slices: int  # the last one filled up with zeros
+    slices: int  # number of them; the last one is padded with zeros
     reuse: int  # neighbours that share a basis
     rows: int  # slices of each basis that a sampling step records
-    room: int  # the most dimensions that a basis may have
+    room: int  # maximum number of dimensions of a basis
 
     @property
     def groups(self) -> int:
-        """How many bases there are."""
+        """Number of bases."""
         return -(-self.slices // self.reuse)
 
     def members(self, group: int) -> int:
-        """Slices that share a basis."""
+        """Return the number of slices that share a basis."""
         return min(self.reuse, self.slices - group * self.reuse)
 
     def turned(self, ops: Ops, bucket: Tensor) -> Tensor:
-        """The layer's axes in the order of slices, and zeros after these; for `ops.project`."""
+        """Return the layer transposed to slice order and padded with zeros, for `ops.project`."""
         layer = bucket[self.start : self.start + self.size]
         if self.order != tuple(range(len(self.order))):
             layer = ops.transpose(ops.reshape(layer, self.shape), self.order)
@@ -41,12 +41,12 @@ class Slices(NamedTuple):
         return layer
 
     def cut(self, ops: Ops, bucket: Tensor) -> Tensor:
-        """The layer's slices; [count, length]."""
+        """Return the layer's slices; [count, length]."""
         return ops.reshape(self.turned(ops, bucket), (self.slices, self.length))
 
 
 class Sizes(NamedTuple):
-    """Elements that several layers take in a state, or in the broadcast of their bases."""
+    """Numbers of elements of several layers in a state, or in the broadcast of their bases."""
 
     samples: int  # of one step, the energy of each group among them
     basis: int
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(cuts: Iterable[Slices]) -> Sizes:
-    """The sums over layers."""
+    """Sum the sizes over layers."""
     sizes = Sizes(0, 0, 0, 0)
     for s in cuts:
         of_group = Sizes(s.rows * s.length + 1, s.length * s.room, s.length, 1)

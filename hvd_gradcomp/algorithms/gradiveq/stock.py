@@ -1,4 +1,4 @@
-"""Inside stock Horovod, which names no layers and samples nothing: a basis that is set."""
+"""GradiVeQ with a fixed basis, for stock Horovod, which neither names layers nor samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_gradcomp.ops import Tensor
 
 
 class FittedGradiVeQ:
-    """GradiVeQ whose basis is set, for stock Horovod; made by `GradiVeQCompressor.fit`."""
+    """GradiVeQ with a fixed basis for stock Horovod; made by `GradiVeQCompressor.fit`."""
 
     def __init__(
         self, compressor: GradiVeQSettings, samples: Sequence[Tensor], filters_last: bool
@@ -29,7 +29,7 @@ class FittedGradiVeQ:
             self._known[shape] = _fitted(compressor, shape, layers, filters_last)
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """What stock Horovod shall allreduce: coefficients, where the shape is known."""
+        """Return the tensor for stock Horovod's allreduce: coefficients if the shape is known."""
         shape = tuple(int(extent) for extent in tensor.shape)
         if shape not in self._known:
             return tensor, None
@@ -39,7 +39,7 @@ class FittedGradiVeQ:
         return code, shape
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """The mean gradient from the mean of coefficients."""
+        """Decode the mean gradient from the mean of the coefficients."""
         if context is None:
             return tensor
         compressor, layout, state = self._known[context]

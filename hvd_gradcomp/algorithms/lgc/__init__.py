@@ -1,20 +1,19 @@
-"""LGC (Abrahamyan, Chen, Bekoulis, Deligiannis 2021): an autoencoder for what top-k selects.
+"""LGC (Abrahamyan, Chen, Bekoulis, Deligiannis 2021): an autoencoder for top-k values.
 
-    whole       full_steps: gradients as they are
+    whole       full_steps: uncompressed gradients
     train       train_steps: top-k values travel, and one rank trains the autoencoder on them
     compressed  codes travel instead of values
 
-Two patterns. *Ring-allreduce* (`ring`): one rank after the other, drawn at random, says which
-elements; codes of all ranks are added up on the way, and everybody decodes the mean. *Parameter
-server* (`server`): one worker sends a code, all send an innovation, and the master has a decoder
-for each of them.
+Two patterns. *Ring-allreduce* (`ring`): each step a randomly drawn leader chooses the elements; the
+codes of all ranks are allreduced, and every rank decodes the mean. *Parameter server* (`server`):
+one worker sends a code, all send an innovation, and the master has a decoder for each worker.
 
-    settings    parameters, which layers, and how many bytes travel
+    settings    parameters, choice of layers, and bytes sent
     compressor  the public class: the state, and the phases
-    vectors     what both patterns do with the elements that are selected
+    vectors     operations of both patterns on the selected elements
     ring        Algorithm 2
     server      Algorithm 1
-    training    of the autoencoder, on one rank
+    training    training of the autoencoder, on one rank
 """
 
 from hvd_gradcomp.algorithms.lgc.compressor import LGCCompressor

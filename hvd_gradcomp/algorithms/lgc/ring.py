@@ -1,4 +1,4 @@
-"""Algorithm 2: ring-allreduce."""
+"""Ring-allreduce pattern of LGC: Algorithm 2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def program(
     last: bool = False,
     compress: bool = False,
 ) -> Program:
-    """One step of a rank, after the first phase."""
+    """Run one step of a rank, after the first phase."""
     layout = context.layout
     leader = patterns.drawn(context.step, lgc.seed, context.size)
     finite, gradient = patterns.checked_to_keep(ops, gradient)
@@ -34,7 +34,7 @@ def program(
     index, given = yield from places(
         lgc, ops, context, leader, finite, taken.index, state, compress
     )
-    # Codes hold what is selected by alone; what is owed waits until values travel.
+    # Codes hold `r` alone; `owed` waits until values travel.
     r = ops.gather(state.memory.r, index)
     values = r if compress else vectors.with_owed(lgc, ops, state, index)
     state = vectors.counted(ops, layout, state, index)
@@ -77,7 +77,7 @@ def places(
     state: LGCState,
     compress: bool,
 ) -> Any:
-    """The leader's indices, ascending, and, for codes, what its values are measured in."""
+    """Broadcast the leader's indices, ascending, and, for codes, its signs and scales."""
     layout = context.layout
     capacity = lgc.capacity(layout)
     coding = lgc.coding.parts(layout, capacity)
@@ -111,7 +111,7 @@ def coded(
     given: Mapping[str, Tensor],
     poison: Tensor,
 ) -> Any:
-    """Codes instead of values: what comes back, and the state after it."""
+    """Exchange codes instead of values; return the decoded sum and the state."""
     layout, selected = context.layout, values.shape[0]
     unit = vectors.unit(lgc, ops, layout, index, given)
     x = ops.reshape(vectors.measured(ops, values, unit), (1, -1))

@@ -1,4 +1,4 @@
-"""Algorithm 1: a parameter server."""
+"""Parameter-server pattern of LGC: Algorithm 1."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def program(
     last: bool = False,
     compress: bool = False,
 ) -> Program:
-    """One step of a rank, after the first phase."""
+    """Run one step of a rank, after the first phase."""
     layout = context.layout
     finite, gradient = patterns.checked_to_keep(ops, gradient)
     taken = vectors.taken_in(lgc, ops, context, finite, gradient, state)
@@ -62,7 +62,7 @@ def served(
     gradient: Tensor,
     state: LGCState,
 ) -> Program:
-    """A compressed step, of a rank that has chosen."""
+    """Run a compressed step of a rank, given its selected indices."""
     layout, ranks, rank = context.layout, context.size, context.rank
     common, capacity = lgc.common(ranks), lgc.capacity(layout)
     message = []
@@ -102,7 +102,7 @@ def served(
     spots = training.spots(ops, context.step, capacity)
     own = vectors.at(ops, index, values, ops.gather(changed, spots))
     if lgc.feedback == "exact":
-        # What was selected and came back, as something else, goes over to what is owed.
+        # Selected values whose index is in the answer move from `r` to `owed`.
         _, there = vectors.among(ops, ops.sort(changed), index)
         kept, owed = (ops.gather(x, index) for x in (state.memory.r, state.owed))
         state = vectors.owing(lgc, ops, state, index, ops.where(there, values, owed))
@@ -110,7 +110,7 @@ def served(
         state = vectors.owing(lgc, ops, state, changed, owed)
         memory = state.memory
         memory = memory._replace(r=ops.put(memory.r, index, ops.where(there, 0.0, kept)))
-        if lgc.momentum and lgc.masking:  # of what this rank has sent
+        if lgc.momentum and lgc.masking:  # mask the elements that this rank sent
             u = ops.put(memory.u, innovated, 0.0)
             memory = memory._replace(u=ops.put(u, index, 0.0) if rank == common else u)
         state = state._replace(memory=lgc.without_sink(ops, memory))
@@ -125,10 +125,10 @@ def served(
 def answered(
     lgc: LGCSettings, ops: Ops, context: Context, answer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the master has sent: the indices of what changes, the mean there, and the loss.
+    """Decode the master's answer: the changed indices, the mean there, and the loss.
 
     Raises:
-        PayloadError, NonFiniteGradientError: on all ranks, if the master was sent such.
+        PayloadError, NonFiniteGradientError: on all ranks, if the master received such a payload.
     """
     layout, ranks = context.layout, context.size
     header, bodies = vectors.opened(lgc, ops, context, ops.reshape(answer, (1, -1)))
@@ -156,9 +156,9 @@ def reconstructed(
     everything: Tensor,
     lengths: Sequence[int],
 ) -> tuple[Tensor, Any]:
-    """The master's way back: the mean of what it reconstructs, or who is to blame; and its state.
+    """Return the master's answer (reconstructed mean, verdict on each rank) and its state.
 
-    It must not fail alone while the others wait for it, so what is damaged becomes a verdict.
+    The master must not fail alone while the others wait, so it reports damage as a verdict.
     """
     layout, ranks, common = context.layout, context.size, lgc.common(context.size)
     capacity, count = lgc.capacity(layout), lgc.innovations(layout)
@@ -211,7 +211,7 @@ def reconstructed(
 
 
 def _distinct(ops: Ops, index: Tensor, sink: int) -> Tensor:
-    """The same indices once each, ascending, filled up with the sink."""
+    """Return the distinct indices, ascending, padded with the sink."""
     ascending = ops.sort(index)
     before = ops.concat((ops.full((1,), -1), ascending[:-1]))
     return ops.sort(ops.where(ascending == before, sink, ascending))

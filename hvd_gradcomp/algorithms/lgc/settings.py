@@ -1,4 +1,4 @@
-"""The parameters of LGC, the layers it is for, and the bytes that travel."""
+"""Parameters of LGC, the layers it compresses, and the bytes sent."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hvd_gradcomp.ops.interface.bitpack import GROUP
 PATTERNS = ("ring_allreduce", "parameter_server")
 OPTIMIZERS = ("sgd", "adam")
 SCALES = ("layer", "model")
-SAMPLED = 16  # elements of which ranks say what they have, to know what the code misses
-OTHERS = "other "  # begins the names of parts that hold other indices than the common rank's
+SAMPLED = 16  # elements whose values ranks exchange, to measure the code's loss
+OTHERS = "other "  # name prefix of parts with indices other than the common rank's
 
 
 class LGCState(NamedTuple):
@@ -34,23 +34,23 @@ class LGCState(NamedTuple):
 
     memory: Memory  # rank-local
     owed: Any  # float32 [size] with exact feedback, else (); see `LGCCompressor`; rank-local
-    encoder: Tensor  # float32 [parameters], rank-local: trained by one rank, then sent to others
+    encoder: Tensor  # float32 [parameters], rank-local: one rank trains it, then sends it to others
     decoder: Tensor  # float32 [heads, parameters], rank-local
     moments: Any  # training.Moments with Adam, else (); rank-local
     late: Tensor  # float32 [], sum of the loss over the last tenth of the training, rank-local
-    seen: Tensor  # float32 [2], fading sums of what was missed and of what there was; the master's
-    asked: Any  # float32 [2, SAMPLED], what this rank had, and what came; server only; rank-local
+    seen: Tensor  # float32 [2], decaying energies of the error and of the target; the master's
+    asked: Any  # float32 [2, SAMPLED], this rank's values and the replies; server only; rank-local
     loss: Tensor  # float32 [], the quotient of `seen`; while training the trainer's
     start: Tensor  # int64 [] step at which the training began, on the host
-    ready: Tensor  # int64 [] whether the autoencoder has converged, on the host
-    drifted: Tensor  # int64 [] whether it has to be trained again, on the host
+    ready: Tensor  # int64 [] 1 if the autoencoder has converged, on the host
+    drifted: Tensor  # int64 [] 1 if it must be trained again, on the host
     sent: Tensor  # int64 [layers], elements that this rank has selected and sent so far
-    hint: Tensor  # float32 [layers], where to look first in the next step; rank-local
+    hint: Tensor  # float32 [layers], magnitude to search from in the next step; rank-local
 
 
 @dataclass(frozen=True, repr=False)
 class LGCSettings(MomentumCorrected, registered=False):
-    """What `LGCCompressor` is given, see there, and what follows from it for a layout."""
+    """Base of `LGCCompressor`: its fields, documented there, and sizes derived from them."""
 
     pattern: str = "ring_allreduce"
     alpha: float = 0.001
@@ -78,7 +78,7 @@ class LGCSettings(MomentumCorrected, registered=False):
     seed: int = 0
     max_norm: float | None = None
 
-    state_format = 2  # what is owed beside the residual, and what the loss is sampled from
+    state_format = 2  # has `owed` beside the residual, and the samples of the loss
     replicated = frozenset({"start", "ready", "drifted"})
     reset_on_merge = frozenset({"hint", "asked"})
     whole_model = True
@@ -144,7 +144,7 @@ class LGCSettings(MomentumCorrected, registered=False):
         return self.first_layer is None or self.last_layer is None
 
     def _chosen(self, layers: Sequence[Layer], name: str, role: str) -> set[int]:
-        """Places of the layers that a rule means."""
+        """Return the positions of the layers that a rule selects."""
         given = getattr(self, name)
         if given is None:
             return {i for i, layer in enumerate(traits_of(layers)) if role in layer.roles}
@@ -166,7 +166,7 @@ class LGCSettings(MomentumCorrected, registered=False):
         return found
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises a ValueError if `master` or `common_rank` does not exist."""
+        """Raise a ValueError if `master` or `common_rank` does not exist."""
         for name in ("master", "common_rank"):
             value = getattr(self, name)
             if value is not None and value >= ranks:
@@ -184,7 +184,7 @@ class LGCSettings(MomentumCorrected, registered=False):
                 f"elements ({', '.join(layout.names[:8])}); the autoencoder needs a vector of at "
                 f"least {autoencoder.STRIDE}. Raise alpha, or use DGCCompressor"
             )
-        if selected * len(layout.names) >= 1 << 32:  # they are ranked by layer in 63 bits
+        if selected * len(layout.names) >= 1 << 32:  # sort keys of layer and value have 63 bits
             raise ValueError(
                 f"LGCCompressor: alpha={self.alpha} selects {selected} elements of "
                 f"{len(layout.names)} layers, more than can be ranked. Lower alpha"
@@ -195,29 +195,29 @@ class LGCSettings(MomentumCorrected, registered=False):
 
     @property
     def by_server(self) -> bool:
-        """Whether there is a parameter server."""
+        """True with a parameter server."""
         return self.pattern == "parameter_server"
 
     def common(self, ranks: int) -> int:
-        """The rank that sends the code."""
+        """Return the rank that sends the code."""
         return (self.master + 1) % ranks if self.common_rank is None else self.common_rank
 
     def innovations(self, layout: Layout) -> int:
-        """How many elements a worker sends itself."""
+        """Return the number of elements of a worker's innovation."""
         return sum(self.innovations_of(layout))
 
     def innovations_of(self, layout: Layout) -> tuple[int, ...]:
-        """The same of each layer."""
+        """Return the number of elements of a worker's innovation in each layer."""
         return tuple(count_of(count, self.innovation) for count in self.most(layout))
 
     def code_length(self, layout: Layout) -> int:
-        """Elements of a code."""
+        """Return the number of elements of a code."""
         return autoencoder.code_length(self.capacity(layout))
 
     def choice_parts(self, layout: Layout) -> dict[str, wire.Part]:
-        """What the leader broadcasts where codes follow: indices, and what values are measured in.
+        """Return the parts of the leader's broadcast with codes: indices, signs and scales.
 
-        While values travel the indices alone.
+        While values travel, the leader broadcasts the indices alone.
         """
         capacity = self.capacity(layout)
         signs = {"signs": wire.Part("uint32", -(-capacity // GROUP))} if self.signs else {}
@@ -226,11 +226,11 @@ class LGCSettings(MomentumCorrected, registered=False):
         return {**self.coding.parts(layout, capacity), **signs, **scale}
 
     def code_parts(self, layout: Layout) -> dict[str, wire.Part]:
-        """What the common rank sends to the master, besides its innovation."""
+        """Return the parts that the common rank sends to the master besides its innovation."""
         return {**self.choice_parts(layout), "code": wire.Part("float32", self.code_length(layout))}
 
     def innovation_parts(self, layout: Layout) -> dict[str, wire.Part]:
-        """What every worker sends to the master."""
+        """Return the parts that every worker sends to the master."""
         count = self.innovations(layout)
         parts = self.coding.parts(layout, count)
         return {
@@ -240,7 +240,7 @@ class LGCSettings(MomentumCorrected, registered=False):
         }
 
     def back_parts(self, layout: Layout, ranks: int) -> dict[str, wire.Part]:
-        """What the master broadcasts: the common rank's indices, others, and values of both."""
+        """Return the parts of the master's broadcast: common and other indices, and values."""
         capacity, outside = self.capacity(layout), self.outside(layout, ranks)
         others = self.coding.parts(layout, outside)
         return {
@@ -253,14 +253,14 @@ class LGCSettings(MomentumCorrected, registered=False):
         }
 
     def outside(self, layout: Layout, ranks: int) -> int:
-        """The most elements that the master sends back besides those of the common rank."""
+        """Return the maximum number of elements in the reply besides the common rank's."""
         return min(ranks * self.innovations(layout), layout.size - 1)
 
     def compressed_bytes(self, layout: Layout, ranks: int) -> dict[str, int]:
-        """Bytes that are handed to collectives in a compressed step, headers included.
+        """Return the bytes handed to collectives in a compressed step, headers included.
 
         Ring-allreduce: "leader" by broadcast, "worker" by allreduce from every rank. Parameter
-        server: "worker" from every rank, "common" besides from one, "master" back from one.
+        server: "worker" from every rank, "common" from one in addition, "master" back from one.
         """
         if not self.by_server:
             return {
@@ -274,7 +274,7 @@ class LGCSettings(MomentumCorrected, registered=False):
         }
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
-        """Of a compressed step: of the ring's leader, or of a worker that sends no code."""
+        """Return a compressed step's bytes of a ring leader, or of a worker without a code."""
         size = prod(shape)
         count = self.count(size)
         if self.by_server:
@@ -289,5 +289,5 @@ def _named(layers: Sequence[Layer], places: set[int]) -> str:
 
 
 def sealed_bytes(parts: dict[str, wire.Part]) -> int:
-    """Bytes of a payload, header included."""
+    """Return the bytes of a payload, header included."""
     return wire.HEADER_BYTES + int(wire.body_bytes(parts))

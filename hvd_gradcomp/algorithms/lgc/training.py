@@ -1,4 +1,4 @@
-"""The training of the autoencoder, on one rank, and its end."""
+"""Training of the autoencoder on one rank, and distribution of its parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hvd_gradcomp.core.collectives import Broadcast, Gather
 from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.ops import Ops, Tensor
 
-CONVERGED = 0.95  # of the energy; more is lost by an autoencoder that has learned nothing
+CONVERGED = 0.95  # of the energy; an autoencoder that has learned nothing loses more
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of Adam
-_FADING = 0.9  # of what was seen a step ago
+_FADING = 0.9  # weight of the previous step's sums
 _CLIP = 10.0  # norm of a network's gradient
 
 
 class Moments(NamedTuple):
-    """What Adam keeps (Kingma and Ba 2015): running means, and what a mean of ones would be."""
+    """State of Adam (Kingma and Ba 2015): running means, and the running mean of ones."""
 
     encoder: Tensor  # float32 [2, parameters], of the gradient and of its square
     decoder: Tensor  # float32 [2, heads * parameters]
@@ -28,7 +28,7 @@ class Moments(NamedTuple):
 
 
 def no_moments(lgc: LGCSettings, ops: Ops, encoder: Tensor, decoder: Tensor) -> Any:
-    """Those before the first step; () without Adam."""
+    """Return the moments before the first step; () without Adam."""
     if lgc.ae_optimizer == "sgd":
         return ()
     heads, size = decoder.shape
@@ -37,10 +37,10 @@ def no_moments(lgc: LGCSettings, ops: Ops, encoder: Tensor, decoder: Tensor) -> 
 
 
 def learned(lgc: LGCSettings, ops: Ops, state: LGCState, elapsed: Any, loss: Any) -> LGCState:
-    """The autoencoder's steps of an iteration; the loss that counts is before the first of them."""
+    """Train the autoencoder for one iteration; the recorded loss is that before the first step."""
     number = ops.reshape(ops.words((elapsed,)), ())
     networks, moments = (state.encoder, state.decoder), state.moments
-    if moments:  # those of an earlier training are none of this one's
+    if moments:  # reset those of an earlier training
         encoder, decoder, ones = (ops.where(number > 0, x, 0.0) for x in moments)
         moments = Moments(encoder, decoder, ones)
     share = state.loss
@@ -69,7 +69,7 @@ def _by_adam(
     gradients: Sequence[Tensor],
     moments: Moments,
 ) -> tuple[tuple[Tensor, ...], Moments]:
-    """Parameters after a step of Adam, whose gradients nobody clips, and the moments."""
+    """Return the parameters and moments after a step of Adam, without gradient clipping."""
     first, second = _BETAS
     ones = moments.ones * ops.reals(_BETAS) + ops.reals([1.0 - first, 1.0 - second])
     better, kept = [], []
@@ -86,7 +86,7 @@ def _by_adam(
 def handed_out(
     lgc: LGCSettings, ops: Ops, context: Context, state: LGCState
 ) -> Generator[Any, Any, LGCState]:
-    """The end of the training: whether it succeeded, and the parameters for who needs them."""
+    """End the training: decide if it converged, and distribute the parameters."""
     window = max(1, lgc.train_steps // 10)
     late = ops.reshape(state.late, (1,)) * (1.0 / window)
     heads = tuple(state.decoder.shape)
@@ -113,15 +113,15 @@ def handed_out(
 
 
 def spots(ops: Ops, step: Any, count: int) -> Tensor:
-    """Some of so many elements, others each step and all in turn; int64 [SAMPLED]."""
+    """Return positions to sample among `count`, all in turn over the steps; int64 [SAMPLED]."""
     return (ops.arange(SAMPLED) * -(-count // SAMPLED) + step) % count
 
 
 def watched(ops: Ops, state: LGCState, asked: Tensor, missed: Tensor) -> LGCState:
-    """The state with the loss as some elements show it: their means over ranks, and what is off.
+    """Update the loss from sampled elements: `asked`, their means over ranks, and the error.
 
-    What was asked for is the mean of what ranks have selected, (11) and (13). Steps before count
-    less and less: as much as the last ten together.
+    The target is the mean of the ranks' selected values, (11) and (13). Earlier steps decay
+    exponentially, with a total weight of about ten steps.
     """
     energies = [ops.reshape(ops.sum(x * x), (1,)) for x in (missed, asked)]
     seen = state.seen * _FADING + ops.concat(energies)
@@ -131,7 +131,7 @@ def watched(ops: Ops, state: LGCState, asked: Tensor, missed: Tensor) -> LGCStat
 
 
 def judged(lgc: LGCSettings, ops: Ops, state: LGCState) -> LGCState:
-    """The state that knows whether the loss asks for another training."""
+    """Return the state with `drifted` set if the loss calls for another training."""
     if lgc.retrain_loss is None:
         return state
     drifted = ops.stage(ops.cast(state.loss > lgc.retrain_loss, "int64"))
@@ -139,7 +139,7 @@ def judged(lgc: LGCSettings, ops: Ops, state: LGCState) -> LGCState:
 
 
 def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) -> Any:
-    """Losses (5) to (7) on what all workers sent, at the places of one of them."""
+    """Return losses (5) to (7) of all workers' vectors, at the common rank's indices."""
     layout, ranks = context.layout, context.size
     payload = wire.unpack_body(ops, lgc.parts(layout), bodies)
     capacity = lgc.capacity(layout)
@@ -176,7 +176,7 @@ def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) ->
 def ring_loss(
     lgc: LGCSettings, ops: Ops, context: Context, leader: Any, index: Tensor, sent: Tensor
 ) -> Any:
-    """Loss (11) of what ranks have sent, [ranks, selected]."""
+    """Return loss (11) of the ranks' values, [ranks, selected]."""
     layout, (ranks, count) = context.layout, sent.shape
     own = ops.reshape(sent, (-1,))[leader * count : (leader + 1) * count]
     own = ops.reshape(own, (count,))
@@ -196,7 +196,7 @@ def ring_loss(
 
 
 def _clipped(ops: Ops, gradient: Tensor) -> Tensor:
-    """The gradient of each network, an encoder or a head, no longer than `_CLIP`."""
+    """Clip the gradient of each network, an encoder or a head, to norm `_CLIP`."""
     rows = ops.reshape(gradient, (-1, gradient.shape[-1]))
     norm = ops.reshape(ops.sqrt(ops.sum(rows * rows, -1)), (-1, 1))
     rows = rows * (_CLIP / ops.maximum(norm, _CLIP))

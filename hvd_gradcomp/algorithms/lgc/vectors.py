@@ -1,4 +1,4 @@
-"""What both patterns do with the elements that are selected, one vector for the model."""
+"""Operations of both patterns on the selected elements, one vector for the model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _MAGNITUDE = (1 << 31) - 1
 
 
 class Taken(NamedTuple):
-    """The memory with the gradient in it, and what is largest there."""
+    """Memory after accumulation, and the indices of its largest elements."""
 
     memory: Memory
     index: Tensor  # int64 [selected], ascending; unused slots, at the end, hold the sink
-    hint: Tensor  # float32 [layers], where to look first in the next step
+    hint: Tensor  # float32 [layers], magnitude to search from in the next step
 
 
 def whole(
     lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: LGCState
 ) -> Program:
-    """The first phase; momentum comes after the exchange, and goes on as the velocity `u`."""
+    """Run a step of the first phase; momentum after the exchange becomes the velocity `u`."""
     finite, gradient = patterns.checked_to_keep(ops, gradient)
     said = ops.concat((gradient, patterns.poison(ops, finite)))
     total = yield Allreduce(said, context.prescale, context.postscale)
@@ -53,12 +53,12 @@ def taken_in(
     state: LGCState,
     chooses: Any = True,
 ) -> Taken:
-    """Takes the gradient in, and looks for the largest elements of each layer. Settles nothing.
+    """Accumulate the gradient and select each layer's largest elements, without removing them.
 
-    A gradient that is known not to be finite is left out: the step is going to fail.
+    A gradient that is known to be non-finite is ignored: the step is going to fail.
 
     Args:
-        chooses: whether this rank does; a bool, or a scalar in a graph. Else it finds nothing.
+        chooses: True if this rank selects; a bool, or a scalar in a graph. Else it finds nothing.
     """
     layout = context.layout
     most, capacity = lgc.most(layout), lgc.capacity(layout)
@@ -68,7 +68,7 @@ def taken_in(
     flag, scope = ops.words((chooses,)), Scope(layout, whole=False)
     hint = ops.where(flag > 0, state.hint, float("inf"))
     if ops.largest_passes is not None and lgc.rule is not None:
-        # A body of plain indices and values: how indices travel is none of the pass's business.
+        # A body of plain indices and values: the kernel does not code indices.
         written = ops.largest_passes.write(
             lgc.rule._replace(masking=False),
             scope,
@@ -84,7 +84,7 @@ def taken_in(
         index = ops.from_bytes(written.body[: 4 * capacity], "uint32")
         values = ops.from_bytes(written.body[4 * capacity :], "float32")
         memory = type(state.memory)(*written.memory)
-        # TensorFlow's pass has settled already, and what finds no room in a payload must stay.
+        # TensorFlow's kernel has already removed the values; those that do not fit must stay.
         memory = memory._replace(r=ops.put(memory.r, index, values))
         return Taken(memory, index, ops.where(flag > 0, written.hint, state.hint))
     found, memory = lgc.collected(ops, scope, gradient, state._replace(hint=hint))
@@ -101,44 +101,44 @@ def taken_in(
 
 
 def with_owed(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> Tensor:
-    """Values of `r` at some places, with what is owed there; 0 in the sink."""
+    """Return the values of `r` at some indices, plus `owed` there; 0 in the sink."""
     values = ops.gather(state.memory.r, index)
     return values + ops.gather(state.owed, index) if lgc.feedback == "exact" else values
 
 
 def owing(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor, values: Any) -> LGCState:
-    """The state with other values owed at some places."""
+    """Return the state with `owed` set to `values` at some indices."""
     if lgc.feedback == "paper":
         return state
     return state._replace(owed=ops.clear_last(ops.put(state.owed, index, values)))
 
 
 def settled(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> LGCState:
-    """The state once values have arrived as they are."""
+    """Return the state after values were exchanged without loss."""
     memory = lgc.without_sink(ops, lgc.settle(ops, state.memory, index))
     return owing(lgc, ops, state._replace(memory=memory), index, 0.0)
 
 
 def sealed(lgc: LGCSettings, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
-    """A body as it travels."""
+    """Pack a body with its header."""
     return wire.seal(ops, patterns.header_of(lgc, context, finite), body)
 
 
 def opened(
     lgc: LGCSettings, ops: Ops, context: Context, buffers: Tensor
 ) -> tuple[wire.Header, Tensor]:
-    """What travelled: the headers and the bodies."""
+    """Unpack the headers and the bodies."""
     expected, weighing = patterns.header_of(lgc, context), patterns.weighing(context, {})
     return wire.unpack(ops, expected, buffers, weighing)
 
 
 def counted(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:
-    """The state with what was sent counted."""
+    """Return the state with the sent elements counted."""
     return state._replace(sent=state.sent + per_layer(ops, layout, index))
 
 
 def per_layer(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
-    """How many of the elements are of each layer, the sink excepted; int64 [layers]."""
+    """Count the elements of each layer, without the sink; int64 [layers]."""
     real = ops.cast(index < layout.sink, "int64")
     return ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
 
@@ -149,7 +149,7 @@ def per_layer(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
 def measure(
     lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, values: Tensor
 ) -> dict[str, Tensor]:
-    """What all ranks measure their values in: the RMS and the signs of one rank's, as parts.
+    """Return the parts that normalize all ranks' values: one rank's RMS and signs.
 
     Args:
         index: ascending.
@@ -169,7 +169,7 @@ def measure(
 
 
 def _rms_of_layers(ops: Ops, layout: Layout, index: Tensor, values: Tensor) -> Tensor:
-    """The root of the mean square of each layer's values, 1 for zeros; float32 [layers]."""
+    """Return the RMS of each layer's values, 1 for zeros; float32 [layers]."""
     count = per_layer(ops, layout, index)
     end, wide = ops.cumsum(count), ops.cast(values, "float64")
     energy = ops.concat((ops.zeros((1,), "float64"), ops.cumsum(wide * wide)))
@@ -182,7 +182,7 @@ def _rms_of_layers(ops: Ops, layout: Layout, index: Tensor, values: Tensor) -> T
 def unit(
     lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, parts: Mapping[str, Tensor]
 ) -> Tensor:
-    """What each element is measured in, made of what `measure` says; float32 [selected]."""
+    """Return the unit of each element from the parts of `measure`; float32 [selected]."""
     scale = parts["scale"]
     if lgc.scale == "layer":
         scale = ops.gather(scale, layer_of(ops, layout, index))
@@ -195,7 +195,7 @@ def unit(
 
 
 def measured(ops: Ops, values: Tensor, unit: Tensor) -> Tensor:
-    """Values in their units, filled up with zeros to what the autoencoder takes."""
+    """Divide values by their units, padded with zeros to the autoencoder's length."""
     missing = autoencoder.padded(values.shape[0]) - values.shape[0]
     return ops.concat((values / unit, ops.zeros((missing,))))
 
@@ -206,16 +206,16 @@ def measured(ops: Ops, values: Tensor, unit: Tensor) -> Tensor:
 def innovation(
     lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The largest of each layer's elements, and their values. Of equals the first.
+    """Select the largest of each layer's elements, of equal ones the first.
 
     Args:
         index: ascending, unused slots hold the sink.
 
     Returns:
-        The same, shorter: [innovations].
+        Their indices and values, [innovations] each.
     """
     counts, length = lgc.innovations_of(layout), values.shape[0]
-    layer = layer_of(ops, layout, index)  # ascending too, and so the same when ranked
+    layer = layer_of(ops, layout, index)  # ascending too, so unchanged by the sort
     weakness = _MAGNITUDE - ops.float_bits(ops.abs(values))
     ranked = ops.sort((layer * (1 << 31) + weakness) * length + ops.arange(length)) % length
     inside = ops.segment_sum(ops.full((length,), 1), layer, len(counts))
@@ -227,7 +227,7 @@ def innovation(
 
 
 def in_order(ops: Ops, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices that travelled in turned order, ascending, with their values."""
+    """Sort indices that travelled in rotated order, with their values."""
     count = index.shape[0]
     place = ops.sort(index * count + ops.arange(count)) % count
     return ops.gather(index, place), ops.gather(values, place)
@@ -236,10 +236,10 @@ def in_order(ops: Ops, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def sent_by_ranks(
     lgc: LGCSettings, ops: Ops, layout: Layout, payload: dict[str, Tensor], count: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """What each rank has sent, indices ascending and values, of an unpacked payload of all.
+    """Return each rank's indices, ascending, and values from an unpacked payload of all.
 
     Args:
-        count: how many elements a rank sends.
+        count: the number of elements that each rank sends.
     """
     sent = []
     for rank in range(payload["values"].shape[0]):
@@ -251,12 +251,12 @@ def sent_by_ranks(
 
 
 def among(ops: Ops, ascending: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each index stands among ascending ones; and whether it does."""
+    """Return the position of each index among ascending ones, and a mask of those found."""
     place = ops.minimum(ops.count_below(ascending, index), ascending.shape[0] - 1)
     return place, ops.gather(ascending, place) == index
 
 
 def at(ops: Ops, index: Tensor, values: Tensor, places: Tensor) -> Tensor:
-    """A sparse vector's values at other places, 0 where it has none; indices ascending."""
+    """Return a sparse vector's values at other indices, 0 if absent; `index` is ascending."""
     place, there = among(ops, index, places)
     return ops.where(there, ops.gather(values, place), 0.0)

@@ -1,4 +1,4 @@
-"""Methods that are made for some layers."""
+"""Protocols of methods that are made for some layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hvd_gradcomp.core.layers import Layer
 
 @runtime_checkable
 class Chooses(Protocol):
-    """Leaves layers to others."""
+    """Compressor that leaves some layers to others."""
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> Sequence[Compressor]:
-        """Who compresses which layer.
+        """Return the compressor of each layer.
 
         Args:
             layers: (name, shape, dtype) in the order of the model.
@@ -27,23 +27,23 @@ class Chooses(Protocol):
 
 @runtime_checkable
 class Weighs(Protocol):
-    """Knows what a layer will take."""
+    """Compressor that estimates a layer's share of a payload."""
 
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
-        """About what a layer takes of a payload; None where that depends on the gradients.
+        """Return about how many bytes a layer sends; None if that depends on the gradients.
 
         Args:
-            shape: with the outputs first, as `core.layout.outputs_first` has it.
+            shape: with the outputs first, as in `core.layout.outputs_first`.
         """
 
 
 def of_layers(compressor: Compressor, layers: Sequence[Layer], ranks: int) -> Sequence[Compressor]:
-    """See `Chooses`; by default it takes all of them."""
+    """Return the compressor of each layer, see `Chooses`; by default this one for all."""
     if isinstance(compressor, Chooses):
         return compressor.of_layers(layers, ranks)
     return [compressor] * len(layers)
 
 
 def layer_bytes(compressor: Compressor, shape: Sequence[int]) -> float | None:
-    """See `Weighs`; by default None."""
+    """Return a layer's estimated bytes, see `Weighs`; None by default."""
     return compressor.layer_bytes(shape) if isinstance(compressor, Weighs) else None

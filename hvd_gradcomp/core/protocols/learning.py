@@ -1,4 +1,4 @@
-"""Methods that learn something from gradients: a basis, an autoencoder."""
+"""Protocols of methods that learn something from gradients: a basis, an autoencoder."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from hvd_gradcomp.ops import Ops
 
 @runtime_checkable
 class Learns(Protocol):
-    """Learns, and can do so again."""
+    """Compressor that learns, and can do so again."""
 
     def retrained(self, ops: Ops, state: State, step: Any) -> State:
-        """A state that learns a basis or an autoencoder anew, from this step on."""
+        """Return a state that learns a basis or an autoencoder anew, from this step on."""
 
 
 @runtime_checkable
 class Owned(Protocol):
-    """Has tensors of one rank's that count for all."""
+    """Compressor with tensors of one rank that count for all."""
 
     def owner(self, path: str, step: int) -> int | None:
-        """Whose tensor counts where the ranks' states become one; None if they are added up.
+        """Return the rank whose tensor counts when states are merged; None if they are summed.
 
-        Asked of the fields, dotted as in `leaves`, that are not `replicated`: an autoencoder that
-        one rank trains cannot be added up, a residual has to be.
+        Called for the fields, dotted as in `leaves`, that are not `replicated`: an autoencoder that
+        one rank trains cannot be summed, a residual has to be.
         """
 
 
 @runtime_checkable
 class Rehearses(Protocol):
-    """Can work as if it had learned, to be measured: what that costs depends on no gradient."""
+    """Compressor that can run as if it had learned, to be benchmarked on any gradient."""
 
     def rehearsed(self, ops: Ops, layout: Layout, state: State, step: int) -> State:
-        """A state that has learned all until this step; what it knows may be random."""
+        """Return a state that has learned all until this step; its knowledge may be random."""
 
 
 def retrained(compressor: Compressor, ops: Ops, state: State, step: Any) -> State:
-    """See `Learns`; by default there is nothing to learn."""
+    """Return a state that learns anew, see `Learns`; by default the same state."""
     return compressor.retrained(ops, state, step) if isinstance(compressor, Learns) else state
 
 
 def owner(compressor: Compressor, path: str, step: int) -> int | None:
-    """See `Owned`; by default what ranks keep is added up."""
+    """Return the owner, see `Owned`; None by default: ranks' tensors are summed."""
     return compressor.owner(path, step) if isinstance(compressor, Owned) else None

@@ -1,4 +1,4 @@
-"""What a state tells users: how much was sent, what is kept, what a learned method loses."""
+"""Reports on a state: what was sent, the residual, and the losses of learned methods."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvd_gradcomp.ops import Tensor
 
 
 class Report(NamedTuple):
-    """What a bucket's state says; the values that are numbers were read from the device.
+    """Report on a bucket's state; its numbers were read from the device.
 
     Attributes:
         sent: elements of each layer that this rank has sent.
-        residual: what was accumulated and not yet sent, [size]; None where nothing is kept.
+        residual: what was accumulated and not yet sent, [size]; None if nothing is kept.
         losses: what a learned method loses, as shares of the energy, by name.
-        rung_changes: how often its payload's room has changed, see `ladder`; equal on all ranks.
+        rung_changes: how often its capacity level has changed, see `capacity`; equal on all ranks.
     """
 
     sent: Sequence[int]
@@ -30,10 +30,10 @@ class Report(NamedTuple):
 
 @runtime_checkable
 class Reports(Protocol):
-    """Knows what it has sent or lost."""
+    """Compressor that reports what it has sent or lost."""
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
-        """What happened up to a step.
+        """Report on all steps up to now.
 
         Args:
             layout: of the bucket.
@@ -46,7 +46,7 @@ class Reports(Protocol):
 def report(
     compressor: Compressor, layout: Layout, state: State, steps: int, since: int = 0
 ) -> Report:
-    """See `Reports`; by default all elements were sent in each step."""
+    """Return the report, see `Reports`; by default all elements were sent in each step."""
     if isinstance(compressor, Reports):
         return compressor.report(layout, state, steps, since)
     return Report([size * (steps - since) for size in layout.sizes], residual(compressor, state))

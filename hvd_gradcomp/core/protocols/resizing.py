@@ -1,4 +1,4 @@
-"""Methods whose state depends on how many ranks exchange."""
+"""Protocols of methods whose state depends on the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hvd_gradcomp.ops import Ops
 
 @runtime_checkable
 class Starts(Protocol):
-    """Begins otherwise among other ranks."""
+    """Compressor whose initial state depends on the number of ranks."""
 
     def start(self, ops: Ops, layout: Layout, ranks: int) -> State:
-        """The state before the first step, among so many ranks."""
+        """Return the state before the first step, for this number of ranks."""
 
 
 @runtime_checkable
 class Resizes(Protocol):
-    """Goes on otherwise among other ranks."""
+    """Compressor whose state changes with the number of ranks."""
 
     def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
-        """A state that goes on among other ranks than before; the same if nothing depends on it.
+        """Return the state for another number of ranks; the same object if nothing depends on it.
 
         Raises:
             ValueError: it cannot work with so many.
@@ -30,14 +30,14 @@ class Resizes(Protocol):
 
 
 def start(compressor: Compressor, ops: Ops, layout: Layout, ranks: int) -> State:
-    """See `Starts`; by default `Compressor.init`."""
+    """Return the initial state, see `Starts`; by default that of `Compressor.init`."""
     if isinstance(compressor, Starts):
         return compressor.start(ops, layout, ranks)
     return compressor.init(ops, layout)
 
 
 def resized(compressor: Compressor, ops: Ops, state: State, step: Any, ranks: int) -> State:
-    """See `Resizes`; by default the state as it is."""
+    """Return the state for a number of ranks, see `Resizes`; by default the same state."""
     if isinstance(compressor, Resizes):
         return compressor.resized(ops, state, step, ranks)
     return state

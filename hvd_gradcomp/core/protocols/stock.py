@@ -1,6 +1,6 @@
-"""What stock Horovod calls: `compress` and `decompress` of one nameless tensor.
+"""Interface that stock Horovod calls: `compress` and `decompress` of one nameless tensor.
 
-It adds payloads up as they are, so a method that is not linear cannot work there.
+Stock Horovod sums payloads as they are, so a method that is not linear cannot work there.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from hvd_gradcomp.ops import Tensor
 
 
 class Refuses:
-    """Every compressor, unless it has a `compress` of its own: says what to import."""
+    """Base of all compressors: its `compress` raises an error that says what to import."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Stock Horovod's entry. Linear compressors override it."""
+        """Refuse stock Horovod, whose entry point this is. Linear compressors override it."""
         framework = type(tensor).__module__.partition(".")[0]
         package = "tensorflow" if framework == "tensorflow" else "torch"
         raise TypeError(

@@ -1,6 +1,6 @@
-"""What each verb means, by subject. A *composite* is made of others, once for all.
+"""Contracts of the ops, by subject. A *composite op* is made of others, once for all backends.
 
-A backend may shadow a composite with its better way, if the result is the same to the bit; of
-`project` and `lift`, which multiply matrices, but for rounding. `ops/torch/` and `ops/tensorflow/`
-have the same rooms.
+A backend may override a composite op with a faster version if the result is bit-identical;
+`project` and `lift`, which multiply matrices, may differ in rounding. `ops/torch/` and
+`ops/tensorflow/` have the same modules.
 """

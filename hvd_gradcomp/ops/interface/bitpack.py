@@ -1,7 +1,7 @@
-"""Numbers as bytes, and codes as bits.
+"""Conversion of numbers to bytes, and of codes to bits.
 
 Codes are packed bit by bit: 32 codes of b bits are b words of 32 bits, word j holding bit j of
-each. So any width packs without a code that straddles two words.
+each. So no code of any width straddles two words.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ GROUP = 32  # codes that are packed together
 
 
 class Bytewise(ABC):
-    """Numbers as bytes, and codes as bits."""
+    """Ops that convert numbers to bytes, and codes to bits."""
 
     @abstractmethod
     def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
-        """[..., n] as [..., n * itemsize] uint8, little-endian. "uint32" takes int64."""
+        """Convert [..., n] to [..., n * itemsize] uint8, little-endian. "uint32" takes int64."""
 
     @abstractmethod
     def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
-        """The inverse of `to_bytes`; "uint32", "int8" and "uint8" come back as int64."""
+        """Invert `to_bytes`; "uint32", "int8" and "uint8" come back as int64."""
 
     @abstractmethod
     def length(self, x: Tensor) -> Any:
-        """The last axis: an int, or an int64 scalar where it is known only at run time."""
+        """Return the last axis: an int, or an int64 scalar if it is known only at run time."""
 
-    # -- made of others --------------------------------------------------------------------
+    # -- composite ops ---------------------------------------------------------------------
 
     def pack(self: Any, codes: Tensor, bits: int) -> Tensor:
-        """Codes below 2**bits as words; int64 [32 m] to int64 [m * bits] below 2**32."""
+        """Pack codes below 2**bits into words; int64 [32 m] to int64 [m * bits] below 2**32."""
         return self.reshape(self.bit_planes(self.reshape(codes, (-1, GROUP)), bits), (-1,))
 
     def unpack(self: Any, words: Tensor, bits: int) -> Tensor:
-        """The inverse of `pack`."""
+        """Invert `pack`."""
         return self.reshape(self.from_bit_planes(self.reshape(words, (-1, bits))), (-1,))
 
     def bit_planes(self: Any, groups: Tensor, bits: int) -> Tensor:
-        """Bit j of the 32 codes of a group, as one word; [m, 32] to [m, bits]."""
+        """Pack bit j of the 32 codes of a group into one word; [m, 32] to [m, bits]."""
         lanes = self.words([1 << lane for lane in range(GROUP)])
         planes = []
         for place in range(bits):
@@ -49,7 +49,7 @@ class Bytewise(ABC):
         return self.concat(planes)
 
     def from_bit_planes(self: Any, planes: Tensor) -> Tensor:
-        """The inverse of `bit_planes`; [m, bits] to [m, 32]."""
+        """Invert `bit_planes`; [m, bits] to [m, 32]."""
         lanes = self.arange(GROUP)
         codes = self.shift_right(planes[:, :1], lanes) % 2
         for place in range(1, planes.shape[1]):
@@ -58,7 +58,7 @@ class Bytewise(ABC):
         return codes
 
     def weighted_sum(self: Any, data: Tensor) -> Tensor:
-        """Sum of 32-bit words, each times 2 * place + 17, modulo 2**32; uint8 [..., n] to [...]."""
+        """Sum 32-bit words, each times 2 * index + 17, modulo 2**32; uint8 [..., n] to [...]."""
         words = self.from_bytes(data, "uint32")
         places = self.arange(self.length(words)) * 2 + 17
         return self.sum(words * places, -1) % (1 << 32)

@@ -1,4 +1,4 @@
-"""Verbs that make tensors."""
+"""Ops that create tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 
 class Making(ABC):
-    """Verbs that make tensors."""
+    """Ops that create tensors."""
 
     @abstractmethod
     def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor: ...
@@ -21,26 +21,26 @@ class Making(ABC):
 
     @abstractmethod
     def arange(self, count: Any) -> Tensor:
-        """0, 1, ... count - 1 as int64; count may be a scalar tensor in a graph."""
+        """Return 0, 1, ... count - 1 as int64; count may be a scalar tensor in a graph."""
 
     @abstractmethod
     def table(self, layout: Layout, field: str) -> Tensor:
-        """A tuple of integers that the layout knows, as an int64 tensor (cached where possible)."""
+        """Return an integer tuple of the layout as an int64 tensor (cached where possible)."""
 
     @abstractmethod
     def words(self, values: Sequence[Any]) -> Tensor:
-        """Python integers and int64 scalars as one int64 vector."""
+        """Return Python integers and int64 scalars as one int64 vector."""
 
     @abstractmethod
     def reals(self, values: Sequence[float]) -> Tensor:
-        """Python floats as a float32 vector."""
+        """Return Python floats as a float32 vector."""
 
     @abstractmethod
     def host(self, value: Any) -> Tensor:
-        """An int64 scalar that lives on the host: rungs and counters, never data."""
+        """Return an int64 scalar on the host: capacity levels and counters, never data."""
 
-    # -- made of others --------------------------------------------------------------------
+    # -- composite ops ---------------------------------------------------------------------
 
     def constants(self: Any, values: tuple[float, ...]) -> Tensor:
-        """`reals` that nobody writes to."""
+        """Return `reals` that must not be written to."""
         return self.reals(values)

@@ -1,4 +1,4 @@
-"""Verbs for each element by itself."""
+"""Elementwise ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 
 class Elementwise(ABC):
-    """Verbs for each element by itself."""
+    """Elementwise ops."""
 
     @abstractmethod
     def abs(self, x: Tensor) -> Tensor: ...
@@ -37,50 +37,50 @@ class Elementwise(ABC):
 
     @abstractmethod
     def greater(self, x: Tensor, y: Any) -> Tensor:
-        """`x > y` as bool. Donating: where a framework compares faster in place, it does."""
+        """Return `x > y` as bool. Donating: compares in place where that is faster."""
 
     @abstractmethod
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
-        """`x + y`. Donating."""
+        """Return `x + y`. Donating."""
 
     @abstractmethod
     def clear(self, x: Tensor) -> Tensor:
-        """x with every element 0. Donating."""
+        """Return x with every element 0. Donating."""
 
     @abstractmethod
     def scale(self, x: Tensor, factor: Any) -> Tensor:
-        """`x * factor`. Donating."""
+        """Return `x * factor`. Donating."""
 
     @abstractmethod
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
-        """To a dtype by name, or by the framework's own."""
+        """Cast to a dtype, given by name or as the framework's own."""
 
     @abstractmethod
     def split_bits(self, x: Tensor, low: int) -> tuple[Tensor, Tensor]:
-        """`(x // 2**low, x % 2**low)` of int64 that is not negative."""
+        """Return `(x // 2**low, x % 2**low)` of non-negative int64."""
 
     @abstractmethod
     def shift_right(self, x: Tensor, amount: Tensor) -> Tensor:
-        """`x // 2**amount` of int64 that is not negative; amount is int64."""
+        """Return `x // 2**amount` of non-negative int64; amount is int64."""
 
     @abstractmethod
     def xor(self, x: Tensor, y: Any) -> Tensor:
-        """Bitwise, of int64."""
+        """Return the bitwise exclusive or of int64."""
 
     @abstractmethod
     def float_bits(self, x: Tensor) -> Tensor:
-        """The IEEE-754 bits of float32 as int64 in [0, 2**32)."""
+        """Return the IEEE-754 bits of float32 as int64 in [0, 2**32)."""
 
     @abstractmethod
     def bits_float(self, bits: Tensor) -> Tensor:
-        """The inverse of `float_bits`."""
+        """Invert `float_bits`."""
 
-    # -- made of others --------------------------------------------------------------------
+    # -- composite ops ---------------------------------------------------------------------
 
     def advance(
         self: Any, r: Tensor, u: Tensor, gradient: Tensor, momentum: float, nesterov: bool
     ) -> tuple[Tensor, Tensor]:
-        """Momentum: `u = momentum*u + g`, `r += u` (with Nesterov `r += momentum*u + g`); (r, u).
+        """Return (r, u) after `u = momentum*u + g`, `r += u` (Nesterov: `r += momentum*u + g`).
 
         Elementwise, donating for r and u.
         """
@@ -89,5 +89,5 @@ class Elementwise(ABC):
         return self.accumulate(r, ahead), u
 
     def leaky_relu(self: Any, x: Tensor, slope: float) -> Tensor:
-        """x where it is positive, `slope * x` elsewhere."""
+        """Return x where it is positive, `slope * x` elsewhere."""
         return self.where(x > 0, x, x * slope)

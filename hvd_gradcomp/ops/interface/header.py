@@ -1,4 +1,4 @@
-"""Frames around payloads, and what is looked at in them.
+"""Frames around payloads, and checks of their content.
 
 A frame is some 32-bit words, a checksum of them and of the body, and the body.
 """
@@ -17,7 +17,7 @@ BEYOND = (
 
 
 class Field(NamedTuple):
-    """A number within the words of a frame: which word, from which bit, of how many bits."""
+    """Bit field in the words of a frame: the word, its first bit, the number of bits."""
 
     word: int
     low: int = 0
@@ -25,20 +25,21 @@ class Field(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """What payloads count for in a sum, and what must hold of their bodies.
+    """Weights of payloads in a sum, and conditions on their bodies.
 
-    A body may begin with magnitudes that nothing sent exceeds, by groups. Their sum over ranks,
+    A body may begin with magnitudes by group that no sent value exceeds. Their sum over ranks,
     times the weight, must not exceed the limit.
 
     Attributes:
         weight: of each payload.
-        groups: how many.
+        groups: their number.
         vectors: of magnitudes: of two the larger counts.
-        powers: they are exponents of powers of two, int8; else float32.
+        powers: magnitudes are exponents of powers of two, int8; else float32.
         limit: of the sum.
-        refused: message and error where it is exceeded.
-        ascending: the first word of indices, how many, their bits in a word, and how many elements
-            they may point to; those of the last may repeat. Of verbs, `add_at` knows that.
+        refused: message and error if the sum exceeds it.
+        ascending: the first word of the indices, their number, the mask of an index in a word, and
+            the number of elements that they may point to; the last element may repeat. Without
+            kernels, `add_at` checks the range.
     """
 
     weight: float = 1.0
@@ -51,13 +52,13 @@ class Weighing(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """What `Framing.admit` has read.
+    """Content of frames that `Framing.admit` has checked.
 
     Attributes:
         words: int64 [rows, count].
-        intact: what `Ops.require` gives of all facts together.
-        needed: the most elements that a rank wanted, on the host; None where nobody looked.
-        weights: what each row counts for, float32 [rows]; None for `weigh` to say.
+        intact: result of `Ops.require` for all facts together.
+        needed: the most elements that a rank wanted, on the host; None if not read.
+        weights: of each row, float32 [rows]; None if `weigh` computes them.
     """
 
     words: Tensor
@@ -67,35 +68,35 @@ class Admitted(NamedTuple):
 
 
 class Framing:
-    """Frames around payloads, and what is looked at in them."""
+    """Ops for frames around payloads, and for checks of their content."""
 
     def frame(self: Any, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
-        """Words, checksum and a body in parts (uint8, whole words) as uint8.
+        """Build a frame: words, checksum and a body in parts (uint8, whole words), as uint8.
 
-        The words are values below 2**32, and 1 unless something was finite, or else 0.
+        The words are the values below 2**32, and a last word: 0 if `finite`, else 1.
         """
         poisoned = int(not finite) if isinstance(finite, bool) else 1 - self.cast(finite, "int64")
         body = self.concat(parts) if len(parts) > 1 else parts[0]
         return self.framed(self.words((*values, poisoned)), body)
 
     def framed(self: Any, words: Tensor, body: Tensor) -> Tensor:
-        """The same of int64 words."""
+        """Build a frame from int64 words and a body."""
         checksum = self.reshape(self.checksum(words, body), (1,))
         return self.headed(self.to_bytes(self.concat((words, checksum)), "uint32"), body)
 
     def headed(self: Any, head: Tensor, body: Tensor) -> Tensor:
-        """One after the other."""
+        """Concatenate head and body."""
         return self.concat((head, body))
 
     def examine(
         self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
     ) -> tuple[Tensor, list[Tensor]]:
-        """What frames say, and what is right about it.
+        """Read frames and compare their fields with the expected numbers.
 
         Args:
             frames: uint8 [rows, bytes].
-            count: of the words of a frame.
-            fields: places of numbers within the words.
+            count: number of words in a frame.
+            fields: positions of numbers within the words.
             expected: the numbers, each an integer or a scalar.
 
         Returns:
@@ -119,13 +120,13 @@ class Framing:
         poisoned: tuple[str, type[Exception]],
         weighing: Weighing,
     ) -> Admitted:
-        """Requires that frames are as `examine` expects them, and that their last word is 0.
+        """Require that frames are as `examine` expects them, and that their last word is 0.
 
         Args:
             frames, count, fields, expected: of `examine`.
-            messages: for what is wrong, of each that `examine` looks at.
-            poisoned: message and error where the last word is not 0.
-            weighing: what else must hold.
+            messages: an error message for each check of `examine`.
+            poisoned: message and error if the last word is not 0.
+            weighing: further conditions.
         """
         words, held = self.examine(frames, count, fields, expected)
         intact = self.require(dict(zip(messages, held)))
@@ -140,16 +141,16 @@ class Framing:
         return Admitted(words, intact)
 
     def weigh(self: Any, weight: float, intact: Tensor) -> Tensor:
-        """The weight where a rank's payload is intact, else 0; float32 [world]."""
+        """Return the weight where a rank's payload is intact, else 0; float32 [world]."""
         weights = self.full((intact.shape[0],), weight, "float32")
         return weights * self.cast(intact, "float32")
 
     def checked_sides(
         self: Any, sides: Sequence[Tensor], finite: Any
     ) -> tuple[Sequence[Tensor], Any]:
-        """Side values, and whether these times 4 are finite and something else was.
+        """Return side values, and whether 4 times these are finite and `finite` holds.
 
-        Zeros instead of all where that is known too late to leave them out. Donating.
+        With static shapes, all side values become 0 if one fails. Donating.
         """
         healthy = self.finite(self.concat(sides) * 4.0)
         if not self.dynamic_shapes:
@@ -157,7 +158,7 @@ class Framing:
         return sides, finite & healthy
 
     def summable(self: Any, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
-        """Whether `weight * sum over ranks of the largest |side|` of a group is beyond no limit.
+        """Return True if `weight * sum over ranks of the largest |side|` of each group fits limit.
 
         Args:
             sides: float32 [world, groups] each.
@@ -174,18 +175,18 @@ class Framing:
         return self.reshape(total, (1,)) <= limit
 
     def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
-        """Of words, each times 2 * place + 1, and a body; or of rows of both."""
+        """Return the checksum of words (weights 2 * index + 1) and a body, or of rows of both."""
         weights = self.arange(self.length(words)) * 2 + 1
         return (self.sum(words * weights, -1) + self.weighted_sum(body)) % (1 << 32)
 
     def sound(self: Any, x: Tensor, how: str) -> tuple[Any, Tensor]:
-        """Whether x is finite; and x, or zeros where that is known too late to leave it out.
+        """Return whether x is finite, and x; with static shapes, zeros unless it is finite.
 
-        Donating where shapes are static.
+        Donating with static shapes.
 
         Args:
             x: float32 [size].
-            how: "elements" asks for each; "squares" and "sum" for 4096 times their sum.
+            how: "elements" checks each; "squares" and "sum" check 4096 times their sum.
         """
         if how == "elements":
             finite = self.finite(x)
@@ -195,13 +196,13 @@ class Framing:
         return finite, x if self.dynamic_shapes else self.where(finite, x, 0.0)
 
     def sound_with(self: Any, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
-        """`sound` of a gradient's squares and of the sum of its moment: of both, and each."""
+        """Check a gradient's squares and its moment's sum as `sound` does; one verdict for both."""
         finite, gradient = self.sound(gradient, "squares")
         fine, moment = self.sound(moment, "sum")
         return finite & fine, gradient, moment
 
     def _sides(self: Any, bodies: Tensor, weighing: Weighing) -> list[Tensor]:
-        """The magnitudes that bodies begin with; float32 [rows, groups] each."""
+        """Return the magnitudes at the start of bodies; float32 [rows, groups] each."""
         groups = weighing.groups
         if weighing.powers:
             return [

@@ -1,4 +1,4 @@
-"""Verbs of shape and place."""
+"""Shape and indexing ops."""
 
 from __future__ import annotations
 
@@ -11,68 +11,68 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 
 class Placing(ABC):
-    """Verbs of shape and place."""
+    """Shape and indexing ops."""
 
     @abstractmethod
     def reshape(self, x: Tensor, shape: Sequence[Any]) -> Tensor: ...
 
     @abstractmethod
     def concat(self, xs: Sequence[Tensor]) -> Tensor:
-        """Along the last axis."""
+        """Concatenate along the last axis."""
 
     @abstractmethod
     def stack(self, xs: Sequence[Tensor]) -> Tensor:
-        """Along a new first axis."""
+        """Stack along a new first axis."""
 
     @abstractmethod
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
-        """`x[index]` for a vector x."""
+        """Return `x[index]` for a vector x."""
 
     @abstractmethod
     def gather_rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """`x[row, index[row]]` for x [rows, n] and index [rows, k]."""
+        """Return `x[row, index[row]]` for x [rows, n] and index [rows, k]."""
 
     @abstractmethod
     def put(self, x: Tensor, index: Tensor, values: Any) -> Tensor:
-        """`x[index] = values`. Donating. An index that repeats must repeat its value."""
+        """Set `x[index] = values`. Donating. An index that repeats must repeat its value."""
 
     @abstractmethod
     def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
-        """y, in the place of x where a framework writes in place. Donating."""
+        """Return y, written to x where a framework writes in place. Donating."""
 
     @abstractmethod
     def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        """The pieces one after another, cut to the length of room. Donating for room.
+        """Concatenate the pieces, cut to the length of room. Donating for room.
 
-        A piece may be the part of room where it belongs; or have several axes, in any order of
-        memory, and then fit whole; or be what `lift` gave.
+        A piece may be the slice of room where it belongs; or have several axes, in any memory
+        order, and then fit whole; or be the result of `lift`.
         """
 
     @abstractmethod
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
-        """`x[start:start + len(y)] += y` for vectors; y may reach beyond the end. Donating."""
+        """Add `x[start:start + len(y)] += y` for vectors; y may reach beyond the end. Donating."""
 
     @abstractmethod
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-        """`x[index] += values`. Donating. Indices are unique, but for the sink."""
+        """Add `x[index] += values`. Donating. Indices are unique, except for the sink."""
 
     @abstractmethod
     def clear_last(self, x: Tensor) -> Tensor:
-        """x with 0 as its last element. Donating."""
+        """Return x with 0 as its last element. Donating."""
 
-    # -- made of others --------------------------------------------------------------------
+    # -- composite ops ---------------------------------------------------------------------
 
     def shares(
         self: Any, wanted: Tensor, most: Sequence[int], capacity: Any
     ) -> tuple[Tensor, Tensor]:
-        """How many of the elements that groups want have room, int64 [groups]; and all wanted.
+        """Return how many elements each group may send, int64 [groups], and the total wanted.
 
-        One of each group has, and of the rest all groups have the same share.
+        If not all fit, each group gets one element, and the same fraction of the rest.
 
         Args:
             wanted: int64 [groups]; 0 for the most.
-            most: of each group.
-            capacity: of the room.
+            most: limit of each group.
+            capacity: elements that fit.
         """
         wanted = self.where(wanted > 0, wanted, self.words(most))
         one = self.minimum(wanted, 1)
@@ -81,7 +81,7 @@ class Placing(ABC):
         return self.where(total > capacity, one + share, wanted), total
 
     def unturned(self: Any, flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-        """What runs through axes of a shape in an order, and maybe beyond, as a tensor of them."""
+        """Undo the axis order of a vector that runs through `shape` in `order`, maybe beyond."""
         flat = flat[: prod(shape)]
         if tuple(order) == tuple(range(len(order))):
             return flat

@@ -1,6 +1,6 @@
-"""Verbs for matrices.
+"""Matrix ops.
 
-Rounding is the framework's own affair here, and differs between frameworks.
+Rounding depends on the framework.
 """
 
 from __future__ import annotations
@@ -13,54 +13,54 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 
 class Matrices(ABC):
-    """Verbs for matrices."""
+    """Matrix ops."""
 
     @abstractmethod
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        """[..., a, b] times [..., b, c]; leading axes are broadcast."""
+        """Multiply [..., a, b] by [..., b, c]; leading axes are broadcast."""
 
     @abstractmethod
     def matmul_plus(self, x: Tensor, y: Tensor, row: Tensor) -> Tensor:
-        """[a, b] times [b, c], and `row` [1, c] added to each row, in one walk where it can be."""
+        """Return [a, b] times [b, c] plus `row` [1, c] in each row, in one pass if possible."""
 
     @abstractmethod
     def inner(self, x: Tensor, y: Tensor) -> Tensor:
-        """The sum of all products, a scalar, in an order that is the framework's."""
+        """Return the sum of all products, a scalar; the order depends on the framework."""
 
     @abstractmethod
     def transpose(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        """Axis i of the result is axis `axes[i]` of x."""
+        """Permute axes: axis i of the result is axis `axes[i]` of x."""
 
     @abstractmethod
     def eigh(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Eigenvalues [n], ascending, and eigenvectors in columns [n, n] of a symmetric matrix."""
+        """Return eigenvalues [n], ascending, and eigenvectors [n, n], columns, of a symmetric x."""
 
     @abstractmethod
     def orthogonalize(self, x: Tensor) -> Tensor:
-        """Orthonormal columns that span what those of x [..., n, k] do, k <= n, in their order.
+        """Return orthonormal columns with the span of those of x [..., n, k], k <= n, in order.
 
-        The first j span what the first j of x do, and none points away from its own column. One
-        that follows from those before it, or is 0, gives some direction that is left.
+        The first j span the same space as the first j of x, and none points away from its own
+        column. A column that is 0, or depends on those before it, yields some remaining direction.
         """
 
     @abstractmethod
     def value_and_grad(
         self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """`function(*parameters)`, scalars, and the derivatives of the first by each parameter.
+        """Return `function(*parameters)`, scalars, and the gradient of the first by each parameter.
 
-        No verb that donates may be used within.
+        The function must not use donating ops.
         """
 
-    # -- made of others --------------------------------------------------------------------
+    # -- composite ops ---------------------------------------------------------------------
 
     def project(self: Any, x: Tensor, basis: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of x times a basis; the sum of their squares; that of their products with `row`.
+        """Return rows of x times a basis, the sum of their squares and of products with `row`.
 
-        Rounded as the framework does it.
+        Rounding depends on the framework.
 
         Args:
-            x: as many rows as it has, in as many axes, in any order of memory.
+            x: any number of rows, in any number of axes, in any memory order.
             basis: [length of a row, dimension].
             row: [1, length].
         """
@@ -76,7 +76,7 @@ class Matrices(ABC):
         shape: Sequence[int],
         order: Sequence[int],
     ) -> Any:
-        """A layer to `assemble`: rows of code [rows, dimension] times the basis turned, and `row`.
+        """Return a layer for `assemble`: code [rows, dimension] times the basis transposed + row.
 
         The inverse of `project`, as far as there is one.
 

@@ -1,8 +1,8 @@
-"""Codes for every element, and the random numbers that round them.
+"""Quantization of every element, and the random numbers for rounding.
 
 Number i of a key is a hash of i and the key; there is no state besides the step, and the user's
-random numbers are not touched. The hash is two rounds of a 32-bit finalizer (xor-shift, multiply),
-one for each half of the key, in arithmetic that stays below 2**63.
+random generators are not touched. The hash is two rounds of a 32-bit finalizer (xor-shift,
+multiply), one for each half of the key, in arithmetic that stays below 2**63.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ from typing import Any
 from hvd_gradcomp.core.row_groups import Band, Bands
 from hvd_gradcomp.ops.tensors import Tensor
 
-TINY = 2.0**-100  # a group whose scale is below counts as zero: its inverse would overflow
+TINY = 2.0**-100  # a group with a smaller scale counts as zero: its inverse would overflow
 FACTOR = 0x45D9F3B
 
 
 class Coding:
-    """Codes for every element, and the random numbers that round them."""
+    """Ops that quantize every element, and the random numbers for rounding."""
 
     def key(self: Any, step: Any, salt: int) -> Tensor:
-        """The key of a step; int64 [2] below 2**32. `salt` tells ranks, buckets and uses apart."""
+        """Return a step's key; int64 [2] below 2**32. `salt` separates ranks, buckets and uses."""
         first = self.mix(self.xor(self.mix(self.words((step % (1 << 32),))), salt))
         return self.concat((first, self.mix(self.xor(first, 0x9E3779B9))))
 
     def uniform(self: Any, key: Tensor, count: Any) -> Tensor:
-        """Numbers 0 to count - 1 of a key, multiples of 2**-24 in [0, 1); float32 [count]."""
+        """Return a key's numbers 0 to count - 1: multiples of 2**-24 in [0, 1); float32 [count]."""
         hashed = self.mix((self.arange(count) + key[:1]) % (1 << 32))
         hashed = self.mix(self.xor(hashed, key[1:]))
         return self.cast(self.split_bits(hashed, 8)[0], "float32") * 2.0**-24
 
     def mix(self: Any, x: Tensor) -> Tensor:
-        """A bijection of [0, 2**32) that looks random."""
+        """Hash x in [0, 2**32) by a bijection that looks random."""
         for _ in range(2):
             x = self.xor(x, self.split_bits(x, 16)[0]) * FACTOR % (1 << 32)
         return self.xor(x, self.split_bits(x, 16)[0])
 
     def group_maxima(self: Any, bands: Bands, x: Tensor) -> Tensor:
-        """The largest |x| of each group; float32 [groups]."""
+        """Return the largest |x| of each group; float32 [groups]."""
         return self._joined([self.max(self.abs(rows), -1) for rows in self._rows(bands, x)])
 
     def group_squares(self: Any, bands: Bands, x: Tensor) -> Tensor:
-        """The sum of squares of each group; float32 [groups]."""
+        """Return the sum of squares of each group; float32 [groups]."""
         return self._joined([self.sum_of_rows(self.square(rows)) for rows in self._rows(bands, x)])
 
     def group_norms(self: Any, bands: Bands, x: Tensor) -> Tensor:
-        """The root of the sum of squares of each group; float32 [groups]."""
+        """Return the root of the sum of squares of each group; float32 [groups]."""
         squares = self.cast(self.group_squares(bands, x), "float64")
         return self.cast(self.sqrt(squares), "float32")
 
     def clipped_maxima(self: Any, bands: Bands, x: Tensor, clip: float) -> Tensor:
-        """The largest |x| of each group, at most `clip` root mean squares; float32 [groups]."""
+        """Return each group's largest |x|, at most `clip` root mean squares; float32 [groups]."""
         squares = self.cast(self.group_squares(bands, x), "float64")
         sigma = self.sqrt(squares / self.cast(self.words(bands.lengths), "float64"))
         bound = self.cast(sigma * clip, "float32")
@@ -60,7 +60,7 @@ class Coding:
     def encode_levels(
         self: Any, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:
-        """Rounds `|x| / scale` at random to one of `s = 2**(bits-1) - 1` levels and packs.
+        """Round `|x| / scale` at random to one of `s = 2**(bits-1) - 1` levels and pack the codes.
 
         A code is `s` plus or minus the level. Elements beyond the scale get the last level.
 
@@ -90,19 +90,19 @@ class Coding:
         bits: int,
         weights: Tensor,
     ) -> Tensor:
-        """`base + sum over ranks of weight * level * scale / s`, for codes of `encode_levels`.
+        """Return `base + sum over ranks of weight * level * scale / s`.
 
         Args:
             base: float32 [size]; None for zeros.
             room: where the result may be written; may be `base`. Donating.
-            packed: uint8 [world, size * bits / 8].
+            packed: codes of `encode_levels`, uint8 [world, size * bits / 8].
             scale: float32 [world, groups].
             weights: float32 [world].
         """
         levels = (1 << bits - 1) - 1
         total = self.clear(room) if base is None else self.overwrite(room, base)
         for rank in range(packed.shape[0]):
-            # A product: graphs turn a division by a constant into one, which rounds otherwise.
+            # A product: graphs turn a division by a constant into one, which rounds differently.
             unit = self.where(scale[rank] >= TINY, scale[rank] * (1.0 / levels), 0.0)
             code = self.unpack(self.from_bytes(packed[rank], "uint32"), bits)
 
@@ -117,7 +117,7 @@ class Coding:
         return total
 
     def encode_signs(self: Any, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean of x >= 0, mean of x < 0) by group, 0 for the mean of nothing; and packed signs."""
+        """Return by group the mean of x >= 0 and of x < 0, 0 if there is none; and packed signs."""
         above: list[Any] = []
         below: list[Any] = []
         for rows in self._rows(bands, x):
@@ -146,9 +146,10 @@ class Coding:
         below: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """`base + sum over ranks of weight * mean` of the element's side, for `encode_signs`.
+        """Return `base + sum over ranks of weight * mean` of each element's side.
 
-        Arguments as for `add_levels`; above and below are float32 [world, groups]. Donating.
+        For `encode_signs`. Arguments as for `add_levels`; above and below are float32
+        [world, groups]. Donating.
         """
         total = self.clear(room) if base is None else self.overwrite(room, base)
         for rank in range(packed.shape[0]):
@@ -166,7 +167,7 @@ class Coding:
         return self.to_bytes(self.pack(codes, bits), "uint32")
 
     def _joined(self: Any, pieces: list[Tensor]) -> Tensor:
-        """One vector; a shard that is all padding has no pieces."""
+        """Concatenate to one vector; a shard that is all padding has no pieces."""
         return self.concat(pieces) if pieces else self.zeros((0,))
 
     def _rows(self: Any, bands: Bands, x: Tensor) -> list[Tensor]:
@@ -178,7 +179,7 @@ class Coding:
     def _fill(
         self: Any, bands: Bands, size: int, values: Callable[[Band, slice], Tensor], dtype: str
     ) -> Tensor:
-        """The vector whose bands are `values(band, groups)` [rows, length], and 0 elsewhere."""
+        """Return a vector of the bands `values(band, groups)` [rows, length], and 0 elsewhere."""
         pieces: list[Any] = []
         done = group = 0
         for band in bands.bands:

@@ -1,4 +1,4 @@
-"""Reductions, and what depends on the order of values."""
+"""Reductions, and ops that depend on the order of values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 
 class Ordering(ABC):
-    """Reductions, and what depends on the order of values."""
+    """Reductions, and ops that depend on the order of values."""
 
     @abstractmethod
     def sum(self, x: Tensor, axis: int | None = None) -> Tensor: ...
@@ -26,42 +26,42 @@ class Ordering(ABC):
 
     @abstractmethod
     def sort(self, x: Tensor) -> Tensor:
-        """An int64 vector that is not negative, ascending."""
+        """Sort a non-negative int64 vector, ascending."""
 
     @abstractmethod
     def count_below(self, ascending: Tensor, x: Tensor) -> Tensor:
-        """How many of the ascending int64 are less than each of x; int64 of the shape of x."""
+        """Count the ascending int64 that are less than each of x; int64 of the shape of x."""
 
     @abstractmethod
     def largest(self, x: Tensor, k: int) -> Tensor:
-        """The k largest of a float32 vector, descending."""
+        """Return the k largest of a float32 vector, descending."""
 
     @abstractmethod
     def finite(self, x: Tensor) -> Any:
-        """Whether x has neither NaN nor infinity: a bool where it is known now, else a tensor."""
+        """Return whether x has neither NaN nor infinity: a bool if known now, else a tensor."""
 
     @abstractmethod
     def nonzero(self, mask: Tensor) -> Tensor:
-        """Where a bool vector is true, ascending. Needs `dynamic_shapes`."""
+        """Return the indices where a bool vector is true, ascending. Needs `dynamic_shapes`."""
 
     @abstractmethod
     def segment_max(self, x: Tensor, segment: Tensor, count: int) -> Tensor:
-        """The largest int64 of each segment; 0 for an empty one (x is not negative)."""
+        """Return the largest int64 of each segment; 0 for an empty one (x is not negative)."""
 
     @abstractmethod
     def segment_sum(self, x: Tensor, segment: Tensor, count: int) -> Tensor: ...
 
-    # -- made of others --------------------------------------------------------------------
+    # -- composite ops ---------------------------------------------------------------------
 
     def count(self: Any, flags: Tensor) -> Tensor:
-        """How many of fewer than 2**24 flags are set along the last axis; int64."""
+        """Count the set flags along the last axis, which has fewer than 2**24; int64."""
         return self.cast(self.sum(self.cast(flags, "float32"), -1), "int64")
 
     def sum_of_rows(self: Any, x: Tensor) -> Tensor:
-        """The sum of each row, float32 [rows, n] to [rows], the same to the bit everywhere.
+        """Sum each row, float32 [rows, n] to [rows], bit-identical on all backends.
 
-        The order of a framework's own sum is its own affair, and rounding depends on it. Here rows
-        are folded in halves, elementwise.
+        The order of a framework's own sum is unspecified, and rounding depends on it. So rows are
+        folded in halves, elementwise.
         """
         length = x.shape[-1]
         while length > 1:
@@ -74,10 +74,10 @@ class Ordering(ABC):
         return self.reshape(x, (-1,))
 
     def layer_histograms(self: Any, layout: Layout, x: Tensor, bins: int) -> Tensor:
-        """How much of each layer lies in equal bins between its extremes; int64 [bins, layers].
+        """Count each layer's elements in equal bins between its extremes; int64 [bins, layers].
 
         An element belongs to the last bin whose lower edge, `low + number * width`, it reaches.
-        Padding is zero: it is taken out of the few blocks that have some, and of what was counted.
+        Padding is zero: it is excluded from the extremes, and subtracted from the counts.
         """
         table, block, layers = self.table(layout, "layer_of_block"), layout.block, len(layout.names)
         last = layout.size // block - 1
@@ -95,7 +95,7 @@ class Ordering(ABC):
         cut = self.reshape(cut, (-1, block))
 
         def largest(of_blocks: Tensor, items: Tensor) -> Tensor:
-            """Of each layer; bits of a float32 order like integers, once their sign is folded."""
+            """Return layer maxima: bits of float32 sort like integers once the sign is folded."""
             of_ends = self.max(self.where(own, items, float("-inf")), -1)
             bits = self.float_bits(self.put(of_blocks, self.words(ends), of_ends))
             folded = self.where(bits >= 1 << 31, (1 << 32) - 1 - bits, bits + (1 << 31))
@@ -121,5 +121,5 @@ class Ordering(ABC):
         return self.stack([*counts, above])
 
     def peaks(self: Any, x: Tensor) -> Tensor:
-        """The largest |x| of each row; float32 [rows, n] to [rows]."""
+        """Return the largest |x| of each row; float32 [rows, n] to [rows]."""
         return self.max(self.abs(x), -1)

@@ -1,4 +1,4 @@
-"""Walks over a bucket in pieces that stay in a cache."""
+"""Traversal of a bucket in tiles that stay in cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 
 class Searching(ABC):
-    """Walks over a bucket in pieces that stay in a cache."""
+    """Ops that traverse a bucket in tiles that stay in cache."""
 
     @abstractmethod
     def search(
@@ -20,12 +20,12 @@ class Searching(ABC):
         given: tuple[Tensor, ...],
         bound: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`body(*donated, *given) -> (flags, donated)`, elementwise, in pieces that stay in cache.
+        """Apply `body(*donated, *given) -> (flags, donated)`, elementwise, tile by tile in cache.
 
         With a bound, the body returns values instead of flags, and `find` says which count.
 
-        Donating, for all of `donated`. Within `body` use the verbs instead of `*`, so that a
-        backend can reuse memory.
+        Donating, for all of `donated`. Within `body` use ops instead of `*`, so that a backend can
+        reuse memory.
 
         Returns:
             With `dynamic_shapes` the ascending indices of the true flags, else the flags; and
@@ -39,21 +39,21 @@ class Searching(ABC):
         donated: tuple[Tensor, ...],
         given: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """`body(*donated, *given) -> donated`, like `search` without flags."""
+        """Apply `body(*donated, *given) -> donated`, like `search` without flags."""
 
     @abstractmethod
     def find(self, x: Tensor, bound: Tensor) -> Tensor:
-        """Indices, ascending, where `|x| >= bound` of the element's block and x is not 0.
+        """Return the ascending indices where `|x| >= bound` of the element's block and x is not 0.
 
         bound is [blocks], for blocks of one length. Needs `dynamic_shapes`.
         """
 
-    # -- made of others --------------------------------------------------------------------
+    # -- composite ops ---------------------------------------------------------------------
 
     def accumulate_square(self: Any, x: Tensor, y: Tensor) -> Tensor:
-        """`x + y*y`. Donating."""
+        """Return `x + y*y`. Donating."""
         return self.accumulate(x, self.square(y))
 
     def square_exceeds(self: Any, x: Tensor, y: Tensor, factor: float) -> Any:
-        """`x*x > factor*y`, for the body of a `search`."""
+        """Return `x*x > factor*y`, for the body of a `search`."""
         return self.greater(self.square(x), self.times(y, factor))

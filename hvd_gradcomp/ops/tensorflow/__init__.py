@@ -1,15 +1,15 @@
-"""The verbs in TensorFlow, eager and in a graph.
+"""Tensor ops in TensorFlow, eager and in a graph.
 
-In a graph, sizes that depend on the step (the capacity of a payload, how many elements are sent)
-are int64 scalars: one trace serves all rungs. `static=True` keeps to shapes that are known while
-tracing, which XLA needs.
+In a graph, sizes that depend on the step (the capacity of a payload, the number of sent elements)
+are int64 scalars: one trace serves all capacity levels. `static=True` keeps to shapes that are
+known while tracing, which XLA needs.
 
-XLA contracts `a + b * c` into a fused multiply-add, which rounds once where everybody else rounds
-twice: with `static=True` the products of `square` and `times` are kept apart from what follows.
+XLA contracts `a + b * c` into a fused multiply-add, which rounds once where all others round
+twice: `static=True` protects the products of `square` and `times` from that.
 
-Composites run in C, as operations (see `native_tensorflow.cc`), where the library is built for this
-TensorFlow. They have kernels for a CPU alone: with a GPU in sight, where TensorFlow would bring
-tensors to the host for them, and with `static=True`, it is verbs.
+Composite ops run in C, as custom ops (see `native_tensorflow.cc`), if the library is built for this
+TensorFlow. The custom ops have CPU kernels only. With a visible GPU, where TensorFlow would copy
+tensors to the host for them, and with `static=True`, plain ops run instead.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class TensorFlowOps(
     Control,
     Buckets,
 ):
-    """TensorFlow, wherever its tensors live.
+    """TensorFlow ops, on any device.
 
     Args:
         static: only shapes that are known while tracing, for XLA.
 
     Attributes:
-        verdicts: where a step may be left out, whether all gradients were finite: a bool scalar
-            for each check of the function that is being traced. None makes it an error.
+        verdicts: if a step may be skipped, whether all gradients were finite: a bool scalar for
+            each check of the function that is being traced. None raises an error instead.
     """

@@ -1,4 +1,4 @@
-"""What all verbs in TensorFlow share."""
+"""Base of all TensorFlow ops."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building
 from hvd_gradcomp.ops.tensorflow.fused import TensorFlowLargestPasses, TensorFlowWordPasses
 
 WORD = 1 << 32
-ASSERTION = "hvd_gradcomp"  # begins what a failed check says in a graph
+ASSERTION = "hvd_gradcomp"  # prefix of the message of a failed check in a graph
 
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The operations in C, or None."""
+    """Return the custom ops in C, or None."""
     if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
         return None
     path = building.HERE / building.operations(tf.__version__)
@@ -45,7 +45,7 @@ def library() -> Any:
 
 
 class Base(Ops):
-    """What all verbs share: the operations in C, and what is known while tracing."""
+    """Base of all TensorFlow ops: the custom ops in C, and the checks of a trace."""
 
     def __init__(self, static: bool = False) -> None:
         self.dynamic_shapes = not static
@@ -57,34 +57,34 @@ class Base(Ops):
         self.verdicts: list[Tensor] | None = None
 
     def _rounded(self, product: Tensor) -> Tensor:
-        """The product itself. A choice between it and NaN is one that no compiler looks through."""
+        """Return the product. Compilers do not look through a choice between it and NaN."""
         if self.dynamic_shapes:
             return product
         return tf.where(product == product, product, float("nan"))
 
 
 def assertion(condition: Tensor, *said: Any) -> Any:
-    """The operation that fails where a condition does not hold, saying so; of a graph."""
+    """Return the graph op that fails with a message if a condition does not hold."""
     return tf.raw_ops.Assert(condition=condition, data=list(said), summarize=64)
 
 
 def shape_of(shape: Sequence[Any]) -> Any:
-    """Python integers as they are; a vector where one is a tensor."""
+    """Return Python integers as they are, or a vector if one is a tensor."""
     if all(isinstance(extent, int) for extent in shape):
         return tuple(shape)
     return tf.stack([tf.cast(extent, tf.int64) for extent in shape])
 
 
 def integer(value: Any) -> Tensor:
-    """As int64; of a graph one node for what is known."""
+    """Convert to int64; a Python integer becomes one node of a graph."""
     return tf.constant(value, tf.int64) if isinstance(value, int) else tf.cast(value, tf.int64)
 
 
 def low_word(x: Tensor) -> Tensor:
-    """The low 32 bits of int64 in [0, 2**32) as int32, by arithmetic that cannot overflow."""
+    """Return the low 32 bits of int64 in [0, 2**32) as int32, by arithmetic without overflow."""
     return tf.cast(tf.where(x > 0x7FFFFFFF, x - WORD, x), tf.int32)
 
 
 def numbers(bands: Bands) -> list[int]:
-    """The bands as C sees them."""
+    """Return the bands as C takes them."""
     return [number for band in bands.bands for number in band]

@@ -1,4 +1,4 @@
-"""Numbers as bytes, and codes as bits."""
+"""Conversion of numbers to bytes, and of codes to bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_gradcomp.ops.tensorflow.base import WORD, Base, low_word, shape_of
 
 
 class Bytewise(Base):
-    """Numbers as bytes, and codes as bits."""
+    """Ops that convert numbers to bytes, and codes to bits."""
 
     def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
         if dtype == "uint8":
@@ -50,7 +50,7 @@ class Bytewise(Base):
 
 
 def head_of(x: Tensor) -> tuple[Any, ...]:
-    """All axes but the last."""
+    """Return all axes but the last."""
     if x.shape[:-1].is_fully_defined():
         return tuple(x.shape[:-1])
     return tuple(tf.unstack(tf.shape(x, tf.int64)[:-1]))

@@ -1,4 +1,4 @@
-"""Layers as a bucket, and the ladder, at once."""
+"""Layers as a bucket, and the capacity schedule, each as one custom op."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvd_gradcomp.ops.tensorflow.base import Base
 
 
 class Buckets(Base):
-    """Layers as a bucket, and the ladder, at once."""
+    """Layers as a bucket, and the capacity schedule, each as one custom op."""
 
     @property
     def climb(self) -> Any:
-        """In a graph one operation in place of sixty."""
+        """`CapacitySchedule.climb` in a graph, as one custom op in place of sixty ops."""
         return None if self.native is None or tf.executing_eagerly() else self._climb
 
     def _climb(self, capacities: Sequence[int], patience: int, state: Sequence[Tensor]) -> Any:
@@ -26,7 +26,7 @@ class Buckets(Base):
         return self.native.gradcomp_climb(list(state), capacities=capacities, patience=patience)
 
     def flatten(self, layout: Layout, values: Sequence[Tensor | None], dtype: str) -> Tensor:
-        """The layers' values as the bucket: [layout.size], zeros where there are none."""
+        """Flatten the layers' values into the bucket: [layout.size], zeros where there are none."""
         known = [
             (tf.cast(value, dtype), axes[::-1], start)
             for value, axes, start in zip(values, layout.axes, layout.offsets)
@@ -48,7 +48,7 @@ class Buckets(Base):
         return tf.concat(flat, 0)
 
     def cut(self, layout: Layout, bucket: Tensor) -> Sequence[Tensor]:
-        """The inverse of `flatten`."""
+        """Invert `flatten`."""
         if self.native is not None and bucket.dtype == tf.float32:
             return self.native.gradcomp_cut(
                 bucket,
@@ -66,5 +66,5 @@ class Buckets(Base):
 
 
 def _reversed(x: Tensor, axes: tuple[int, int, int]) -> Tensor:
-    """What runs through three axes, through them from the last to the first."""
+    """Reverse the order of the three axes that x runs through."""
     return x if axes.count(1) > 1 else tf.transpose(tf.reshape(x, axes), (2, 1, 0))

@@ -1,4 +1,4 @@
-"""Verbs that make tensors."""
+"""Ops that create tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.tensorflow.base import Base, integer, shape_of
 
 
 class Making(Base):
-    """Verbs that make tensors."""
+    """Ops that create tensors."""
 
     def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:
         return tf.zeros(shape_of(shape), tf.as_dtype(dtype))

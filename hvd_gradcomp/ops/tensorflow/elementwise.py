@@ -1,4 +1,4 @@
-"""Verbs for each element by itself."""
+"""Elementwise ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_gradcomp.ops.tensorflow.base import WORD, Base, low_word
 
 
 class Elementwise(Base):
-    """Verbs for each element by itself."""
+    """Elementwise ops."""
 
     def abs(self, x: Tensor) -> Tensor:
         return tf.abs(x)
@@ -43,7 +43,7 @@ class Elementwise(Base):
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
         if tf.executing_eagerly() or not self.dynamic_shapes:
             return x + y
-        # TensorFlow's graph optimizer sums a chain of additions in another order; not these.
+        # TensorFlow's graph optimizer reorders a chain of `+`, but not of these ops.
         if self.native is not None and x.dtype == tf.float32:
             return self.native.gradcomp_accumulate(x, y)
         row = tf.expand_dims(x, 0)
@@ -79,7 +79,7 @@ class Elementwise(Base):
 
 
 def alike(x: Any, y: Any) -> tuple[Tensor, Tensor]:
-    """Both as tensors of the dtype that one of them has."""
+    """Convert both to tensors of the dtype that one of them has."""
     if isinstance(x, tf.Tensor):
         return x, tf.cast(y, x.dtype)
     if isinstance(y, tf.Tensor):

@@ -1,7 +1,7 @@
-"""The passes of `ops.torch.passes` as operations of TensorFlow; see native_tensorflow.cc.
+"""Fused kernels of `ops.torch.fused` as TensorFlow custom ops; see native_tensorflow.cc.
 
-They write to nothing that they are given: a variable is assigned once the exchange has succeeded.
-So what was sent is settled at once.
+They write to none of their inputs: a variable is assigned once the exchange has succeeded. So sent
+elements are settled at once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hvd_gradcomp.ops.scope import Scope
 
 
 class TensorFlowWordPasses:
-    """Those of the methods with a rule for each element.
+    """Fused kernels of the methods with a rule for each element.
 
     Args:
-        native: the operations.
+        native: the custom ops.
     """
 
     def __init__(self, native: Any) -> None:
@@ -39,7 +39,7 @@ class TensorFlowWordPasses:
         moment: Tensor | None,
         before: Tensor,
     ) -> Written:
-        """One rank's step; as `passes.WordPasses.write`, but that nothing is left to settle."""
+        """Encode one rank's step, like PyTorch's kernel, but nothing is left to settle."""
         memory = [memory[0], memory[1]] if rule.ambiguity else [memory[0]]
         moments = [] if moment is None or not rule.ambiguity else [moment]
         turn, capacity = tf.cast(turn, tf.int64), _capacity(rung)
@@ -61,7 +61,7 @@ class TensorFlowWordPasses:
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
-        """`sum over ranks of weights[rank] * what the rank sent`; as `passes.WordPasses.add`.
+        """Sum `weights[rank] * values of the rank`, like PyTorch's kernel.
 
         Raises:
             PayloadError: an index points outside of the bucket. In a graph that is TensorFlow's
@@ -74,10 +74,10 @@ class TensorFlowWordPasses:
 
 
 class TensorFlowLargestPasses:
-    """Those of the methods with a number of elements; see `ops.torch.passes.LargestPasses`.
+    """Fused kernels of the methods with a number of elements; see `ops.torch.fused`.
 
     Args:
-        native: the operations.
+        native: the custom ops.
     """
 
     leads = True
@@ -100,9 +100,9 @@ class TensorFlowLargestPasses:
         before: Tensor | int,
         looks: bool = False,
     ) -> Written:
-        """One rank's step; as `passes.LargestPasses.write`, but that nothing is left to settle.
+        """Encode one rank's step, like PyTorch's kernel, but nothing is left to settle.
 
-        With `looks` the memory stays as it is.
+        With `looks` the memory is not changed.
         """
         layout = scope.layout
         written = self.native.gradcomp_write_largest(
@@ -133,7 +133,7 @@ class TensorFlowLargestPasses:
         r: Tensor,
         gradient: Tensor,
     ) -> Written:
-        """What `write` would send of r and the gradient; as `passes.LargestPasses.choose`."""
+        """Return the payload that `write` would send, like PyTorch's kernel."""
         hint = tf.fill((scope.count,), float("inf"))
         given = Collecting(), scope, form, turn, None, most, hint
         return self.write(*given, (r,), gradient, 0, looks=True)
@@ -141,7 +141,7 @@ class TensorFlowLargestPasses:
     def values(
         self, layout: Layout, form: Form, body: Tensor, r: Tensor, gradient: Tensor
     ) -> Tensor:
-        """What r and the gradient are where a body says; as `passes.LargestPasses.values`."""
+        """Return r plus the gradient at a body's indices, like PyTorch's kernel."""
         with _eager_errors():
             values = self.native.gradcomp_read_chosen(
                 r, gradient, body, _flat(form), **_bucket(layout)
@@ -158,7 +158,7 @@ class TensorFlowLargestPasses:
         r: Tensor,
         gradient: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What all ranks have sent comes in; as `passes.LargestPasses.replace`."""
+        """Replace values at a body's indices, like PyTorch's kernel."""
         given, shares = (r, gradient, body, total, _flat(form)), {"beta": beta, "keeps": 1.0 - beta}
         with _eager_errors():
             replaced = self.native.gradcomp_replace_chosen(*given, **shares, **_bucket(layout))
@@ -172,7 +172,7 @@ class TensorFlowLargestPasses:
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
-        """`sum over ranks of weights[rank] * what the rank sent`; raises as words' does."""
+        """Sum `weights[rank] * values of the rank`; raises like `TensorFlowWordPasses.add`."""
         with _eager_errors():
             return self.native.gradcomp_add_largest(
                 room, bodies, weights, _flat(form), **_bucket(layout)
@@ -181,7 +181,7 @@ class TensorFlowLargestPasses:
 
 @contextmanager
 def _eager_errors() -> Iterator[None]:
-    """What an operation says about payloads, as what it is."""
+    """Convert a custom op's error about payloads to a `PayloadError`."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -204,7 +204,7 @@ def _numbers(rule: Rule, layout: Layout) -> dict[str, Any]:
 
 
 def _capacity(rung: CapacityLevel) -> Tensor:
-    """As the operations take it."""
+    """Return the capacity as the custom ops take it; -1 for dense."""
     if isinstance(rung.dense, bool):
         return tf.constant(-1, tf.int64) if rung.dense else tf.cast(rung.capacity, tf.int64)
     return tf.where(rung.dense, tf.constant(-1, tf.int64), tf.cast(rung.capacity, tf.int64))

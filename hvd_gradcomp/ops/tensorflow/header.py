@@ -1,4 +1,4 @@
-"""Frames around payloads, and what is looked at in them."""
+"""Frames around payloads, and checks of their content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.tensorflow.base import Base
 
 
 class Framing(Base):
-    """Frames around payloads, and what is looked at in them."""
+    """Ops for frames around payloads, and for checks of their content."""
 
     def framed(self, words: Tensor, body: Tensor) -> Tensor:
         if self.native is None:

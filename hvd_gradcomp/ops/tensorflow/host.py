@@ -1,4 +1,4 @@
-"""What the host decides, and what stops a step."""
+"""Decisions on the host, and checks that stop a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_gradcomp.ops.tensorflow.base import ASSERTION, Base, assertion
 
 
 class Control(Base):
-    """What the host decides, and what stops a step."""
+    """Ops for decisions on the host, and for checks that stop a step."""
 
     def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         if isinstance(dense, bool):
@@ -22,7 +22,7 @@ class Control(Base):
     def map_bytes(self, function: Callable[[bytes], bytes], data: Tensor) -> Tensor:
         if tf.executing_eagerly():
             return tf.io.decode_raw(function(data.numpy().tobytes()), tf.uint8)
-        # Not tf.py_function: it runs operations of its own, and waits for a thread to do so.
+        # Not tf.py_function: it runs ops of its own, and waits for a thread to do so.
         result = tf.numpy_function(lambda given: function(given.tobytes()), [data], tf.string)
         return tf.reshape(tf.io.decode_raw(result, tf.uint8), (-1,))
 
@@ -74,7 +74,7 @@ class Control(Base):
                     raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
             return None
         # In a graph the sum depends on the assertion, so nothing is assigned before it holds. One
-        # for all facts, and not `tf.debugging.Assert`, which traces two functions for each.
+        # assertion for all facts; `tf.debugging.Assert` would trace two functions for each.
         texts = [
             f"{ASSERTION}: {message.replace('rank {ranks}', 'a rank')}; fine by rank:"
             for message in facts

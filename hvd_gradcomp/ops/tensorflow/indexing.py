@@ -1,4 +1,4 @@
-"""Verbs of shape and place."""
+"""Shape and indexing ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_gradcomp.ops.tensorflow.base import Base, shape_of
 
 
 class Placing(Base):
-    """Verbs of shape and place."""
+    """Shape and indexing ops."""
 
     def reshape(self, x: Tensor, shape: Sequence[Any]) -> Tensor:
         return tf.reshape(x, shape_of(shape))

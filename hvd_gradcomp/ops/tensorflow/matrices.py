@@ -1,4 +1,4 @@
-"""Verbs for matrices."""
+"""Matrix ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_gradcomp.ops.tensorflow.base import Base
 
 
 class Matrices(Base):
-    """Verbs for matrices."""
+    """Matrix ops."""
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         return tf.matmul(x, y)

@@ -1,4 +1,4 @@
-"""Codes for every element, and the random numbers that round them."""
+"""Quantization of every element, and the random numbers for rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_gradcomp.ops.tensorflow.base import Base, integer, numbers
 
 
 class Coding(Base):
-    """Codes for every element, and the random numbers that round them."""
+    """Ops that quantize every element, and the random numbers for rounding."""
 
     def key(self, step: Any, salt: int) -> Tensor:
         if self.native is None:

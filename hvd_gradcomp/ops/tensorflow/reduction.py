@@ -1,4 +1,4 @@
-"""Reductions, and what depends on the order of values."""
+"""Reductions, and ops that depend on the order of values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_gradcomp.ops.tensorflow.base import Base
 
 
 class Ordering(Base):
-    """Reductions, and what depends on the order of values."""
+    """Reductions, and ops that depend on the order of values."""
 
     def sum(self, x: Tensor, axis: int | None = None) -> Tensor:
         return tf.reduce_sum(x, axis)

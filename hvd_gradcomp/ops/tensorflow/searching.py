@@ -1,4 +1,4 @@
-"""Walks over a bucket in pieces that stay in a cache."""
+"""Traversal of a bucket, without tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_gradcomp.ops.tensorflow.base import Base
 
 
 class Searching(Base):
-    """Walks over a bucket in pieces that stay in a cache."""
+    """Ops that traverse a bucket as a whole."""
 
     def search(
         self,

@@ -1,12 +1,12 @@
-"""The verbs in PyTorch.
+"""Tensor ops in PyTorch.
 
-On a CPU a large bucket is worked through in tiles that stay in the second-level cache, and
-comparisons go through float32, where ATen has vector code (`a > b` into bool has none: measured
-4 times slower than comparing in place and converting).
+On a CPU a large bucket is processed in tiles that stay in the second-level cache, and comparisons
+go through float32, where ATen has vector code (`a > b` into bool has none: measured 4 times slower
+than comparing in place and converting).
 
-On CUDA no verb waits for the device. What the host must know (how many elements the ranks wanted)
-is copied to pinned memory and read one step later; a payload that does not check out adds nothing
-to the result of its step and raises at the next step, before anything else is sent.
+On CUDA no op waits for the device. Numbers that the host needs (how many elements the ranks wanted)
+are copied to pinned memory and read one step later. A payload that fails its checks adds nothing
+to the result of its step, and raises at the next step, before anything else is sent.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hvd_gradcomp.ops.torch.searching import Searching
 class TorchOps(
     Making, Elementwise, Placing, Ordering, Matrices, Bytewise, Searching, Framing, Coding, Control
 ):
-    """Eager PyTorch on one device.
+    """Eager PyTorch ops on one device.
 
     Args:
         device: where buckets live.
-        static: keep to the verbs that a GPU and a compiler need, also on a CPU. The tests use it
-            to hold both ways to the same bytes.
-        kernels: take the passes in Triton; needs `static` where the device is no GPU. None takes
-            them on CUDA where Triton can be loaded.
+        static: keep to the ops that a GPU and a compiler need, also on a CPU. The tests use it to
+            compare both variants byte by byte.
+        kernels: use the fused kernels in Triton; needs `static` unless the device is a GPU. None
+            uses them on CUDA if Triton can be loaded.
     """

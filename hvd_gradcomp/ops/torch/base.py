@@ -1,4 +1,4 @@
-"""What all verbs in PyTorch share."""
+"""Base of all PyTorch ops."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DTYPES = {
     "bool": torch.bool,
 }
 WORD = 0xFFFFFFFF
-TILE = 1 << 18  # elements: few enough to stay in cache, enough that calls do not count
+TILE = 1 << 18  # elements: few enough to stay in cache, enough to amortize the calls
 HEAD = 64  # bytes before a body, at most
-CAPABILITY = (8, 0)  # the least that kernels are compiled for in tests
-TRITON = (3, 6)  # the least that compiles them; before it a quotient that is a denormal is 0
+CAPABILITY = (8, 0)  # the minimum; the lowest that tests compile kernels for
+TRITON = (3, 6)  # the minimum; in older versions a denormal quotient is 0
 
 
 class Base(Ops):
-    """What all verbs share: the device, memory to write to, what a GPU has still to say."""
+    """Base of all PyTorch ops: the device, reused memory, and the pending errors of a GPU."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Base(Ops):
         self.word_passes: Any = WordPasses(self) if self.native is not None else None
         self.largest_passes: Any = LargestPasses(self) if self.native is not None else None
         self.kernels: Any = None
-        self.quantizers: Any = None  # the kernels of codes for every element
+        self.quantizers: Any = None  # the kernels that quantize every element
         if _has_kernels(self.device) if kernels is None else kernels:
             from hvd_gradcomp.ops.triton.common import Common
             from hvd_gradcomp.ops.triton.quantizers import Quantizers
@@ -63,22 +63,22 @@ class Base(Ops):
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
-        self._lent: dict[torch.dtype, int] | None = None  # how many of each pool, within a tile
-        self._stream: Any = None  # CUDA: where verbs were asked for last
+        self._lent: dict[torch.dtype, int] | None = None  # tensors lent by each pool, in a tile
+        self._stream: Any = None  # CUDA: the stream of the last ops
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
         self._headless: Tensor | None = None  # see `body`
-        self._kept: set[int] = set()  # places that verbs must not write to
+        self._kept: set[int] = set()  # addresses that ops must not write to
         self._rooms: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # to write to instead
 
-    # -- a step that may have to be undone -----------------------------------------------------
+    # -- a step that may be rolled back --------------------------------------------------------
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Donating verbs leave these as they are, and write elsewhere, until `let_go`."""
+        """Protect tensors until `let_go`: donating ops write elsewhere."""
         self._kept.update(_place(x) for x in tensors if x.numel() > 1)
 
     def let_go(self, kept: Iterable[Tensor], now: Iterable[Tensor]) -> None:
-        """Ends `keep`; what is not among those that are used now is room for later steps."""
+        """End `keep`; tensors that are not in use now become memory for later steps."""
         used = {_place(x) for x in now}
         for x in kept:
             if _place(x) in self._kept and _place(x) not in used:
@@ -86,21 +86,21 @@ class Base(Ops):
             self._kept.discard(_place(x))
 
     def room(self, x: Tensor) -> Tensor:
-        """Where a donating verb may write: x, or as much memory, of any content, if it is kept."""
+        """Return memory for a donating op: x, or uninitialized memory like x if x is kept."""
         if not self._kept or _place(x) not in self._kept:
             return x
         rooms = self._rooms.get((x.dtype, x.numel()))
         return rooms.pop().view(x.shape) if rooms else torch.empty_like(x)
 
     def own(self, x: Tensor) -> Tensor:
-        """The same with the content of x, for verbs that write to a part."""
+        """Return `room(x)` with the content of x, for ops that write to a part."""
         room = self.room(x)
         return room if room is x else room.copy_(x)
 
     def take_turn(self) -> None:
-        """What comes next waits, on a GPU, for what was asked for on another stream.
+        """Make the next ops wait, on a GPU, for ops that were issued on another stream.
 
-        Memory that is used again, by verbs and kernels, belongs to no bucket.
+        The memory that ops and kernels reuse is shared by all buckets.
         """
         if self.device.type == "cuda":
             here = torch.cuda.current_stream(self.device)
@@ -108,16 +108,16 @@ class Base(Ops):
                 here.wait_stream(self._stream)
             self._stream = here
 
-    # -- what a GPU has still to say -----------------------------------------------------------
+    # -- pending errors of a GPU ---------------------------------------------------------------
 
     def raise_found(self) -> None:
-        """Raises now what a GPU has found wrong in this step; waits for it."""
+        """Raise the errors that a GPU has found in this step; waits for it."""
         if self._copied is not None:
             self._copied.synchronize()
             self._raise_pending()
 
     def demand(self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]) -> None:
-        """As `require`, of facts that are staged: messages, bool [messages, world], the error."""
+        """Require staged facts, like `require`: (messages, bool [messages, world], error) each."""
         if not self.on_host:
             self._pending += facts
             return
@@ -132,24 +132,24 @@ class Base(Ops):
     # -- memory --------------------------------------------------------------------------------
 
     def body(self, size: int) -> Tensor:
-        """Memory for bytes, before which there is room for their head, if it comes next."""
+        """Return memory for a body, with room in front for its header if that comes next."""
         self._headless = self._empty(HEAD + size, dtype=torch.uint8)
         return self._headless[HEAD:]
 
     def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """Numbers of the host; from pinned memory, since a copy from other would wait."""
+        """Copy numbers from the host, by pinned memory: a copy from other memory would wait."""
         given = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=not self.on_host)
         return given.to(self.device, non_blocking=True)
 
     def _empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        """For C to write to, whatever PyTorch's defaults of device and dtype are."""
+        """Return memory for C to write to, regardless of PyTorch's default device and dtype."""
         return torch.empty(*shape, dtype=dtype, device=self.device)
 
     def _scratch(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Memory for a temporary of one tile, lent until the next tile.
+        """Return memory for a temporary of one tile, lent until the next tile; None outside tiles.
 
-        Fresh memory of this size goes back to the system when it is freed, and taking it again
-        costs more (page faults) than the arithmetic. None outside of tiles.
+        Fresh memory of this size returns to the system when it is freed, and the page faults of the
+        next allocation cost more than the arithmetic.
         """
         if self._lent is None:
             return None
@@ -165,7 +165,7 @@ class Base(Ops):
 
 @cache
 def _triton_runs(device: torch.device) -> bool:
-    """Whether a kernel runs on a GPU, by running one; a warning says what kept it from that."""
+    """Return True if a test kernel runs on the GPU; else log a warning with the reason."""
     try:
         import triton
 
@@ -187,7 +187,7 @@ def _triton_runs(device: torch.device) -> bool:
 
 
 def _has_kernels(device: torch.device) -> bool:
-    """Whether a device takes kernels; loading Triton after TensorFlow ends the process."""
+    """Return True if a device runs kernels; loading Triton after TensorFlow ends the process."""
     if device.type != "cuda":
         return False
     if "triton" not in sys.modules and (
@@ -198,23 +198,23 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _place(x: Tensor) -> int:
-    """Where the memory of a tensor begins, or of what it is a view of."""
+    """Return the address of a tensor's storage."""
     return x.untyped_storage().data_ptr()
 
 
 def check(failed: int) -> None:
-    """Raises where C found no memory."""
+    """Raise an error if C could not allocate memory."""
     if failed:
         raise MemoryError("no memory to compress a layer with")
 
 
 def low_word(x: Tensor) -> Tensor:
-    """The low 32 bits of int64 in [0, 2**32) as int32: a narrowing cast is modulo 2**32."""
+    """Return the low 32 bits of int64 in [0, 2**32) as int32: a narrowing cast is modulo 2**32."""
     return x.to(torch.int32)
 
 
 def raise_false(messages: Sequence[str], held: Tensor, error: type[Exception]) -> None:
-    """Raises the first message that does not hold for all ranks; held is [messages, world]."""
+    """Raise the first message that does not hold for all ranks; held is [messages, world]."""
     if bool(held.all()):
         return
     for message, fact in zip(messages, held):
@@ -224,12 +224,12 @@ def raise_false(messages: Sequence[str], held: Tensor, error: type[Exception]) -
 
 
 def walked(x: Tensor) -> bool:
-    """Whether C can walk over it as it lies: float32, neighbours adjacent."""
+    """Return True if C can traverse x as it is: float32, contiguous."""
     return x.dtype == torch.float32 and x.is_contiguous()
 
 
 def walkable(x: Tensor) -> Tensor:
-    """With rows that C can walk: neighbours adjacent, rows a multiple of 4 bytes apart."""
+    """Return x with rows that C can traverse: contiguous, a multiple of 4 bytes apart."""
     apart = x.stride(0) * x.element_size(), x.storage_offset() * x.element_size()
     aligned = x.stride(1) == 1 and not any(number % 4 for number in apart)
     return x if aligned else x.contiguous()

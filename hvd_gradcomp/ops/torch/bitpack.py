@@ -1,4 +1,4 @@
-"""Numbers as bytes, and codes as bits."""
+"""Conversion of numbers to bytes, and of codes to bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
 
 
 class Bytewise(Base):
-    """Numbers as bytes, and codes as bits."""
+    """Ops that convert numbers to bytes, and codes to bits."""
 
     def to_bytes(self, x: Tensor, dtype: str) -> Tensor:
         narrow = low_word(x) if dtype == "uint32" else x.to(DTYPES[dtype])
@@ -56,5 +56,5 @@ class Bytewise(Base):
 
 
 def _whole_words(x: Tensor) -> bool:
-    """Whether bytes can be looked at as words of 32 bits where they lie."""
+    """Return True if the bytes can be viewed as 32-bit words in place."""
     return x.stride(-1) == 1 and not any(n % 4 for n in (*x.stride()[:-1], x.storage_offset()))

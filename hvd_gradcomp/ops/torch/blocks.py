@@ -1,8 +1,8 @@
-"""PyTorch on a CPU: layers whose axes lie in memory in the opposite order, a block at a time.
+"""Layers on a CPU whose memory order is the reverse of their axes, processed in blocks.
 
-A convolution lies filters first, and its slices run through it filters last. Blocks of it are
-turned, by the C library, while a cache holds them, and multiplied there, so that memory is walked
-over once.
+PyTorch stores a convolution filters first, but its slices traverse it filters last. The C library
+transposes blocks of it, and they are multiplied while they are in cache, so that memory is
+traversed once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-_BLOCK = 1 << 18  # elements of a block, a thread
-_LINE = 16  # elements of a cache line: blocks end where one does, so that it is written once
+_BLOCK = 1 << 18  # elements of a block, per thread
+_LINE = 16  # elements of a cache line: blocks end on a line's end, so that it is written once
 
 
 def _empty(*shape: int) -> torch.Tensor:
-    """For C to write to, whatever PyTorch's defaults of device and dtype are."""
+    """Return memory for C to write to, regardless of PyTorch's default device and dtype."""
     return torch.empty(*shape, dtype=torch.float32, device="cpu")
 
 
 class Axes(NamedTuple):
-    """A layer [first, middle, last] as it lies in memory; it is wanted as [last, middle, first]."""
+    """A layer [first, middle, last] as it is in memory; it is needed as [last, middle, first]."""
 
     first: int
     middle: int
@@ -31,9 +31,9 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Axes | None:
-        """Those of what lies on the host in the opposite order; None of others.
+        """Return the axes of a host tensor in the reverse memory order; None for other tensors.
 
-        Axes that follow each other in memory as they do in x are one; a matrix has a second axis
+        Axes that are adjacent in memory, in the order of x, are merged; a matrix has a middle axis
         of 1.
         """
         if x.dim() < 2 or x.is_contiguous() or x.requires_grad or x.dtype != torch.float32:
@@ -56,14 +56,14 @@ class Blocks:
 
     def __init__(self, native: Any, axes: Axes, length: int) -> None:
         first, middle, last = axes
-        if middle == 1:  # so that there is something to cut along
+        if middle == 1:  # a matrix is cut along its last axis
             middle, last = last, middle
         self.native, self.length = native, length
-        self.axes, self.deep = Axes(first, middle, last), length // first  # of `middle`, a row
+        self.axes, self.deep = Axes(first, middle, last), length // first  # columns per row
 
     @classmethod
     def of(cls, native: Any, axes: Axes | None, length: int) -> Blocks | None:
-        """None where a row would not begin and end with a column."""
+        """Return the blocks, or None if a row would not begin and end with a column."""
         if axes is None:
             return None
         blocks = cls(native, axes, length)
@@ -72,11 +72,11 @@ class Blocks:
 
     @property
     def across(self) -> int:
-        """Rows that begin at one place of `last`."""
+        """Rows that begin at one position of `last`."""
         return self.axes.middle // self.deep
 
     def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """From which of these rows to which a block is, and memory for it; the same for all."""
+        """Yield each block's first row, the row after its last, and memory shared by all blocks."""
         fit = _BLOCK * torch.get_num_threads() // (self.axes.last * self.length)
         count = -(-self.across // max(1, fit))
         step = -(-self.across // count)
@@ -89,14 +89,14 @@ class Blocks:
             yield start, stop, memory[:size].view(-1, self.length)
 
     def read(self, layer: int, start: int, stop: int, rows: torch.Tensor) -> None:
-        """Rows of a block, from the layer at an address."""
+        """Copy the rows of a block from the layer at an address."""
         first, middle, last = self.axes
         deep, there = (stop - start) * self.deep, layer + 4 * start * self.deep * last
         where = (there, first, deep, last, middle * last, rows.data_ptr(), deep * first)
         self.native.reverse(*where, False, torch.get_num_threads())
 
     def write(self, rows: torch.Tensor, layer: int, start: int, stop: int) -> None:
-        """The inverse of `read`."""
+        """Invert `read`."""
         first, middle, last = self.axes
         deep, there = (stop - start) * self.deep, layer + 4 * start * self.deep * last
         where = (rows.data_ptr(), last, deep, first, deep * first, there, middle * last)
@@ -105,7 +105,7 @@ class Blocks:
     def project(
         self, x: torch.Tensor, basis: torch.Tensor, row: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `Ops.project`."""
+        """Compute `Ops.project`."""
         last, dimension = self.axes.last, basis.shape[1]
         code = _empty(last, self.across, dimension)
         energy, beside = [], []
@@ -119,7 +119,7 @@ class Blocks:
 
 
 class Lifted(NamedTuple):
-    """`Ops.lift`, done once it is known where the layer shall lie."""
+    """Deferred `Ops.lift`, computed once the destination of the layer is known."""
 
     blocks: Blocks
     code: torch.Tensor
@@ -130,7 +130,7 @@ class Lifted(NamedTuple):
         return prod(self.blocks.axes)
 
     def into(self, place: torch.Tensor) -> None:
-        """Writes the layer."""
+        """Write the layer to its destination."""
         blocks, dimension = self.blocks, self.basis.shape[1]
         code = self.code.view(blocks.axes.last, blocks.across, dimension)
         for start, stop, rows in blocks.each():

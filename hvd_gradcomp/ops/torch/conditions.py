@@ -11,24 +11,24 @@ from hvd_gradcomp.ops import Tensor
 
 
 class Condition(ABC):
-    """A condition on a tile, not looked at yet: indices are found without forming flags."""
+    """Lazy condition on a tile: indices are found without forming flags."""
 
     def __and__(self, other: Greater | Both) -> Both:
         return Both(self, other)
 
     @abstractmethod
     def find(self, native: Any, base: int, out: Tensor) -> int:
-        """Writes the indices, from base on, and returns how many."""
+        """Write the indices, from base on, and return their number."""
 
 
 class Greater(Condition):
-    """`x > y`."""
+    """Condition `x > y`."""
 
     def __init__(self, x: Tensor, y: Any) -> None:
         self.x, self.y = x, y
 
     def at(self, index: Tensor) -> Tensor:
-        """As bool, at some indices."""
+        """Evaluate at some indices, as bool."""
         y = self.y[index] if isinstance(self.y, torch.Tensor) else self.y
         return self.x[index] > y
 
@@ -40,7 +40,7 @@ class Greater(Condition):
 
 
 class Found(Condition):
-    """Where a condition held when it was looked at."""
+    """Evaluated condition: the indices where it held."""
 
     def __init__(self, index: Tensor) -> None:
         self.index = index
@@ -53,13 +53,13 @@ class Found(Condition):
 
 
 class Both(Condition):
-    """The first condition, and the second where the first holds."""
+    """Conjunction of two conditions; the second is evaluated only where the first holds."""
 
     def __init__(self, first: Condition, second: Greater | Both) -> None:
         self.first, self.second = first, second
 
     def at(self, index: Tensor) -> Tensor:
-        """As bool, at some indices."""
+        """Evaluate at some indices, as bool."""
         assert isinstance(self.first, (Greater, Both))
         return self.first.at(index) & self.second.at(index)
 
@@ -71,13 +71,13 @@ class Both(Condition):
 
 
 class Above(Condition):
-    """`|x| >= bound` of the block, and x is not 0."""
+    """Condition `|x| >= bound` of the block, and x is not 0."""
 
     def __init__(self, x: Tensor, bound: Tensor, block: int) -> None:
         self.x, self.bound, self.block = x, bound, block
 
     def flags(self) -> Tensor:
-        """As bool."""
+        """Evaluate everywhere, as bool."""
         magnitude = self.x.abs().view(-1, self.block)
         bounds = self.bound[: magnitude.shape[0], None]
         return ((magnitude >= bounds) & (magnitude > 0)).view(-1)

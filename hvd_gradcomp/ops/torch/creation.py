@@ -1,4 +1,4 @@
-"""Verbs that make tensors."""
+"""Ops that create tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.torch.base import DTYPES, Base
 
 
 class Making(Base):
-    """Verbs that make tensors."""
+    """Ops that create tensors."""
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         return torch.zeros(tuple(shape), dtype=DTYPES[dtype], device=self.device)

@@ -1,4 +1,4 @@
-"""Verbs for each element by itself."""
+"""Elementwise ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_gradcomp.ops.torch.conditions import Greater
 
 
 class Elementwise(Base):
-    """Verbs for each element by itself."""
+    """Elementwise ops."""
 
     def abs(self, x: Tensor) -> Tensor:
         return torch.abs(x, out=self._scratch(x))

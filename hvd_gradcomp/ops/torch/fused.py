@@ -1,15 +1,15 @@
-"""Passes: one walk over a bucket that does what a dozen verbs did, on a CPU.
+"""Fused CPU kernels: one pass over a bucket does the work of a dozen ops.
 
-`codecs.words` and `codecs.largest` say in verbs what a pass has to do, and that is what runs
-wherever there is no pass, and what tests hold each pass against, to the bit. A pass writes to what
-it is given in place, and uses as many threads as PyTorch does.
+`codecs.threshold` and `codecs.topk` define in plain ops what each kernel does. The plain ops run
+wherever there is no kernel, and tests compare each kernel with them, bit by bit. A kernel writes to
+its inputs in place, and uses as many threads as PyTorch does.
 
-    write   takes the gradient in, finds what the method wants, writes the payload's body
-    settle  takes out of the memory what was sent, once the exchange has succeeded
+    write   accumulates the gradient, selects elements, writes the payload's body
+    settle  removes the sent elements from the memory, once the exchange has succeeded
     add     adds up the bodies of all ranks
 
-Where one rank chooses for all: `choose` writes where, `values` reads what a rank has there, and
-`replace` puts there what came back.
+If one rank chooses for all: `choose` writes the indices, `values` reads a rank's values there, and
+`replace` stores the result there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BEYOND = -2  # in passes.h
 
 
 class Verbs(Protocol):
-    """What passes need of `TorchOps`."""
+    """Part of `TorchOps` that the fused kernels use."""
 
     native: Any
 
@@ -44,10 +44,10 @@ class Verbs(Protocol):
 
 
 class Passes:
-    """What all have.
+    """Base of the fused kernels.
 
     Args:
-        ops: the verbs, on a CPU with the C library.
+        ops: the tensor ops, on a CPU with the C library.
     """
 
     def __init__(self, ops: Verbs) -> None:
@@ -56,7 +56,7 @@ class Passes:
         self._rooms = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _room(self, size: int) -> Tensor:
-        """Bytes that are used again: fresh pages cost as much as a pass."""
+        """Return reused memory, in bytes: fresh pages cost as much as a kernel."""
         if self._rooms.shape[0] < size:
             self._rooms = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._rooms
@@ -67,7 +67,7 @@ class Passes:
 
 
 class WordPasses(Passes):
-    """Those of the methods with a rule for each element."""
+    """Fused kernels of the methods with a rule for each element."""
 
     def write(
         self,
@@ -80,17 +80,17 @@ class WordPasses(Passes):
         moment: Tensor | None,
         before: Tensor,
     ) -> Written:
-        """One rank's step.
+        """Encode one rank's step.
 
         Args:
-            rule: what is wanted, and what a code stands for.
+            rule: which elements are selected, and what a code means.
             layout: of the bucket.
-            rung: what fits.
+            rung: the capacity level.
             turn: the step.
-            memory: r and, where the rule is one of ambiguity, v; float32 [size]. Donating.
+            memory: r and, with `rule.ambiguity`, v; float32 [size]. Donating.
             gradient: float32 [size].
-            moment: float32 [size]; None where the step is the sample.
-            before: int64 [layers], how many were sent of each before.
+            moment: float32 [size]; None if the step is the sample.
+            before: int64 [layers], number of elements sent of each before.
         """
         how, where, threads = self._rule(rule), self._where(rule, layout), torch.get_num_threads()
         memory = [self.ops.own(x) for x in memory]
@@ -129,16 +129,16 @@ class WordPasses(Passes):
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
-        """`sum over ranks of weights[rank] * what the rank sent`, in rank order.
+        """Sum `weights[rank] * values of the rank` over ranks, in rank order.
 
         Args:
-            rule, layout, rung: as for `write`, on all ranks alike.
+            rule, layout, rung: as for `write`, equal on all ranks.
             bodies: uint8 [world, bytes].
             weights: float32 [world].
-            room: float32 [size] that the sum may be written to; its values do not count.
+            room: float32 [size] that the sum may be written to; its values are ignored.
 
         Raises:
-            PayloadError: an index points outside of the bucket; bodies are of another rung.
+            PayloadError: an index points outside of the bucket; bodies have another capacity level.
         """
         _require(bodies, rule.body_bytes(layout, rung))
         how, where, room = self._rule(rule), self._where(rule, layout), self.ops.room(room)
@@ -158,12 +158,12 @@ class WordPasses(Passes):
 
 
 class LargestPasses(Passes):
-    """Those of the methods with a number of elements.
+    """Fused kernels of the methods with a number of elements.
 
     Attributes:
-        leads: whether there are `choose`, `values` and `replace`.
-        looks: whether `add` looks itself if the sum is finite.
-        shares: whether `write` may be given what `Placing.shares` takes as the quota.
+        leads: whether `choose`, `values` and `replace` exist.
+        looks: whether `add` itself checks that the sum is finite.
+        shares: whether `write` accepts the `wanted` of `Placing.shares` as the quota.
     """
 
     leads = True
@@ -182,19 +182,19 @@ class LargestPasses(Passes):
         gradient: Tensor,
         before: Tensor,
     ) -> Written:
-        """One rank's step.
+        """Encode one rank's step.
 
         Args:
-            how: how the memory takes in the gradient.
-            scope: what competes.
-            form: of the body.
+            how: how the memory accumulates the gradient.
+            scope: which elements compete.
+            form: byte layout of the body.
             turn: the step.
             quota: elements to send of each group, int64 [groups]; None for the most.
-            most: that a quota may be.
+            most: limits of the quotas.
             hint: where to look first; float32 [groups].
             memory: r and, with momentum, u; float32 [size]. Donating.
             gradient: float32 [size].
-            before: int64 [layers], how many were sent of each before.
+            before: int64 [layers], number of elements sent of each before.
         """
         quota, slack = self._numbers(scope, quota, most)
         layout, memory = scope.layout, [self.ops.own(x) for x in memory]
@@ -219,7 +219,7 @@ class LargestPasses(Passes):
         r: Tensor,
         gradient: Tensor,
     ) -> Written:
-        """What `write` would send of r and the gradient, which stay as they are."""
+        """Return the payload that `write` would send of r and the gradient; both stay unchanged."""
         quota, slack = self._numbers(scope, None, most)
         hint = torch.full(quota.shape, float("inf"), dtype=torch.float32, device="cpu")
         nowhere, before, how = (None, None), (r, None), Collecting()
@@ -238,7 +238,7 @@ class LargestPasses(Passes):
         before: tuple[Tensor, Tensor | None],
         gradient: Tensor,
     ) -> Written:
-        """With r and u; the memory is what they become, None where they stay as they are."""
+        """Encode a step from r and u in `before`, updated in `memory`; None keeps them as is."""
         native, layout, threads = self.native, scope.layout, torch.get_num_threads()
         where = ctypes.byref(self._scope(scope))
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
@@ -260,7 +260,7 @@ class LargestPasses(Passes):
     def values(
         self, layout: Layout, form: Form, body: Tensor, r: Tensor, gradient: Tensor
     ) -> Tensor:
-        """What r and the gradient are together where a body of indices says; float32 [capacity].
+        """Return r plus the gradient at a body's indices; float32 [capacity].
 
         Raises:
             PayloadError: an index points outside of the bucket.
@@ -282,17 +282,17 @@ class LargestPasses(Passes):
         r: Tensor,
         gradient: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What all ranks have sent at these indices comes in for what this one has there.
+        """Replace this rank's values at a body's indices by the result of all ranks.
 
         Args:
             layout, form, body: as for `values`.
-            total: what is handed out there; float32 [capacity].
-            beta: share of what is new that r takes in, and of what was sent that leaves it.
+            total: the result at the indices; float32 [capacity].
+            beta: share of the new gradient that r accumulates, and of sent values that leaves it.
             r, gradient: float32 [size]. Donating.
 
         Returns:
-            `total` at the indices and 0 elsewhere, [size]; `r + beta * gradient`, and there
-            `(1 - beta) * r`; and how many of each layer were sent, int64 [layers].
+            `total` at the indices and 0 elsewhere, [size]; `r + beta * gradient`, and at the
+            indices `(1 - beta) * r`; and how many of each layer were sent, int64 [layers].
 
         Raises:
             PayloadError: an index points outside of the bucket.
@@ -309,16 +309,16 @@ class LargestPasses(Passes):
     def add(
         self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, room: Tensor
     ) -> Tensor:
-        """`sum over ranks of weights[rank] * what the rank sent`, in rank order.
+        """Sum `weights[rank] * values of the rank` over ranks, in rank order.
 
         Args:
-            layout, form: as for `write`, on all ranks alike.
+            layout, form: as for `write`, equal on all ranks.
             bodies: uint8 [world, bytes].
             weights: float32 [world].
-            room: float32 [size] that the sum may be written to; its values do not count.
+            room: float32 [size] that the sum may be written to; its values are ignored.
 
         Raises:
-            PayloadError: an index points outside of the bucket; bodies are of another rung.
+            PayloadError: an index points outside of the bucket; bodies have another capacity level.
         """
         _require(bodies, form.size)
         room, ranks = self.ops.room(room), bodies.shape[0]
@@ -331,7 +331,7 @@ class LargestPasses(Passes):
     def _numbers(
         self, scope: Scope, quota: Tensor | None, most: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """The quota, and by how much a sample may be wrong about it; int64 [groups]."""
+        """Return the quota, and the margin of error of a sample about it; int64 [groups]."""
         numbers = most if quota is None else quota, scope.slack(most)
         quota, slack = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in numbers)
         return quota, slack
@@ -346,7 +346,7 @@ class LargestPasses(Passes):
 
 
 class _Rule(ctypes.Structure):
-    """`rule` in passes.h."""
+    """Struct `rule` in passes.h."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("ambiguity", "large", "powers")),
@@ -356,7 +356,7 @@ class _Rule(ctypes.Structure):
 
 
 class _Place(ctypes.Structure):
-    """`place` in passes.h."""
+    """Struct `place` in passes.h."""
 
     _fields_ = [
         ("layer_of_block", ctypes.c_void_p),
@@ -368,7 +368,7 @@ class _Place(ctypes.Structure):
 
 
 class _Collecting(ctypes.Structure):
-    """`collecting` in passes.h."""
+    """Struct `collecting` in passes.h."""
 
     _fields_ = [
         ("momentum", ctypes.c_float),
@@ -378,7 +378,7 @@ class _Collecting(ctypes.Structure):
 
 
 class _Scope(ctypes.Structure):
-    """`scope` in passes.h."""
+    """Struct `scope` in passes.h."""
 
     _fields_ = [
         ("where", _Place),
@@ -389,13 +389,13 @@ class _Scope(ctypes.Structure):
 
 
 class _Elements(ctypes.Structure):
-    """`elements` in passes.h."""
+    """Struct `elements` in passes.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("index", "bits", "count")]
 
 
 class _Form(ctypes.Structure):
-    """`form` in passes.h."""
+    """Struct `form` in passes.h."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -408,7 +408,7 @@ def _form(form: Form) -> Any:
 
 
 def _unpacked(form: Form) -> int:
-    """Bytes that the indices of a body take, where they are packed in it."""
+    """Return the bytes that a body's packed indices take once unpacked."""
     return 4 * form.places.blocks * GROUP
 
 
@@ -417,7 +417,7 @@ def _at(x: Tensor | None) -> int | None:
 
 
 def _require(bodies: Tensor, size: int) -> None:
-    """C reads so many bytes of each, whatever there is."""
+    """Raise an error unless each body has `size` bytes: C reads that many unchecked."""
     if bodies.shape[-1] != size:
         raise PayloadError(f"a payload has {bodies.shape[-1]} bytes where {size} are due")
 

@@ -1,4 +1,4 @@
-"""Frames around payloads, and what is looked at in them."""
+"""Frames around payloads, and checks of their content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_gradcomp.ops.torch.base import HEAD, Base, walkable, walked
 
 
 class Framing(Base):
-    """Frames around payloads, and what is looked at in them."""
+    """Ops for frames around payloads, and for checks of their content."""
 
     def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
         if self.kernels is not None:
@@ -36,7 +36,7 @@ class Framing(Base):
             return super().examine(frames, count, fields, expected)
         frames = walkable(frames)
         rows, (length, rest) = frames.shape[0], divmod(frames.shape[1], 4)
-        if rest or length <= count:  # C reads whole words, and so many, whatever there is
+        if rest or length <= count:  # C reads whole words, and this many, unchecked
             raise PayloadError(f"a frame has {frames.shape[1]} bytes: a payload is damaged")
         words = self._empty(rows, count, dtype=torch.int64)
         held = self._empty(len(fields) + 1, rows, dtype=torch.bool)
@@ -102,5 +102,5 @@ class Framing(Base):
 
 @lru_cache(maxsize=4)
 def _numbers(fields: tuple[Field, ...]) -> Any:
-    """`field` in native.h."""
+    """Return the fields as structs `field` in native.h."""
     return (ctypes.c_int64 * (3 * len(fields)))(*(number for field in fields for number in field))

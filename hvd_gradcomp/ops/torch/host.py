@@ -1,4 +1,4 @@
-"""What the host decides, and what stops a step."""
+"""Decisions on the host, and checks that stop a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.torch.base import Base, raise_false
 
 
 class Control(Base):
-    """What the host decides, and what stops a step."""
+    """Ops for decisions on the host, and for checks that stop a step."""
 
     def cond(self, dense: bool, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         return if_true() if dense else if_false()

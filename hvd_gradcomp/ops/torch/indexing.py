@@ -1,4 +1,4 @@
-"""Verbs of shape and place."""
+"""Shape and indexing ops."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hvd_gradcomp.ops import PayloadError, Tensor
 from hvd_gradcomp.ops.torch.base import Base, walked
 from hvd_gradcomp.ops.torch.blocks import Axes, Lifted
 
-_CACHED = 1 << 18  # elements that are written past the caches if there are more
+_CACHED = 1 << 18  # elements; larger tensors are written past the caches
 
 
 class Placing(Base):
-    """Verbs of shape and place."""
+    """Shape and indexing ops."""
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         if Axes.of(x):
@@ -88,7 +88,7 @@ class Placing(Base):
         return x
 
     def _copy(self, into: Tensor, x: Tensor) -> None:
-        """`into` is contiguous; what lies across is read in blocks, or rows, not in strides."""
+        """Copy x to a contiguous tensor; read reversed axes in blocks or rows, not in strides."""
         axes = Axes.of(x)
         if axes is None:
             into.copy_(x)

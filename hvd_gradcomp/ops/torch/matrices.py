@@ -1,4 +1,4 @@
-"""Verbs for matrices."""
+"""Matrix ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.torch.blocks import Axes, Blocks, Lifted
 
 
 class Matrices(Base):
-    """Verbs for matrices."""
+    """Matrix ops."""
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.matmul(x, y)
@@ -59,5 +59,5 @@ class Matrices(Base):
         return super().lift(code, basis, row, shape, order)
 
     def _blocks(self, x: Tensor, length: int) -> Blocks | None:
-        """Of what lies like x, in rows of a length."""
+        """Return the blocks of a layer in memory like x, in rows of a length; None if none fit."""
         return None if self.native is None else Blocks.of(self.native, Axes.of(x), length)

@@ -1,4 +1,4 @@
-"""Codes for every element, and the random numbers that round them."""
+"""Quantization of every element, and the random numbers for rounding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hvd_gradcomp.ops.torch.base import Base, check, walkable
 
 
 class Coding(Base):
-    """Codes for every element, and the random numbers that round them."""
+    """Ops that quantize every element, and the random numbers for rounding."""
 
     def key(self, step: Any, salt: int) -> Any:
-        """On the device no number of it is needed: where there are kernels, two integers."""
+        """Return the key of a step; with kernels two integers, since the device needs no tensor."""
         if self.kernels is None:
             return super().key(step, salt)
         first = _mix(_mix(step % (1 << 32)) ^ salt)
@@ -157,7 +157,7 @@ class Coding(Base):
         return room
 
     def _of(self, bands: Bands) -> tuple[Any, int]:
-        """The bands as C sees them."""
+        """Return the bands as C takes them."""
         if bands not in self._bands:
             numbers = [number for band in bands.bands for number in band]
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
@@ -165,7 +165,7 @@ class Coding(Base):
 
 
 def _mix(x: int) -> int:
-    """`Coding.mix` of one number."""
+    """Compute `Coding.mix` of one number."""
     for _ in range(2):
         x = (x ^ x >> 16) * FACTOR % (1 << 32)
     return x ^ x >> 16

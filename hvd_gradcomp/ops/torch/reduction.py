@@ -1,4 +1,4 @@
-"""Reductions, and what depends on the order of values."""
+"""Reductions, and ops that depend on the order of values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch.base import Base, check, walkable, walked
 
-_EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight
+_EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight bytes
 
 
 class Ordering(Base):
-    """Reductions, and what depends on the order of values."""
+    """Reductions, and ops that depend on the order of values."""
 
     def sum(self, x: Tensor, axis: int | None = None) -> Tensor:
         return x.sum() if axis is None else x.sum(axis)

@@ -1,4 +1,4 @@
-"""Walks over a bucket in pieces that stay in a cache."""
+"""Traversal of a bucket in tiles that stay in cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_gradcomp.ops.torch.conditions import Above, Condition, Found
 
 
 class Searching(Base):
-    """Walks over a bucket in pieces that stay in a cache."""
+    """Ops that traverse a bucket in tiles that stay in cache."""
 
     def search(
         self,
@@ -64,7 +64,7 @@ class Searching(Base):
     def square_exceeds(self, x: Tensor, y: Tensor, factor: float) -> Any:
         if self.native is None or self._lent is None:
             return super().square_exceeds(x, y, factor)
-        # At once: what follows in the body may write to y.
+        # Evaluated at once: later ops of the body may write to y.
         out = self._scratch(x, torch.int64)
         assert out is not None
         pointers = (x.data_ptr(), y.data_ptr(), factor)
@@ -72,7 +72,7 @@ class Searching(Base):
         return Found(out[:count])
 
     def _bounded(self, x: Tensor, bound: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, int]]]:
-        """Tiles, each with the bounds of its blocks and their length."""
+        """Yield tiles, each with the bounds of its blocks and their length."""
         block = x.shape[0] // bound.shape[0]
         for place, tile in enumerate(x.split(TILE)):
             yield tile, (bound[place * (TILE // block) :], block)
@@ -80,7 +80,7 @@ class Searching(Base):
     def _tiles(
         self, rooms: tuple[Tensor, ...], donated: tuple[Tensor, ...], given: tuple[Tensor, ...]
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Pieces that stay in cache; within one, `_scratch` lends memory."""
+        """Yield tiles that stay in cache; within one, `_scratch` lends memory."""
         self._lent = {}
         moved = [(room, x) for room, x in zip(rooms, donated) if room is not x]
         pieces = zip(*(x.split(TILE) for x in (*rooms, *given)))
@@ -95,7 +95,7 @@ class Searching(Base):
         self._lent = None
 
     def _indices(self, tiles: Iterable[Tensor | Condition]) -> Tensor:
-        """Where flags are set or conditions hold, tile after tile."""
+        """Return the indices where flags are set or conditions hold, tile after tile."""
         found, scratch = [], None
         for place, flags in enumerate(tiles):
             if isinstance(flags, Condition):
@@ -105,9 +105,9 @@ class Searching(Base):
                     count = flags.find(self.native, place * TILE, scratch)
                     found.append(scratch[:count].clone())
                     continue
-                assert isinstance(flags, Above)  # the others are made only where there is C
+                assert isinstance(flags, Above)  # the others exist only with the C library
                 flags = flags.flags()
-            # Eight flags are one word: few words are set, and only those are looked into.
+            # Eight flags are one word: few words are set, and only those are inspected.
             if flags.shape[0] % 8:
                 flags = torch.nn.functional.pad(flags, (0, -flags.shape[0] % 8))
             word = flags.view(torch.int64).nonzero().view(-1)
@@ -117,7 +117,7 @@ class Searching(Base):
 
 
 def _write(tile: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> None:
-    """What a body returns goes where its arguments came from."""
+    """Copy the results of a body to its arguments."""
     for old, new in zip(tile, after):
         if new is not old:
             old.copy_(new)

@@ -1,8 +1,8 @@
-"""Passes in Triton, for CUDA: a file a family, and what they share in `common`.
+"""Fused kernels in Triton, for CUDA: one file per family, and shared code in `common`.
 
-They keep the contracts of `ops.torch.passes` and of the composites that they shadow, and their
-bits. The reference is the verbs; tests hold each kernel against it in Triton's interpreter, on a
-CPU, and compile it for GPUs without one.
+They keep the contracts of `ops.torch.fused` and of the composite ops that they override, bit by
+bit. Plain ops are the reference: tests compare each kernel with them in Triton's interpreter, on a
+CPU, and compile it for GPUs, which needs none.
 
 Nothing here is imported before there is a tensor on a GPU (`ops.torch`): a process that has loaded
 TensorFlow aborts when it loads Triton.

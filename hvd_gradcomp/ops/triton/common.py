@@ -1,13 +1,13 @@
-"""What kernels share: how they are launched, bits and places, checksums, what is not finite.
+"""Shared code of the kernels: launches, bits, checksums, non-finite values.
 
-A bucket is cut into at most `PIECES` pieces, one a program. What all pieces add up to (how many
-elements pass, say) is written by piece, and whoever needs the sum in a later launch adds it up
-itself; or the last program of the launch does what is left to do. So none waits for another, and
-floats are added in no order that is left to chance. Atomic operations are on integers alone, where
-order does not matter. What they begin with is zeros that the step before has left there.
+A bucket is cut into at most `PIECES` pieces, one per program. A total over all pieces (the number
+of selected elements, say) is written by piece, and a later launch that needs the sum adds it up
+itself; or the last program of the launch does the remaining work. So no program waits for another,
+and the order of float sums is fixed. Atomic operations are on integers alone, where order does not
+matter. Their counters begin as zeros, which the step before has left there.
 
-Rounding is that of the verbs: no multiplication is fused with an addition, roots and quotients are
-rounded to nearest, denormals are kept. Indices have 32 bits.
+Rounding is that of the plain ops: no multiplication is fused with an addition, roots and quotients
+are rounded to nearest, denormals are kept. Indices have 32 bits.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.interface.header import Weighing
 
 PIECES = 512
-SECTOR = 32  # bytes that a GPU reads or writes at least
-MOST = (1 << 31) - (1 << 16)  # elements that indices of 32 bits reach
+SECTOR = 32  # bytes of a GPU's smallest memory access
+MOST = (1 << 31) - (1 << 16)  # elements that 32-bit indices reach
 HEAD = 8  # words before a body, the last of them the checksum; see `wire`
 _TILE = 4096
-_PARTS = 3  # that a body may be in
+_PARTS = 3  # maximum for a body
 _WARPS = 8
 
 
 class Launch(NamedTuple):
-    """One launch.
+    """Record of one launch.
 
     Attributes:
-        kernel: what was launched.
+        kernel: the kernel.
         given: its arguments.
-        constants: that it was compiled for.
-        warps: of a program.
-        moved: bytes that it reads and writes of the tensors that it is given.
+        constants: its compile-time constants.
+        warps: per program.
+        moved: bytes that it reads and writes of its tensors.
     """
 
     kernel: Any
@@ -51,12 +51,12 @@ class Launch(NamedTuple):
 
 
 def made_current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current GPU, which need not be the one that has the tensors."""
+    """Return a context that makes a device the current GPU, which is where Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Verbs(Protocol):
-    """What kernels take of `TorchOps`."""
+    """Part of `TorchOps` that the kernels use."""
 
     device: torch.device
 
@@ -72,14 +72,14 @@ class Verbs(Protocol):
 class Launcher:
     """Base of the families.
 
-    A pass asks for all its memory before it launches anything: what is cleared by a later launch
-    would stay as it is if there were none to be had between them.
+    A method allocates all its memory before it launches anything: if an allocation failed between
+    launches, memory that a later launch clears would stay as it is.
 
     Args:
-        ops: the verbs, or whatever has their device.
+        ops: the tensor ops, or any object that has their device.
 
     Attributes:
-        seen: called with each `Launch`, if anybody counts them.
+        seen: called with each `Launch`, if set.
     """
 
     seen: Callable[[Launch], None] | None = None
@@ -97,15 +97,15 @@ class Launcher:
         warps: int = _WARPS,
         **constants: Any,
     ) -> None:
-        """Runs a kernel; with tensors that have no data it is only seen.
+        """Run a kernel; with tensors that have no data only record it.
 
         Args:
             kernel: of this package.
-            programs: how many, along each axis.
-            given: its arguments. What is read and written is given twice.
-            partly: bytes that are moved of a tensor, by its place, where that is not all of it.
-            warps: of a program.
-            constants: that it is compiled for.
+            programs: their number, along each axis.
+            given: its arguments. A tensor that is both read and written is passed twice.
+            partly: bytes that are moved of a tensor, by its position, if that is not all of it.
+            warps: per program.
+            constants: its compile-time constants.
         """
         tensors = [(i, x) for i, x in enumerate(given) if isinstance(x, torch.Tensor)]
         if Launcher.seen is not None:
@@ -118,14 +118,14 @@ class Launcher:
                 kernel[grid](*given, **constants, num_warps=warps, enable_fp_fusion=False)
 
     def room(self, key: Any, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Memory that is used again, of any content."""
+        """Return reused memory, of any content."""
         room = self._rooms.get((key, dtype))
         if room is None or room.shape[0] < size:
             room = self._rooms[key, dtype] = self.empty(size, dtype)
         return room[:size]
 
     def clean(self, key: Any, size: int) -> Tensor:
-        """Zeros, int32; kernels leave zeros there as well."""
+        """Return zeros, int32; kernels must leave zeros there as well."""
         room = self._rooms.get(("clean", key))
         if room is None or room.shape[0] < size:
             room = torch.zeros(size, dtype=torch.int32, device=self.ops.device)
@@ -133,25 +133,25 @@ class Launcher:
         return room[:size]
 
     def empty(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Fresh memory; PyTorch has some at hand."""
+        """Return new memory, which PyTorch's allocator caches."""
         return torch.empty(size, dtype=dtype, device=self.ops.device)
 
     def table(self, key: Any, values: Callable[[], Sequence[int]]) -> Tensor:
-        """Integers that depend on layouts alone; int32."""
+        """Return integers that depend on layouts alone; int32, cached."""
         if ("table", key) not in self._rooms:
             self._rooms["table", key] = self.ops.from_host(values(), torch.int32)
         return self._rooms["table", key]
 
 
 class Cut(NamedTuple):
-    """Pieces of so many tiles each."""
+    """Number of pieces, and of tiles in each."""
 
     pieces: int
     tiles: int
 
 
 def cut(size: int, tile: int) -> Cut:
-    """A vector of so many elements in at most `PIECES` pieces of whole tiles.
+    """Cut a vector of `size` elements into at most `PIECES` pieces of whole tiles.
 
     >>> cut(10_000, 4096), cut(1 << 24, 4096)
     (Cut(pieces=3, tiles=1), Cut(pieces=512, tiles=8))
@@ -163,30 +163,30 @@ def cut(size: int, tile: int) -> Cut:
     return Cut(-(-tiles // each), each)
 
 
-# -- bits and places -----------------------------------------------------------------------------
+# -- bits and positions --------------------------------------------------------------------------
 
 
 @triton.jit
 def bits_of(x):
-    """The bits of float32."""
+    """Return the bits of float32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def magnitude_of(x):
-    """Those without the sign."""
+    """Return the bits of float32 without the sign."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def float_of(bits):
-    """The float32 of bits."""
+    """Return the float32 of bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_words(flags, TILE: tl.constexpr):
-    """32 flags a word, the first in the lowest bit."""
+    """Pack 32 flags into a word, the first in the lowest bit."""
     lanes = tl.arange(0, 32)
     rows = tl.reshape(flags.to(tl.int32), (TILE // 32, 32))
     return tl.sum(rows << lanes[None, :], axis=1)
@@ -194,15 +194,15 @@ def to_words(flags, TILE: tl.constexpr):
 
 @triton.jit
 def from_words(words, TILE: tl.constexpr):
-    """The inverse of `to_words`, as 0 and 1."""
+    """Invert `to_words`, to 0 and 1."""
     lanes = tl.arange(0, 32)
     return tl.reshape((words[:, None] >> lanes[None, :]) & 1, (TILE,))
 
 
 @triton.jit
 def is_last(arrived):
-    """Whether all other programs of this launch have come here before; leaves 0 there."""
-    tl.debug_barrier()  # what the threads of this program do before is done
+    """Return True if all other programs of this launch arrived before; leave 0 in the counter."""
+    tl.debug_barrier()  # earlier work of this program's threads is done
     last = tl.atomic_add(arrived, 1) == tl.num_programs(0) * tl.num_programs(1) - 1
     if last:
         tl.store(arrived, 0)
@@ -211,7 +211,7 @@ def is_last(arrived):
 
 @triton.jit
 def before_and_all(counts, pieces, piece, PIECES: tl.constexpr):
-    """How many there are in the pieces before one, and in all."""
+    """Return the total count of the pieces before one, and of all."""
     number = tl.arange(0, PIECES)
     count = tl.load(counts + number, mask=number < pieces, other=0)
     return tl.sum(tl.where(number < piece, count, 0)), tl.sum(count)
@@ -219,7 +219,7 @@ def before_and_all(counts, pieces, piece, PIECES: tl.constexpr):
 
 @triton.jit
 def first_from(words, count, mask_of_index, index, WIDE: tl.constexpr, ROUNDS: tl.constexpr):
-    """The first of ascending words that does not lie before an index; in range for any words."""
+    """Return the place of the first ascending word not below an index; in range for any words."""
     low = index * 0
     left = low + count
     number = tl.arange(0, WIDE)
@@ -234,12 +234,12 @@ def first_from(words, count, mask_of_index, index, WIDE: tl.constexpr, ROUNDS: t
     return low
 
 
-# -- what is not finite --------------------------------------------------------------------------
+# -- non-finite values ---------------------------------------------------------------------------
 
 
 @triton.jit
 def measured(total, most, value, HOW: tl.constexpr):
-    """The sum of what is looked at, or of its squares, and the largest magnitude as bits."""
+    """Add a value or its square to the total, or update the largest magnitude as bits."""
     if HOW == "squares":
         return total + value * value, most
     elif HOW == "sum":
@@ -250,7 +250,7 @@ def measured(total, most, value, HOW: tl.constexpr):
 
 @triton.jit
 def clear_unless(holds, x, n, TILE: tl.constexpr):
-    """Sets x to 0 where it does not hold. By one program: such a step is lost anyway."""
+    """Set x to 0 unless `holds`. One program does it: such a step is lost anyway."""
     if not holds:
         for first in range(0, n, TILE):
             at = first + tl.arange(0, TILE)
@@ -259,7 +259,7 @@ def clear_unless(holds, x, n, TILE: tl.constexpr):
 
 @triton.jit
 def is_finite(partial, pieces, HOW: tl.constexpr, PIECES: tl.constexpr):
-    """What the pieces of a survey say together."""
+    """Return True if the pieces of a survey are finite together."""
     number = tl.arange(0, PIECES)
     found = tl.load(partial + number, mask=number < pieces, other=0.0, cache_modifier=".cg")
     if HOW == "elements":
@@ -273,10 +273,10 @@ def survey(
     x0, moment0, partial, arrived, x, moment, finite, n, pieces, tiles,
     HOW: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """What `sound` asks of x, and of the sum of a moment; each becomes 0 if it is not finite.
+    """Check x as `sound` does, and the sum of a moment; each becomes 0 if it is not finite.
 
-    By piece the sum of x, or of its squares, or the largest magnitude; behind these those of the
-    moment. x0 is x, and moment0 is moment.
+    `partial` has by piece the sum of x, or of its squares, or the largest magnitude; behind these
+    the sums of the moment. x0 is x, and moment0 is moment.
     """
     piece = tl.program_id(0)
     total = tl.zeros((TILE,), tl.float32)
@@ -312,13 +312,13 @@ def frame(
     part0, part1, part2, out, sums, sent, wanted, finite, end0, end1, end2, tiles,
     w0, w1, w2, w3, w4, w5, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A body that is in up to three parts, behind a head: words, and the checksum of all.
+    """Write a frame: a head of words and the checksum of all, and a body in up to three parts.
 
     Args:
-        sums: zeros, for those who count.
+        sums: zeros: the checksum, and the number of programs that have arrived.
         end0, end1, end2: words before the end of each part.
-        w0, w1, w2, w3, w4, w5: words of the host; `sent` and `wanted` are there instead of the
-            last two if the device has them.
+        w0, w1, w2, w3, w4, w5: words of the host; `sent` and `wanted` replace the last two if they
+            are on the device.
     """
     piece = tl.program_id(0)
     total = 0
@@ -358,7 +358,7 @@ def sums_fit(
     sides, groups, stride, rows, weight,
     VECTORS: tl.constexpr, POWERS: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Whether no group's sum over rows, of the largest of its side values, exceeds the limit."""
+    """Return True if no group's sum over rows of its largest side value exceeds the limit."""
     wrong = tl.zeros((TILE,), tl.int32)
     limit = tl.full((), LIMIT, tl.float64)
     for first in range(0, groups, TILE):
@@ -386,7 +386,7 @@ def judge(
     e0, e1, e2, e3, e4, e5, ROWS: tl.constexpr, VECTORS: tl.constexpr, POWERS: tl.constexpr,
     ASCENDING: tl.constexpr, WEIGHT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """What the last program of `look` says, of all rows."""
+    """Check all rows, in the last program of `look`."""
     row = tl.arange(0, ROWS)
     there = row < rows
     nothing = tl.zeros((ROWS,), tl.int32)
@@ -444,12 +444,12 @@ def look(
     ROWS: tl.constexpr, VECTORS: tl.constexpr, POWERS: tl.constexpr, ASCENDING: tl.constexpr,
     WEIGHT: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What `admit` says of frames, for the fields of a payload's header in `wire`.
+    """Check frames for `admit`, with the fields of a payload's header in `wire`.
 
     Args:
-        sums: zeros: of each row its weighted sum, and how many words are out of place; and who
-            has arrived.
-        held: bool [10, rows]: what is right.
+        sums: zeros: each row's weighted sum, each row's number of words out of order, and the
+            number of programs that have arrived.
+        held: bool [10, rows]: results of the checks.
         first, count, mask_of_index, size: of `Weighing.ascending`.
     """
     row = tl.program_id(1)
@@ -482,7 +482,7 @@ def look(
 
 @triton.jit
 def check_sides(one, other, finite, healthy, n, TILE: tl.constexpr):
-    """Whether four times a side value is finite, and the gradient was; if not they become 0."""
+    """Check that 4 times the side values are finite, and `finite`; bad sides become 0."""
     most = tl.zeros((TILE,), tl.int32)
     for first in range(0, n, TILE):
         at = first + tl.arange(0, TILE)
@@ -502,11 +502,11 @@ def check_sides(one, other, finite, healthy, n, TILE: tl.constexpr):
 
 
 class Common(Launcher):
-    """Shadows of composites that all methods use; see `ops.verbs` for what they do."""
+    """Overrides of composite ops that all methods use; `ops.interface` has their contracts."""
 
     @staticmethod
     def split(said: Tensor) -> tuple[Tensor, Tensor]:
-        """The most elements that a rank wanted; what is right, bool [10, rows]."""
+        """Return the most elements that a rank wanted, and the checks' results, bool [10, rows]."""
         return said[:8].view(torch.int64)[0], said[8:].view(torch.bool).view(10, -1)
 
     def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
@@ -531,7 +531,7 @@ class Common(Launcher):
     def look(
         self, frames: Tensor, expected: Sequence[int], weighing: Weighing
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The words; what `split` takes apart; whether all is right, bool [rows]; and weights."""
+        """Return the words, the input of `split`, bool [rows] for intact rows, and the weights."""
         rows, words = frames.shape[0], frames.view(torch.int32)
         size, stride = words.shape[1] - HEAD, words.stride(0)
         pieces, tiles = cut(max(size, 1), _TILE)
@@ -555,7 +555,7 @@ class Common(Launcher):
         return list(sides), healthy
 
     def sound(self, x: Tensor, how: str, moment: Tensor | None = None) -> Tensor:
-        """Whether x and the moment are finite; each becomes 0 where it is not."""
+        """Return whether x and the moment are finite; each becomes 0 if it is not."""
         finite, size = self.empty((), torch.bool), x.shape[0]
         pieces, tiles = cut(size, _TILE)
         rooms = self.room("partial", 2 * PIECES, torch.float32), self.clean("survey", 1)
@@ -567,5 +567,5 @@ class Common(Launcher):
 
 
 def signed(word: int) -> int:
-    """The same 32 bits."""
+    """Return the same 32 bits as a signed integer."""
     return (word + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -1,10 +1,10 @@
-"""Shadows of the composites that give every element a code: QSGD, TernGrad, 1-bit SGD.
+"""Kernels of the composite ops that quantize every element: QSGD, TernGrad, 1-bit SGD.
 
-`ops.verbs.coding` says what each does, and native.c does the same on a CPU. A group may be 32
-elements or a layer of millions, so what is found of groups is found by *tasks*, stretches of one
-group that a program has at once; which these are depends on the bands alone. Sums are folded in
-halves, as `Ordering.sum_of_rows` has it: a task folds `LEVELS` times what it reads, and passes go
-on until each group is one number.
+`ops.interface.quantization` defines each op, and native.c has it for a CPU. A group may be 32
+elements or a layer of millions, so groups are processed by *tasks*, stretches of one group that a
+program has at once; the tasks depend on the bands alone. Sums are folded in halves, as in
+`Ordering.sum_of_rows`: a task folds its input `LEVELS` times, and passes go on until each group is
+one number.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hvd_gradcomp.ops.triton.common import (
 )
 
 TILE = 2048
-TASK = 4096  # elements of a group that a program looks at
-LEVELS, WIDE = 7, 32  # folds of a pass, and sums that a task makes
+TASK = 4096  # elements of a group, per program
+LEVELS, WIDE = 7, 32  # folds per pass, and sums per task
 
 
 @triton.jit
 def group_maxima(x, tasks, out, ONE: tl.constexpr, TASK: tl.constexpr):
-    """The largest magnitude of a group, as bits; ONE says that each has one task."""
+    """Find the largest magnitude of a group, as bits; ONE means one task per group."""
     task = tasks + 3 * tl.program_id(0)
     start = tl.load(task)
     at = tl.arange(0, TASK)
@@ -55,9 +55,9 @@ def group_maxima(x, tasks, out, ONE: tl.constexpr, TASK: tl.constexpr):
 
 @triton.jit
 def leaves(x, at, inside, HOW: tl.constexpr):
-    """What is summed, elsewhere -0, which adds nothing to any number; and what is noted of it.
+    """Load the summands, and -0 elsewhere, which changes no sum; return them and a note.
 
-    That is of squares the largest magnitude, as bits; else how many are negative.
+    The note is, for squares, the largest magnitude, as bits; else the number of negative values.
     """
     nothing = float_of((at * 0) | -0x80000000)
     value = tl.load(x + at, mask=inside, other=0.0)
@@ -75,7 +75,7 @@ def leaves(x, at, inside, HOW: tl.constexpr):
 
 @triton.jit
 def both(one, other, HOW: tl.constexpr):
-    """What is noted of two parts."""
+    """Combine the notes of two parts."""
     if HOW == "squares":
         return tl.maximum(one, other)
     else:
@@ -84,9 +84,9 @@ def both(one, other, HOW: tl.constexpr):
 
 @triton.jit
 def places_of(n, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
-    """From an element that is left after so many folds to those that were added to it.
+    """Return the offsets from an element after so many folds to those that were added to it.
 
-    Bit j of a leaf says whether fold j + 1 added it; and which leaves there are.
+    Bit j of a leaf says whether fold j + 1 added it. Also return which leaves exist.
     """
     leaf = tl.arange(0, LEAVES)
     place = leaf * 0
@@ -100,9 +100,9 @@ def places_of(n, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def folded(x, first, n, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
-    """`LEVELS` folds of x [n]: WIDE elements of what is left, from `first` on.
+    """Apply `LEVELS` folds to x [n]: WIDE elements of the result, from `first` on.
 
-    And what is noted of what was summed.
+    Return their positions, the sums, which of them exist, and the note of `leaves`.
     """
     LEAVES: tl.constexpr = 1 << LEVELS
     place, there = places_of(n, LEAVES, LEVELS)
@@ -130,9 +130,9 @@ def folded(x, first, n, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.conste
 
 @triton.jit
 def fold(tasks, x, out, most, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
-    """A pass over a group's part; a task is where it lies, its length, where to write, and what.
+    """Run a pass over a part of a group; a task has source, length, output, first row and group.
 
-    And its group, whose largest magnitude is asked for where there is a place for it: zeros before.
+    The largest magnitude of the group goes to `most`, zeros before, unless that is None.
     """
     task = tasks + 5 * tl.program_id(0)
     source = x + tl.load(task)
@@ -145,7 +145,7 @@ def fold(tasks, x, out, most, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def norms(squares, most, lengths, out, groups, CLIP: tl.constexpr, TILE: tl.constexpr):
-    """Roots of sums of squares; or the largest, at most so many root mean squares, and zeros."""
+    """Compute roots of sums of squares; or clip `most` to CLIP root mean squares, and clear it."""
     group = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = group < groups
     square = tl.load(squares + group, mask=inside, other=0.0).to(tl.float64)
@@ -156,14 +156,14 @@ def norms(squares, most, lengths, out, groups, CLIP: tl.constexpr, TILE: tl.cons
         bound = tl.sqrt(square / length) * tl.full((), CLIP, tl.float64)
         largest = float_of(tl.load(most + group, mask=inside, other=0))
         size = tl.minimum(largest, bound.to(tl.float32))
-        tl.debug_barrier()  # all have read what is cleared
+        tl.debug_barrier()  # all threads have read before any of them clears
         tl.store(most + group, tl.zeros((TILE,), tl.int32), mask=inside)
     tl.store(out + group, size, mask=inside)
 
 
 @triton.jit
 def fold_sides(tasks, x, above, below, counts, LEVELS: tl.constexpr, WIDE: tl.constexpr):
-    """The same of what is not negative, and of what is; and how many are."""
+    """Fold the non-negative and the negative elements; count the negative ones."""
     task = tasks + 5 * tl.program_id(0)
     source, n = x + tl.load(task), tl.load(task + 1)
     out, first = tl.load(task + 2), tl.load(task + 3)
@@ -179,7 +179,7 @@ def fold_means(
     tasks, above0, below0, counts, lengths, above, below,
     LAST: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A pass over both; the last divides by how many they are of, and leaves zeros there."""
+    """Run a pass over both; the last one divides by the counts, and clears them."""
     task = tasks + 5 * tl.program_id(0)
     source, n = tl.load(task), tl.load(task + 1)
     out, first, group = tl.load(task + 2), tl.load(task + 3), tl.load(task + 4)
@@ -190,7 +190,7 @@ def fold_means(
         rest = tl.load(lengths + group) - count
         up = tl.div_rn(up, tl.maximum(row * 0 + rest, 1).to(tl.float32))
         down = tl.div_rn(down, tl.maximum(row * 0 + count, 1).to(tl.float32))
-        tl.debug_barrier()  # all have read what is cleared
+        tl.debug_barrier()  # all threads have read before any of them clears
         tl.store(counts + group, 0)
     tl.store(above + out + row, up, mask=inside)
     tl.store(below + out + row, down, mask=inside)
@@ -203,7 +203,7 @@ def fold_means(
 def group_at(
     bands, band_of_word, tile, n, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr
 ):
-    """The group of each element of a tile, and whether it has one; COUNT bands in rows of four."""
+    """Return a tile's indices, their groups, and which have one; COUNT bands in rows of four."""
     at = tile * TILE + tl.arange(0, TILE)
     word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
     first = tl.load(band_of_word + word, mask=word < n // 32, other=0)
@@ -218,7 +218,7 @@ def group_at(
 
 @triton.jit
 def mix(x):
-    """`Coding.mix`."""
+    """Compute `Coding.mix`."""
     x = (x ^ (x >> 16)) * 0x45D9F3B
     x = (x ^ (x >> 16)) * 0x45D9F3B
     return x ^ (x >> 16)
@@ -226,7 +226,7 @@ def mix(x):
 
 @triton.jit
 def uniform(number, first, second):
-    """`Coding.uniform`: of numbers the multiple of 2**-24 of a key."""
+    """Compute `Coding.uniform`: a key's multiples of 2**-24 at the given numbers."""
     hashed = mix(number.to(tl.uint32) + first.to(tl.uint32))
     hashed = mix(hashed ^ second.to(tl.uint32))
     return (hashed >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
@@ -237,7 +237,7 @@ def encode_levels(
     x, scale, bands, band_of_word, packed, n, tiles, first, second, tiny,
     BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`Coding.encode_levels`, with the key's halves as numbers."""
+    """Compute `Coding.encode_levels`, with the key's halves as numbers."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
@@ -259,7 +259,7 @@ def encode_levels(
 
 @triton.jit
 def codes_of(packed, tile, n, BITS: tl.constexpr, TILE: tl.constexpr):
-    """The codes of a tile."""
+    """Return the codes of a tile."""
     word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
     code = tl.zeros((TILE,), tl.int32)
     for plane in tl.static_range(BITS):
@@ -274,7 +274,7 @@ def add_levels(
     scale_stride, tiny, step,
     BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`Coding.add_levels`; step is `1 / levels`."""
+    """Compute `Coding.add_levels`; step is `1 / levels`."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
@@ -294,7 +294,7 @@ def add_levels(
 
 @triton.jit
 def pack_signs(x, packed, n, tiles, TILE: tl.constexpr):
-    """A bit for each element that is negative."""
+    """Pack a bit for each element, 1 if it is negative."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at = tile * TILE + tl.arange(0, TILE)
@@ -308,7 +308,7 @@ def add_signs(
     base, packed, above, below, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
     side_stride, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`Coding.add_signs`."""
+    """Compute `Coding.add_signs`."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at, group, inside = group_at(bands, band_of_word, tile, n, COUNT, STEPS, TILE)
@@ -326,7 +326,7 @@ def add_signs(
 
 
 class Quantizers(Launcher):
-    """The composites of `QuantizedCompressor`; arguments as there."""
+    """Composite ops that `QuantizedCompressor` uses; arguments as in `Coding`."""
 
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
         rows = tasks_of(bands)
@@ -445,7 +445,7 @@ class Quantizers(Launcher):
         return room
 
     def _folds(self, bands: Bands, passes: Sequence[tuple[Any, int]]) -> list[tuple[Tensor, int]]:
-        """The tasks of each pass, and how many they are."""
+        """Return the tasks of each pass, and their number."""
         return [
             (self.table((bands, "folds", number), partial(joined, rows)), len(rows))
             for number, (rows, _) in enumerate(passes)
@@ -456,7 +456,7 @@ class Quantizers(Launcher):
         self.launch(kernel, count, tasks, *given, LEVELS=LEVELS, WIDE=WIDE, **how)
 
     def _sums(self, number: Any, size: int, last: bool) -> Tensor:
-        """Memory for what a pass leaves; fresh for the last one."""
+        """Return memory for the results of a pass; new memory for the last one."""
         if last:
             return self.empty(size, torch.float32)
         return self.room(("sums", number), size, torch.float32)
@@ -475,7 +475,7 @@ class Quantizers(Launcher):
 
 @lru_cache(maxsize=256)
 def tasks_of(bands: Bands) -> list[tuple[int, int, int]]:
-    """(start, length, group) of each stretch of a group.
+    """Return (start, length, group) of each stretch of a group.
 
     >>> from hvd_gradcomp.core.row_groups import Band
     >>> tasks_of(Bands((Band(0, 1, 5000), Band(5024, 2, 3))))
@@ -494,7 +494,7 @@ def tasks_of(bands: Bands) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=256)
 def folds_of(bands: Bands, least: int = 1) -> list[tuple[list[tuple[int, ...]], int]]:
-    """The tasks of each pass, and how many numbers it leaves; at least so many passes."""
+    """Return each pass's tasks and number of results; at least `least` passes."""
     groups = [
         (band.start + row * band.length, band.length)
         for band in bands.bands
@@ -517,7 +517,10 @@ def folds_of(bands: Bands, least: int = 1) -> list[tuple[list[tuple[int, ...]], 
 
 @lru_cache(maxsize=256)
 def map_of(bands: Bands, size: int) -> tuple[list[tuple[int, ...]], list[int], int]:
-    """Bands as (start, end, length, first group); the first of each word; how many share a word."""
+    """Return bands as (start, end, length, first group), and each word's first band.
+
+    The third result is the largest number of further bands in a word.
+    """
     rows: list[tuple[int, ...]] = []
     group = place = most = 0
     for band in bands.bands:
@@ -536,14 +539,14 @@ def map_of(bands: Bands, size: int) -> tuple[list[tuple[int, ...]], list[int], i
 
 
 def joined(rows: Sequence[tuple[int, ...]]) -> list[int]:
-    """All numbers, row by row."""
+    """Flatten the rows."""
     return [number for row in rows for number in row]
 
 
 def _words(packed: Tensor) -> Tensor:
-    """Rows of words."""
+    """View rows of bytes as rows of words."""
     aligned = packed.stride(1) == 1 and packed.stride(0) % 4 == packed.storage_offset() % 4 == 0
     return (packed if aligned else packed.contiguous()).view(torch.int32)
 
 
-assert FACTOR == 0x45D9F3B  # as `mix` has it
+assert FACTOR == 0x45D9F3B  # the constant in `mix`

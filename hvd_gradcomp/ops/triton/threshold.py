@@ -1,15 +1,15 @@
-"""The passes of `codecs.words`, as `ops.torch.passes.WordPasses` and words.c have them.
+"""Fused kernels of `codecs.threshold`, like `ops.torch.fused.WordPasses` and words.c.
 
-    find     takes the gradient in; a bit for each element that is wanted, the largest by layer
-    code     drops from them what no code of powers can express, and counts
-    write    words at their places, what does not fit decays, sinks where there is room left
-    places   instead of the last two on the dense rung: a code for every element
-    settle   takes what was sent out of the memory
+    find     accumulates the gradient; a bit for each wanted element, the largest by layer
+    code     drops those that no code of powers can express, and counts
+    write    writes words to their slots, decays what does not fit, fills spare slots with sinks
+    places   replaces the last two at the dense level: a code for every element
+    settle   removes the sent elements from the memory
     add      adds up words, tile by tile, and in each rank by rank; or places
 
-Two things differ from C. An index beyond the bucket, or one that does not ascend, is found by
-`Common.look` before; what is added needs no index to be right. And what is sent, and how many,
-stays on the device.
+Two things differ from C. `Common.look` has already found indices that point outside of the bucket
+or do not ascend; `add` is safe with any index. And the sent elements, and their number, stay on the
+device.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 TILE = 2048
-ADDED = 8192  # elements of a sum that a program is to write
-NEAR = 256  # words that it looks at together
-WIDE = 128  # that it looks at in search of the first
+ADDED = 8192  # elements of a sum, per program
+NEAR = 256  # words that it reads at a time
+WIDE = 128  # words that it reads at a time to find the first
 
 
 @triton.jit
@@ -55,16 +55,16 @@ def find_words(
     AMBIGUITY: tl.constexpr, LARGE: tl.constexpr, POWERS: tl.constexpr, CORRECTS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`r = r0 + g`, `v = v0 + q` (`g*g` without moments), `v *= zeta`; what is wanted.
+    """Compute `r = r0 + g`, `v = v0 + q` (`g*g` without moments), `v *= zeta`; flag the wanted.
 
-    Where the rule corrects v, that of wanted elements has not decayed yet.
+    If the rule corrects v, v of wanted elements does not decay here.
 
     Args:
-        mask: a bit for each element.
-        counts: how many in each piece.
+        mask: a bit for each element, 1 if wanted.
+        counts: number of wanted elements in each piece.
         tops: the largest magnitude of a wanted element of each layer, as bits; zeros before.
-        per_layer: what was sent of each before, for those who add what goes now.
-        numbers: zeros, for those who count.
+        per_layer: elements sent of each layer before, to add to.
+        numbers: become zeros, to add to.
     """
     piece = tl.program_id(0)
     if piece == 0:
@@ -105,7 +105,7 @@ def find_words(
 
 @triton.jit
 def ceilings_of(tops, layer_of_block, tile, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The largest exponent of each block's layer, and the layers."""
+    """Return the layer of each block, and that layer's largest exponent."""
     block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     layer = tl.load(layer_of_block + block, mask=block < n // BLOCK, other=0)
     return layer, tl.minimum(tl.load(tops + layer) >> 23, 254)
@@ -113,14 +113,14 @@ def ceilings_of(tops, layer_of_block, tile, n, BLOCK: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def spread(blocks, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A value of each block as one of each element."""
+    """Expand a value per block to one per element."""
     rows = tl.broadcast_to(blocks[:, None], (TILE // BLOCK, BLOCK))
     return tl.reshape(rows, (TILE,))
 
 
 @triton.jit
 def code_of(held, ceiling):
-    """How far a value lies below the ceiling, as an exponent, and whether that has a code."""
+    """Return how far a value's exponent is below the ceiling, and whether that has a code."""
     nearest = (magnitude_of(held) + 0x400000) >> 23
     rounded = tl.minimum(nearest, ceiling)
     below = ceiling - rounded
@@ -131,7 +131,7 @@ def code_of(held, ceiling):
 def code_words(
     r, mask, kept, counts, tops, layer_of_block, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Of the wanted elements those that a code can express; and how many in each piece."""
+    """Keep the wanted elements that a code can express, and count those of each piece."""
     piece = tl.program_id(0)
     count = 0
     for tile in range(piece * tiles, piece * tiles + tiles):
@@ -154,13 +154,13 @@ def write_words(
     POWERS: tl.constexpr, CORRECTS: tl.constexpr, SIDE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """A body of words: a window of neighbours if not all fit, the sink in unused slots.
+    """Write a body of words: a window of neighbours if not all fit, the sink in spare slots.
 
     Args:
-        v: of what is wanted and not sent, decays here where the rule corrects it; v0 is v.
+        v: of wanted elements that are not sent, decays here if the rule corrects it; v0 is v.
         tops: zeros after.
         side: the exponents, padded to `SIDE` bytes.
-        per_layer: what is sent of each is added.
+        per_layer: sent elements of each layer are added.
         numbers: how many are sent, and wanted; int64 [2].
     """
     piece = tl.program_id(0)
@@ -205,7 +205,7 @@ def write_words(
 
 @triton.jit
 def clear_by_last(tops, arrived, layers, TILE: tl.constexpr):
-    """Zeros for the next step, once nobody looks any more."""
+    """Clear `tops` for the next step, in the last program to arrive."""
     if is_last(arrived):
         for first in range(0, layers, TILE):
             layer = first + tl.arange(0, TILE)
@@ -214,7 +214,7 @@ def clear_by_last(tops, arrived, layers, TILE: tl.constexpr):
 
 @triton.jit
 def write_exponents(tops, side, layers, SIDE: tl.constexpr):
-    """A byte for each layer, and padding."""
+    """Write a byte for each layer, and padding."""
     for first in tl.static_range(0, SIDE, 1024):
         layer = first + tl.arange(0, 1024)
         top = tl.minimum(tl.load(tops + layer, mask=layer < layers, other=127 << 23) >> 23, 254)
@@ -226,7 +226,7 @@ def write_places(
     r, mask, tops, arrived, layer_of_block, places, side, per_layer, numbers, n, tiles, layers,
     POWERS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A body of places: `code + 1` of every wanted element in a byte, or in two bits; else 0."""
+    """Write a body of places: `code + 1` of wanted elements, else 0, in a byte or two bits each."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
         word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
@@ -257,7 +257,7 @@ def write_places(
 
 @triton.jit
 def power_of(exponent, below, negative):
-    """Plus or minus a power of two."""
+    """Return plus or minus a power of two."""
     power = tl.maximum(exponent + 127 - below, 0)
     return float_of((power << 23) | (negative << 31))
 
@@ -266,7 +266,7 @@ def power_of(exponent, below, negative):
 def value_of(
     word, exponents, layer_of_block, inside, tau, POWERS: tl.constexpr, BITS: tl.constexpr
 ):
-    """What a word stands for."""
+    """Return the value that a word encodes."""
     negative = (word >> 31) & 1
     if POWERS:
         layer = tl.load(layer_of_block + ((word & 0x0FFFFFFF) >> BITS), mask=inside, other=0)
@@ -281,7 +281,7 @@ def settle_words(
     tau_squared, MASK: tl.constexpr, POWERS: tl.constexpr, SUBTRACTS: tl.constexpr,
     CORRECTS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Takes out of the memory what words say that were sent; r0 is r, and v0 is v."""
+    """Remove the elements sent as words from the memory; r0 is r, and v0 is v."""
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = slot < tl.load(numbers)
     word = tl.load(words + slot, mask=inside, other=0)
@@ -298,7 +298,7 @@ def settle_words(
             seen = seen + tau_squared
             seen = tl.where(seen > 0.0, seen, 0.0) * zeta
         if not SUBTRACTS:
-            tl.debug_barrier()  # all have read what is cleared, which other threads may do
+            tl.debug_barrier()  # all threads have read before any of them clears
     tl.store(r + at, left, mask=inside)
     if v is not None:
         tl.store(v + at, seen, mask=inside)
@@ -306,7 +306,7 @@ def settle_words(
 
 @triton.jit
 def codes_at(places, tile, n, POWERS: tl.constexpr, TILE: tl.constexpr):
-    """`code + 1` of the elements of a tile."""
+    """Return `code + 1` of the elements of a tile."""
     if POWERS:
         at = tile * TILE + tl.arange(0, TILE)
         return tl.load(places + at, mask=at < n, other=0).to(tl.int32) & 255
@@ -317,7 +317,7 @@ def codes_at(places, tile, n, POWERS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def value_of_code(code, exponent, tau, POWERS: tl.constexpr):
-    """What `code + 1` stands for where it is not 0."""
+    """Return the value that a nonzero `code + 1` encodes."""
     if POWERS:
         code = tl.maximum(code - 1, 0)
         return power_of(exponent, code & 7, code >> 3)
@@ -330,7 +330,7 @@ def settle_places(
     POWERS: tl.constexpr, SUBTRACTS: tl.constexpr, CORRECTS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same of places."""
+    """Remove the elements sent as places from the memory; r0 is r, and v0 is v."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at = tile * TILE + tl.arange(0, TILE)
@@ -362,20 +362,20 @@ def add_words(
     MASK: tl.constexpr, POWERS: tl.constexpr, BITS: tl.constexpr,
     TILE: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """room = the sum of all ranks' words times their weight, rank by rank in rank order.
+    """Set room to the sum of all ranks' words times their weight, in rank order.
 
-    A program has a tile of the room, and looks for the words of each rank that lie in it.
+    A program has a tile of the room, and finds the words of each rank that are in it.
 
     Args:
         bodies: of all ranks, `stride` words apart; words begin after `side` words.
-        weights: 0 where words are not in order.
+        weights: 0 for ranks whose words are not in order.
     """
     start = tl.program_id(0) * TILE
     end = tl.minimum(start + TILE, n - 1)  # before the sink
     tile = start + tl.arange(0, TILE)
     tl.store(room + tile, tl.zeros((TILE,), tl.float32), mask=tile < n)
     for rank in range(0, ranks):
-        tl.debug_barrier()  # what others of this program have written is read
+        tl.debug_barrier()  # the writes of this program's other threads are visible
         body = bodies + rank * stride.to(tl.int64)
         weight = tl.load(weights + rank)
         count = tl.where(weight != 0.0, capacity, 0)
@@ -397,7 +397,7 @@ def add_places(
     bodies, layer_of_block, weights, room, n, stride, side, tiles, ranks, tau,
     POWERS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same of places; `stride` and `side` are in bytes."""
+    """Set room to the sum of all ranks' places; `stride` and `side` are in bytes."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at = tile * TILE + tl.arange(0, TILE)
@@ -416,7 +416,7 @@ def add_places(
 
 
 class WordPasses(Launcher):
-    """Those of the methods with a rule for each element; see `ops.torch.passes.WordPasses`."""
+    """Kernels of the methods with a rule for each element; see `ops.torch.fused.WordPasses`."""
 
     def write(
         self,
@@ -448,7 +448,7 @@ class WordPasses(Launcher):
             AMBIGUITY=rule.ambiguity, LARGE=rule.large, POWERS=rule.powers,
             CORRECTS=rule.corrects, BLOCK=block, TILE=TILE,
         )  # fmt: skip
-        # Elements that are sent lie apart; on the dense rung all of r may be.
+        # Sent elements are scattered; at the dense level they may be all of r.
         apart = 4 * size if rung.dense else rung.capacity * SECTOR
         if rung.dense:
             self.launch(
@@ -534,5 +534,5 @@ class WordPasses(Launcher):
 
 
 def _mask(rule: Rule) -> int:
-    """The bits of an index in a word."""
+    """Return the bits of an index in a word."""
     return 0x0FFFFFFF if rule.powers else 0x7FFFFFFF

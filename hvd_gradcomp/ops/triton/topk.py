@@ -1,20 +1,20 @@
-"""The passes of `codecs.largest`, as `ops.torch.passes.LargestPasses` and largest.c have them.
+"""Fused kernels of `codecs.topk`, like `ops.torch.fused.LargestPasses` and largest.c.
 
-    collect  takes the gradient in; of each group a histogram of the upper bits of magnitudes
-    narrow   which bin has the k-th; what lies there or beyond, and a histogram of the bits below
-    choose   a group at a time: the k-th to the last bit, ties in turn, what is chosen, ascending
-    pack     the body: indices packed as `codecs.indices` has them, values; takes these out of r
-    unpack   indices and the largest value of each rank's body
-    add      adds up what all sent, tile by tile, and in each rank by rank
+    collect  accumulates the gradient; by group a histogram of the upper bits of magnitudes
+    narrow   finds the bin of the k-th, the elements there or beyond, a histogram of the bits below
+    choose   by group: the k-th to the last bit, ties in turn, the selected indices, ascending
+    pack     writes the body: indices packed as in `codecs.indices`, values; clears these in r
+    unpack   decodes the indices and the largest value of each rank's body
+    add      adds up all bodies, tile by tile, and in each rank by rank
 
-A group is a layer, or the model, and is cut into *tasks*, stretches that a program has. Two walks
-over the bucket find the k largest, however they lie; what comes after goes through candidates,
+A group is a layer, or the model, and is cut into *tasks*, stretches of one program each. Two passes
+over the bucket find the k largest, whatever their distribution; the rest processes candidates,
 about twice as many as are sent, unless many are nearly equal.
 
-Three things differ from C. No step looks where the last one has: the hint stays as it is. A body
-whose indices do not ascend, or lie beyond the bucket, adds nothing, and `Ops.require` raises as for
-other damage, as it does where the sum would not be finite. And nothing is left to settle: what is
-sent is taken out at once, since nothing fails on a GPU before the step is over.
+Three things differ from C. No step starts where the last one looked: the hint stays as it is. A
+body whose indices do not ascend, or point outside of the bucket, adds nothing, and `Ops.require`
+raises as for other damage, and also if the sum would not be finite. And nothing is left to settle:
+sent elements are cleared at once, since nothing fails on a GPU before the step is over.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from hvd_gradcomp.ops.scope import Scope
 
 TILE = 2048
-UPPER, LOWER = 2048, 1024  # bins of the first digit of a magnitude, and of the two that follow
+UPPER, LOWER = 2048, 1024  # bins of the first digit of a magnitude, and of the next two
 ROWS, COLUMNS = 64, 32  # tasks, and candidates of each, that a program moves together
-SLOTS = 1024  # of a body that a program writes
+SLOTS = 1024  # of a body, per program
 
 
 @triton.jit
 def all_wanted(quota, most, groups, NEAR: tl.constexpr):
-    """How many elements groups want, and how many of them do; zeros if `most` is None."""
+    """Return the number of wanted elements, and of groups that want any; 0 if `most` is None."""
     every = tl.zeros((), tl.int64)
     some = tl.zeros((), tl.int64)
     if most is not None:
@@ -70,7 +70,7 @@ def all_wanted(quota, most, groups, NEAR: tl.constexpr):
 
 @triton.jit
 def quota_of(quota, most, group, known, every, some, capacity):
-    """How many elements a group sends: its quota, or `Placing.shares` of it if `most` is one."""
+    """Return the elements that a group sends: its quota, or with `most` as in `Placing.shares`."""
     want = tl.load(quota + group, mask=known, other=0)
     if most is not None:
         want = tl.where(want > 0, want, tl.load(most + group, mask=known, other=0))
@@ -80,7 +80,7 @@ def quota_of(quota, most, group, known, every, some, capacity):
     return want.to(tl.int32)
 
 
-# -- finding -------------------------------------------------------------------------------------
+# -- search --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -88,14 +88,14 @@ def collect(
     r0, u0, gradient, r, u, tasks, histogram, passing, before, per_layer, sent, n, layers, momentum,
     NESTEROV: tl.constexpr, BLOCK: tl.constexpr, UPPER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`u = momentum*u0 + g` and `r = r0 + u`, or `r = r0 + g`; how magnitudes of groups spread.
+    """Compute `u = momentum*u0 + g` and `r = r0 + u`, or `r = r0 + g`; fill the histograms.
 
     Args:
-        tasks: of each where it starts and ends, in blocks, and its group.
-        histogram: by group and bin; zeros before, and `passing` too.
-        passing: how many of each group are not zero.
-        before: what was sent of each layer; `per_layer` is that, for those who add.
-        sent: 0, for those who count.
+        tasks: of each its start and end, in blocks, and its group.
+        histogram: of magnitudes, by group and bin; zeros before, and `passing` too.
+        passing: number of nonzero elements of each group.
+        before: elements sent of each layer so far; `per_layer` becomes a copy to add to.
+        sent: becomes 0, to add to.
     """
     program = tl.program_id(0)
     if program == 0:
@@ -127,7 +127,7 @@ def collect(
 
 @triton.jit
 def nth(counts, rank, BINS: tl.constexpr):
-    """The bin of the rank-th largest, its rank in that bin, and how many there are."""
+    """Return the bin of the rank-th largest, its rank in that bin, and the number in that bin."""
     digit = tl.arange(0, BINS)
     beyond = tl.sum(counts) - tl.cumsum(counts)
     here = (beyond < rank) & (rank <= beyond + counts)
@@ -137,7 +137,7 @@ def nth(counts, rank, BINS: tl.constexpr):
 
 @triton.jit
 def digit_of(counts, group, rank, BINS: tl.constexpr):
-    """The same of a group's histogram."""
+    """Apply `nth` to a group's histogram."""
     return nth(tl.load(counts + group * BINS + tl.arange(0, BINS)), rank, BINS)
 
 
@@ -146,14 +146,14 @@ def narrow(
     r, tasks, quota, most, wanted, histogram, finer, found, counts, groups, capacity,
     BLOCK: tl.constexpr, UPPER: tl.constexpr, LOWER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Indices in the bin of the group's k-th and beyond, from where a task starts; how many.
+    """List, from a task's start, the indices in the bin of the group's k-th and beyond; count them.
 
-    Where fewer than k are not zero all these are. Of those in the bin, a histogram `finer`, zeros
-    before, of the next bits.
+    If fewer than k are not zero, list all these. Add to `finer`, zeros before, a histogram of the
+    next bits of those in the bin.
 
     Args:
-        most: that a quota may be, if quotas have yet to share the room, else None.
-        wanted: what they want of it, in all.
+        most: limits of the quotas, if these have yet to share the capacity, else None.
+        wanted: total that the groups want.
     """
     program = tl.program_id(0)
     start = tl.load(tasks + 3 * program) * BLOCK
@@ -183,7 +183,7 @@ def narrow(
     tl.atomic_add(finer + group * LOWER + digit, lower, mask=lower > 0)
 
 
-# -- choosing ------------------------------------------------------------------------------------
+# -- selection -----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def gathered(
     found, tasks, counts, first, last, into,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Lays the candidates of some tasks one behind the other; how many there are."""
+    """Concatenate the candidates of some tasks, and return their number."""
     total = 0
     for task in range(first, last, ROWS):
         row = task + tl.arange(0, ROWS)
@@ -210,7 +210,7 @@ def gathered(
 @triton.jit
 def is_early(index, known, first, origin, starts, layer_of_block, WHOLE: tl.constexpr,
              BITS: tl.constexpr):  # fmt: skip
-    """Whether an element's number within its group is below one, as 0 or 1."""
+    """Return 1 if an element's number within its group is below `first`, else 0."""
     number = index - origin
     if WHOLE:
         layer = tl.load(layer_of_block + (index >> BITS), mask=known, other=0)
@@ -225,14 +225,14 @@ def choose(
     WHOLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, UPPER: tl.constexpr,
     LOWER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The k largest of a group, ascending, behind those of the groups before it.
+    """Write the k largest of a group, ascending, behind those of the groups before it.
 
     Args:
-        groups: of each its first task, the one behind its last, where it begins, its elements.
-        listed: candidates one behind the other, from where a group begins.
-        starts: what to take off an element's index, by layer, to get its number in the model.
+        groups: of each its first task, the one after its last, its start, its elements.
+        listed: concatenated candidates, from the start of a group on.
+        starts: by layer the offset to subtract from an index for its number in the model.
         chosen: indices.
-        number: how many are chosen of all groups.
+        number: total number of chosen elements.
     """
     group = tl.program_id(0)
     every, some = all_wanted(quota, most, count_of_groups, 256)
@@ -263,7 +263,7 @@ def choose(
         within = (place < total) & ((size >> 10) == front)
         lower += tl.histogram(size & (LOWER - 1), LOWER, mask=within)
     low, room, ties = nth(lower, rank, LOWER)
-    # Where there are not more than k all are chosen, and none of them ties with the last.
+    # If there are at most k, all are chosen, and none of them ties with the last.
     last = tl.where(k < there, (front << 10) | low, 0)
     from_ = (turn.to(tl.int64) * k % tl.load(groups + 4 * group + 3)).to(tl.int32)
     earlies = 0
@@ -299,7 +299,7 @@ def choose(
 
 @triton.jit
 def slots_of(chosen, slot, count, capacity, begin, n):
-    """The index in a slot of a body; the list begins at `begin`, and unused slots have the sink."""
+    """Return the index in a slot of a body; the list begins at `begin`, spare slots are sinks."""
     place = slot + begin
     place = tl.where(place >= capacity, place - capacity, place)
     used = (slot >= 0) & (slot < capacity) & (place < count)
@@ -308,7 +308,7 @@ def slots_of(chosen, slot, count, capacity, begin, n):
 
 @triton.jit
 def steps_of(chosen, tile, count, capacity, begin, blocks, n, SLOTS: tl.constexpr):
-    """Indices of a tile of slots, how far each lies behind the one before, and bits by block."""
+    """Return a tile's slots, indices, steps from one index to the next, blocks and their widths."""
     slot = tile * SLOTS + tl.arange(0, SLOTS)
     index = slots_of(chosen, slot, count, capacity, begin, n)
     before = tl.where(slot == 0, 0, slots_of(chosen, slot - 1, count, capacity, begin, n))
@@ -324,7 +324,7 @@ def steps_of(chosen, tile, count, capacity, begin, blocks, n, SLOTS: tl.constexp
 
 @triton.jit
 def parts_of(body, indices, deltas, values):
-    """Where widths of blocks, their words, plain indices and values lie in words of a body."""
+    """Return pointers to a body's block widths, packed words, plain indices and values."""
     widths = (body + indices).to(tl.pointer_type(tl.int8))
     return widths, body + deltas, body + indices, (body + values).to(tl.pointer_type(tl.float32))
 
@@ -336,14 +336,14 @@ def pack(
     blocks, room, at_indices, at_deltas, at_values, begin, cleared,
     PACKED: tl.constexpr, BITS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """A body, a tile of slots each; what is sent becomes 0 in r, and in u unless that is None.
+    """Write a body, one tile of slots per program; clear what is sent in r, and in u unless None.
 
     Args:
         r0: r.
-        per_layer: what is sent of each is added; likewise `sent`.
-        clear: so many zeros for the next step.
-        room: words that `blocks` of packed indices have.
-        begin: where the list begins.
+        per_layer: sent elements of each layer are added; likewise `sent`.
+        clear: `cleared` numbers, set to zeros for the next step.
+        room: capacity of the `blocks` of packed indices, in words.
+        begin: start of the list.
     """
     tile = tl.program_id(0)
     widths, deltas, indices, values = parts_of(body, at_indices, at_deltas, at_values)
@@ -384,7 +384,7 @@ def pack(
     goes = goes & (slot < capacity)
     held = tl.load(r0 + index, mask=goes, other=0.0)
     tl.store(values + slot, held, mask=slot < capacity)
-    tl.debug_barrier()  # all have read what is cleared, which other threads may do
+    tl.debug_barrier()  # all threads have read before any of them clears
     tl.store(r + index, tl.zeros((SLOTS,), tl.float32), mask=goes)
     if u is not None:
         tl.store(u + index, tl.zeros((SLOTS,), tl.float32), mask=goes)
@@ -407,12 +407,12 @@ def unpack(
     bodies, index, shares, largest, held, n, stride, capacity, blocks, room, at_indices, at_deltas,
     at_values, PACKED: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The indices of a rank's body, and whether they are in order; what no value exceeds.
+    """Decode the indices of a rank's body, check their order, and find the largest magnitude.
 
     Args:
         bodies: of all ranks, `stride` words apart.
         index: likewise, `capacity` apart.
-        shares: how many indices a rank has, and how many before the list begins again.
+        shares: number of a rank's indices, and of those before the list wraps around.
     """
     rank = tl.program_id(0)
     body = bodies + rank * stride.to(tl.int64)
@@ -439,7 +439,7 @@ def unpack(
                 known = fits & (plane < width)
                 word = tl.load(deltas + ends - width + plane, mask=known, other=0)
                 step |= ((word[:, None] >> tl.arange(0, 32)[None, :]) & 1) << plane
-            end = tl.minimum(end + tl.sum(width), room + 1)  # what is damaged says any widths
+            end = tl.minimum(end + tl.sum(width), room + 1)  # damaged bodies have any widths
             has = tl.broadcast_to(fits.to(tl.int32)[:, None], (SLOTS // 32, 32))
             inside = inside & (tl.reshape(has, (SLOTS,)) != 0)
             step = tl.reshape(step, (SLOTS,))
@@ -470,7 +470,7 @@ def add_share(
     index, values, first, last, start, end, weight, room,
     NEAR: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Adds those of ascending indices, from one place up to another, that lie in a tile."""
+    """Add the elements of a tile from the ascending indices `first` to `last`."""
     count = last - first
     low = first + first_from(index + first, count, 0x7FFFFFFF, start, WIDE, ROUNDS)
     high = first + first_from(index + first, count, 0x7FFFFFFF, end, WIDE, ROUNDS)
@@ -489,13 +489,13 @@ def add_chosen(
     ranks, LIMIT: tl.constexpr, TILE: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """room = the sum of all ranks' elements times their weight, rank by rank in rank order.
+    """Set room to the sum of all ranks' elements times their weight, in rank order.
 
     A program has a tile of the room.
 
     Args:
-        held: ranks whose indices are in order; of others nothing is added.
-        fits: whether no sum can overflow; if one can nothing is added at all.
+        held: ranks whose indices are in order; others add nothing.
+        fits: whether no sum can overflow; if one can, nothing is added at all.
     """
     values = (bodies + at_values).to(tl.pointer_type(tl.float32))
     most = tl.zeros((), tl.float64)
@@ -516,16 +516,16 @@ def add_chosen(
             sent = values + rank * stride.to(tl.int64)
             count = tl.load(shares + 2 * rank)
             turned = tl.load(shares + 2 * rank + 1)
-            tl.debug_barrier()  # what others of this program have written is read
+            tl.debug_barrier()  # the writes of this program's other threads are visible
             add_share(own, sent, 0, turned, start, end, weight, room, NEAR, WIDE, ROUNDS)
             tl.debug_barrier()
             add_share(own, sent, turned, count, start, end, weight, room, NEAR, WIDE, ROUNDS)
 
 
 class LargestPasses(Launcher):
-    """Those of the methods with a number of elements; see `ops.torch.passes.LargestPasses`."""
+    """Kernels of the methods with a number of elements; see `ops.torch.fused.LargestPasses`."""
 
-    leads = False  # a leader's choice goes by verbs
+    leads = False  # a leader chooses by plain ops
     looks = shares = True
 
     def write(
@@ -542,7 +542,7 @@ class LargestPasses(Launcher):
         before: Tensor,
         shares: bool = False,
     ) -> Written:
-        """See `ops.torch.passes`; the quota may be what `Placing.shares` takes."""
+        """Encode a step; see `ops.torch.fused`. With `shares`, quota is as in `Placing.shares`."""
         layout, places, capacity = scope.layout, form.places, form.capacity
         size, layers, groups = layout.size, len(layout.names), scope.count
         tasks = self._tasks(scope)
@@ -570,7 +570,7 @@ class LargestPasses(Launcher):
             per_layer, sent, size, layers, float(how.momentum),
             NESTEROV=how.nesterov, BLOCK=layout.block, UPPER=UPPER, TILE=TILE,
         )  # fmt: skip
-        near = 4 * 3 * capacity  # bytes; of candidates there are about three times as many
+        near = 4 * 3 * capacity  # bytes of the candidates, about three times as many
         self.launch(
             narrow, programs, r, tasks, quota, limits, wanted, histogram, finer, found, counts,
             groups, capacity,
@@ -608,7 +608,7 @@ class LargestPasses(Launcher):
         limit: float,
         beyond: str,
     ) -> Tensor:
-        """See `ops.torch.passes`; says `beyond` where the sum might be past a limit."""
+        """Sum the bodies; see `ops.torch.fused`. Demand `beyond` if the sum might exceed limit."""
         places, capacity, ranks = form.places, form.capacity, bodies.shape[0]
         room, words = self.ops.room(room), bodies.view(torch.int32)
         index, shares = self.room("index", ranks * capacity), self.room("shares", 2 * ranks)
@@ -635,16 +635,16 @@ class LargestPasses(Launcher):
         return room
 
     def _tasks(self, scope: Scope) -> Tensor:
-        """Of each task where it starts and ends, in blocks, and its group."""
+        """Return for each task its start and end, in blocks, and its group."""
         return self.table((scope.layout, scope.whole, "tasks"), lambda: [*chain(*_cut(scope)[0])])
 
     def _groups(self, scope: Scope) -> Tensor:
-        """Of each group its first task, the one behind its last, where it begins, its elements."""
+        """Return for each group its first task, the one after its last, its start, its elements."""
         return self.table((scope.layout, scope.whole, "groups"), lambda: [*chain(*_cut(scope)[1])])
 
 
 def _cut(scope: Scope) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The tasks of a scope, and its groups; what lies between layers belongs to the one before."""
+    """Return the tasks and groups of a scope; padding after a layer belongs to that layer."""
     layout = scope.layout
     length = max(cut(layout.size, TILE).tiles * TILE // layout.block, 1)
     starts = [0] if scope.whole else layout.offsets
@@ -658,5 +658,5 @@ def _cut(scope: Scope) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 
 
 def _words(form: Form) -> tuple[int, ...]:
-    """Words before indices or widths, before packed differences, and before values."""
+    """Return the word offsets of indices or widths, of packed differences, and of values."""
     return form.places.first // 4, form.places.deltas // 4, form.values // 4

@@ -22,7 +22,7 @@ _require_keras_backend(_keras.backend.backend())
 
 from horovod.tensorflow.keras import *  # noqa: F403
 
-# Horovod's modules of these names, which `import ... as` and `from ... import` would find.
+# Remove Horovod's modules of these names, which `import ... as` and `from ... import` would find.
 for _name in ("callbacks", "elastic"):
     globals().pop(_name, None)
 

@@ -1,4 +1,4 @@
-"""What a step of several passes adds up, and where its second moments come from."""
+"""Gradient accumulation over the passes of a step, and the source of second moments."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvd_gradcomp.tensorflow.engine import LOGGER
 
 
 class GradientAccumulation:
-    """Gradients, and their squares or moments, added up over the passes of a step.
+    """Sums of gradients, and of their squares or moments, over the passes of a step.
 
     Args:
         count: passes of a step.
         average: whether sums are divided by it.
         batch_size: samples that a rank sees in a step; None counts as many.
-        number: a variable, how many passes there were.
+        number: a variable, the passes so far.
         added, squared: variables, one for each gradient.
     """
 
@@ -35,10 +35,10 @@ class GradientAccumulation:
         self._count, self._batch_size = count, batch_size
         self._share = 1.0 / count if average else 1.0
         self._number, self._added, self._squared = number, added, squared
-        self._came: set[int] = set()  # places of those that any pass has brought so far
+        self._came: set[int] = set()  # places that had a gradient in any pass so far
 
     def add(self, gradients: list[Any], moments: list[Any] | None) -> None:
-        """Adds a pass."""
+        """Add a pass."""
         for place, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -53,11 +53,11 @@ class GradientAccumulation:
         self._number.assign_add(1)
 
     def sums(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Those of gradients that there are, in this pass or in another one.
+        """Return the sums of gradients that occurred in this pass or in another one.
 
         Args:
             gradients: of the last pass.
-            variables: whose they are. What was frozen meanwhile is left out.
+            variables: whose they are. A variable that was frozen meanwhile is left out.
         """
         return [
             None if g is None and not (place in self._came and v.trainable) else total.value()
@@ -65,7 +65,7 @@ class GradientAccumulation:
         ]
 
     def moments(self, sampled: bool) -> list[Any]:
-        """The second moments of the step; of samples, if those were added."""
+        """Return the second moments of the step; of samples, if those were added."""
         if sampled:
             return [s.value() for s in self._squared]
         weight = weight_of_passes(self._count, self._batch_size)
@@ -75,17 +75,17 @@ class GradientAccumulation:
         ]
 
     def clear(self, places: Sequence[int]) -> None:
-        """Begins the next step: what was exchanged is done with, the rest goes with it."""
+        """Reset the sums that were exchanged, for the next step, and keep the rest."""
         for place in places:
             for total in (self._added[place], self._squared[place]):
                 total.assign(tf.zeros_like(total))
 
 
 class MomentSource:
-    """Where second moments come from, decided at the first trace.
+    """Source of second moments, decided at the first trace.
 
     Args:
-        compressor: what asks for them, or does not.
+        compressor: which uses them, or does not.
         passes: of a step.
         process_set: the ranks that take part.
     """
@@ -96,17 +96,17 @@ class MomentSource:
 
     @property
     def is_passes(self) -> bool:
-        """Whether they are made of what passes add up."""
+        """Return True if moments are computed from the sums over passes."""
         return self._decided not in ("", "step")
 
     def decide(self, moments: list[Any] | None) -> str:
-        """The source, such as "sample"; "" if they are not used.
+        """Return the source, such as "sample"; "" if moments are not used.
 
         Args:
-            moments: those of samples, if somebody tracks them.
+            moments: those of samples, if they are tracked.
 
         Raises:
-            ValueError: the compressor wants those of samples, and nobody does.
+            ValueError: the compressor needs moments of samples, and they are not tracked.
         """
         if not self._compressor.uses_moments or self._decided:
             return self._decided

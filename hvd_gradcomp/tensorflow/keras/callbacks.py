@@ -1,4 +1,4 @@
-"""Callbacks for Keras 3. Stock Horovod's reach for what Keras 3 no longer has."""
+"""Callbacks for Keras 3. Stock Horovod's use attributes that Keras 3 no longer has."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Brings all ranks to the root's weights and optimizer variables before the first batch.
+    """Callback that broadcasts the root's weights and optimizer variables before the first batch.
 
     Needed once at the start of training, from scratch or from a checkpoint that only the root
     read. What a compressor has accumulated belongs to its rank and stays there.
 
-    A model that is not built yet is built as the first batch comes, by what shape this has. One
-    that cannot be, since its `train_step` makes something else of a batch than `model(x)`, is
+    A model that is not built yet is built when the first batch comes, from its shape. If that
+    fails, since its `train_step` does something else with a batch than `model(x)`, the model is
     broadcast after the first batch, as in Horovod.
 
     It also sets `model.jit_compile = False`, since Keras 3 compiles by itself where there is a GPU
     and Horovod's collectives are no XLA operations.
 
     Args:
-        root_rank: whose variables count.
+        root_rank: the rank whose variables count.
         device: where the broadcast is placed, as in Horovod.
         local_variables: variables of TensorFlow or Keras, one or several, that stay as they are.
         process_set: the ranks that take part.
@@ -69,7 +69,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable as it is on each rank."""
+        """Leave a variable as it is on each rank."""
         if not isinstance(plain_variable(var), tf.Variable):
             raise ValueError(
                 f"local_variables= takes variables of TensorFlow or Keras, got {var!r}"
@@ -129,9 +129,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages the metrics of an epoch over all ranks, so that all ranks log the same.
+    """Callback that averages an epoch's metrics over all ranks, so that all ranks log the same.
 
-    A metric may be a number or an array, such as `F1Score(average=None)`, whose mean is one, too.
+    A metric may be a number, or an array such as `F1Score(average=None)`; so is its mean.
     Put it before callbacks that read metrics (learning rate on a plateau, early stopping).
 
     Args:
@@ -163,25 +163,25 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to `initial_lr * multiplier` from one epoch to another.
+    """Callback that sets the learning rate to `initial_lr * multiplier` between two epochs.
 
-    Horovod's own reaches for what Keras 3 no longer has.
+    Horovod's own uses attributes that Keras 3 no longer has.
 
     *Momentum correction.* Keras's SGD and RMSprop keep the learning rate of a step in their
-    velocity, so this is multiplied with `new / old` wherever the rate changes: what Horovod's own
-    gets for one batch by another momentum. A momentum that a compressor has taken over is kept
-    without the rate, and needs none.
+    velocity, so the velocity is multiplied by `new / old` whenever the rate changes; Horovod's own
+    achieves this by another momentum for one batch. A momentum that a compressor has taken over is
+    kept without the rate, and needs no correction.
 
     Args:
         initial_lr: the learning rate at the start of training.
-        multiplier: `f(epoch)`, or a number: then it is raised to the power of the epochs since
+        multiplier: `f(epoch)`, or a number, which is raised to the power of the epochs since
             `start_epoch`.
         start_epoch: the first epoch that it applies to.
-        end_epoch: the first one that it no longer applies to; None for never.
-        staircase: change the rate at the beginning of an epoch; otherwise of each batch, and epochs
-            are fractions: `epoch + batch / steps_per_epoch`.
+        end_epoch: the first epoch that it no longer applies to; None for never.
+        staircase: change the rate at the start of an epoch; otherwise of each batch, with
+            fractional epochs: `epoch + batch / steps_per_epoch`.
         momentum_correction: see above.
-        steps_per_epoch: needed where `staircase` is false and Keras does not know it.
+        steps_per_epoch: needed if `staircase` is false and Keras does not know it.
 
     Raises:
         ValueError: there is no initial_lr; in `fit`, steps_per_epoch is not known.
@@ -215,7 +215,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                     f"{type(self).__name__}: Keras does not know how many batches an epoch has; "
                     "give steps_per_epoch="
                 )
-        # Keras refuses where the rate is a schedule; better now than in the middle of training.
+        # Keras refuses to set a schedule; better now than in the middle of training.
         self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -254,13 +254,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr`, batch by batch.
+    """Callback that raises the learning rate from `initial_lr / hvd.size()` to `initial_lr`.
 
-    So do Goyal et al. (2017) at the start of a training with large batches.
+    It does so batch by batch, as Goyal et al. (2017) at the start of training with large batches.
 
     Args:
         initial_lr: the learning rate after the warm-up.
-        warmup_epochs: how long it takes.
+        warmup_epochs: duration of the warm-up.
         momentum_correction, steps_per_epoch: as in `LearningRateScheduleCallback`.
         verbose: 1 to have rank 0 say when the warm-up is over.
 
@@ -303,7 +303,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as in Keras.
-        filepath: as in Keras; Horovod's own has it set as an attribute, before `fit`.
+        filepath: as in Keras; or set as an attribute before `fit`, as with Horovod's own.
 
     Raises:
         ValueError: in `fit`, there is no filepath.
@@ -338,9 +338,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class VerifyCallback(keras.callbacks.Callback):
-    """Compares all ranks' weights and replicated state, bit by bit, while `fit` runs.
+    """Callback that compares all ranks' weights and replicated state, bit by bit, during `fit`.
 
-    What `verify_every` of the optimizer does, as an exception that `fit` raises as it is.
+    Like `verify_every` of the optimizer, but `fit` raises the exception as it is.
 
     Args:
         every: batches between two comparisons, at least 1; with `steps_per_execution`, calls of
@@ -366,23 +366,22 @@ class VerifyCallback(keras.callbacks.Callback):
 
 
 class EGCLearningRate(keras.callbacks.Callback):
-    """Lowers the learning rate when the validation loss has stopped falling.
+    """Callback that lowers the learning rate when the validation loss has stopped falling.
 
-    Kuang et al. 2019, section IV.B. After `patience`
-    consecutive epochs without a value below the lowest so far,
-    `lr = max(lr / (1 + t * epoch), min_lr)`. The details, and where the paper's text and its
-    Algorithm 2 differ, are those of `hvd_gradcomp.algorithms.schedule.EGCCorrection`.
+    Kuang et al. 2019, section IV.B. After `patience` consecutive epochs without a new minimum,
+    `lr = max(lr / (1 + t * epoch), min_lr)`. For details, and for the differences between the
+    paper's text and its Algorithm 2, see `hvd_gradcomp.algorithms.schedule.EGCCorrection`.
 
-    Works with every Keras optimizer, distributed or not. Where there are several ranks, each of
-    them has this callback and what counts is the mean of their values, so rates stay equal; a
+    Works with every Keras optimizer, distributed or not. If there are several ranks, each of them
+    has this callback and the mean of their values counts, so rates stay equal; a
     `MetricAverageCallback` before it changes nothing.
 
-    One object serves one training, which may be several calls of `fit`. Where `fit` begins with an
+    One object serves one training, which may be several calls of `fit`. If `fit` begins with an
     `initial_epoch`, epochs count from there.
 
     Args:
-        monitor: the entry of the epoch's logs that should fall. One that is not finite counts as
-            no improvement.
+        monitor: the entry of the epoch's logs that should fall. A non-finite value counts as no
+            improvement.
         patience: epochs, at least 1.
         t: rate of attenuation; positive.
         min_lr: lower limit of the learning rate, not negative.
@@ -407,7 +406,7 @@ class EGCLearningRate(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         del logs
-        # Keras refuses where the rate is a schedule; better now than when it first has to fall.
+        # Keras refuses to set a schedule; better now than when the rate first has to fall.
         optimizer = self.model.optimizer
         optimizer.learning_rate = float(optimizer.learning_rate)
 
@@ -431,11 +430,11 @@ class EGCLearningRate(keras.callbacks.Callback):
 
 
 def _require_reducing(model: keras.Model, process_set: Any) -> bool:
-    """Refuses a model whose ranks would train each for itself.
+    """Refuse a model whose ranks would train without an exchange.
 
     Returns:
-        Whether it is built on all ranks: collectives of eager TensorFlow pair by their order, so
-        all ranks go the same way.
+        True if it is built on all ranks: collectives of eager TensorFlow pair by their order, so
+        all ranks have to take the same path.
 
     Raises:
         ValueError: on all ranks.
@@ -457,7 +456,7 @@ def _require_reducing(model: keras.Model, process_set: Any) -> bool:
 
 
 def _built_by(model: keras.Model, iterator: Any) -> bool:
-    """Whether a model could be built by the shapes of the batches that an iterator gives."""
+    """Build a model from the shapes of an iterator's batches; return True if that works."""
 
     def symbol(spec: Any) -> Any:
         return keras.KerasTensor(spec.shape, spec.dtype.name)
@@ -466,14 +465,14 @@ def _built_by(model: keras.Model, iterator: Any) -> bool:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
         how = {"training": True} if model._call_has_training_arg else {}
         model(keras.tree.map_structure(symbol, x), **how)
-    except Exception as error:  # of the user's, whose train_step may call it otherwise
+    except Exception as error:  # from user code: train_step may call it otherwise
         LOGGER.info("%s is not built before the first batch: %s", type(model).__name__, error)
         return False
     return True
 
 
 def _mean(value: Any, name: str, process_set: Any) -> Any:
-    """The mean over ranks of a number, as a float, or of an array."""
+    """Return the mean over ranks of a number, as a float, or of an array."""
     given = value.numpy() if hasattr(value, "numpy") else value
     mean = horovod.allreduce(
         tf.constant(given, tf.float64), name=name, op=horovod.Average, process_set=process_set

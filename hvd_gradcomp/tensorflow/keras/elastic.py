@@ -25,7 +25,7 @@ __all__ = [
 
 
 class KerasState(TensorFlowKerasState, _stock.KerasState):
-    """What an elastic run of `model.fit` commits; see `TensorFlowKerasState`.
+    """State of an elastic run of `model.fit`; see `TensorFlowKerasState`.
 
     Args:
         model: built.

@@ -1,4 +1,4 @@
-"""Keras's `fit`, which raises a `DeadlockError` as such: it blocks in TensorFlow's graph."""
+"""Patch of Keras's `fit`, which blocks in TensorFlow's graph, to raise a `DeadlockError`."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def _fit(model: keras.Model, *given: Any, **named: Any) -> Any:
 
 
 def translate() -> None:
-    """Has the `fit` of all models raise what has ended it, where that is a deadlock."""
+    """Make the `fit` of all models raise a `DeadlockError` if a deadlock has ended it."""
     setattr(keras.Model, "fit", _fit)  # noqa: B010 - a method, which mypy lets nobody assign to

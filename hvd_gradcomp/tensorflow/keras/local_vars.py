@@ -1,4 +1,4 @@
-"""The places of variables among all that an optimizer trains, and which are this rank's alone."""
+"""Places of variables among all that an optimizer trains, and those that are this rank's alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_gradcomp.tensorflow.variables import keep_own, plain_variable
 
 
 def places_of(optimizer: Any, variables: Sequence[Any]) -> list[int]:
-    """The places of some variables among all.
+    """Return the places of some variables among all.
 
     Raises:
         ValueError: some are not among them, or one is given twice.
@@ -38,15 +38,15 @@ def places_of(optimizer: Any, variables: Sequence[Any]) -> list[int]:
 def local_places(
     variables: Sequence[Any], find_local: Sequence[Callable[[], list[Any]]], known: frozenset[int]
 ) -> frozenset[int]:
-    """Which of the variables are this rank's alone, where the files of each rank keep them.
+    """Mark the variables that are this rank's alone, for its own files, and return their places.
 
     Args:
         variables: all that are trained.
-        find_local: functions that return some that are.
+        find_local: functions that return local variables.
         known: places that are known already.
 
     Raises:
-        ValueError: all are.
+        ValueError: all are local.
     """
     places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
     found = {places.get(id(plain_variable(v))) for find in find_local for v in find()}
@@ -63,12 +63,12 @@ def local_places(
 
 
 class LocalVariableFilter:
-    """The exchange of those gradients that are not this rank's alone.
+    """Exchange of the gradients that are not this rank's alone.
 
     Args:
-        engine: of the exchange.
+        engine: the reducer.
         exchanged, local: places.
-        scale_local: whether what is local is divided by the number of ranks.
+        scale_local: whether local gradients are divided by the number of ranks.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LocalVariableFilter:
         self._scale_local = scale_local
 
     def reduce(self, full: list[Any], moments: list[Any] | None, scale: Any) -> list[Any]:
-        """Exchanges what is not local, of the gradients of all variables."""
+        """Exchange the gradients that are not local, among those of all variables."""
         shared = [full[i] for i in self._exchanged]
         if self._local:
             shared = poisoned(shared, [full[i] for i in self._local])

@@ -1,4 +1,4 @@
-"""Who calls an optimizer, where Keras has no other way to tell: read from the stack."""
+"""Callers of an optimizer, read from the stack because Keras has no other way to tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras.optimizers import LossScaleOptimizer
 
 
 def scaler_around(optimizer: Any) -> Any:
-    """The loss scaler that is calling this optimizer."""
+    """Return the loss scaler that is calling this optimizer, or None."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -25,7 +25,7 @@ def scaler_around(optimizer: Any) -> Any:
 
 
 def refuse_xla() -> None:
-    """Raises if the function being traced belongs to a model that compiles with XLA."""
+    """Raise if the function being traced belongs to a model that compiles with XLA."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

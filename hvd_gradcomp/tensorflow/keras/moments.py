@@ -1,15 +1,14 @@
 """Second moments over samples for Keras 3 models on TensorFlow, inside `fit`.
 
-For a weight and a batch of samples z, `q = sum over z of c_z**2`, where `c_z` is what sample z
-contributes to the gradient of the loss (a mean over the batch): what Algorithm 1 of Tsuzuku et al.
-2018 accumulates. The training step asks its one backward pass for the gradients of the weights and
-of every layer's output before its activation; from input and output gradient each layer's rule
-forms `q`.
+For a weight and a batch of samples z, `q = sum over z of c_z**2`, where `c_z` is sample z's
+contribution to the gradient of the loss (a mean over the batch), as in Algorithm 1 of Tsuzuku et
+al. 2018. The training step's one backward pass computes the gradients of the weights and of every
+layer's output before its activation; each layer's rule forms `q` from input and output gradient.
 
-Cost. Dense on [batch, features]: one matrix product more, `(x**2)^T (delta**2)`. Dense over places
+Cost. Dense on [batch, features]: one more matrix product, `(x**2)^T (delta**2)`. Dense over places
 and convolutions form per-sample weight gradients: as many multiplications as the weight's
-gradient, for as many samples at a time as 64 MB (the weights and a convolution's patches) hold,
-one at least. Embedding: memory of a gradient that is not sparse. Normalisation: next to nothing.
+gradient, for as many samples at a time as fit in 64 MB (the weights and a convolution's patches),
+at least one. Embedding: the memory of a dense gradient. Normalisation: next to nothing.
 
 The gradient of a weight regulariser belongs to no sample and is left out of `q`.
 """
@@ -31,7 +30,7 @@ from hvd_gradcomp.tensorflow.engine import distributed_in
 
 
 class LayerUse(NamedTuple):
-    """One call of a layer in the forward pass."""
+    """Call of a layer in the forward pass."""
 
     layer: Any
     x: tf.Tensor
@@ -58,7 +57,7 @@ def _dense(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
 
 
 def _convolution(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Patches of the input, times the output gradient, summed over places."""
+    """Return squares of input patches times the output gradient, summed over places."""
     kernel, stride, dilation = layer.kernel_size, layer.strides, layer.dilation_rate
     padding = layer.padding.upper()
     if padding == "CAUSAL":
@@ -82,9 +81,10 @@ def _convolution(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Ten
 def _kernel_squares(
     x: tf.Tensor, delta: tf.Tensor, rows: int, rows_of: Callable[[tf.Tensor], tf.Tensor]
 ) -> tf.Tensor:
-    """Per sample the sum over places of `row^T delta`, squared; [rows, outputs].
+    """Square each sample's sum over places of `row^T delta`, and add up; [rows, outputs].
 
-    `rows_of` makes of x what the kernel is multiplied with at each place. A few samples at a time.
+    `rows_of` turns x into what the kernel is multiplied with at each place. A few samples at a
+    time.
     """
     places = delta.shape[1:-1].num_elements() or 1
     chunk = max(1, _CHUNK // (rows * (places + delta.shape[-1])))
@@ -132,7 +132,7 @@ def _layer_normalization(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str
 
 
 def _batch_normalization(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str, tf.Tensor]:
-    """The statistics count as constants: the contribution as the layer sees it."""
+    """Return squares with the statistics as constants: the contribution as the layer sees it."""
     if layer.axis % x.shape.rank != x.shape.rank - 1:
         raise ValueError(f"{layer.name}: only axis=-1 can be tracked here, got {layer.axis}")
     mean, variance = tf.nn.moments(x, list(range(x.shape.rank - 1)))
@@ -142,7 +142,7 @@ def _batch_normalization(layer: Any, x: tf.Tensor, delta: tf.Tensor) -> dict[str
 
 
 def _places(x: tf.Tensor) -> tf.Tensor:
-    """[batch, ..., channels] as [batch, places, channels]."""
+    """Reshape [batch, ..., channels] to [batch, places, channels]."""
     return tf.reshape(x, (tf.shape(x)[0], -1, x.shape[-1]))
 
 
@@ -174,9 +174,9 @@ def _supported(layer: Any) -> bool:
 
 
 def track_moments(model: keras.Model, *, others: str = "error") -> keras.Model:
-    """Gives a model a training step that computes per-sample second moments.
+    """Give a model a training step that computes per-sample second moments.
 
-    Call it on the built model before `fit`; its optimizer is one of this package's
+    Call it on the built model before `fit`; its optimizer must be one of this package's
     `DistributedOptimizer`s, which takes the moments (`moments="auto"` or "sample"). Layers: Dense,
     Conv1D to Conv3D (channels last, one group; no dilation in 3D), Embedding, LayerNormalization,
     BatchNormalization (contribution per sample as the layer sees it). Cost: see the head of
@@ -184,9 +184,9 @@ def track_moments(model: keras.Model, *, others: str = "error") -> keras.Model:
 
     Args:
         model: its trainable weights are tracked.
-        others: what becomes of weights in other layers, and in those that are used twice in a step.
-            "error": an error that names all of them. "step": the step counts as one sample of
-            theirs, `q = g*g`.
+        others: handling of weights in other layers, and in layers that are used twice in a step.
+            "error": an error that names all of them. "step": the step counts as one sample for
+            them, `q = g*g`.
 
     Returns:
         The model, for chaining.
@@ -228,7 +228,7 @@ def _leaf_layers(model: keras.Model) -> list[Any]:
 
 
 def _watch(layer: Any) -> None:
-    """Makes `layer.call` note input and output before the activation, while a step is traced."""
+    """Make `layer.call` record input and output before the activation, while a step is traced."""
     call = layer.call
 
     def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ def _noting() -> Iterator[list[LayerUse]]:
 
 
 def _train_step(model: Any, data: Any) -> Any:
-    """Keras's own training step, which also asks for the gradients of layer outputs."""
+    """Run Keras's own training step, and compute the gradients of layer outputs as well."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         with _noting() as uses:
@@ -291,7 +291,7 @@ def _squared(gradient: Any) -> tf.Tensor:
 def moments_of(
     weights: Sequence[Any], uses: Sequence[LayerUse], deltas: Sequence[Any], others: str = "error"
 ) -> list[Any]:
-    """The moment of each weight from the layers' inputs and output gradients; None without one."""
+    """Return each weight's moment from its layer's inputs and output gradients, or None."""
     found: dict[int, tf.Tensor] = {}
     reached = [use for use, delta in zip(uses, deltas) if delta is not None]
     calls = Counter(id(use.layer) for use in reached)

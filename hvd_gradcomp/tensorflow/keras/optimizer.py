@@ -3,11 +3,11 @@
 Stock Horovod 0.28.1 overrides methods that Keras 3 no longer calls: it trains without an error and
 without reducing. Here the wrapped class overrides `apply`, through which every update goes.
 
-What is saved. The configuration of a distributed optimizer is that of the optimizer it was made
-from, and one entry more with what the wrapper was given. Keras finds it by a registered name and
-hands it to `_Saved`. Where this package is not imported that name says nothing, and Keras goes by
-module and class, which are the plain optimizer's; the entry is called as an argument that those
-take and ignore, so it loads there as ever.
+Saving. The configuration of a distributed optimizer is that of the optimizer it was made from, with
+one more entry for the wrapper's arguments. Keras finds it by a registered name and passes it to
+`_Saved`. If this package is not imported that name is unknown, and Keras goes by module and class,
+which are the plain optimizer's; the entry is named like an argument that plain optimizers take and
+ignore, so it still loads there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     verify_every: int = 0,
     rollback: bool = False,
 ) -> keras.optimizers.Optimizer:
-    """Wraps a Keras optimizer so that gradients are exchanged compressed before each update.
+    """Wrap a Keras optimizer so that gradients are exchanged compressed before each update.
 
     Works with `model.fit`, in graph mode and eagerly, and in custom loops through `apply` or
     `apply_gradients`. Do not combine it with `DistributedGradientTape`: that would reduce twice.
@@ -76,15 +76,15 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     step, without the scale.
 
     Args:
-        optimizer: a Keras 3 optimizer. It is not touched: the result is a new one with the same
-            configuration, and the same variables if it was built. Of one that is distributed
-            already, what it was made from is taken, and with the same compressor its state.
+        optimizer: a Keras 3 optimizer. It is not modified: the result is a new one with the same
+            configuration, and the same variables if it was built. If it is distributed already,
+            its plain optimizer is wrapped; with the same compressor, its state is kept.
         name: of the new optimizer; the old one's if None.
         device_dense, device_sparse: accepted for compatibility, unused.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
         sparse_as_dense: compress the sparse gradients of embeddings (`IndexedSlices`) as dense
-            tensors (True), or gather their rows, uncompressed (False). None: what moves fewer
-            bytes in the first step, layer by layer; rank 0 says what was chosen, and it stays.
+            tensors (True), or gather their rows, uncompressed (False). None: whichever moves fewer
+            bytes in the first step, layer by layer; rank 0 logs the choice, which is final.
         gradient_predivide_factor: splits the averaging before and after the sum.
         op: `hvd.Average` or `hvd.Sum`.
         backward_passes_per_step: gradients are added up over this many calls of `apply`; the
@@ -92,33 +92,33 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         average_aggregated_gradients: divide that sum by `backward_passes_per_step`.
         num_groups, groups: refused.
         process_set: the ranks that take part.
-        scale_local_gradients: divide by the number of ranks what is not exchanged; see
+        scale_local_gradients: divide gradients that are not exchanged by the number of ranks; see
             `PartialDistributedOptimizer`.
         batch_size: samples that a rank sees for each exchange, over all passes. With it
             `moments="microbatch"` are right on average; without it batches count as large, and
             moments leave out the square of the mean gradient over the number of samples.
         hierarchical: reduce inside each host as dense tensors, and exchange compressed between
-            hosts; to the compressor a host is one rank, with the samples of all its own. All hosts
-            have the same number of ranks. Needs `hvd.init(process_sets="dynamic")` where that is
-            more than one. Keras's own saving leaves out what the compressor keeps then;
-            `hvd.save_checkpoint` does not.
-        nonfinite: what becomes of a step in which a gradient of any rank has a NaN or an infinity.
+            hosts; to the compressor a host is one rank, with the samples of all its ranks. All
+            hosts have the same number of ranks. If that is more than one, this needs
+            `hvd.init(process_sets="dynamic")`. Keras's own saving then leaves out the compressor's
+            state; `hvd.save_checkpoint` does not.
+        nonfinite: handling of a step in which a gradient of any rank has a NaN or an infinity.
             All ranks do the same. "raise": an error. "skip": the update is left out, here and in
-            what the compressor keeps, and the step is counted in `compression_stats(...).skipped`.
+            the compressor's state, and the step is counted in `compression_stats(...).skipped`.
             "propagate": as "skip", but the NaN is applied. None: "skip" with loss scaling, else
             "raise".
-        verify_every: after the update of every so many exchanges, `verify` the optimizer; 0 for
-            never. In a graph, as in `fit`, the error is TensorFlow's, with the same message in it;
-            `callbacks.VerifyCallback` raises it as it is.
-        rollback: keep what the compressor held before the last exchange until the next one, for
+        verify_every: run `verify` on the optimizer every so many exchanges, after the update; 0
+            for never. In a graph, as in `fit`, the error is TensorFlow's, with the same message in
+            it; `callbacks.VerifyCallback` raises it as it is.
+        rollback: keep the compressor's state before the last exchange until the next one, for
             `optimizer.discard_step()`, which is `hvd.discard_step(optimizer)`. Exchange and update
-            are one call here, so weights are for the caller to restore. It takes as much memory as
+            are one call here, so the caller has to restore the weights. It takes as much memory as
             the compressor's state.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
-            accumulates gradients by itself; `moments` asks for what is not set up; hosts or Horovod
-            are not as `hierarchical` needs them.
+            accumulates gradients by itself; `moments` needs something that is not set up; hosts or
+            Horovod are not as `hierarchical` needs them.
         TypeError: `compression` is no compressor, or `optimizer` no Keras 3 optimizer.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         DivergedError: in `apply`, on all ranks, with `verify_every`.
@@ -197,7 +197,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     of = distributed.inner_optimizer if inner is not optimizer else distributed
     for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-        if hasattr(inner, excluded):  # no part of the configuration
+        if hasattr(inner, excluded):  # not in the configuration
             setattr(of, excluded, getattr(inner, excluded))
     if isinstance(optimizer, DistributedOptimizerMixin):
         distributed._find_local.extend(optimizer._find_local)
@@ -226,19 +226,19 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
     scale_local_gradients: bool = True,
     **options: Any,
 ) -> keras.optimizers.Optimizer:
-    """A `DistributedOptimizer` that leaves the gradients of some layers to their rank.
+    """Wrap an optimizer like `DistributedOptimizer`, but leave some gradients to their rank.
 
     A drop-in for `horovod.keras.PartialDistributedOptimizer`. `save_checkpoint(mode="sharded")`
-    keeps each rank's own; give `BroadcastGlobalVariablesCallback` the weights of these layers as
-    `local_variables=` if they are not to begin alike.
+    saves each rank's own; pass the weights of these layers to `BroadcastGlobalVariablesCallback` as
+    `local_variables=` if they should not start equal.
 
     Args:
         optimizer: as in `DistributedOptimizer`; not built yet.
         name, device_dense, device_sparse, compression, sparse_as_dense: as there.
         gradient_predivide_factor, op, groups, process_set: as there.
         local_layers: one layer of Keras, or several. They may be built later, before the optimizer.
-        scale_local_gradients: divide their gradients by the number of ranks, by which those of
-            other layers are divided when they are averaged.
+        scale_local_gradients: divide their gradients by the number of ranks, as averaging does
+            with those of other layers.
         options: the other arguments of `DistributedOptimizer`.
 
     Raises:
@@ -266,15 +266,15 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
 
 
 class DistributedOptimizerMixin:
-    """What the class of a distributed optimizer has before its Keras class."""
+    """Optimizer mixin that exchanges gradients; it comes before the Keras class."""
 
     built: bool  # Keras's
     _base: type  # the Keras class
     _gradcomp: GraphReducer | None = None
     _moments: list[Any] | None = None  # left here by `track_moments`, for the next `apply`
     _known_local: frozenset[int] = frozenset()  # places of local variables, from a file
-    _refusal: str = ""  # why it cannot train here, where it was read from a file
-    _saved: tuple[int | None, bool] = (None, True)  # its own variables there; the same exchange?
+    _refusal: str = ""  # why it cannot train here, if it was read from a file
+    _saved: tuple[int | None, bool] = (None, True)  # plain variables in the file; same exchange?
     _passes = 1
     _reduced_outside = False  # by the loss scaler that is wrapped around this optimizer
     _compressor: Compressor = NoneCompressor()
@@ -305,15 +305,15 @@ class DistributedOptimizerMixin:
         self._moment_source = MomentSource(compressor, passes, settings["process_set"])
 
     def _begin(self, written: dict[str, Any], refusal: str = "") -> None:
-        """What there is to be said of one that cannot train, too."""
+        """Set the attributes that even an optimizer that cannot train has."""
         self._written = json.dumps(written)  # Keras would track a dict, and wrap it
         self._refusal = refusal
-        self._taken: dict[str, Any] = {}  # of its configuration, by the compressor
+        self._taken: dict[str, Any] = {}  # settings taken over by the compressor
         self._find_local: list[Callable[[], list[Any]]] = []
         self._when_built: list[Callable[[], None]] = []
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves the gradient of a variable to its rank, as in Horovod.
+        """Leave the gradient of a variable to its rank, as in Horovod.
 
         Raises:
             ValueError: the optimizer is built.
@@ -323,7 +323,7 @@ class DistributedOptimizerMixin:
         self._find_local.append(lambda: [var])
 
     def when_built(self, ready: Callable[[], None]) -> None:
-        """Calls a function once the optimizer has its variables: now, or in the first step."""
+        """Call a function once the optimizer has its variables: now, or in the first step."""
         if self.built:
             ready()
         else:
@@ -331,7 +331,7 @@ class DistributedOptimizerMixin:
 
     @tf.autograph.experimental.do_not_convert
     def discard_step(self) -> None:
-        """Restores what the compressor kept before the last exchange; see `hvd.discard_step`.
+        """Roll the compressor's state back to before the last exchange; see `hvd.discard_step`.
 
         Raises:
             RuntimeError: it was made without `rollback=True`, or has exchanged nothing since.
@@ -343,11 +343,11 @@ class DistributedOptimizerMixin:
 
     @property
     def pass_of_step(self) -> Any:
-        """How many passes of the next exchange are accumulated."""
+        """Return the number of passes accumulated for the next exchange."""
         return self._pass % self._passes if self._passes > 1 else 0
 
     def get_config(self) -> dict[str, Any]:
-        """The optimizer's own configuration, and what the wrapper was given."""
+        """Return the optimizer's own configuration, with the wrapper's arguments."""
         config = serialization.with_changes(super().get_config(), self._taken)  # type: ignore[misc]
         written = json.loads(self._written)
         if self.built and not self._refusal:
@@ -358,16 +358,16 @@ class DistributedOptimizerMixin:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """One like that which `get_config` was asked of; without an entry of ours, a plain one's.
+        """Create an optimizer from a configuration: one of `get_config`, or a plain optimizer's.
 
-        Where it cannot train, since Horovod is not initialised or a process set is missing, it
-        does all but that, and `apply` says why.
+        If it cannot train, since Horovod is not initialised or a process set is missing, it does
+        all but that, and `apply` says why.
         """
         del custom_objects  # Keras has them in a scope
         return _restored(config, cls._base)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the optimizer's variables, and those of the exchange after them."""
+        """Create the optimizer's variables, and those of the exchange after them."""
         outer = loss_scale.scaler_around(self)
         if not variables:  # of a model that is not built, or that Keras reads from HDF5
             return
@@ -428,9 +428,9 @@ class DistributedOptimizerMixin:
             )
 
     def _reduce_before(self, outer: Any) -> None:
-        """Has gradients reduced before a loss scaler looks whether this rank's are finite.
+        """Reduce gradients before a loss scaler checks that this rank's are finite.
 
-        It would leave the step out on some ranks only, while the others wait for them.
+        It would skip the step on some ranks only, while the others wait for them.
 
         Raises:
             ValueError: gradients are accumulated here, which the scaler does not know.
@@ -457,7 +457,7 @@ class DistributedOptimizerMixin:
         outer._tf_apply = apply
 
     def _state_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
-        """One of the optimizer's own variables, so that saving the model saves it."""
+        """Create one of the optimizer's own variables, so that saving the model saves it."""
         variable = self.add_variable(  # type: ignore[attr-defined]
             tuple(value.shape), initializer="zeros", dtype=value.dtype.name, name=name
         )
@@ -465,21 +465,21 @@ class DistributedOptimizerMixin:
         return variable.value
 
     def load_own_variables(self, store: Any) -> None:
-        """Takes what `save_own_variables` saved here, or in an optimizer that is not distributed.
+        """Load what `save_own_variables` saved, here or in an optimizer that is not distributed.
 
-        What a compressor accumulated on another rank is not taken; and with `hierarchical=True`
-        nothing that it keeps, since ranks keep different things.
+        What a compressor accumulated on another rank is not loaded; with `hierarchical=True` none
+        of its state is, since ranks keep different things.
         """
         plain, same = self._saved
         _take(self, store, plain or len(self._plain), same)
 
     def own(self) -> None:
-        """What is kept here belongs to this process's rank, which may be another than before."""
+        """Mark the state as this process's, whose rank may have changed."""
         if self._gradcomp is not None:
             self._owner.assign(horovod.rank())
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Exchanges the gradients, then updates the variables with the result."""
+        """Exchange the gradients, then update the variables with the result."""
         variables = _those(self, trainable_variables)
         if self._refusal:
             raise ValueError(f"this optimizer cannot train: {self._refusal}")
@@ -526,7 +526,7 @@ class DistributedOptimizerMixin:
         return [reduced[i] for i in places_of(self, variables)]
 
     def _update(self, reduced: list[Any], variables: list[Any]) -> None:
-        """Applies the result, unless the step is to be left out and no loss scaler does so."""
+        """Apply the result, unless the step is to be skipped and no loss scaler does that."""
 
         def update() -> None:
             super(DistributedOptimizerMixin, self).apply(reduced, variables)  # type: ignore[misc]
@@ -539,7 +539,7 @@ class DistributedOptimizerMixin:
     def _placed(
         self, grads: Sequence[Any], variables: list[Any]
     ) -> tuple[list[Any], list[Any] | None]:
-        """Gradients, and the moments that were left here, in the places of all variables."""
+        """Return gradients, and the moments that were left here, in the places of all variables."""
         moments, self._moments = self._moments, None
         if self._moment_source.decide(moments) != "sample":
             moments = None
@@ -565,7 +565,7 @@ class DistributedOptimizerMixin:
 
 @keras.saving.register_keras_serializable("hvd_gradcomp", "DistributedOptimizer")
 class _Saved:
-    """What Keras finds under the name that all distributed optimizers are registered under."""
+    """Class that Keras finds under the registered name of all distributed optimizers."""
 
     @staticmethod
     def from_config(config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -584,23 +584,23 @@ def load_model(
     legacy_opts: bool = False,
     **options: Any,
 ) -> keras.Model:
-    """Loads a saved Keras model, with a `DistributedOptimizer` in place of its optimizer.
+    """Load a saved Keras model, with a `DistributedOptimizer` in place of its optimizer.
 
-    The optimizer continues where it was saved, distributed or not. What a compressor accumulated
-    is restored on the rank that saved it; elsewhere it begins from nothing. With this package
-    imported `keras.models.load_model` does the same for a model that was saved distributed.
+    The optimizer continues from its saved state, distributed or not. What a compressor accumulated
+    is restored on the rank that saved it; other ranks start with nothing. With this package
+    imported, `keras.models.load_model` does the same for a model that was saved distributed.
 
     Args:
         filepath: what `model.save` wrote.
         custom_optimizers: classes of optimizers that are not Keras's own.
         custom_objects: as in `keras.models.load_model`.
-        compression: as in `DistributedOptimizer`; what was saved if None. With another than was
-            saved, the exchange begins anew.
+        compression: as in `DistributedOptimizer`; the saved one if None. With another one, the
+            exchange starts anew.
         legacy_opts: refused; it belongs to Keras 2.
-        options: the other arguments of `DistributedOptimizer`, in place of what was saved.
+        options: other arguments of `DistributedOptimizer`, in place of the saved ones.
 
     Raises:
-        ValueError: the optimizer cannot train here; it says why.
+        ValueError: the optimizer cannot train here; the message says why.
     """
     if legacy_opts:
         raise ValueError("legacy_opts= belongs to Keras 2; hvd_gradcomp needs Keras 3")
@@ -623,7 +623,7 @@ def load_model(
 
 
 def refusal(optimizer: Any) -> str:
-    """Why training with this optimizer would not exchange gradients; "" where it would."""
+    """Return why training with this optimizer would not exchange gradients; "" if it would."""
     found = distributed_in(optimizer)
     if not isinstance(found, DistributedOptimizerMixin):
         return f"{type(found).__name__} is not distributed"
@@ -635,7 +635,7 @@ def refusal(optimizer: Any) -> str:
 
 @functools.cache
 def _class_of(base: type) -> Any:
-    """The class of distributed optimizers of a Keras class, registered."""
+    """Return the registered class of distributed optimizers for a Keras class."""
     register = keras.saving.register_keras_serializable("hvd_gradcomp", "DistributedOptimizer")
     made = type(
         base.__name__,
@@ -657,7 +657,7 @@ def _made(base: type, config: dict[str, Any]) -> Any:
 
 
 def _plain_config(optimizer: Any) -> dict[str, Any]:
-    """The configuration of an optimizer, or of that which a distributed one was made from.
+    """Return the configuration of an optimizer, or of the one that a distributed one was made from.
 
     Raises:
         ValueError: it is a loss scaler around a distributed one.
@@ -671,13 +671,13 @@ def _plain_config(optimizer: Any) -> dict[str, Any]:
 
 
 def _take(optimizer: Any, store: Any, plain: int, same: bool) -> None:
-    """Goes on from another optimizer's variables.
+    """Load another optimizer's variables.
 
     Args:
         optimizer: a distributed one, built.
-        store: they, by their place.
+        store: the variables, by their place.
         plain: how many of them are the optimizer's own.
-        same: whether those after them are of an exchange like this.
+        same: whether the others are of an exchange like this.
     """
 
     def fits(place: int, variable: Any) -> bool:
@@ -714,7 +714,7 @@ def _those(optimizer: Any, variables: Any) -> list[Any]:
 
 
 def _restored(config: dict[str, Any], base: Any = None) -> Any:
-    """Restores a distributed optimizer; see `DistributedOptimizerMixin.from_config`."""
+    """Restore a distributed optimizer; see `DistributedOptimizerMixin.from_config`."""
     config, written = serialization.parted(config)
     base = base or serialization.named(written.get("optimizer", ""))
     try:

@@ -1,4 +1,4 @@
-"""The probe under `model.fit`."""
+"""Probe under `model.fit`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
 class ProbeCallback(keras.callbacks.Callback):
-    """Probes a Keras 3 model under `fit`, after every so many batches.
+    """Callback that probes a Keras 3 model under `fit`, after every so many batches.
 
-    `fit` does not show its gradients, so this computes some: of one batch, with the weights as
-    they are after the step. Each rank should give a batch of its own data. What the pass in
-    training mode changes besides (moving averages of a batch normalisation, counters of dropout)
-    is set back, so training goes on as if nothing had happened; TensorFlow's global random
-    generator is not.
+    `fit` does not show its gradients, so this computes some: of one batch, with the weights after
+    the step. Each rank should give a batch of its own data. Side effects of the pass in training
+    mode (moving averages of a batch normalisation, counters of dropout) are undone, so training
+    goes on as if nothing had happened; TensorFlow's global random generator is not restored.
 
     Args:
-        model: what is trained.
+        model: the model in training.
         batch: inputs and targets, or a function of the probed batch's number that returns them.
         loss: `loss(targets, outputs)`; its mean is differentiated.
-        every: a batch in so many is probed, the first one too.
+        every: one batch in so many is probed, the first one too.
         **options: those of `Probe`.
 
     Attributes:

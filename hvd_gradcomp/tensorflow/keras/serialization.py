@@ -1,4 +1,4 @@
-"""What the configuration of a distributed optimizer says, beside what Keras's own does.
+"""Configuration of a distributed optimizer, beside Keras's own.
 
 See the head of `hvd_gradcomp.tensorflow.keras.optimizer`.
 """
@@ -18,12 +18,12 @@ from hvd_gradcomp.planning import configuration
 
 _OPS = {"Average": horovod.Average, "Sum": horovod.Sum}
 _MARK = "hvd_gradcomp"
-_instead: dict[str, Any] = {}  # of what was saved, while `load_model` loads
+_instead: dict[str, Any] = {}  # replaces saved arguments while `load_model` loads
 
 
 @contextmanager
 def in_place_of_what_was_saved(options: Mapping[str, Any]) -> Iterator[None]:
-    """Meanwhile `read` gives these arguments instead of what was saved."""
+    """Make `read` return these arguments instead of the saved ones, in this context."""
     _instead.update(options)
     try:
         yield
@@ -32,14 +32,14 @@ def in_place_of_what_was_saved(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def entry(config: dict[str, Any]) -> str:
-    """An argument that the plain optimizer takes and ignores, for `decay` with a warning."""
+    """Choose an argument that the plain optimizer takes and ignores; `decay` with a warning."""
     if "inner_optimizer" in config:
         return "dynamic"
     return "gradcomp" if "decay" in config else "decay"
 
 
 def parted(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A configuration without our entry, and that."""
+    """Split a configuration into one without our entry, and the entry."""
     for name in ("decay", "dynamic", "gradcomp"):
         entry = config.get(name)
         if isinstance(entry, dict) and _MARK in entry:
@@ -48,7 +48,7 @@ def parted(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def with_changes(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with some changes, made to what a loss scaler is wrapped around."""
+    """Return a configuration with some changes, applied to the optimizer inside a loss scaler."""
     if "inner_optimizer" not in config:
         return {**config, **changes}
     inner = config["inner_optimizer"]
@@ -57,11 +57,11 @@ def with_changes(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, A
 
 
 def written(given: dict[str, Any], base: type) -> dict[str, Any]:
-    """What `DistributedOptimizer` was given, as plain data."""
+    """Return the arguments of `DistributedOptimizer` as plain data."""
     compressor = as_compressor(given["compression"], horovod.Compression)
     try:
         compression = configuration.as_config(compressor)
-    except TypeError:  # somebody else's
+    except TypeError:  # a compressor of a user's own
         compression = None
     process_set = given["process_set"]
     everybody = process_set is horovod.global_process_set
@@ -76,10 +76,10 @@ def written(given: dict[str, Any], base: type) -> dict[str, Any]:
 
 
 def read(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `DistributedOptimizer`, but for what is given instead.
+    """Return the saved arguments of `DistributedOptimizer`, or those given in their place.
 
     Raises:
-        ValueError: there is something that is not known here.
+        ValueError: an argument is not known here.
     """
     known = {k: v for k, v in saved.items() if k not in (_MARK, "optimizer", "plain", "local")}
     known = {k: v for k, v in known.items() if k not in _instead}
@@ -107,7 +107,7 @@ def read(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(name: str) -> type:
-    """The class of an optimizer that is registered, or Keras's.
+    """Return an optimizer class by its name: a registered one, or Keras's.
 
     Raises:
         TypeError: there is none.

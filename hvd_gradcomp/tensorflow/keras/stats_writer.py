@@ -1,4 +1,4 @@
-"""Stats to watch under Keras 3's `fit`; see `hvd_gradcomp.monitoring.reports`."""
+"""`StatsWriter` under Keras 3's `fit`; see `hvd_gradcomp.monitoring.reports`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hvd_gradcomp.tensorflow.stats import reducer_of
 
 
 class StatsWriter(keras.callbacks.Callback):
-    """What `hvd.StatsWriter` does, under `fit`: a record a span of batches, a line an epoch.
+    """Callback version of `hvd.StatsWriter`: a record per span of batches, a line per epoch.
 
     The model's optimizer is a `DistributedOptimizer` of this package, or a `LossScaleOptimizer`
-    around one. Epochs are numbered from 1, as `fit` prints them. Files that are there are written
-    on in another `fit`. With `steps_per_execution` of `compile` an execution counts as one batch.
+    around one. Epochs are numbered from 1, as `fit` prints them. Another `fit` appends to existing
+    files. With `steps_per_execution` of `compile` an execution counts as one batch.
 
     Args:
         every: batches in a span, at least 1.
-        writers: of `JSONLines`, `TensorBoard`, and others that are a `Writer`.
+        writers: `JSONLines`, `TensorBoard`, and others that are a `Writer`.
         process_set: the ranks that take part.
 
     Raises:
@@ -49,7 +49,7 @@ class StatsWriter(keras.callbacks.Callback):
         if not refusal(self.model.optimizer) and not self.model.built:
             distributed_in(self.model.optimizer).when_built(self._open)  # in the first step
             return
-        if reducer_of(optimizer_of(self.model)).watch():  # which what is traced already cannot
+        if reducer_of(optimizer_of(self.model)).watch():  # existing traces cannot measure
             self.model.make_train_function(force=True)
         self._open()
 

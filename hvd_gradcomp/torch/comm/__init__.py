@@ -1,4 +1,4 @@
-"""Transports of PyTorch.
+"""Transports for PyTorch tensors.
 
 horovod    Horovod's asynchronous collectives
 c10d       `torch.distributed`

@@ -1,7 +1,6 @@
-"""`torch.distributed` as a transport: gloo, NCCL and whatever else has the five collectives.
+"""`torch.distributed` as a transport: gloo, NCCL and any other backend with the five collectives.
 
-Nothing has a name here: ranks meet by the order in which they ask. So whoever uses it asks for the
-same in the same order on all ranks.
+Collectives are matched by order, not by name: all ranks must submit the same in the same order.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 @atexit.register
 def _let_go() -> None:
-    """Ends gloo's threads, while they can still take the interpreter's lock to let tensors go.
+    """End gloo's threads while they can still take the GIL to release tensors.
 
-    `destroy_process_group` does not, as long as somebody has a group; later they end the process.
+    `destroy_process_group` does not end them while somebody holds a group; at interpreter exit they
+    would abort the process.
     """
     for group in list(_open):
         group.handle = None
 
 
 class ProcessGroup:
-    """Connections of our own between the ranks of a process group; all of them call it.
+    """Process group of our own over the ranks of the user's; all of them construct it.
 
-    So what a user sends meets nothing of ours, and a rank that fails can hang up: then the others
-    fail as well and do not wait.
+    So our collectives never match the user's, and a rank that fails can close the connections: then
+    the others fail too instead of waiting.
 
     Args:
         group: `torch.distributed`'s; None for all ranks.
@@ -48,7 +48,7 @@ class ProcessGroup:
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
         among: dict[str, Any] = {}
-        if self.ranks != everybody:  # the others do not take part in making it
+        if self.ranks != everybody:  # other ranks do not call new_group
             among = {"ranks": self.ranks, "use_local_synchronization": True}
         self.backend = backend
         timeout = _timeout_of(group, self.device)
@@ -56,21 +56,21 @@ class ProcessGroup:
         _open.add(self)
 
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's index in the group."""
         return self.ranks.index(dist.get_rank())
 
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
     def hang_up(self) -> None:
-        """Ends the connections: ranks that wait for this one fail."""
+        """Close the connections: ranks that wait for this one fail."""
         handle, self.handle = self.handle, None
         if handle is not None:
             dist.destroy_process_group(handle)
 
     def gather_objects(self, item: Any, kind: Any) -> list[Any]:
-        """Everybody's item of a kind, on all ranks; see `messages`."""
+        """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
 
         def allgather(mine: bytes) -> Iterator[bytes]:
             data = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
@@ -85,36 +85,36 @@ class ProcessGroup:
 
 
 def _timeout_of(group: Any, device: torch.device) -> Any:
-    """How long a group waits; None, for PyTorch's default, where a backend does not say."""
+    """Return a group's timeout; None, for PyTorch's default, if its backend has none."""
     backend = (group or dist.group.WORLD)._get_backend(device)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 class Work:
-    """What is on its way, and what is made of it."""
+    """Handle of a pending collective, and the function that shapes its result."""
 
     def __init__(self, work: Any, shaped: Callable[[], torch.Tensor]) -> None:
         self._work, self._shaped = work, shaped
 
     @classmethod
     def of(cls, allgather: Any, tensor: torch.Tensor, group: ProcessGroup) -> Work:
-        """Of an allgather."""
+        """Start an allgather; its result has one row for each rank."""
         rows = tensor.new_empty((group.size(), *tensor.shape))
         work = allgather(list(rows.unbind(0)), tensor, group=group.handle, async_op=True)
         return cls(work, lambda: rows)
 
     def ready(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Return True if `wait` would not block."""
         return bool(self._work.is_completed())
 
     def wait(self) -> torch.Tensor:
-        """The reply; on a GPU the current stream waits, and not the host."""
+        """Wait and return the result; on a GPU the current stream waits, not the host."""
         self._work.wait()
         return self._shaped()
 
 
 class C10dBackend:
-    """The collectives of `torch.distributed`; see `Transport`."""
+    """Transport over `torch.distributed`; see `Transport`."""
 
     def allgather(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name

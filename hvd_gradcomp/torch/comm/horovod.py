@@ -1,10 +1,10 @@
-"""Horovod's collectives, for tensors that its own thread may let go of at any moment.
+"""Horovod's collectives, safe against its background thread releasing tensors at any time.
 
-Where all but one reference to a tensor have ended, PyTorch takes the GIL. When another rank has
-stopped, Horovod's thread ends its references under a lock, and an enqueue waits for that lock with
-the GIL: both would wait forever. So a loan refers once more to each tensor, by a view of it. A view
-refers to its tensor only if that is no view itself, hence the `detach`; and it is taken before the
-enqueue, since Horovod's thread is what gives a result its shape.
+PyTorch takes the GIL when a tensor's reference count drops to one. After another rank has stopped,
+Horovod's thread drops its references while holding a lock, and an enqueue waits for that lock while
+holding the GIL: a deadlock. So `Work` holds one more reference to each tensor, by a view of it. A
+view references its base, which must not be a view itself, hence the `detach`. The view is made
+before the enqueue, because Horovod's thread sets the shape of a result.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.runtime import stall_inspector
 from hvd_gradcomp.torch.comm import recorded
 
-# Seconds between two looks at what is on its way. Horovod starts what it is given once in a
-# millisecond, and a look takes time from the core that its thread or another rank runs on: so the
-# longer the wait, the fewer looks, and none that adds more than a sixteenth to it.
+# Seconds between two polls. Horovod's cycle is one millisecond, and a poll takes time from the core
+# that its thread or another rank runs on: so the longer the wait, the rarer the polls, but a pause
+# adds at most a sixteenth to the wait.
 _SHORTEST, _LONGEST = 50e-6, 1e-3
-_LONG = 1.0  # seconds of waiting, after which it is worth looking whether it is in vain
+_LONG = 1.0  # seconds of waiting before the deadlock check begins
 SEAM = ("_allgather_async", "_allreduce_async", "_alltoall_async", "_broadcast_async")
 
 
 def pauses() -> Callable[[], None]:
-    """What a loop calls that looks whether something has come.
+    """Return a function that a polling loop calls between two polls.
 
-    It raises a `DeadlockError`, on all ranks, where nothing can come any more.
+    It sleeps, and raises a `DeadlockError` on all ranks if no pending collective can complete.
     """
     start = time.perf_counter()
 
@@ -50,14 +50,14 @@ def pauses() -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Work:
-    """Tensors that are with Horovod, until `wait` has returned.
+    """Handle of a collective whose tensors Horovod uses until `wait` has returned.
 
-    After an error they may still be: then it has to live on.
+    After an error Horovod may still use them, so the handle must stay alive.
 
     Attributes:
-        key: no other loan has it.
-        handle: Horovod's.
-        references: one more to each tensor.
+        key: unique to this handle.
+        handle: Horovod's own.
+        references: an extra reference to each tensor.
     """
 
     key: int
@@ -65,12 +65,12 @@ class Work:
     references: list[torch.Tensor]
 
     def ready(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Return True if `wait` would not block."""
         return bool(horovod.poll(self.handle))
 
     def wait(self) -> Any:
-        """What `horovod.torch.synchronize` returns, and raises."""
-        # Horovod would spin, on a core that its own thread or another rank may need.
+        """Wait without spinning; return and raise as `horovod.torch.synchronize` does."""
+        # Horovod's own wait spins, on a core that its thread or another rank may need.
         pause = pauses()
         while not self.ready():
             pause()
@@ -81,12 +81,12 @@ class Work:
 
 
 def complete(waiting: Iterable[Iterator[None]]) -> None:
-    """Runs iterators to their ends, side by side; each yields where it waits for other ranks.
+    """Run iterators to their ends, side by side; each yields while it waits for other ranks.
 
-    One that waits does not keep another from giving other ranks what they wait for.
+    A blocked iterator never blocks the others.
 
     Raises:
-        Exception: the first that one of them has raised, once all others have ended.
+        Exception: the first one that an iterator raised, after all others have ended.
     """
     running, errors = list(waiting), []
     pause = pauses()
@@ -106,7 +106,7 @@ def complete(waiting: Iterable[Iterator[None]]) -> None:
 
 
 def takes(device: torch.device) -> bool:
-    """Whether this Horovod has collectives for tensors on a device."""
+    """Return True if this Horovod has collectives for tensors on the device."""
     bytes_there = torch.empty(0, dtype=torch.uint8, device=device)
     return hasattr(mpi_ops.mpi_lib, mpi_ops._allgather_function_factory(bytes_there))
 
@@ -124,14 +124,14 @@ def _unwatched(enqueue: Callable[..., int], *arguments: Any) -> Work:
 
 
 def _told(table: list[list[int]], name: str, process_set: Any) -> Work:
-    """The sum over ranks, of which nobody takes note."""
+    """Sum a table over ranks, unseen by the stall inspector."""
     tensor = torch.tensor(table, dtype=torch.int64, device="cpu")
     sums = torch.empty_like(tensor), name, horovod.Sum, 1.0, 1.0, process_set
     return _unwatched(_stock["_allreduce_async"], tensor, *sums)
 
 
 _keys = itertools.count()
-_stock = recorded.STOCK  # these collectives are recorded here, not there
+_stock = recorded.STOCK  # the unrecorded functions: `_lend` records
 waiting = stall_inspector.StallInspector(
     _told, lambda: mpi_ops._basics._get_process_set_ids_and_ranks()
 )
@@ -139,7 +139,7 @@ recorded.watch(waiting, pauses)
 
 
 def allgather(tensor: torch.Tensor, name: str, process_set: Any) -> Work:
-    """As `horovod.torch.allgather_async`; the tensor is contiguous, as for all of these."""
+    """Start an allgather as `horovod.torch.allgather_async`; `tensor` must be contiguous."""
     return _lend(name, process_set, _stock["_allgather_async"], tensor, tensor.new_empty(0))
 
 
@@ -151,7 +151,7 @@ def allreduce(
     postscale: float = 1.0,
     result: torch.Tensor | None = None,
 ) -> Work:
-    """As `horovod.torch.allreduce_async` with `op=Sum`; the result goes where it is told to."""
+    """Start an allreduce as `horovod.torch.allreduce_async`, `op=Sum`, into `result` if given."""
     result = torch.empty_like(tensor) if result is None else result
 
     def enqueue(tensor: torch.Tensor, result: torch.Tensor, name: str, process_set: Any) -> Any:
@@ -162,7 +162,7 @@ def allreduce(
 
 
 def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: Any) -> Work:
-    """As `horovod.torch.alltoall_async`; equal splits if there are none."""
+    """Start an alltoall as `horovod.torch.alltoall_async`; with no splits, equal ones."""
     parts = torch.tensor(splits, dtype=torch.int32, device="cpu")
     received = torch.empty(process_set.size(), dtype=torch.int32, device="cpu")
     result = tensor.new_empty(0)
@@ -170,7 +170,7 @@ def alltoall(tensor: torch.Tensor, splits: list[int], name: str, process_set: An
 
 
 def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> Work:
-    """As `horovod.torch.broadcast_async`."""
+    """Start a broadcast as `horovod.torch.broadcast_async`."""
     result = torch.empty_like(tensor)
     return _lend(name, process_set, _stock["_broadcast_async"], tensor, result, root)
 
@@ -178,7 +178,7 @@ def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> W
 def sparse_allreduce(
     tensor: torch.Tensor, name: str, process_set: Any, average: bool
 ) -> Callable[[], torch.Tensor]:
-    """As `horovod.torch.sparse_allreduce_async`."""
+    """Start a sparse allreduce as `horovod.torch.sparse_allreduce_async`; return its wait."""
     indices = allgather(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather(tensor._values().contiguous(), f"{name}.values", process_set)
 
@@ -191,14 +191,14 @@ def sparse_allreduce(
 
 
 class _AsyncReply:
-    """A loan, and what is made of its result."""
+    """Handle of a collective, with a function that shapes its result."""
 
     def __init__(self, loan: Work, shaped: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._loan, self.ready, self._shaped = loan, loan.ready, shaped
 
     def wait(self) -> torch.Tensor:
         reply = self._loan.wait()
-        if isinstance(reply, tuple):  # alltoall also hands back how much came from whom
+        if isinstance(reply, tuple):  # alltoall also returns the received splits
             reply = reply[0]
         if reply.is_cuda:
             # Horovod makes the default stream of its own thread wait, not the one used here.
@@ -209,7 +209,7 @@ class _AsyncReply:
 
 
 class HorovodBackend:
-    """Horovod as a transport; see `Transport`. What its collectives return has `ready()`."""
+    """Transport over Horovod; see `Transport`. Its handles have `ready()`."""
 
     def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _AsyncReply:
         own, ranks = tensor.contiguous(), group.size()

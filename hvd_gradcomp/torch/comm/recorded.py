@@ -1,9 +1,9 @@
-"""Horovod's own collectives, watched: where they cannot complete, all ranks raise a DeadlockError.
+"""Horovod's own collectives, recorded: if none can complete, all ranks raise a DeadlockError.
 
-`hvd.allreduce(metric)` on one rank while another is in backward waits for ever in stock Horovod.
-So what enqueues a collective, and what waits for one, is replaced in Horovod's modules: each
-enqueued collective is recorded until it has completed, and a rank that waits looks from time to
-time whether the wait can end (see `deadlock`). What they compute and return stays Horovod's own.
+`hvd.allreduce(metric)` on one rank while another is in backward deadlocks in stock Horovod. So the
+functions that enqueue a collective or wait for one are replaced in Horovod's modules: each enqueued
+collective is recorded until it completes, and a waiting rank checks from time to time whether the
+wait can end (see `runtime.stall_inspector`). Their results stay Horovod's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from horovod.torch import mpi_ops
 
 from hvd_gradcomp.runtime.stall_inspector import PendingOp, StallInspector
 
-_PREFIXES = {  # of the names that Horovod pairs collectives by, by what enqueues them
+_PREFIXES = {  # of the names by which Horovod matches collectives, by enqueueing function
     "_allreduce_async": "allreduce",
     "_grouped_allreduce_async": "grouped_allreduce",
     "_allgather_async": "allgather",
@@ -33,15 +33,15 @@ STOCK: dict[str, Callable[..., Any]] = {name: getattr(mpi_ops, name) for name in
 """Horovod's own functions that enqueue, which record nothing."""
 
 _REPLACED = {name: getattr(mpi_ops, name) for name in ("synchronize", "barrier", "shutdown")}
-_unnamed: dict[tuple[str, int], int] = {}  # how many there were, by prefix and process set
+_unnamed: dict[tuple[str, int], int] = {}  # count of unnamed ones, by prefix and process set
 
 
 def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> None:
-    """Replaces what enqueues and what waits in all of Horovod's modules for PyTorch.
+    """Replace the functions that enqueue or wait in all of Horovod's modules for PyTorch.
 
     Args:
-        waiting: records collectives, and finds out whether they can complete.
-        pauses: makes a function to call between two polls; see `lending.pauses`.
+        waiting: records collectives, and checks whether they can complete.
+        pauses: makes a function to call between two polls; see `comm.horovod.pauses`.
     """
 
     def synchronize(handle: int) -> Any:
@@ -84,7 +84,7 @@ def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> 
 def _recorded(
     waiting: StallInspector, stock: Callable[..., int], prefix: str
 ) -> Callable[..., int]:
-    """A function that enqueues, and records what it has enqueued."""
+    """Wrap an enqueueing function so that it records each collective."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -97,7 +97,7 @@ def _recorded(
             call["name"] = f"noname.{_unnamed[series]}"
         handle: int = stock(**call)
 
-        def ready() -> bool:  # also where somebody has waited for it elsewhere
+        def ready() -> bool:  # also if it was waited for elsewhere
             return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
 
         waiting.ask(
@@ -113,6 +113,6 @@ def _key(handle: Hashable) -> Hashable:
 
 
 def _thread() -> int | None:
-    """The thread of Python's that asks; None for one of the autograd engine's."""
+    """Return the calling Python thread; None for a thread of the autograd engine."""
     thread = threading.current_thread()
     return None if thread.name.startswith("Dummy-") else thread.ident

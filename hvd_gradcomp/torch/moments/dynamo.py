@@ -1,8 +1,8 @@
-"""Keeps torch.compile out of what has to run as it is written.
+"""Decorators and switches that keep torch.compile out of code that must run eagerly.
 
-As `torch.compiler.disable(..., recursive=False)` does, without importing the whole compiler, and
-with its rest switched off and on from inside. PyTorch versions that do this in another way compile
-what they like.
+Equivalent to `torch.compiler.disable(..., recursive=False)`, but without importing the compiler,
+and with a switch (`pause`, `resume`) for the rest of the thread. On PyTorch versions with other
+internals they are no-ops.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# torch.compile leaves what is marked so as it is, and all that it calls. PyTorch marks its own
-# optimizers' methods with it; before 2.1 there is none.
+# torch.compile skips a function with this mark, and all that it calls. PyTorch marks the methods of
+# its own optimizers; before 2.1 there is no such mark.
 interpreted: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 
 try:
@@ -27,7 +27,7 @@ except (ImportError, AttributeError):
 
 
 def outside(reason: str) -> Callable[[F], F]:
-    """Marks a function that is not compiled; with `fullgraph=True` the error says the reason."""
+    """Return a decorator against compilation; with `fullgraph=True` the error has the reason."""
 
     def mark(function: F) -> F:
         if _SKIP is not None:
@@ -40,12 +40,12 @@ def outside(reason: str) -> Callable[[F], F]:
 
 @outside("it switches the compiler")
 def pause() -> Any:
-    """Compiles nothing of what this thread runs from here on; for `resume`."""
+    """Stop compilation on this thread; return the argument for `resume`."""
     return None if _SKIP is None else _frames.set_eval_frame(None)
 
 
 @outside("it switches the compiler")
 def resume(paused: Any) -> None:
-    """Goes on as before `pause`."""
+    """Resume compilation as before `pause`."""
     if _SKIP is not None:
         _frames.set_eval_frame(paused)

@@ -1,9 +1,9 @@
-"""What each sample contributes to the gradient of a function's parameters, function by function.
+"""Per-sample gradients of the parameters of PyTorch's functions, one rule for each function.
 
-A rule takes a function's arguments and says in a `PerSampleRule` how contributions follow from the
-input and the gradient of the output. Both come as [samples, k, ...]: what a sample has of the axis that
-counts samples, and then the other axes. Whatever has no rule is run once more for each sample; see
-`Replay`.
+A rule takes a function's arguments and returns a `PerSampleRule`, which computes contributions from
+the input and the gradient of the output. Both have shape [samples, k, ...]: the k entries of a
+sample along the sample axis, then the other axes. A function without a rule is run again for each
+sample; see `Replay`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hvd_gradcomp.torch.moments.sample_axis import SampleAxis, samples_first, te
 
 
 class PerSampleRule(NamedTuple):
-    """How a function's contributions are formed.
+    """Rule for the per-sample gradients of one function call.
 
     Attributes:
-        inputs: what is kept for it until backward.
-        targets: its parameters, by names of the rule.
-        rank: of an input with a sample axis, at least; with one axis less it is one sample.
-        contribute: (name, x, delta) to [samples, *shape] of that target.
-        squares: the sum of their squares by a shorter way, or None where there is none.
-        prepare: makes of the whole input, in full precision, what `contribute` is given.
-        why_not: why it cannot be done, if so.
+        inputs: the input, kept until backward.
+        targets: the parameters, by the rule's names for them.
+        rank: minimal number of axes of an input with a sample axis; with one less it is one sample.
+        contribute: (name, x, delta) to the [samples, *shape] gradients of that target.
+        squares: a faster sum of their squares; it returns None where it does not apply.
+        prepare: maps the whole input, in full precision, to the `x` of `contribute`.
+        why_not: the reason if there can be no per-sample gradients, else "".
     """
 
     inputs: Tensor
@@ -50,7 +50,7 @@ def _named(**targets: Tensor | None) -> dict[str, Tensor]:
 
 
 def _features(t: Tensor) -> Tensor:
-    """[samples, places, features]."""
+    """Reshape to [samples, places, features]."""
     return t.reshape(t.shape[0], -1, t.shape[-1])
 
 
@@ -65,7 +65,7 @@ def _product(name: str, x: Tensor, delta: Tensor) -> Tensor:
 
 
 def _product_squares(name: str, x: Tensor, delta: Tensor) -> Tensor | None:
-    """With one place a sample the squares of a product are the product of the squares."""
+    """Return the product of the squares, exact if each sample has one place; else None."""
     x, delta = _features(x), _features(delta)
     if x.shape[1] != 1:
         return None
@@ -82,7 +82,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> PerSam
 def _addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> PerSampleRule | None:
-    """GPT-2's `Conv1D`: the bias comes first, and the weight is the other way round."""
+    """Handle GPT-2's `Conv1D`: the bias comes first, and the weight is transposed."""
     if beta != 1 or alpha != 1 or input.dim() != 1:
         return None
     return PerSampleRule(mat1, _named(transposed=mat2, bias=input), 2, _product, _product_squares)
@@ -105,7 +105,7 @@ def _tuple(value: Any, axes: int) -> tuple[int, ...]:
 def _over_entries(
     of_entry: Callable[[str, Tensor, Tensor], Tensor],
 ) -> Callable[[str, Tensor, Tensor], Tensor]:
-    """For what knows one sample axis: a sample's entries of it one by one, then added."""
+    """Adapt a rule for a single batch axis: apply it to each entry, then sum a sample's entries."""
 
     def contribute(name: str, x: Tensor, delta: Tensor) -> Tensor:
         samples, entries = x.shape[:2]
@@ -116,7 +116,7 @@ def _over_entries(
 
 
 def _patches(x: Tensor, kernel: Any, stride: Any, dilation: Any, places: Sequence[int]) -> Tensor:
-    """[samples, channels, *kernel, *places], a view."""
+    """Return the patches of `x` as a view, [samples, channels, *kernel, *places]."""
     x = x.contiguous()
     outer, inner = x.stride()[:2], x.stride()[2:]
     return x.as_strided(
@@ -138,7 +138,7 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> PerSampleRule:
-    """Patches of the padded input, times the output gradient, summed over places."""
+    """Multiply patches of the padded input by the output gradient, summed over places."""
     axes, shape = weight.dim() - 2, weight.shape
     kernel = shape[2:]
     stride, dilation = _tuple(stride, axes), _tuple(dilation, axes)
@@ -172,7 +172,7 @@ def _transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> PerSampleRule:
-    """A convolution backwards: input and output gradient change places."""
+    """Swap the roles of input and output gradient of a convolution."""
     del output_padding  # delta is as large as it made the output
     axes, shape = weight.dim() - 2, weight.shape
     stride, dilation = _tuple(stride, axes), _tuple(dilation, axes)
@@ -210,7 +210,7 @@ def _embedding(
         padding_idx %= rows
 
     def entries(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """Row `sample * rows + token` and gradient of each token; padding has none."""
+        """Return row `sample * rows + token` and gradient of each token; zero for padding."""
         token = x.reshape(x.shape[0], -1)
         sample = torch.arange(x.shape[0], device=x.device).reshape(-1, 1)
         values = delta.reshape(-1, width)
@@ -225,7 +225,7 @@ def _embedding(
         return total.index_add_(0, places, values).reshape(x.shape[0], rows, width)
 
     def squares(name: str, x: Tensor, delta: Tensor) -> Tensor:
-        """Adds up what each sample gives to each row, by sorting; never [samples, *weight]."""
+        """Sum each sample's gradient of each row by sorting; no [samples, *weight] tensor."""
         del name
         places, values = entries(x, delta)
         order = torch.argsort(places)
@@ -307,7 +307,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> PerSampleRule:
-    """The statistics count as constants: the contribution as the layer sees it."""
+    """Treat the batch statistics as constants: contributions as the layer sees them."""
     del momentum
 
     def prepare(x: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ if hasattr(functional, "rms_norm"):  # from PyTorch 2.4 on
 
 
 def _opened(func: Any) -> Any:
-    """The same function, which does not ask who overrides it: what it calls is seen."""
+    """Copy a function without its `__torch_function__` dispatch, so that inner calls are seen."""
     everything = {**func.__globals__, "has_torch_function": lambda _: False}
     return types.FunctionType(
         func.__code__, everything, func.__name__, func.__defaults__, func.__closure__
@@ -381,14 +381,14 @@ OPENED[_attention].__kwdefaults__ = _attention.__kwdefaults__
 
 @dataclass
 class Replay:
-    """A function that is run again, sample by sample, each with its own gradient.
+    """Function call that is run again for each sample, to get the sample's own gradient.
 
-    Exact where a sample's result depends on that sample alone, and on no chance.
+    Exact if a sample's result depends on that sample alone, and is deterministic.
 
     Attributes:
-        fill: the arguments, of a list of their tensors.
-        places: where each of these has its samples; None for what all samples share.
-        out: where each result has them.
+        fill: makes the arguments from a list of their tensors.
+        places: the sample axis of each of these; None for tensors that all samples share.
+        out: the sample axis of each result.
     """
 
     func: Any
@@ -399,7 +399,7 @@ class Replay:
     def contribute(
         self, target: int, tensors: Sequence[Tensor], deltas: Sequence[Tensor], piece: range
     ) -> Tensor:
-        """[samples, *shape] of one of the tensors."""
+        """Return the gradients of one of the tensors for some samples, [samples, *shape]."""
         wide = deltas[0].dtype
         tensors = [t.to(wide) if t.is_floating_point() else t for t in tensors]
         found = []
@@ -415,7 +415,7 @@ class Replay:
 
 
 def _of(sample: int, tensor: Tensor, place: SampleAxis | None) -> Tensor:
-    """What one sample has of a tensor, the sample's axis kept."""
+    """Return one sample's part of a tensor, with the sample axis kept."""
     if place is None:
         return tensor
     part = samples_first(tensor, place)[sample]
@@ -426,7 +426,7 @@ def _of(sample: int, tensor: Tensor, place: SampleAxis | None) -> Tensor:
 
 
 class Gates(NamedTuple):
-    """What a weight of a recurrent layer is multiplied with, and the gradient of the product."""
+    """Input of a weight of a recurrent layer, and the gradient of their product."""
 
     x: Tensor  # [time, samples, inputs]
     delta: Tensor  # [time, samples, outputs]
@@ -434,7 +434,7 @@ class Gates(NamedTuple):
 
 @dataclass(frozen=True)
 class Recurrence:
-    """LSTM, GRU or a plain RNN, stepped through once more for the gradients of its gates.
+    """LSTM, GRU or plain RNN that is run again for the gradients of its gates.
 
     Attributes:
         kind: "lstm", "gru", "rnn_tanh" or "rnn_relu".
@@ -451,13 +451,13 @@ class Recurrence:
     batch_sizes: Tensor | None = None
 
     def is_bias(self, place: int) -> bool:
-        """Whether the weight with this number is added, not multiplied."""
+        """Return True if the weight with this number is a bias."""
         return self.biases and place % self.per_layer in (2, 3)
 
     def gates(
         self, x: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor], deltas: list[Tensor]
     ) -> list[Gates]:
-        """For each weight in turn; a bias has those of its weight."""
+        """Return the `Gates` of each weight in turn; a bias has those of its weight."""
         active, x, deltas = self._padded(x, deltas)
         found: list[Gates] = []
         products: list[tuple[Tensor, list[Tensor]]] = []
@@ -493,7 +493,7 @@ class Recurrence:
         backwards: bool,
         active: Tensor | None,
     ) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, list[Tensor]]]]:
-        """Output, last state, and (what was multiplied, products) of each weight."""
+        """Run a layer; return output, last state, and (input, products) of each weight."""
         biases = weights[2:4] if self.biases else (None, None)
         into = functional.linear(x, weights[0], biases[0])
         into = into if into.requires_grad else into.requires_grad_()
@@ -538,7 +538,7 @@ class Recurrence:
     def _padded(
         self, x: Tensor, deltas: list[Tensor]
     ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
-        """Time first; a packed sequence with zeros where it has ended."""
+        """Return mask, input and deltas with time first; packed sequences are zero-padded."""
         if self.batch_sizes is None:
             if not self.batch_first:
                 return None, x, deltas
@@ -555,11 +555,11 @@ class Recurrence:
 def recurrence(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Recurrence, list[Tensor], str]:
-    """One of PyTorch's recurrent functions: what it does, its tensors, and why not if so.
+    """Parse a call of a recurrent function: the `Recurrence`, its tensors, and why not, or "".
 
     The tensors are the input, the state or both its parts, and the weights.
     """
-    del kwargs  # they have none by name where modules call them
+    del kwargs  # modules pass no arguments by name
     packed = isinstance(args[1], Tensor) and isinstance(args[3], (list, tuple))
     if packed:
         x, sizes, state, weights, biases, layers, dropout, training, both = args

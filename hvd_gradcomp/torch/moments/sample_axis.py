@@ -1,9 +1,9 @@
-"""Where a tensor of a model's forward pass has its samples, and how functions move them.
+"""Sample axes of a model's tensors in the forward pass, followed through each function.
 
-A `SampleAxis` is noted of each tensor, from the model's inputs on. Views say by their strides where
-the samples went, reshapes by the order in memory; of other functions the few that move or remove
-axes are known. Where samples are mixed or their axis cannot be found, the place is `LOST`: what
-needs it then is an error, never a guess.
+Each tensor gets a `SampleAxis`, from the model's inputs on. For views it follows from strides, for
+reshapes from the order in memory; the few other functions that move or remove axes are known. If
+samples are mixed, or their axis cannot be found, the axis is `LOST`: then per-sample gradients are
+an error, never a guess.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class SampleAxis(NamedTuple):
-    """Entry `i` along `axis` belongs to sample `i // inner % samples`."""
+    """Axis of the samples: entry `i` along `axis` belongs to sample `i // inner % samples`."""
 
     samples: int
     axis: int
@@ -29,25 +29,25 @@ class SampleAxis(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """It depends on samples, and no axis counts them."""
+    """Mark of a tensor that depends on samples, but has no axis that counts them."""
 
 
 LOST = Lost()
 
 
 class Notes(Generic[T]):
-    """What is known of tensors, for as long as they live; nothing that would be saved with them."""
+    """Notes on tensors, by weak references; they are not saved with the tensors."""
 
     def __init__(self) -> None:
         self._notes: dict[int, tuple[weakref.ref[Tensor], T]] = {}
 
     def of(self, tensor: Tensor) -> T | None:
-        """What is noted of a tensor."""
+        """Return the note on a tensor, or None."""
         found = self._notes.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
     def put(self, tensor: Tensor, note: T) -> None:
-        """Notes something."""
+        """Set the note on a tensor."""
         key = id(tensor)
         self._notes[key] = weakref.ref(tensor, partial(self._forget, key)), note
 
@@ -79,7 +79,7 @@ _TURNS = _names("roll flip")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested arguments or results."""
+    """Yield the tensors of nested arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -91,7 +91,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Any) -> Any:
-    """Nested arguments with each tensor changed."""
+    """Return nested arguments with `change` applied to each tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -104,17 +104,17 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def mark(tensor: Tensor, place: SampleAxis | Lost) -> None:
-    """Takes note of a tensor's place."""
+    """Set a tensor's sample axis."""
     _places.put(tensor, place)
 
 
 def noted(tensor: Tensor) -> SampleAxis | Lost | None:
-    """What is known of a tensor's place; None if it depends on no sample."""
+    """Return a tensor's sample axis; None if it depends on no sample."""
     return _places.of(tensor)
 
 
 def found(tensor: Tensor, samples: int) -> SampleAxis | Lost:
-    """The place in a tensor that came from where nobody looked, by its shape."""
+    """Infer the sample axis from the shape, for a tensor whose origin was not observed."""
     if samples == 1 or (tensor.dim() and tensor.shape[0] == samples):
         return SampleAxis(samples, 0)
     axes = [axis for axis, extent in enumerate(tensor.shape) if extent == samples]
@@ -122,14 +122,14 @@ def found(tensor: Tensor, samples: int) -> SampleAxis | Lost:
 
 
 def samples_first(tensor: Tensor, place: SampleAxis) -> Tensor:
-    """As [samples, what a sample has of the axis, all other axes in order]."""
+    """Reshape to [samples, entries of a sample along the axis, all other axes in order]."""
     moved = tensor.movedim(place.axis, 0)
     split = moved.reshape(-1, place.samples, place.inner, *moved.shape[1:])
     return split.movedim(1, 0).flatten(1, 2)
 
 
 def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Notes on a function's results where the samples of its arguments went."""
+    """Set the sample axes of a function's results from those of its arguments."""
     first: Tensor | None = None
     for tensor in tensors_in((args, kwargs)):
         if noted(tensor) is not None and (first is None or tensor.dim() > first.dim()):
@@ -160,7 +160,7 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
 def _seen(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: SampleAxis
 ) -> list[SampleAxis | Lost | None]:
-    """Lets the function view a tensor without memory, whose only stride is that of the samples."""
+    """Apply the view to a meta tensor with a stride on the sample axis only; return the axes."""
     if place.samples == 1 or any(True for _ in tensors_in((args[1:], kwargs))):
         return []
     strides = [int(axis == place.axis) for axis in range(tensor.dim())]
@@ -174,7 +174,7 @@ def _strided(view: Tensor, place: SampleAxis) -> SampleAxis | Lost:
     axes = [axis for axis, s in enumerate(view.stride()) if s and view.shape[axis] > 1]
     if len(axes) != 1 or view.stride(axes[0]) != 1:
         return LOST
-    turn = place.samples * place.inner  # from where on it begins anew
+    turn = place.samples * place.inner  # the period of the sample numbers
     whole = view.shape[axes[0]] % turn == 0 and view.storage_offset() % turn == 0
     return place._replace(axis=axes[0]) if whole else LOST
 
@@ -212,7 +212,7 @@ def _after(
 
 
 def _reshaped(tensor: Tensor, place: SampleAxis, out: Tensor) -> SampleAxis | Lost:
-    """The order in memory stays: so many elements from one sample to the next."""
+    """Return the axis after a reshape, which keeps the distance of samples in memory."""
     if out.numel() != tensor.numel():
         return LOST
     step = place.inner * prod(tensor.shape[place.axis + 1 :])
@@ -234,7 +234,7 @@ def _joined(
         return place._replace(axis=place.axis + (along <= place.axis))
     if along == place.axis and any(noted(t) != place for t in tensors_in(args[:1])):
         return LOST
-    return place  # along the samples' axis: they begin anew with each tensor
+    return place  # along the sample axis: sample numbers repeat with each tensor
 
 
 def _einsum(args: Sequence[Any], tensor: Tensor, place: SampleAxis) -> int | None:
@@ -247,7 +247,7 @@ def _einsum(args: Sequence[Any], tensor: Tensor, place: SampleAxis) -> int | Non
 
 
 def _indexed(index: Any, place: SampleAxis) -> int | None:
-    """The axis, where all samples are taken in order: by `:`, or by numbers of no sample's."""
+    """Return the axis if it is indexed by `:` or by sample-independent integers, else None."""
     first = index[0] if isinstance(index, tuple) and index else index
     if place.axis or not isinstance(first, (slice, Tensor)):
         return None
@@ -258,7 +258,7 @@ def _indexed(index: Any, place: SampleAxis) -> int | None:
 
 
 def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any], axis: int, out: Tensor) -> int | None:
-    """The axis, counted from the end, unless another argument has its samples elsewhere."""
+    """Return the axis of `out`, unless another argument has its samples on another axis."""
     for tensor in tensors_in((args, kwargs)):
         place = noted(tensor)
         if isinstance(place, SampleAxis) and place.axis - tensor.dim() != axis:
@@ -269,7 +269,7 @@ def _aligned(args: Sequence[Any], kwargs: Mapping[str, Any], axis: int, out: Ten
 def _turned(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: SampleAxis
 ) -> int | None:
-    """The axis, unless it is among those that `roll` or `flip` turn."""
+    """Return the axis, unless `roll` or `flip` moves it."""
     dims = kwargs.get("dims", args[2:] if name == "roll" else args[1:])
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     turned = {d % tensor.dim() for d in dims}
@@ -279,7 +279,7 @@ def _turned(
 def _without(
     args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor, place: SampleAxis
 ) -> int | None:
-    """The axis once those that are summed over, or taken out, are gone."""
+    """Return the axis after reduced or removed axes are gone."""
     dims = _dim(args, kwargs, default=None)
     if isinstance(dims, int):
         dims = (dims,)

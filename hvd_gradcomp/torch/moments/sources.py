@@ -1,4 +1,4 @@
-"""Where the second moments of a gradient come from: samples, micro-batches, or the step itself."""
+"""Sources of a gradient's second moments: samples, micro-batches, or the step itself."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 def source_of(
     compressor: Compressor, named_parameters: Named, passes: int, tell: bool, how: str
 ) -> str:
-    """Where second moments come from: "sample", "microbatch", "step", or "" if unused.
+    """Return the source of second moments: "sample", "microbatch", "step", or "" if unused.
 
     Args:
-        compressor: what runs.
+        compressor: of the exchange.
         named_parameters: those whose compressor uses moments.
         passes: backward passes for each exchange.
-        tell: whether this rank warns where nothing better than a step is set up.
-        how: begins what is to be set up, before what.
+        tell: this rank warns if nothing better than "step" is set up.
+        how: the call that sets up per-sample moments, for messages.
 
     Raises:
-        ValueError: what the compressor asks for is not set up.
+        ValueError: the source that the compressor requests is not set up.
     """
     if not compressor.uses_moments:
         return ""
@@ -63,15 +63,15 @@ def source_of(
 
 
 class Sources:
-    """The moments of one exchange.
+    """Second moments of one exchange.
 
     Args:
-        source: what `source_of` has said.
-        batch_size: samples that a rank sees for each exchange, for those of micro-batches.
+        source: the result of `source_of`.
+        batch_size: samples that a rank sees for each exchange, for micro-batches.
         scaling: of the loss.
 
     Attributes:
-        places: the bucket of each parameter, and its place there.
+        places: the bucket of each parameter, and its slot there.
     """
 
     def __init__(self, source: str, batch_size: int | None, scaling: GradScalerAdapter) -> None:
@@ -79,22 +79,22 @@ class Sources:
         self.places: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
         self._batch_size, self._scaling = batch_size, scaling
         self._counted: dict[torch.nn.Parameter, int] = {}
-        self._made = 0  # passes of this step; a layer contributes nothing to those without it
+        self._made = 0  # passes of this step; a layer contributes zero to passes that do not use it
 
     @property
     def kept(self) -> bool:
-        """Whether buckets have room for them; a step's are those of the gradient."""
+        """Return True if buckets store moments; those of a step follow from the gradient."""
         return self.source in ("sample", "microbatch")
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
-        """Sees the passes of what needs the moments of micro-batches."""
+        """Register hooks on parameters that need the moments of micro-batches."""
         for bucket in buckets:
             if self.source == "microbatch" and bucket.moment is not None:
                 for parameter in bucket.parameters:
                     parameter.register_hook(self._square_of(parameter))
 
     def _square_of(self, parameter: torch.nn.Parameter) -> Any:
-        """A tensor hook: sees what one pass contributes, before it is accumulated."""
+        """Return a tensor hook that reads one pass's contribution before it is accumulated."""
         alive = weakref.ref(self)
 
         def hook(contribution: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class Sources:
         square = bucket.moment_views[slot]
         dense = contribution.to_dense() if contribution.is_sparse else contribution
         dense = as_real(dense.detach()).to(square.dtype)
-        # Without a gradient nothing was accumulated: earlier passes were thrown away.
+        # Without a gradient nothing was accumulated: earlier passes were dropped.
         counted = 0 if parameter.grad is None else self._counted.get(parameter, 0)
         if counted == 0:
             square.zero_()
@@ -118,7 +118,7 @@ class Sources:
         self._made = max(self._made, self._counted[parameter])
 
     def give(self, bucket: Bucket, slot: int) -> None:
-        """Puts the moment of a layer beside its gradient, which lies in the bucket already."""
+        """Copy the moment of a layer into the bucket, which has the layer's gradient already."""
         if not bucket.moment_views:
             return
         parameter, view = bucket.parameters[slot], bucket.moment_views[slot]
@@ -143,12 +143,12 @@ class Sources:
         view.mul_(weight).addcmul_(gradient, gradient, value=1.0 - weight).clamp_(min=0.0)
 
     def forget(self, those: Collection[torch.nn.Parameter] | None = None) -> None:
-        """Forgets what passes have contributed, to the moments of all or of these parameters."""
+        """Drop the contributions of passes, for all parameters or for these."""
         if those is None:
             self._made = 0
         for p in list(self._counted) if those is None else those:
             self._counted.pop(p, None)
 
     def end_step(self) -> None:
-        """Passes that come next are those of another step."""
+        """Reset the count of passes for the next step."""
         self._made = 0

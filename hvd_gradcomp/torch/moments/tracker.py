@@ -6,39 +6,39 @@ For a parameter `p` and a batch of samples `z`,
 
 the sum that Algorithm 1 of Tsuzuku et al. 2018 accumulates next to the gradient. With a loss that
 is a mean over the batch, `c_z = grad_z / B`, as there; the gradient that arrives in backward
-already carries the factor. Samples are counted by the first axis of the first tensor that the model
-is called with; other inputs with a first axis of that length have them there too, and all others
-belong to no sample.
+already has the factor. The first axis of the model's first input tensor counts the samples; other
+inputs with a first axis of that length have their samples there too, and all others are independent
+of samples.
 
-How. While the model, or a part of it by itself, runs forward, a `TorchFunctionMode` sees each of
-PyTorch's functions. `samples` follows where the samples are. Where a parameter, or something made
-of parameters alone (a position table that was looked up, a weight that was standardised), meets
-what depends on samples, one of these is set up:
+How. While the model, or a submodule called by itself, runs forward, a `TorchFunctionMode` sees each
+PyTorch function. `sample_axis` follows the samples. When a parameter, or a value computed from
+parameters alone (a looked-up position table, a standardised weight), meets a tensor that depends on
+samples, the function is handled in one of these ways:
 
-* The function has a rule (`formulas.RULES`: products, convolutions, tables, normalisation,
-  recurrent layers): its input is kept, and the output passes through an identity, where `delta`
-  arrives in backward.
-* It works element by element, or expands: the parameter is expanded first, so that backward gives
-  the gradient of each sample before it is summed.
+* It has a rule (`rules.RULES`: products, convolutions, tables, normalisation; and recurrent
+  layers): its input is kept, and the output passes through an identity, where `delta` arrives in
+  backward.
+* It is elementwise, or expands: the parameter is expanded first, so that backward computes the
+  gradient of each sample before it is summed.
 * Anything else: the arguments are kept, and the function is run again for each sample.
 
 When a parameter's gradient has been accumulated, its uses in this backward pass are complete. The
 contributions of all uses are added before they are squared, so shared modules and tied weights are
 exact. Samples of further passes are further samples: moments add. A forward without backward leaves
-nothing behind. What reaches a parameter outside of the model's forward (a penalty on the weight)
-belongs to no sample and is left out; a parameter that nothing else has reached is an error.
+nothing behind. Contributions from outside the model's forward (a penalty on the weight) belong to
+no sample and are ignored; a parameter with no other contribution is an error.
 
-PyTorch before 2.4 keeps indexing from a `TorchFunctionMode`: samples would be lost without a word,
-so `track_moments` refuses it.
+PyTorch before 2.4 hides indexing from a `TorchFunctionMode`: samples would be lost silently, so
+`track_moments` refuses it.
 
-Exact up to rounding, but for batch normalisation, where the batch's statistics count as constants:
-the contribution as the layer sees it.
+Exact up to rounding, except for batch normalisation, where the batch's statistics are treated as
+constants: the contribution as the layer sees it.
 
 Cost. A Linear on [batch, features] costs one GEMM more, `(delta**2)^T (x**2)`, about a third of its
-backward. Other products and convolutions form the gradients of `chunk` samples at a time: about as
-many multiplications as the weight's own gradient, and memory for `chunk` times the parameter (for a
-convolution also its unfolded input). Recurrent layers are stepped through once more. Each function
-that runs forward costs some microseconds.
+backward. Other products and convolutions compute the gradients of `chunk` samples at a time: about
+as many multiplications as the weight's own gradient, and memory for `chunk` times the parameter
+(for a convolution also its unfolded input). Recurrent layers are run again. Each function in
+forward costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ _EAGER = (
 
 
 class Step:
-    """What `take` gives where a step has to count as one sample: `q = g*g`."""
+    """Result of `take` if the step has to count as one sample: `q = g*g`."""
 
 
 STEP = Step()
 
 
 class ParamUse(NamedTuple):
-    """One application of a parameter in the forward pass, once its backward has come by."""
+    """Use of a parameter in the forward pass, recorded when its backward has run."""
 
     task: int  # the backward pass
     samples: int
@@ -123,7 +123,7 @@ class _Record:
     others: str
     uses: list[ParamUse] = field(default_factory=list)
     moment: Tensor | None = None
-    bypassed: bool = False  # a gradient came that no use explains
+    bypassed: bool = False  # a gradient arrived without a recorded use
     ways: dict[str, None] = field(default_factory=dict)  # seen so far, in order
     why_not: str = ""
     hook: Any = None
@@ -131,7 +131,7 @@ class _Record:
 
 _records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _dense: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_frozen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tracked from when they train
+_frozen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tracked once they train
 _running = threading.local()  # the observer of this thread
 
 
@@ -139,11 +139,11 @@ _running = threading.local()  # the observer of this thread
 
 
 class DerivedParam:
-    """A value that a function has made of parameters and of nothing that depends on samples.
+    """Value that a function has computed from parameters alone, independent of samples.
 
     Args:
-        func, args, kwargs: how.
-        index: which of the function's results it is.
+        func, args, kwargs: the function call.
+        index: the number of the value among the function's results.
     """
 
     _serials = itertools.count()
@@ -164,7 +164,7 @@ class DerivedParam:
         return len(self.values) - 1
 
     def back(self, place: int, c: Tensor) -> Tensor | None:
-        """Contributions to one of its parents, from those to itself."""
+        """Backpropagate contributions from this value to one of its parents."""
         values = list(self.values)
         leaf = values[place] = values[place].detach().requires_grad_()
         with torch.enable_grad():
@@ -180,7 +180,7 @@ Source = Union[nn.Parameter, DerivedParam, Tensor]  # a plain tensor is a consta
 
 
 def _source(tensor: Tensor) -> Source | None:
-    """What a tensor is made of; None of all but parameters that are tracked."""
+    """Return the tracked parameter, or the `DerivedParam`, that a tensor is; else None."""
     made = _made.of(tensor)
     if made is not None:
         return made
@@ -193,14 +193,14 @@ _made: Notes[DerivedParam] = Notes()
 
 
 def _behind(source: Source) -> Sequence[nn.Parameter]:
-    """The parameters that something is made of."""
+    """Return the parameters that a source is computed from."""
     if isinstance(source, DerivedParam):
         return source.behind
     return (source,) if source.requires_grad else ()
 
 
 def _back_to(parameter: nn.Parameter, source: Source, c: Tensor) -> Tensor | None:
-    """Contributions to a parameter, from those to what is made of it; last made first."""
+    """Backpropagate contributions from a source to a parameter, in reverse order of creation."""
     if not isinstance(source, DerivedParam):
         return c if source is parameter else None
     total: Tensor | None = None
@@ -224,7 +224,7 @@ def _back_to(parameter: nn.Parameter, source: Source, c: Tensor) -> Tensor | Non
 def _filling(
     args: Any, kwargs: Any, keep: Callable[[Tensor], int]
 ) -> Callable[[Sequence[Tensor]], tuple[Any, dict[str, Any]]]:
-    """What puts tensors back into arguments, once `keep` has numbered them."""
+    """Number the tensors of arguments by `keep`; return a function that puts tensors back."""
 
     class Hole(NamedTuple):
         number: int
@@ -267,12 +267,12 @@ def _add_use(
 
 
 def _transforms() -> bool:
-    """Whether torch.func transforms what runs: its tensors are none of the model's."""
+    """Return True inside a torch.func transform, whose tensors are not the model's."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _task() -> int:
-    """Which backward pass runs."""
+    """Return the id of the running backward pass."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -280,13 +280,13 @@ def _task() -> int:
 
 
 class _Noted(torch.autograd.Function):
-    """A function's results as they are, without a copy; in backward, a use of its parameters."""
+    """Identity on a function's results, without a copy; in backward it records a use."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, count: int, *tensors: Tensor) -> Any:
         ctx.call, ctx.count = call, count
         ctx.save_for_backward(*tensors[count:])
-        # No views to autograd, so that they may be overwritten.
+        # Not views for autograd, so that they may be modified in place.
         return tuple(t.detach() for t in tensors[:count])
 
     @staticmethod
@@ -297,7 +297,7 @@ class _Noted(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """A value without samples, expanded; in backward, a use of what it is made of."""
+    """Expansion of a sample-independent value; in backward it records a use of its parameters."""
 
     @staticmethod
     def forward(
@@ -310,7 +310,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None, None]:
         shape, place = ctx.value, ctx.place
         whole, extra = _wide(delta.detach()), delta.dim() - len(shape)
-        own = place.axis - extra  # the axis where the value itself has something for each sample
+        own = place.axis - extra  # the value's own axis that counts samples
         if own >= 0 and shape[own] != 1:
             whole = whole.sum_to_size(shape)
             sample = torch.arange(shape[own], device=delta.device) // place.inner % place.samples
@@ -320,7 +320,7 @@ class _Spread(torch.autograd.Function):
                 return torch.stack([whole * (sample == z) for z in piece])
 
         else:
-            # [samples, k, other axes in order], and k back to where it was
+            # [samples, k, other axes in order], with k moved back to the sample axis
             each = samples_first(whole, place).movedim(1, place.axis + 1)
             axes = [a + 1 for a in range(delta.dim()) if a < extra or shape[a - extra] == 1]
             each = (each.sum(axes) if axes else each).reshape(place.samples, *shape)
@@ -339,7 +339,7 @@ def _wide(t: Tensor) -> Tensor:
 def _by_rule(
     form: PerSampleRule, x: SampleAxis, out: SampleAxis
 ) -> Callable[[list[Tensor], Any], None]:
-    """What takes note of a use of a function that has a rule."""
+    """Return a callback that records a use, for a function with a rule."""
 
     def note(deltas: list[Tensor], kept: tuple[Tensor, ...]) -> None:
         delta, given = _wide(deltas[0]), kept[0]
@@ -378,7 +378,7 @@ def _entries(t: Tensor, place: SampleAxis) -> Tensor:
 def _by_gates(
     how: Recurrence, states: int, weights: Sequence[Source | None], samples_: int
 ) -> Callable[[list[Tensor], Any], None]:
-    """The same of a recurrent layer."""
+    """Return a callback that records a use, for a recurrent layer."""
 
     def note(deltas: list[Tensor], kept: tuple[Tensor, ...]) -> None:
         @cache
@@ -403,7 +403,7 @@ def _by_gates(
 
 
 def _by_replay(replay: Replay, targets: dict[int, Source], samples_: int) -> Any:
-    """The same of anything else."""
+    """Return a callback that records a use, for any other function."""
 
     def note(deltas: list[Tensor], kept: tuple[Tensor, ...]) -> None:
         wide = [_wide(d) for d in deltas]
@@ -427,18 +427,18 @@ def _by_replay(replay: Replay, targets: dict[int, Source], samples_: int) -> Any
 
 
 class _Observer(TorchFunctionMode):
-    """Sees each function while a model runs forward.
+    """Observer of each function call while a model runs forward.
 
     Args:
-        module: what was called first.
-        count: samples.
+        module: the module that was called first.
+        count: number of samples.
     """
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
         self.module, self.samples, self.depth = module, count, 1
         self.troubles: dict[str, str] = {}
-        self.paused: Any = None  # what torch.compile goes on with
+        self.paused: Any = None  # the argument of `dynamo.resume`
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -455,7 +455,7 @@ class _Observer(TorchFunctionMode):
                 made.append(t)
             elif sample_axis.noted(t) is not None:
                 hanging = True
-            elif t.requires_grad and not t.is_leaf:  # of where nobody looked
+            elif t.requires_grad and not t.is_leaf:  # its origin was not observed
                 sample_axis.mark(t, sample_axis.found(t, self.samples))
                 hanging = True
         if made and torch.is_grad_enabled():
@@ -467,7 +467,7 @@ class _Observer(TorchFunctionMode):
         return out
 
     def _meet(self, func: Any, args: Any, kwargs: Any, made: list[Tensor], hanging: bool) -> Any:
-        """Parameters, or what is made of them, among a function's arguments."""
+        """Run a function with parameters, or values computed from them, among its arguments."""
         name = func.__name__
         if not hanging and name not in RECURRENT:
             out = func(*args, **kwargs)
@@ -508,7 +508,7 @@ class _Observer(TorchFunctionMode):
                         self.troubles[f"{record.name} ({record.owner})"] = record.why_not
 
     def _expanded(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Tensor:
-        """Of a class token, say, as many as there are samples."""
+        """Handle a value that is expanded to the number of samples, e.g. a class token."""
         value = args[0]
         shape = (1,) * (out.dim() - value.dim()) + tuple(value.shape)
         axes = [a for a, n in enumerate(out.shape) if shape[a] == 1 and n == self.samples]
@@ -532,7 +532,7 @@ class _Observer(TorchFunctionMode):
         return self._spread(func, args, kwargs, made, shape)
 
     def _attention(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Any:
-        """A bias of its scores that the samples share, as T5 has."""
+        """Handle an attention bias that the samples share, as in T5."""
         query, key = args[0], args[1]
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
         if [id(t) for t in made] != [id(mask)]:
@@ -542,10 +542,10 @@ class _Observer(TorchFunctionMode):
     def _spread(
         self, func: Any, args: Any, kwargs: Any, made: list[Tensor], shape: Sequence[int]
     ) -> Any:
-        """Expands what has no samples, so that each of them has its own gradient."""
+        """Expand sample-independent arguments, so that each sample has its own gradient."""
         place: SampleAxis | None = None
         for t in tensors_in((args, kwargs)):
-            there = sample_axis.noted(t)  # None of what is made
+            there = sample_axis.noted(t)  # None for parameters and derived values
             if isinstance(there, SampleAxis) and there.samples == 1:
                 place = there
             elif isinstance(there, SampleAxis) and place is None:
@@ -623,7 +623,7 @@ class _Observer(TorchFunctionMode):
             return len(tensors) - 1
 
         fill = _filling(args, kwargs, keep)
-        places: list[Any] = [sample_axis.noted(t) for t in tensors]  # None of what is made
+        places: list[Any] = [sample_axis.noted(t) for t in tensors]  # None if derived
         out = func(*args, **kwargs)
         sample_axis.follow(func, args, kwargs, out)
         results = [t for t in tensors_in(out) if t.requires_grad]
@@ -647,9 +647,9 @@ class _Observer(TorchFunctionMode):
 
 
 class MomentTracker:
-    """The hooks on one model; a context manager, `remove()` takes them off.
+    """Handle of the hooks on one model, and a context manager; `remove()` removes the hooks.
 
-    As text it is the table of `describe`.
+    `str()` returns the table of `describe`.
     """
 
     def __init__(
@@ -662,7 +662,7 @@ class MomentTracker:
         self._parameters, self._owners = dict(parameters), dict(owners)
 
     def remove(self) -> None:
-        """Takes the hooks off; what was accumulated is dropped."""
+        """Remove the hooks, and drop accumulated moments."""
         for handle in self._handles:
             handle.remove()
         for parameter in self._parameters.values():
@@ -674,9 +674,9 @@ class MomentTracker:
         self._handles, self._parameters = [], {}
 
     def describe(self) -> str:
-        """A table: each parameter, its shape, what holds it, and how its moments are found.
+        """Return a table of each parameter's shape, module, and how its moments are found.
 
-        How is known of what the model has used with a gradient so far.
+        The last is known once the model has used the parameter with gradients enabled.
         """
         return tracked(
             (name, tuple(p.shape), self._owners[p], how(p)) for name, p in self._parameters.items()
@@ -693,26 +693,23 @@ class MomentTracker:
 
 
 def track_moments(model: nn.Module, *, chunk: int = 16, others: str = "error") -> MomentTracker:
-    """Computes per-sample second moments of every trainable parameter from now on.
+    """Compute per-sample second moments of every trainable parameter from now on.
 
     Call it before `DistributedOptimizer`, which then finds them (`moments="auto"` or "sample").
-    Parameters that train later, by `requires_grad_(True)`, are tracked from then on. What the model
-    may consist of, and what it costs: see the head of `hvd_gradcomp.torch.moments.tracker`.
+    Parameters that are unfrozen later, by `requires_grad_(True)`, are tracked from then on. For
+    supported models and the cost, see the head of `hvd_gradcomp.torch.moments.tracker`.
 
     Args:
-        model: its parameters are tracked. Samples are the first axis of the first tensor that it
-            is called with.
-        chunk: samples whose gradients are formed at a time; more is faster and takes more memory.
-        others: what becomes of parameters whose samples cannot be told apart (a random dropout
-            inside an LSTM, rows that were gathered from several samples). "error": an error that
-            names all of them: here, as far as modules tell, otherwise at the end of the forward
-            pass that met them. "step": the step counts as one sample of theirs, `q = g*g`.
-            "dense": modules that are known here are sent without compression; what only a forward
-            pass shows is an error.
+        model: its parameters are tracked. The first axis of its first input tensor counts samples.
+        chunk: samples whose gradients are computed at a time; more is faster and takes more memory.
+        others: policy for parameters whose samples cannot be told apart (dropout inside an LSTM,
+            rows gathered from several samples). "error": an error that names all of them: here, if
+            the module tells, otherwise at the end of the forward pass that shows it. "step": the
+            step counts as one sample for them, `q = g*g`. "dense": unsupported modules are sent
+            without compression; cases that only a forward pass shows are an error.
 
     Raises:
-        TypeError: naming every module that has trainable parameters and no way, with
-            `others="error"`.
+        TypeError: with `others="error"`, naming every unsupported module with trainable parameters.
         ValueError: the model is tracked already; `chunk` is not positive; `others` is unknown; a
             module has parameters that are not initialised.
         RuntimeError: PyTorch is older than 2.4.
@@ -733,7 +730,7 @@ def track_moments(model: nn.Module, *, chunk: int = 16, others: str = "error") -
     modules = [
         (name.replace("_orig_mod.", ""), module)
         for name, module in model.named_modules()
-        if not hasattr(module, "_orig_mod")  # torch.compile's, around the one that counts
+        if not hasattr(module, "_orig_mod")  # torch.compile's wrapper
     ]
     for name, module in modules:
         own = list(module.named_parameters(recurse=False))
@@ -777,7 +774,7 @@ def track_moments(model: nn.Module, *, chunk: int = 16, others: str = "error") -
 
 
 def _no_way(module: nn.Module) -> str:
-    """Why the samples of a module's parameters cannot be told apart, if that is known."""
+    """Return the reason why a module cannot have per-sample moments, or "" if none is known."""
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq counts in the whole batch"
     if isinstance(module, nn.SyncBatchNorm):
@@ -790,17 +787,17 @@ def _no_way(module: nn.Module) -> str:
 
 
 def is_tracked(parameter: nn.Parameter) -> bool:
-    """Whether `track_moments` covers this parameter, and it trains."""
+    """Return True if `track_moments` tracks this parameter, and it is trainable."""
     return parameter.requires_grad and parameter in _records
 
 
 def is_sent_dense(parameter: nn.Parameter) -> bool:
-    """Whether `track_moments(..., others="dense")` has left it to go without compression."""
+    """Return True if `track_moments(..., others="dense")` excludes it from compression."""
     return parameter in _dense
 
 
 def how(parameter: nn.Parameter) -> str:
-    """How a parameter's moments are found, as far as is known; for tables."""
+    """Describe how a parameter's moments are found, as far as known; for tables."""
     if parameter in _dense:
         return f"none, sent dense: {_dense[parameter].why_not}"
     record = _records.get(parameter)
@@ -814,16 +811,16 @@ def how(parameter: nn.Parameter) -> str:
 
 
 def take(parameter: nn.Parameter, gradient: Tensor | None = None) -> Tensor | Step | None:
-    """The moment since the last `take`, float32 in the parameter's shape, and forgets it.
+    """Return and reset the moment since the last `take`, float32 in the parameter's shape.
 
-    `STEP` where the step has to count as one sample. None if the parameter is not tracked or
-    nothing contributed to it.
+    `STEP` if the step has to count as one sample. None if the parameter is not tracked or nothing
+    contributed to it.
 
     Args:
-        gradient: what the moment is for. Without it only backward's own is known of.
+        gradient: the gradient that the moment belongs to; lets `take` detect one set by hand.
 
     Raises:
-        RuntimeError: a gradient came, but none of it was seen in the model's forward.
+        RuntimeError: there is a gradient, but no use of the parameter in the model's forward.
     """
     record = _records.get(parameter)
     if record is None:
@@ -845,14 +842,14 @@ def take(parameter: nn.Parameter, gradient: Tensor | None = None) -> Tensor | St
 
 
 def supply(parameter: nn.Parameter, moment: Tensor) -> None:
-    """Sets what the next `take` returns, for a parameter that no model uses: for measurements."""
+    """Set the result of the next `take`, for a parameter without a model; for measurements."""
     if parameter not in _records:
         _records[parameter] = _Record("", "", 0, "error")
     _records[parameter].moment = moment
 
 
 def discard(parameter: nn.Parameter) -> None:
-    """Forgets what was accumulated, as `zero_grad` does with the gradient."""
+    """Drop the accumulated moment, as `zero_grad` drops the gradient."""
     record = _records.get(parameter)
     if record is not None:
         record.moment, record.bypassed = None, False
@@ -864,8 +861,8 @@ def discard(parameter: nn.Parameter) -> None:
 
 @dynamo.outside(_EAGER)
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Begins to observe with the module that is called first."""
-    paused = dynamo.pause()  # what torch.compile runs cannot be seen
+    """Start to observe, at the outermost module call."""
+    paused = dynamo.pause()  # compiled code cannot be observed
     try:
         begun = _begin(module, args, kwargs)
     except Exception:
@@ -927,7 +924,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _hook(parameter: nn.Parameter, record: _Record) -> None:
-    """Sees to it that uses are squared once a pass has given the whole gradient."""
+    """Register the hook that squares uses once a pass has accumulated the whole gradient."""
     record.hook = parameter.register_post_accumulate_grad_hook(_flush)
 
 
@@ -936,10 +933,10 @@ def _flush(parameter: Any) -> None:
     record = _records.get(parameter)
     if record is None:
         return
-    task = _task()  # what other passes have left, `autograd.grad` for one, is nothing of this one's
+    task = _task()  # drop uses that other passes have left, such as `autograd.grad`
     uses, record.uses = [use for use in record.uses if use.task == task], []
     if not uses:
-        # Zero is what `0 * p.sum()` gives, which reaches a parameter that is not used.
+        # Ignore a zero gradient, as from `0 * p.sum()` for an unused parameter.
         record.bypassed |= bool(parameter.grad.norm() != 0)
         return
     if record.others == "step" and record.why_not:
