@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A module of this package, or what `dropin` has.
+    """A module of this package, or a name of `_api`.
 
     Raises:
         ImportError: it is of Horovod, which cannot be imported; with what helps.
@@ -31,8 +31,8 @@ def __getattr__(name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return import_module(f"{__name__}.{name}")
-    dropin = import_module(f"{__name__}.dropin")
-    globals().update({each: getattr(dropin, each) for each in ("__all__", *dropin.__all__)})
+    api = import_module(f"{__name__}._api")
+    globals().update({each: getattr(api, each) for each in ("__all__", *api.__all__)})
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

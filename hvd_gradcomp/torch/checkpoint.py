@@ -14,11 +14,12 @@ from hvd_gradcomp.checkpoint import files as checkpoint_files
 from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.protocols import learning, resizing
-from hvd_gradcomp.torch import parameters, safetensors_file
+from hvd_gradcomp.torch import safetensors_file
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import HorovodReducer, gather_objects
 from hvd_gradcomp.torch.exchange import LOGGER, synchronized
+from hvd_gradcomp.torch.grad_synchronizer import synchronizers
 
 
 def save(engine: HorovodReducer, mode: str = "sharded") -> dict[str, Any]:
@@ -345,7 +346,8 @@ def load_checkpoint(
             if own is not None and name in own:
                 states[name] = {**states[name], "gradcomp": own[name]}
             if isinstance(getattr(item, "_gradcomp", None), HorovodReducer):
-                parameters.join(item)  # as loading does; what joined is no part of what is undone
+                # As loading does; a rollback leaves out what joins here.
+                synchronizers[item].join_parameters()
         undos: list[Callable[[], None]] = []
 
         def take() -> dict[str, Any]:

@@ -248,7 +248,7 @@ class _DDPReducer(BucketPlanner):
         """Takes a gradient; starts the program of its bucket when it was the last one."""
         if parameter not in self.parameters:
             raise ValueError(_fixed_by_ddp(f"one of shape {tuple(parameter.shape)}"))
-        self._lay(parameter, gradient)
+        self._copy_to_bucket(parameter, gradient)
 
     def finish(self) -> None:
         """Runs all programs to their ends, in the same order on all ranks.
@@ -263,7 +263,7 @@ class _DDPReducer(BucketPlanner):
         self.order_is_known()
         while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
             self._resume(running)
-            others = [e for e in self._errors if not isinstance(e, NonFiniteGradientError)]
+            others = [e for e in self.errors if not isinstance(e, NonFiniteGradientError)]
             if others:  # what this rank does not ask for, the others must not wait for
                 raise others[0]
         self._end_step()

@@ -103,7 +103,7 @@ class HorovodReducer(BucketPlanner):
         )
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
         self._chose_rows = chose_rows
-        self.rounds = StepSync()
+        self.sync = StepSync()
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         return errors.named(HorovodInternalError, what)
@@ -139,7 +139,7 @@ class HorovodReducer(BucketPlanner):
         self.agreement.reached = False
         self.ledger.digest()
         self.summed = 0
-        self.rounds.forget()
+        self.sync.forget()
 
     @property
     def in_step(self) -> dict[str, str]:
@@ -183,10 +183,10 @@ class HorovodReducer(BucketPlanner):
             for bucket in self.buckets:
                 held = {slot for slot, p in enumerate(bucket.parameters) if p in self._frozen}
                 bucket.refresh()
-                parameters.hold(bucket, held, self.steps)
+                parameters.mask_frozen(bucket, held, self.steps)
         return self._frozen
 
-    def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def mark_ready(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Takes a gradient; starts the program of its bucket when it was the last one.
 
         Args:
@@ -194,12 +194,11 @@ class HorovodReducer(BucketPlanner):
         """
         if parameter in self.begin():
             return  # frozen between forward and backward
-        self.agreement.agree()  # once more if some have joined since the step began
         if self._arrived is not None:
             self._arrived.append(self._name_of[parameter])
-        self._lay(parameter, gradient)
+        self._copy_to_bucket(parameter, gradient)
 
-    def give_sparse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    def mark_sparse_ready(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Takes note of a sparse gradient, which Horovod gathers by itself."""
         values, indices = gradient._values(), gradient._indices()
         for part in (values, indices):
@@ -208,7 +207,7 @@ class HorovodReducer(BucketPlanner):
         self.ledger.gathered[name] = self.ledger.gathered.get(name, 0) + values.numel()
         # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
         nothing = (as_real(values) * 0).sum().to(as_real(parameter.detach()).dtype)
-        self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
+        self.mark_ready(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
 
     def say_rows_are_compressed(self, parameter: torch.nn.Parameter) -> None:
         """Says once what becomes of sparse gradients, where that was left to be chosen."""
@@ -220,11 +219,11 @@ class HorovodReducer(BucketPlanner):
             )
         self._chose_rows = False
 
-    def take_sparse(self, gathered: torch.Tensor) -> torch.Tensor:
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Takes note of what Horovod has gathered."""
-        for part in (gathered._values(), gathered._indices()):
+        for part in (rows._values(), rows._indices()):
             self.ledger.received(part)
-        return gathered
+        return rows
 
     def finish(self) -> None:
         """Runs every started program to its end.
@@ -235,13 +234,12 @@ class HorovodReducer(BucketPlanner):
         """
         horovod.complete([self.finishing()])
 
-    def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def reduced_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The reduced gradient of a parameter as the one that it replaces is, after `finish`.
 
         Of its shape and dtype, and where the parameter has other strides than a contiguous tensor,
         of those: fused optimizers go through both in the order of their memory.
         """
-        self.finish()
         reduced, replaced = self._taken(parameter), parameter.grad
         dtype = parameter.dtype if replaced is None else replaced.dtype
         if parameter.is_contiguous():
@@ -265,13 +263,13 @@ class HorovodReducer(BucketPlanner):
             self._arrived.clear()
         for bucket in self.buckets:
             bucket.result = None
-            parameters.release(bucket)
+            parameters.restore_frozen(bucket)
 
     def abandon(self) -> None:
         """Lets go of an exchange that another rank's end has broken; the ranks compare again."""
         self._frozen = None
         self.compare_again()
-        interrupted, self._open, self._errors = self._open, False, []
+        interrupted, self._open, self.errors = self._open, False, []
         self._can_discard = False
         self.sources.forget()
         if self._arrived:
@@ -279,7 +277,7 @@ class HorovodReducer(BucketPlanner):
         self.scaling.end_step()
         for bucket in self.buckets:
             bucket.end(undo=interrupted)
-            parameters.release(bucket)
+            parameters.restore_frozen(bucket)
             bucket.abandon()
             bucket.streams.clear()
             bucket.result = None

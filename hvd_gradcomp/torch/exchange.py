@@ -114,7 +114,7 @@ class Reducer(Participants):
         self.undone = False
         self._open = False  # a program of this step has started
         self._can_discard = False  # the last exchange can still be taken back
-        self._errors: list[Exception] = []  # that programs of this step have ended with
+        self.errors: list[Exception] = []  # that programs of this step have ended with
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         """Says what a failure of the transport means, where something was under way."""
@@ -142,7 +142,7 @@ class Reducer(Participants):
         if not self.joined:  # then other ranks scale their loss, or do not, as before
             self._policy = self.nonfinite or ("skip" if scaled else "raise")
 
-    def _lay(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def _copy_to_bucket(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Lays a gradient into its bucket, whose program starts when it was the last one."""
         bucket, slot = self._places[parameter]
         with torch.no_grad():
@@ -156,9 +156,9 @@ class Reducer(Participants):
             bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
         bucket.absent.discard(slot)
         if not bucket.absent and bucket.stack is None and bucket.result is None:
-            self._start(bucket)
+            self._launch(bucket)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         self._open = True
         if bucket.streams:
             here = torch.cuda.current_stream(bucket.flat.device)
@@ -179,12 +179,12 @@ class Reducer(Participants):
                 )
             bucket.stack = ProgramRunner(program)
             try:
-                self._advance(bucket, None)
+                self._step_program(bucket, None)
             except Exception:
                 bucket.abandon()
                 raise
 
-    def _advance(self, bucket: Bucket, reply: Any) -> None:
+    def _step_program(self, bucket: Bucket, reply: Any) -> None:
         """Resumes a bucket's program until it asks for a collective, or has ended."""
         assert bucket.stack is not None
         bucket.ops.take_turn()
@@ -213,12 +213,12 @@ class Reducer(Participants):
         for bucket in buckets:
             try:
                 with torch.no_grad():
-                    self._advance(bucket, self._wait(bucket))
+                    self._step_program(bucket, self._wait(bucket))
             except Exception as error:
-                self._errors.append(error)
+                self.errors.append(error)
                 bucket.abandon()
 
-    def advance(self) -> bool:
+    def poll(self) -> bool:
         """Resumes the programs whose reply is there; whether there were any."""
         running = [bucket for bucket in self.buckets if bucket.stack is not None]
         ready = [bucket for bucket in running if bucket.sent and bucket.sent.pending.ready()]
@@ -233,14 +233,14 @@ class Reducer(Participants):
                 that no rank waits for one of this rank's.
         """
         while any(bucket.stack is not None for bucket in self.buckets):
-            if not self.advance():
+            if not self.poll():
                 yield
         if self._open:
             self._end_step()
 
     def _end_step(self) -> None:
         """All programs have ended: keeps what they did, or undoes it."""
-        self._open, errors, self._errors = False, self._errors, []
+        self._open, errors, self.errors = False, self.errors, []
         if self._undoes:
             for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
                 try:

@@ -1,19 +1,16 @@
-"""Parameters that join an optimizer, as it is made or while it trains, and those that are frozen.
+"""The layers that parameters are, and layers of a bucket that are frozen.
 
-A parameter joins by `optimizer.add_param_group`, or by `requires_grad_(True)` where it did not
-train when the optimizer was made. It gets a bucket beside those that are there, which keep their
-layers and state. A frozen one, `requires_grad_(False)`, is left out of the exchange; what the
+A parameter joins the exchange by `optimizer.add_param_group`, or by `requires_grad_(True)` where it
+did not train when the optimizer was made. It gets a bucket beside those that are there, which keep
+their layers and state. A frozen one, `requires_grad_(False)`, is left out of the exchange; what the
 compressor has accumulated for it waits. All ranks do the same before the same step.
-
-A parameter's hooks belong to the optimizer that it joined last.
 """
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Collection, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,9 +20,6 @@ from hvd_gradcomp.core.protocols.learning import retrained
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.bucket import Bucket
-
-optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Distributed optimizers that may have hooks."""
 
 
 def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Layer]:
@@ -65,66 +59,7 @@ def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
     return found
 
 
-def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:
-    """Leaves parameters to this optimizer, and no hooks of earlier ones.
-
-    Those would begin exchanges of their own for as long as they are not collected, which is longer
-    on one rank than on another.
-    """
-    for earlier in optimizers:
-        if earlier is not optimizer:
-            earlier._arrivals.leave(new)
-    optimizers.add(optimizer)
-
-
-def name(optimizer: Any, group: dict[str, Any]) -> None:
-    """Names the parameters of a new group: as before, as the group says, or by their place.
-
-    Raises:
-        ValueError: a name belongs to another parameter.
-    """
-    names, place = optimizer._parameter_names, len(optimizer.param_groups) - 1
-    given = group.get("param_names") or [f"group.{place}.{i}" for i in range(len(group["params"]))]
-    taken = set(names.values())
-    for p, title in zip(group["params"], given):
-        if p in names:
-            continue
-        if title in taken:
-            raise ValueError(f"add_param_group: {title} names another parameter already")
-        names[p] = title
-        optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
-
-
-def join(optimizer: Any) -> None:
-    """Takes in what trains now and is not exchanged yet.
-
-    Raises:
-        ValueError: the compressor cannot take it in; see `Engine.add`.
-    """
-    engine = optimizer._gradcomp
-    new = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad and p not in engine.parameters
-    ]
-    if not new:
-        return
-    engine.add([(optimizer._parameter_names[p], p) for p in new])
-    take_over(optimizer, new)
-    optimizer._arrivals.watch(new)
-
-
-def leave_out(optimizer: Any, frozen: Set[torch.nn.Parameter]) -> None:
-    """Lets Horovod wait for no gradient of these, and forget those of earlier passes."""
-    optimizer._requires_update = optimizer._gradcomp.parameters - frozen
-    for p in frozen:
-        p.grad = None  # so that the optimizer leaves it alone, momentum and decay included
-        optimizer._handles.pop(p, None)
-        optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
-
-
-def hold(bucket: Bucket, slots: set[int], step: int) -> None:
+def mask_frozen(bucket: Bucket, slots: set[int], step: int) -> None:
     """Leaves layers of a bucket out of a step, before any of its gradients arrive.
 
     They send zeros from a state of zeros; a bucket that has no other layers does not start. What
@@ -148,7 +83,7 @@ def hold(bucket: Bucket, slots: set[int], step: int) -> None:
                 piece.zero_()
 
 
-def release(bucket: Bucket) -> None:
+def restore_frozen(bucket: Bucket) -> None:
     """Gives the layers that were left out their state back; to the state from before as well."""
     if not bucket.waiting:
         return

@@ -173,7 +173,7 @@ class StepSync:
         self.ended = self.closed = self.mixed = self.ragged = False
         self.unused.clear()
 
-    def hear(
+    def receive(
         self, words: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
     ) -> list[int]:
         """Takes one round's words in; the exchange ends where `ended` becomes true.
