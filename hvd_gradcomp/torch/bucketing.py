@@ -90,7 +90,7 @@ class BucketPlanner(Reducer):
         source = source_of(compressor, using, passes, tells, tracking)
         self.sources = Sources(source, batch_size, self.scaling)
         self._judged = False
-        self._adopt(list(self._plan(self._named)))
+        self.adopt(list(self._plan(self._named)))
         self.sources.watch(self.buckets)
 
     @property
@@ -165,7 +165,7 @@ class BucketPlanner(Reducer):
         self._named = everything
         self._name_of.update((p, name) for name, p in named_parameters)
         self.layers += self.used[len(self.used) - len(named_parameters) :]
-        self._adopt([*self.buckets, *new])
+        self.adopt([*self.buckets, *new])
         self.sources.watch(new)
 
     @property
@@ -200,7 +200,7 @@ class BucketPlanner(Reducer):
     def unorder(self) -> None:
         """Plans the buckets as the model lists its layers, until a step has used them anew."""
         self._arrived, self.order = [], []
-        self._adopt(list(self._plan(self._named)))
+        self.adopt(list(self._plan(self._named)))
 
     def reorder(self, order: Sequence[str]) -> None:
         """Plans the buckets for layers that are used in this order, on all ranks alike.
@@ -216,7 +216,7 @@ class BucketPlanner(Reducer):
         if dict(zip((name for name, _, _ in self.used), before)) == dict(zip(names, after)):
             return
         left = self.buckets
-        self._adopt(list(self._plan([(name, known[name]) for name in names])))
+        self.adopt(list(self._plan([(name, known[name]) for name in names])))
         carry_over(left, self.buckets)
 
     def judge(self) -> None:

@@ -208,7 +208,7 @@ def put_back(engine: HorovodReducer, kept: Snapshot) -> None:
     engine.order = list(kept.order)
     engine._arrived = None if kept.arrived is None else list(kept.arrived)
     engine.used, engine.known = kept.used, kept.known
-    engine._adopt(kept.buckets)
+    engine.adopt(kept.buckets)
     for bucket, state in zip(engine.buckets, kept.states):
         bucket.state = state
 

@@ -123,12 +123,16 @@ class Reducer(Participants):
     def leader(self, bucket: Bucket) -> int:
         return bucket.leader
 
-    def _adopt(self, buckets: list[Bucket]) -> None:
+    def adopt(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         self._places = {
             p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
         }
         self.sources.places = self._places
+
+    def bucket_of(self, parameter: torch.nn.Parameter) -> Bucket:
+        """Return the bucket in which the gradient of a parameter lies."""
+        return self._places[parameter][0]
 
     @property
     def parameters(self) -> Set[torch.nn.Parameter]:

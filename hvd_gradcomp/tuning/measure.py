@@ -241,7 +241,7 @@ class CompressedExchange(Exchange):
     ) -> None:
         ranks, self._source = horovod.global_process_set, source
         self._engine = reducer_of(compressor, layers, TimedReducer, ranks, self._squares())
-        self._parameters = [p for _, p in self._engine._named]
+        self._parameters = [p for _, p in self._engine.named_parameters]
 
     def stats(self) -> CompressionStats:
         return self._engine.stats()
@@ -482,8 +482,10 @@ def alone(
     engine = reducer_of(
         compressor, gradients.layers, _AloneReducer, _Imagined(ranks), gradients.squares
     )
-    parameters = [p for _, p in engine._named]
-    there = dict(zip((name for name, _ in engine._named), ready or [0.0] * len(parameters)))
+    parameters = [p for _, p in engine.named_parameters]
+    there = dict(
+        zip((name for name, _ in engine.named_parameters), ready or [0.0] * len(parameters))
+    )
     costs = []
     before = engine.stats()
     for turn in range(warm_up + rounds):
@@ -496,7 +498,7 @@ def alone(
         for p, gradient in zip(reversed(parameters), reversed(tensors)):
             start = time.perf_counter()
             engine.mark_ready(p, gradient)
-            name = engine._places[p][0].name
+            name = engine.bucket_of(p).name
             laid[name] = laid.get(name, 0.0) + time.perf_counter() - start
         engine.finish()
         for p in parameters:
