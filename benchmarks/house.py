@@ -1,10 +1,11 @@
-"""How large the rooms of the package are, and what its types leave open, at any commit.
+"""The package's structure at any commit: what its types leave open, and who reaches into whom.
 
-    python -m benchmarks.house febe006 HEAD
+    python -m benchmarks.house febe006 0d648ff HEAD
 
-Counts of the Python files in `hvd_gradcomp`: classes by lines and by methods, `# type: ignore`,
-the name `Any`, `object.__setattr__`, and modules that import each other, for types too, at their
-heads or only inside functions.
+Counts of the Python files in `hvd_gradcomp`: private names that another module uses, classes with
+all bases that the package defines, classes with a single subclass, `Any`, docstrings that begin
+with a question word, modules that import each other (for types too), and the files of the
+frontend that one gradient crosses, traced while it does.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import os
 import re
 import subprocess
+import sys
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
-
-from tabulate import tabulate
 
 PACKAGE = "hvd_gradcomp"
 
@@ -80,6 +82,179 @@ def in_circles(graph: dict[str, set[str]]) -> int:
     return sum(module in reached(module) for module in graph)
 
 
+_Class = tuple[str, str]  # its module, and its name
+
+
+def classes_and_bases(
+    trees: dict[str, ast.Module],
+) -> dict[_Class, tuple[ast.ClassDef, list[_Class]]]:
+    """Each class of the package, with those of its bases that are in the package."""
+    named: dict[str, dict[str, _Class]] = {}
+    nodes: dict[_Class, ast.ClassDef] = {}
+    for module, tree in trees.items():
+        named[module] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                named[module][node.name] = module, node.name
+                nodes[module, node.name] = node
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    here = alias.asname or alias.name
+                    named[module].setdefault(here, (node.module, alias.name))
+                    named[module].setdefault(f"{here}.", (whole, ""))
+    found = {}
+    for key, node in nodes.items():
+        bases = []
+        for base in node.bases:
+            text = ast.unparse(base).partition("[")[0]
+            package, _, name = text.rpartition(".")
+            target = named[key[0]].get(f"{package}.", ("", ""))[0] if package else None
+            bases.append((target, name) if target else named[key[0]].get(text, ("", "")))
+        found[key] = node, [base for base in bases if base in nodes]
+    return found
+
+
+def with_bases(trees: dict[str, ast.Module]) -> list[tuple[int, int, str]]:
+    """(lines, methods, names) of each class, with all bases that the package defines."""
+    known = classes_and_bases(trees)
+
+    def chain(key: _Class, seen: set[_Class]) -> Iterator[ast.ClassDef]:
+        seen.add(key)
+        yield known[key][0]
+        for base in known[key][1]:
+            if base not in seen:
+                yield from chain(base, seen)
+
+    sizes = []
+    for key in known:
+        line = list(chain(key, set()))
+        lines = sum((each.end_lineno or 0) - each.lineno + 1 for each in line)
+        methods = sum(isinstance(m, ast.FunctionDef) for each in line for m in each.body)
+        sizes.append((lines, methods, " <- ".join(each.name for each in line)))
+    return sizes
+
+
+def only_heirs(trees: dict[str, ast.Module]) -> list[str]:
+    """Classes with exactly one subclass in the package."""
+    known = classes_and_bases(trees)
+    heirs = [base for _, bases in known.values() for base in bases]
+    return sorted(".".join(key) for key in known if heirs.count(key) == 1)
+
+
+# Of NamedTuple, and of PyTorch where it has no public name for the same.
+_OF_OTHERS = {"_replace", "_asdict", "_fields", "_make", "_C", "_indices", "_values", "_version"}
+
+
+def private_accesses(trees: dict[str, ast.Module], strictly: bool = False) -> list[str]:
+    """Uses of private names that another module of the package defines.
+
+    Args:
+        trees: the modules.
+        strictly: count private names of other objects than `self` wherever they are defined.
+    """
+    own: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        own[module] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own[module].add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own[module].add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own[module].add(node.id)
+    everyone = set().union(*own.values())
+    found = []
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is_private(node.attr):
+                mine = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                known = everyone if strictly else everyone - own[module]
+                if not mine and node.attr in known:
+                    found.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+                names = [alias.name for alias in node.names if _is_private(alias.name)]
+                found += [
+                    f"{module}:{node.lineno}: {name}"
+                    for name in names
+                    if f"{node.module}.{name}" not in trees
+                ]
+    return found
+
+
+def _is_private(name: str) -> bool:
+    dunder = name.startswith("__") and name.endswith("__")
+    return name.startswith("_") and not dunder and name not in _OF_OTHERS
+
+
+def riddles(trees: dict[str, ast.Module]) -> int:
+    """Docstrings that begin with a question word or "Of"."""
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    nodes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, kinds))
+    texts = (ast.get_docstring(node) or "" for node in nodes)
+    return sum(bool(re.match(r"(What|Whether|Of|How|Where|Which)\b", text)) for text in texts)
+
+
+_CROSSED = """
+import sys, torch
+files = set()
+def seen(frame, event, arg):
+    name = frame.f_code.co_filename
+    if event == "call" and "/hvd_gradcomp/" in name:
+        files.add(name.rpartition("/hvd_gradcomp/")[2])
+model = torch.nn.Linear(3, 2, bias=False)
+x = torch.ones(1, 3)
+if sys.argv[1] == "horovod":
+    import hvd_gradcomp.torch as hvd
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(),
+        compression=hvd.StromCompressor(0.1))
+else:
+    import torch.distributed as dist
+    from hvd_gradcomp.torch import ddp
+    from hvd_gradcomp import StromCompressor
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    ddp.compress(model, StromCompressor(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    loss = model(x).sum()
+    if step == 2:
+        import threading
+        threading.setprofile_all_threads(seen) if sys.version_info >= (3, 12) else None
+        sys.setprofile(seen)
+    loss.backward()
+    sys.setprofile(None)
+    optimizer.step()
+    optimizer.zero_grad()
+print(len([f for f in files if f.startswith(("torch/", "engine/", "runtime/"))]), *sorted(files))
+"""
+
+
+def crossed(commit: str, host: str) -> str:
+    """How many files of the frontend and its runtime one gradient crosses in one backward.
+
+    Traced on one rank, for a model of one layer, in the third step.
+
+    Args:
+        commit: whose package runs.
+        host: "horovod" or "ddp".
+    """
+    command = ["git", "archive", commit, PACKAGE]
+    archive = subprocess.run(command, check=True, capture_output=True).stdout
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(folder, filter="data")
+        done = subprocess.run(
+            [sys.executable, "-c", _CROSSED, host],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": folder},
+            cwd=folder,
+        )
+    return done.stdout.partition(" ")[0] if done.returncode == 0 else "-"
+
+
 def counts(commit: str) -> dict[str, object]:
     """What the table says of a commit."""
     files = sources(commit)
@@ -92,19 +267,24 @@ def counts(commit: str) -> dict[str, object]:
 
     names = [node for tree in trees.values() for node in ast.walk(tree) if _is_any(node)]
     lines, _, longest = max(every)
-    methods, widest = max((methods, name) for _, methods, name in every)
+    whole, methods, line = max(with_bases(trees))
     return {
         "lines": f"{text.count(chr(10)):,}",
         "files": len(files),
-        "largest class, lines": f"{lines} ({longest})",
-        "largest class, methods": f"{methods} ({widest})",
-        "classes above 300 lines": sum(lines > 300 for lines, _, _ in every),
-        "classes above 20 methods": sum(methods > 20 for _, methods, _ in every),
-        "type: ignore": len(re.findall(r"# type: ignore", text)),
-        "Any": len(names),
-        "Any, in 1,000 lines": f"{1000 * len(names) / text.count(chr(10)):.1f}",
+        "private accesses across modules": len(private_accesses(trees)),
+        "private names of others than self": len(private_accesses(trees, strictly=True)),
+        "self: Any": len(re.findall(r"\bself: Any\b", text)),
+        "optimizer: Any": len(re.findall(r"\boptimizer: Any\b", text)),
         "state: Any": len(re.findall(r"\bstate: Any\b", text)),
+        "Any": len(names),
+        "type: ignore": len(re.findall(r"# type: ignore", text)),
         "object.__setattr__": text.count("object.__setattr__"),
+        "largest class, lines": f"{lines} ({longest})",
+        "with its bases, lines and methods": f"{whole}, {methods} ({line})",
+        "classes with one subclass": len(only_heirs(trees)),
+        "docstrings that begin with What, Of, ...": riddles(trees),
+        "files that a gradient crosses, Horovod": crossed(commit, "horovod"),
+        "the same, by the DDP hook": crossed(commit, "ddp"),
         "modules in circles": circles(heads),
         "the same, imports inside functions counted": circles(ast.walk),
     }
@@ -115,6 +295,8 @@ def _is_any(node: ast.AST) -> bool:
 
 
 def main() -> None:
+    from tabulate import tabulate
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commits", nargs="+", metavar="COMMIT")
     commits = parser.parse_args().commits

@@ -62,7 +62,7 @@ def as_compressor(compression: Any, stock: Any) -> Compressor:
             `.fp16`, which become their counterparts here.
         stock: the frontend's `Compression` of Horovod.
 
-        Raises:
+    Raises:
             TypeError: `compression` is something else.
     """
     if isinstance(compression, Compressor):

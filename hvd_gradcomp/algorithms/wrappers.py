@@ -234,11 +234,11 @@ def take_over(
         optimizer: the optimizer's class, for messages.
         own: (momentum, nesterov) of the optimizer; None if it has none to hand over, like Adam.
 
-        Returns:
+    Returns:
             The compressor with its momentum decided, and True if the optimizer must give its
             momentum up.
 
-        Raises:
+    Raises:
             ValueError: the optimizer has no momentum to hand over, or a different one.
     """
     if not isinstance(compressor, Corrects) or compressor.correction is None:

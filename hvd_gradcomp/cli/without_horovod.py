@@ -13,7 +13,7 @@ class Distributed:
     def __init__(self) -> None:
         self._dist: Any = import_module("torch.distributed")
         self._ddp: Any = import_module("hvd_gradcomp.torch.ddp")
-        self._group: Any = import_module("hvd_gradcomp.torch.comm.c10d").Group()
+        self._group: Any = import_module("hvd_gradcomp.torch.comm.c10d").ProcessGroup()
 
     @classmethod
     def of(cls, source: Any) -> Distributed | None:

@@ -292,7 +292,7 @@ class Probe:
         slices of the same steps; by slice size.
       * age loss: the same basis, applied to the newer half of the first slices.
 
-      Args:
+    Args:
           layers: name and shape of each, in one order on all ranks; or `Layer`s.
           every: interval of probed steps, from the first step on; smaller costs more.
           sample: elements of a layer; more cost more and lower the bias of the information.
@@ -310,7 +310,7 @@ class Probe:
             filters_last: convolutions are [..., depth, filters] (TensorFlow) and not
                 [filters, depth, ...] (PyTorch).
 
-        Attributes:
+    Attributes:
             readings: of all layers, step by step, the newest last.
 
     Raises:

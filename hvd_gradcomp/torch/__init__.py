@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a module of this package, or a name of `_api`.
+    """A module of this package, or a name of `_api`.
 
     Raises:
-        ImportError: the name needs Horovod, which cannot be imported; the message says what helps.
+        ImportError: it is of Horovod, which cannot be imported; with what helps.
     """
     if name != "__all__" and (name.startswith("_") or find_spec(f"{__name__}.{name}")):
         if name.startswith("_"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return import_module(f"{__name__}.{name}")
-    dropin = import_module(f"{__name__}.dropin")
-    globals().update({each: getattr(dropin, each) for each in ("__all__", *dropin.__all__)})
+    api = import_module(f"{__name__}._api")
+    globals().update({each: getattr(api, each) for each in ("__all__", *api.__all__)})
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]
@@ -41,5 +41,5 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     try:
         return sorted({*globals(), *__getattr__("__all__")})
-    except ImportError:  # without Horovod, list `ddp` and raise nothing
+    except ImportError:  # without Horovod there is `ddp`, and who looks around gets no error
         return sorted({*globals(), "ddp"})

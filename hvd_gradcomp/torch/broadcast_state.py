@@ -11,11 +11,12 @@ import torch
 from hvd_gradcomp.core.compressor import Compressor, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.protocols import learning, resizing
 from hvd_gradcomp.runtime import config_check
-from hvd_gradcomp.torch import broadcast_objects, parameters
+from hvd_gradcomp.torch import broadcast_objects
 from hvd_gradcomp.torch.broadcast_objects import RankInfo
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.engine import HorovodReducer
 from hvd_gradcomp.torch.exchange import LOGGER, synchronized
+from hvd_gradcomp.torch.grad_synchronizer import synchronizers
 
 
 def broadcast_optimizer_state(
@@ -70,7 +71,8 @@ def hand_out(
         if engine is not None and optimizer.exchanging and not elastic:
             raise RuntimeError("gradients are on their way: call it before backward or after step")
         if engine is not None:
-            parameters.join(optimizer)  # unfrozen since it was made, as in the saving run
+            # Those that were unfrozen since it was made, as in the run that saved.
+            synchronizers[optimizer].join_parameters()
         groups = [len(group["params"]) for group in optimizer.param_groups]
         said = {f"parameter group {place}": f"{n} parameters" for place, n in enumerate(groups)}
         return RankInfo(said, engine and _exchange_of(engine))
@@ -91,8 +93,7 @@ def hand_out(
         return
     alone = any(_keeps_alone(bucket, engine.steps) for bucket in engine.buckets)
     anew = _take(engine, nest["exchange"], keeps=here not in others, all_keep=not others)
-    if optimizer._takeover is not None:
-        optimizer._takeover.take()
+    optimizer.retake_momentum()
     if here == root_rank:
         _report(engine, root_rank, others if alone and not elastic else [], anew)
 
@@ -105,8 +106,7 @@ def hand_out_plain(optimizer: Any, root_rank: int, process_set: Any) -> None:
     )
     if not here:
         _put(optimizer, given)
-    if optimizer._takeover is not None:
-        optimizer._takeover.take()
+    optimizer.retake_momentum()
 
 
 class _Exchange(NamedTuple):
@@ -174,7 +174,7 @@ def _put(optimizer: Any, given: dict[str, Any]) -> None:
             if key == "params":
                 continue
             if isinstance(value, torch.Tensor) and isinstance(mine.get(key), torch.Tensor):
-                mine[key].copy_(value)  # a captured CUDA graph reads it there
+                mine[key].copy_(value)  # a graph that was captured reads it there
             else:
                 mine[key] = value
     optimizer.state.clear()
@@ -208,7 +208,7 @@ def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
 def _exchange_of(engine: HorovodReducer) -> _Exchange:
     said = engine.agreement.description()
     if engine.compressor.needs_execution_order:
-        del said["buckets"]  # they follow from the layer order, which is broadcast
+        del said["buckets"]  # they follow from the order of use, which is handed out
     process_set = engine.process_set
     ranks = tuple(process_set.ranks or range(process_set.size()))
     return _Exchange(said, ranks, engine.steps)
@@ -283,7 +283,7 @@ def _take(
     anew: dict[Compressor, None] = {}
     for bucket, fields in zip(engine.buckets, given["buckets"]):
         one, steps, seat = bucket.compressor, engine.steps, given["seat"]
-        # With hosts the root does not lead all buckets: other leaders keep state only if all do.
+        # With hosts the root does not lead all buckets: those who do have it in common, or begin.
         stays = keeps and (fields is not None or all_keep)
         _fill(engine, bucket, fields or {}, seat, stays)
         alone = [path for path, _ in leaves(bucket.state) if not is_replicated(one, path)]

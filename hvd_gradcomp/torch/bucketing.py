@@ -90,7 +90,7 @@ class BucketPlanner(Reducer):
         source = source_of(compressor, using, passes, tells, tracking)
         self.sources = Sources(source, batch_size, self.scaling)
         self._judged = False
-        self._adopt(list(self._plan(self._named)))
+        self.adopt(list(self._plan(self._named)))
         self.sources.watch(self.buckets)
 
     @property
@@ -165,7 +165,7 @@ class BucketPlanner(Reducer):
         self._named = everything
         self._name_of.update((p, name) for name, p in named_parameters)
         self.layers += self.used[len(self.used) - len(named_parameters) :]
-        self._adopt([*self.buckets, *new])
+        self.adopt([*self.buckets, *new])
         self.sources.watch(new)
 
     @property
@@ -200,7 +200,7 @@ class BucketPlanner(Reducer):
     def unorder(self) -> None:
         """Plan the buckets in the model's order, until a step shows the execution order again."""
         self._arrived, self.order = [], []
-        self._adopt(list(self._plan(self._named)))
+        self.adopt(list(self._plan(self._named)))
 
     def reorder(self, order: Sequence[str]) -> None:
         """Plan the buckets for this execution order, the same on all ranks.
@@ -215,7 +215,7 @@ class BucketPlanner(Reducer):
         if dict(zip((name for name, _, _ in self.used), before)) == dict(zip(names, after)):
             return
         left = self.buckets
-        self._adopt(list(self._plan([(name, known[name]) for name in names])))
+        self.adopt(list(self._plan([(name, known[name]) for name in names])))
         carry_over(left, self.buckets)
 
     def judge(self) -> None:

@@ -14,11 +14,12 @@ from hvd_gradcomp.checkpoint import files as checkpoint_files
 from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.protocols import learning, resizing
-from hvd_gradcomp.torch import parameters, safetensors_file
+from hvd_gradcomp.torch import safetensors_file
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import HorovodReducer, gather_objects
 from hvd_gradcomp.torch.exchange import LOGGER, synchronized
+from hvd_gradcomp.torch.grad_synchronizer import synchronizers
 
 
 def save(engine: HorovodReducer, mode: str = "sharded") -> dict[str, Any]:
@@ -27,7 +28,7 @@ def save(engine: HorovodReducer, mode: str = "sharded") -> dict[str, Any]:
     synchronized(engine)
     names = list(engine.ledger.gathered)
     if mode == "consolidated":
-        names = [name for name, _, _ in engine.layers]  # the same on all ranks
+        names = [name for name, _, _ in engine.layers]  # of as many on all ranks
     gathered = [engine.ledger.gathered.get(name, 0) for name in names]
     counters = torch.tensor([*gathered, *engine.counted[0]], device="cpu")
     if mode == "consolidated":
@@ -126,7 +127,7 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
             rank,
         )
     else:
-        shares = 1 if sharded else saved["size"]  # each rank continues from the mean
+        shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
         gathered = saved.get("gathered", {})  # older states have none
         engine.counted = (
             [count // shares for count in saved["counters"]],
@@ -138,12 +139,12 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
         fresh: dict[str, torch.Tensor] = {}
         if one.reset_on_merge:
             fresh = dict(leaves(resizing.start(one, bucket.ops, bucket.layout, size)))
-        # An owner is numbered among the ranks that exchange: with hosts, another's state has none.
+        # An owner is a rank among those that exchange: with hosts, another's state has none.
         saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
         how = saved["steps"], saved["mode"], saver, rank
         for path, current in leaves(bucket.state):
             stored, source = entry["state"].get(path), Source.HERE
-            if stored is not None:  # missing if the saving rank does not lead the bucket
+            if stored is not None:  # there is none where the rank that saved it does not lead
                 stored, source = (
                     stored.to(current.device),
                     checkpoint_files.source_of(one, path, *how),
@@ -171,7 +172,7 @@ def _share(total: torch.Tensor, size: int, size_then: int) -> torch.Tensor:
     return torch.div(total, size_then, rounding_mode="floor")
 
 
-# -- rollback ------------------------------------------------------------------------------------
+# -- the way back --------------------------------------------------------------------------------
 
 
 class Snapshot(NamedTuple):
@@ -207,7 +208,7 @@ def put_back(engine: HorovodReducer, kept: Snapshot) -> None:
     engine.order = list(kept.order)
     engine._arrived = None if kept.arrived is None else list(kept.arrived)
     engine.used, engine.known = kept.used, kept.known
-    engine._adopt(kept.buckets)
+    engine.adopt(kept.buckets)
     for bucket, state in zip(engine.buckets, kept.states):
         bucket.state = state
 
@@ -224,7 +225,7 @@ def make_rollback(item: Any) -> Callable[[], None]:
 
     def undo() -> None:
         item.load_state_dict(kept)
-        for name in set(getattr(item, "__dict__", ())) - known:  # e.g. of another kind of scheduler
+        for name in set(getattr(item, "__dict__", ())) - known:  # of another kind of scheduler, say
             delattr(item, name)
 
     return undo
@@ -344,7 +345,8 @@ def load_checkpoint(
             if own is not None and name in own:
                 states[name] = {**states[name], "gradcomp": own[name]}
             if isinstance(getattr(item, "_gradcomp", None), HorovodReducer):
-                parameters.join(item)  # as loading does; a rollback does not undo it
+                # As loading does; a rollback leaves out what joins here.
+                synchronizers[item].join_parameters()
         undos: list[Callable[[], None]] = []
 
         def take() -> dict[str, Any]:

@@ -56,7 +56,9 @@ class ConfigCheck:
             _ = self._run.groups  # all ranks are here together
         self.reached = True
 
-    def tell(self, numbers: Sequence[int], what: str) -> Generator[None, None, list[list[int]]]:
+    def exchange_flags(
+        self, numbers: Sequence[int], what: str
+    ) -> Generator[None, None, list[list[int]]]:
         """Exchange a row of numbers below 2**31, of equal length on all ranks; yield while waiting.
 
         An allreduce with a row for each rank, rather than an allgather, works with `hvd.join()`.
@@ -70,11 +72,11 @@ class ConfigCheck:
             with errors.named(HorovodInternalError, f"the end of step {run.steps}'s exchange"):
                 loan = horovod.allreduce(everybody, f"{run.name}.{what}", run.process_set)
                 while not loan.ready():
-                    if not run.advance():
+                    if not run.poll():
                         yield
                 return loan.wait().tolist()
         except HorovodInternalError:
-            run.advance()
-            if run._errors:  # they name the collective that failed
-                raise run._errors[0] from None
+            run.poll()
+            if run.errors:  # which name what was on its way
+                raise run.errors[0] from None
             raise

@@ -72,8 +72,8 @@ __all__ = [
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _WHO = "torch.distributed"  # in messages
-_VERIFY = -1  # sent in place of a step number
-# By model, and by parameter of models whose hook was given a compressor. Weak: no model lives on.
+_VERIFY = -1  # said in the place of a step
+# By model, and by parameters of models whose hook was given a compressor. Weak: no model lives on.
 _states: weakref.WeakKeyDictionary[Any, CompressionState] = weakref.WeakKeyDictionary()
 _models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -136,7 +136,7 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
     """Return the state of the parameter's model; make it if the hook was given a compressor."""
     model = _models.get(parameter, lambda: None)()
     if model is None:
-        gc.collect()  # drop unreferenced models
+        gc.collect()  # a model that nobody uses any more is none
         found = [
             each
             for each in gc.get_objects()
@@ -157,7 +157,7 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
     return _states[model]
 
 
-# DDP compares these with its classes, and accepts no string annotations.
+# DDP compares these with its classes, and takes no texts.
 hook.__annotations__.update(
     bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]}
 )
@@ -248,7 +248,7 @@ class _DDPReducer(BucketPlanner):
         """Take a gradient; start the program of its bucket if it was the last one."""
         if parameter not in self.parameters:
             raise ValueError(_fixed_by_ddp(f"one of shape {tuple(parameter.shape)}"))
-        self._lay(parameter, gradient)
+        self._copy_to_bucket(parameter, gradient)
 
     def finish(self) -> None:
         """Run all programs to their ends, in the same order on all ranks.
@@ -263,8 +263,8 @@ class _DDPReducer(BucketPlanner):
         self.order_is_known()
         while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
             self._resume(running)
-            others = [e for e in self._errors if not isinstance(e, NonFiniteGradientError)]
-            if others:  # submit no more collectives; the caller closes the group
+            others = [e for e in self.errors if not isinstance(e, NonFiniteGradientError)]
+            if others:  # what this rank does not ask for, the others must not wait for
                 raise others[0]
         self._end_step()
 
@@ -353,7 +353,7 @@ class CompressionState:
         self._group = ProcessGroup(process_group or model.process_group)
         named, gives_up = _reduced(model), False
         compressor: Any = compression
-        refused: Exception | None = None  # on this rank; reported to the others below
+        refused: Exception | None = None  # by this rank; the others must hear of it
         try:
             if nonfinite not in (None, "raise", "propagate"):
                 raise ValueError(
@@ -440,7 +440,7 @@ class CompressionState:
         pairs = _gradients(bucket)
         first = not self._waiting
         if first:
-            self._joined = not _in_backward()  # `model.join()` calls the hook outside backward
+            self._joined = not _in_backward()  # `model.join()` calls the hook where no backward is
         self._waiting.append((future, buffer, pairs))
         try:
             if first:
@@ -470,7 +470,7 @@ class CompressionState:
         mine = [self._run.steps, int(undoes), int(self._joined)]
         said = _said_by_all(self._group, mine, "the beginning of a step")
         every = list(said.values())
-        # A rank that has joined has no loss that a GradScaler could have scaled.
+        # Who has joined has no loss that a GradScaler could have scaled.
         words = {(step, undone) for step, undone, joined in every if not joined}
         if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
             raise _out_of_step(said)
@@ -481,7 +481,7 @@ class CompressionState:
             for one in self._hooks:
                 one.remove()
             orders = self._group.gather_objects(self._run.order, list[str])
-            self._run.reorder(next(filter(None, orders), []))  # ranks that had joined have none
+            self._run.reorder(next(filter(None, orders), []))  # who had joined has seen none
         self._run.judge()
 
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
@@ -503,7 +503,7 @@ class CompressionState:
         given = [pair for _, _, pairs in waiting for pair in pairs]
         model = self._model()
         factor = 1.0
-        if not getattr(model, "_divide_by_initial_world_size", True):  # an option of `model.join()`
+        if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
             factor = self._group.size() / max(self._taking_part, 1)
         for p, gradient in given if error is None else ():
             gradient.copy_(self._run.take(p))
@@ -532,7 +532,7 @@ class CompressionState:
         if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
             self._group.hang_up()
 
-    # -- state and statistics ------------------------------------------------------------------
+    # -- what it keeps, and what it has done ---------------------------------------------------
 
     @property
     def steps(self) -> int:
@@ -655,7 +655,7 @@ def _take_over(optimizer: Any, run: _DDPReducer) -> None:
 
     def before_step(*_: Any) -> None:
         taken.check()
-        if not run.undone and not dcp.from_checkpoint():  # it steps to make the first state
+        if not run.undone and not dcp.from_checkpoint():  # which steps to make a first state
             taken.decay()
 
     optimizer.__reduce_ex__ = copied  # where `copy` and `pickle` look for it first

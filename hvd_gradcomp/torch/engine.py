@@ -40,7 +40,7 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
     def allgather(mine: bytes) -> Iterator[bytes]:
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
-        # Named as on TensorFlow, in case another rank runs that.
+        # Named as on TensorFlow, should another rank run that.
         lengths = horovod.allgather(length, f"{name}.sz", process_set).wait()
         everything = horovod.allgather(data, f"{name}.t", process_set).wait()
         return (piece.numpy().tobytes() for piece in everything.split(lengths.tolist()))
@@ -103,7 +103,7 @@ class HorovodReducer(BucketPlanner):
         )
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
         self._chose_rows = chose_rows
-        self.rounds = StepSync()
+        self.sync = StepSync()
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         return errors.named(HorovodInternalError, what)
@@ -139,7 +139,7 @@ class HorovodReducer(BucketPlanner):
         self.agreement.reached = False
         self.ledger.digest()
         self.summed = 0
-        self.rounds.forget()
+        self.sync.forget()
 
     @property
     def in_step(self) -> dict[str, str]:
@@ -183,10 +183,10 @@ class HorovodReducer(BucketPlanner):
             for bucket in self.buckets:
                 held = {slot for slot, p in enumerate(bucket.parameters) if p in self._frozen}
                 bucket.refresh()
-                parameters.hold(bucket, held, self.steps)
+                parameters.mask_frozen(bucket, held, self.steps)
         return self._frozen
 
-    def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def mark_ready(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Take a gradient; start the program of its bucket if it was the last one.
 
         Args:
@@ -194,21 +194,20 @@ class HorovodReducer(BucketPlanner):
         """
         if parameter in self.begin():
             return  # frozen between forward and backward
-        self.agreement.agree()  # again if parameters have joined since the step began
         if self._arrived is not None:
             self._arrived.append(self._name_of[parameter])
-        self._lay(parameter, gradient)
+        self._copy_to_bucket(parameter, gradient)
 
-    def give_sparse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    def mark_sparse_ready(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Count a sparse gradient, which Horovod gathers by itself; put zeros into its bucket."""
         values, indices = gradient._values(), gradient._indices()
         for part in (values, indices):
             self.ledger.sent(part)
         name = self._name_of[parameter]
         self.ledger.gathered[name] = self.ledger.gathered.get(name, 0) + values.numel()
-        # Its bucket gets zero; or NaN, which tells the other ranks that it is not finite.
+        # In its bucket it is zero; or NaN, which tells the other ranks that it is not finite.
         nothing = (as_real(values) * 0).sum().to(as_real(parameter.detach()).dtype)
-        self.give(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
+        self.mark_ready(parameter, None if not nothing.is_cuda and nothing == 0 else nothing)
 
     def say_rows_are_compressed(self, parameter: torch.nn.Parameter) -> None:
         """Log once that sparse gradients are compressed as dense ones, if that is by default."""
@@ -220,11 +219,11 @@ class HorovodReducer(BucketPlanner):
             )
         self._chose_rows = False
 
-    def take_sparse(self, gathered: torch.Tensor) -> torch.Tensor:
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Count a gathered sparse gradient; return it."""
-        for part in (gathered._values(), gathered._indices()):
+        for part in (rows._values(), rows._indices()):
             self.ledger.received(part)
-        return gathered
+        return rows
 
     def finish(self) -> None:
         """Run every started program to its end.
@@ -235,13 +234,12 @@ class HorovodReducer(BucketPlanner):
         """
         horovod.complete([self.finishing()])
 
-    def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def reduced_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Run `finish`; return the reduced gradient, in shape and dtype of the one it replaces.
 
         If the parameter is not contiguous, the gradient has its strides: fused optimizers iterate
         over both in memory order.
         """
-        self.finish()
         reduced, replaced = self._taken(parameter), parameter.grad
         dtype = parameter.dtype if replaced is None else replaced.dtype
         if parameter.is_contiguous():
@@ -261,17 +259,17 @@ class HorovodReducer(BucketPlanner):
         self._frozen = None
         self.sources.end_step()
         self.scaling.end_step()
-        if self._arrived:  # of unused layers, in a skipped step
+        if self._arrived:  # in a step that was left out, of layers that it had not used
             self._arrived.clear()
         for bucket in self.buckets:
             bucket.result = None
-            parameters.release(bucket)
+            parameters.restore_frozen(bucket)
 
     def abandon(self) -> None:
         """Abort an exchange, e.g. after another rank's end; the configuration check is repeated."""
         self._frozen = None
         self.compare_again()
-        interrupted, self._open, self._errors = self._open, False, []
+        interrupted, self._open, self.errors = self._open, False, []
         self._can_discard = False
         self.sources.forget()
         if self._arrived:
@@ -279,7 +277,7 @@ class HorovodReducer(BucketPlanner):
         self.scaling.end_step()
         for bucket in self.buckets:
             bucket.end(undo=interrupted)
-            parameters.release(bucket)
+            parameters.restore_frozen(bucket)
             bucket.abandon()
             bucket.streams.clear()
             bucket.result = None

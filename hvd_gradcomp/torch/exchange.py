@@ -29,7 +29,7 @@ from hvd_gradcomp.torch.moments.sources import Sources
 from hvd_gradcomp.torch.parameters import as_real
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-_SENT, _RECEIVED, _SKIPPED = range(3)  # indices of TrafficCounter.counters
+_SENT, _RECEIVED, _SKIPPED = range(3)  # of a ledger's counters
 _PRIME = 2**31 - 1
 
 
@@ -108,13 +108,13 @@ class Reducer(Participants):
         self._policy = nonfinite or "raise"
         self.joined = False
         self.ledger = TrafficCounter()
-        # A weak reference: a cycle would outlive the optimizer.
+        # A weak reference: what refers to itself would live on after its optimizer.
         self.dispatch = CollectiveRunner(transport, self.ledger, weakref.proxy(self))
         self.steps = self.summed = 0
         self.undone = False
         self._open = False  # a program of this step has started
-        self._can_discard = False  # the last exchange can still be rolled back
-        self._errors: list[Exception] = []  # that programs of this step have ended with
+        self._can_discard = False  # the last exchange can still be taken back
+        self.errors: list[Exception] = []  # that programs of this step have ended with
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
         """Return a context that names the operation `what` in errors of the transport."""
@@ -123,12 +123,16 @@ class Reducer(Participants):
     def leader(self, bucket: Bucket) -> int:
         return bucket.leader
 
-    def _adopt(self, buckets: list[Bucket]) -> None:
+    def adopt(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         self._places = {
             p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)
         }
         self.sources.places = self._places
+
+    def bucket_of(self, parameter: torch.nn.Parameter) -> Bucket:
+        """Return the bucket in which the gradient of a parameter lies."""
+        return self._places[parameter][0]
 
     @property
     def parameters(self) -> Set[torch.nn.Parameter]:
@@ -139,10 +143,10 @@ class Reducer(Participants):
         """Commit the last step; fix the loss scale and the non-finite policy of this one."""
         self.commit()
         scaled = self.scaling.begin_step()
-        if not self.joined:  # a joined rank keeps the policy of the ranks that train
+        if not self.joined:  # then other ranks scale their loss, or do not, as before
             self._policy = self.nonfinite or ("skip" if scaled else "raise")
 
-    def _lay(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def _copy_to_bucket(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Copy a gradient into its bucket; start the bucket's program if it was the last one."""
         bucket, slot = self._places[parameter]
         with torch.no_grad():
@@ -156,9 +160,9 @@ class Reducer(Participants):
             bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
         bucket.absent.discard(slot)
         if not bucket.absent and bucket.stack is None and bucket.result is None:
-            self._start(bucket)
+            self._launch(bucket)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         self._open = True
         if bucket.streams:
             here = torch.cuda.current_stream(bucket.flat.device)
@@ -179,12 +183,12 @@ class Reducer(Participants):
                 )
             bucket.stack = ProgramRunner(program)
             try:
-                self._advance(bucket, None)
+                self._step_program(bucket, None)
             except Exception:
                 bucket.abandon()
                 raise
 
-    def _advance(self, bucket: Bucket, reply: Any) -> None:
+    def _step_program(self, bucket: Bucket, reply: Any) -> None:
         """Resume a bucket's program until it requests a collective or ends."""
         assert bucket.stack is not None
         bucket.ops.take_turn()
@@ -213,12 +217,12 @@ class Reducer(Participants):
         for bucket in buckets:
             try:
                 with torch.no_grad():
-                    self._advance(bucket, self._wait(bucket))
+                    self._step_program(bucket, self._wait(bucket))
             except Exception as error:
-                self._errors.append(error)
+                self.errors.append(error)
                 bucket.abandon()
 
-    def advance(self) -> bool:
+    def poll(self) -> bool:
         """Resume the programs whose collective has completed; return True if there were any."""
         running = [bucket for bucket in self.buckets if bucket.stack is not None]
         ready = [bucket for bucket in running if bucket.sent and bucket.sent.pending.ready()]
@@ -233,14 +237,14 @@ class Reducer(Participants):
                 that no rank waits for this one.
         """
         while any(bucket.stack is not None for bucket in self.buckets):
-            if not self.advance():
+            if not self.poll():
                 yield
         if self._open:
             self._end_step()
 
     def _end_step(self) -> None:
         """Commit or roll back the step, after all programs have ended."""
-        self._open, errors, self._errors = False, self._errors, []
+        self._open, errors, self.errors = False, self.errors, []
         if self._undoes:
             for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
                 try:
@@ -321,7 +325,7 @@ class Reducer(Participants):
             error,
         )
         for bucket in self.buckets:
-            bucket.result = bucket.flat.zero_()  # padding between layers must stay 0
+            bucket.result = bucket.flat.zero_()  # what lies between the layers has to stay 0
             for view in bucket.views:
                 view.fill_(float("nan"))
 
@@ -380,5 +384,5 @@ def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
 
 def _norm(x: torch.Tensor) -> float:
     values = x.detach().coalesce().values() if x.is_sparse else x.detach()
-    dtype = torch.promote_types(values.dtype, torch.float32)  # float16 overflows, float64 stays
+    dtype = torch.promote_types(values.dtype, torch.float32)  # halves overflow, doubles stay
     return float(torch.linalg.vector_norm(values, dtype=dtype))

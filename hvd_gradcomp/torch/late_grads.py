@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
+from hvd_gradcomp.torch.engine import HorovodReducer
 from hvd_gradcomp.torch.grad_versions import GradVersions
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.parameters import as_real
@@ -54,31 +54,42 @@ class LateGradients:
 
         return hook
 
-    def add_up(self, optimizer: Any, late: Collection[torch.nn.Parameter]) -> Iterator[None]:
-        """Sum the ranks' late gradients, uncompressed; yield while waiting for other ranks."""
-        engine, group = optimizer._gradcomp, optimizer.process_set
-        names = optimizer._parameter_names
-        average = 1.0 / group.size() if optimizer.op == horovod.Average else 1.0
-        loans = []
-        for p in late:
+    def add_up(
+        self,
+        reducer: HorovodReducer,
+        late: Collection[tuple[str, torch.nn.Parameter]],
+        average: bool,
+    ) -> Iterator[None]:
+        """Add up late gradients of any rank, uncompressed; yield while waiting for other ranks.
+
+        Args:
+            reducer: of the optimizer.
+            late: parameters that have one on some rank, by name.
+            average: divide by the number of ranks.
+        """
+        group = reducer.process_set
+        postscale = 1.0 / group.size() if average else 1.0
+        works = []
+        for name, p in late:
             mine = self._brought.pop(p, None)
             real = as_real(torch.zeros_like(p) if mine is None else mine)
             mine = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
-            engine.count(mine)
-            name = f"{engine.name}.late.{names[p]}"
-            loans.append((p, comm_horovod.allreduce(mine.contiguous(), name, group, 1.0, average)))
+            reducer.count(mine)
+            title = f"{reducer.name}.late.{name}"
+            work = comm_horovod.allreduce(mine.contiguous(), title, group, 1.0, postscale)
+            works.append((name, p, work))
         poisoned = []
-        for p, loan in loans:
-            while not loan.ready():
+        for name, p, work in works:
+            while not work.ready():
                 yield
-            total = loan.wait().view(as_real(p.detach()).shape)
+            total = work.wait().view(as_real(p.detach()).shape)
             total = torch.view_as_complex(total) if p.is_complex() else total.to(p.dtype)
             if not bool(total.isfinite().all()):
-                poisoned.append(names[p])
+                poisoned.append(name)
             _add(p, total)
             self._versions.note(p)
         if poisoned:
-            engine.poisoned(
+            reducer.poisoned(
                 f"a gradient of {', '.join(poisoned)} that came late has a NaN or an infinity on "
                 "one of the ranks"
             )

@@ -23,7 +23,7 @@ from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import TITLES, HorovodReducer
 from hvd_gradcomp.torch.optimizer_mixin import class_of, derived
 
-_SEAM = ("_allreduce_grad_async", "_register_hooks", "synchronize", "step", "zero_grad")
+_SEAM = ("_register_hooks", "synchronize", "step", "zero_grad")
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
@@ -233,11 +233,9 @@ def check_seam(cls: type) -> None:
         cls: a class that Horovod made for an optimizer, or its template `_DistributedOptimizer`.
 
     Raises:
-        RuntimeError: a method is missing, or `synchronize()` takes no callable for a handle.
+        RuntimeError: a method is missing.
     """
     missing = [name for name in _SEAM if name not in vars(cls)]
-    if not missing and "callable" not in vars(cls)["synchronize"].__code__.co_names:
-        missing = ["callable handles in synchronize"]
     missing += [name for name in comm_horovod.SEAM if not hasattr(mpi_ops, name)]
     if missing or cls.__module__ != _stock.__name__:
         raise RuntimeError(

@@ -1,46 +1,27 @@
-"""Optimizer mixin that reduces gradients.
+"""Optimizer mixin that reduces gradients; see `grad_synchronizer` for how.
 
-A hook takes each gradient (`autograd_hooks`); the exchange of a bucket begins with the last of its
-gradients. It ends with backward (`backward_end`), as in `DistributedDataParallel`: then `p.grad`
-holds the reduced gradient, and clipping, unscaling and norms mean the same as everywhere.
-`synchronize` and `step` handle gradients that no backward produced, and exchanges that `step_sync`
-does not let end in backward.
-
-A change of a gradient that cannot be applied on all ranks is an error on all: versions detect it.
+A gradient that is changed where that cannot be honoured is an error on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.torch import (
-    autograd_hooks,
-    backward_end,
-    checkpoint,
-    checksums,
-    dcp,
-    grad_delivery,
-    parameters,
-)
+from hvd_gradcomp.torch import checkpoint, checksums, dcp
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import HorovodReducer
-from hvd_gradcomp.torch.exchange import LOGGER
-from hvd_gradcomp.torch.grad_versions import GradVersions
-from hvd_gradcomp.torch.late_grads import LateGradients
-from hvd_gradcomp.torch.moments import tracker
+from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, groups_of, synchronizers
 from hvd_gradcomp.torch.moments.dynamo import interpreted
-from hvd_gradcomp.torch.step_sync import StepSync
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _STOCK: Any = _stock._DistributedOptimizer
 _OF_EACH_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__")
-# An optimizer has its own `step` if a scheduler counts its calls.
+# `step` is there where a scheduler counts calls of it.
 _OF_EACH_OPTIMIZER = ("defaults", "state", "param_groups", "step", _SUPPORTS_SCALING)
 
 
@@ -56,29 +37,25 @@ class DistributedOptimizerMixin:
     """Methods of an optimizer whose gradients are exchanged; `DistributedOptimizer` makes it."""
 
     # Horovod's.
-    _allreduce_delay: dict[Any, int]
-    _handles: dict[Any, Any]
     _parameter_names: dict[Any, str]
-    _requires_update: set[Any]
     _should_synchronize: bool
-    _synchronized: bool
     backward_passes_per_step: int
     op: Any
     param_groups: list[dict[str, Any]]
     process_set: Any
     sparse_as_dense: bool
 
-    def _exchange_by(self, engine: HorovodReducer, takeover: Any, verify_every: int) -> None:
-        """Set up the exchange and register hooks. Horovod has made the rest of the optimizer."""
-        self._gradcomp, self._takeover, self._verify_every = engine, takeover, verify_every
-        self._rounds: StepSync = engine.rounds
-        comm_horovod.waiting.among(engine.process_set)
-        self._versions, self._reduced = GradVersions(), GradVersions()
-        self._said_dropped = self._discarding = False
-        self._late = LateGradients(self._versions)
-        self._arrivals = autograd_hooks.GradHooks(self)
-        self._arrivals.watch(engine.parameters)
-        parameters.take_over(self, engine.parameters)
+    def _exchange_by(self, reducer: HorovodReducer, takeover: Any, verify_every: int) -> None:
+        """Begin to reduce gradients. Horovod has set up the rest of the optimizer."""
+        self._gradcomp, self._takeover, self._verify_every = reducer, takeover, verify_every
+        self._synchronizer = synchronizers[self] = GradSynchronizer(
+            reducer,
+            self._parameter_names,
+            groups_of(self),
+            passes=self.backward_passes_per_step,
+            average=self.op == horovod.Average,
+            sparse_as_dense=self.sparse_as_dense,
+        )
 
     def _plain(self) -> Any:
         """Return the wrapped optimizer's methods, by `super()`; this class may be subclassed."""
@@ -104,59 +81,22 @@ class DistributedOptimizerMixin:
     def _register_hooks(self) -> None:
         """Register nothing: Horovod calls this before there is a reducer."""
 
-    def _allreduce_grad_async(self, p: torch.nn.Parameter) -> tuple[grad_delivery.Reduced, None]:
-        """Deliver a gradient; return a callable in place of Horovod's handle."""
-        return grad_delivery.give(self, p), None
-
     @property
     def exchanging(self) -> bool:
-        """Return True from a step's first gradient to the end of `step`."""
-        return bool(self._handles) or self._rounds.ended
+        """Return True from the first gradient of a step to the end of `step`."""
+        return self._synchronizer.exchanging
 
-    def _travelling(self) -> bool:
-        """Return True if gradients were taken but not reduced yet."""
-        return any(handle is not None for handle, _ in self._handles.values())
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes per step, as in Horovod."""
+        self.backward_passes_per_step = passes
+        self._synchronizer.set_passes(passes)
 
-    def _begin(self) -> None:
-        """Begin a step without any gradient."""
-        autograd_hooks.forget(self)
-        self._late.forget()
-        self._handles.clear()
-        self._versions.clear()
-        self._rounds.begin()
-        for p in self._allreduce_delay:
-            self._allreduce_delay[p] = self.backward_passes_per_step
+    def retake_momentum(self) -> None:
+        """Hand the momentum to the compressor again, after something has set the optimizer's."""
+        if self._takeover is not None:
+            self._takeover.take()
 
-    def _drop(self, asked: bool = False) -> None:
-        """Begin a step; if the last one was reduced but not applied, roll its exchange back.
-
-        Args:
-            asked: the user has called `discard_step`.
-        """
-        engine = self._gradcomp
-        if (self._rounds.ended or self._synchronized) and not engine.undone:
-            undone = engine.discard()
-            keeps = any(True for bucket in engine.buckets for _ in leaves(bucket.state))
-            if keeps and not (asked or self._said_dropped) and engine.process_set.rank() == 0:
-                LOGGER.warning(
-                    "gradients that were reduced were dropped, without step(): %s. The compressor "
-                    "is %s",
-                    "what it keeps is as before their exchange. If they were applied by hand, pass "
-                    "rollback=False to DistributedOptimizer"
-                    if undone
-                    else "with rollback=False what it keeps of that step goes with later gradients",
-                    engine.compressor,
-                )
-            self._said_dropped = True
-        self._begin()
-        self._synchronized = False
-
-    def _abandon(self) -> None:
-        """Abort a failed exchange; the next backward begins a step."""
-        self._gradcomp.abort()
-        self._begin()
-
-    # -- public methods ----------------------------------------------------------------------
+    # -- what a user calls -------------------------------------------------------------------
 
     @interpreted
     def synchronize(self) -> None:
@@ -166,16 +106,7 @@ class DistributedOptimizerMixin:
             GradientChangedError: on all ranks, if a gradient was changed that was not reduced.
             OutOfStepError: on all ranks, if they are in different steps.
         """
-        if self._synchronized and not self.exchanging:
-            return  # a second exchange would corrupt the residual
-        gone = all(p.grad is None for p in self._handles)
-        if gone and self._travelling() and self.process_set.size() == 1:
-            self._abandon()  # `model.zero_grad()` after a failed backward
-        backward_end.check_mixed(self)
-        comm_horovod.complete([backward_end.ending(self, last=True)])
-        self._begin()
-        self._reduced.only(self._gradcomp.parameters)
-        self._synchronized = True
+        self._synchronizer.synchronize()
 
     @interpreted
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -183,51 +114,62 @@ class DistributedOptimizerMixin:
         if self._takeover is not None:
             self._takeover.check()
         if not self.exchanging and dcp.from_checkpoint():
-            # It makes the first state from zero gradients; an exchange would add residuals.
+            # It makes the first state, of zeros: exchanged, they would take along what is kept.
             return self._plain().step(closure)
         self._gradcomp.scaling.check_stepped(self)
         loss = self._step(closure)
         verifies = self._verify_every and self._gradcomp.steps % self._verify_every == 0
-        if verifies and not self._rounds.joined:  # joined ranks lag behind until the end
+        if (
+            verifies and not self._gradcomp.sync.joined
+        ):  # who has joined makes no updates until the end
             checksums.check(self._gradcomp)
         return loss
 
-    # Else PyTorch would wrap it again, as it has wrapped `step` of the optimizer's class, and
+    # PyTorch would wrap it once more, as it has wrapped that of the optimizer's class, and the
     # hooks of `register_step_pre_hook` would run twice.
     step.hooked = True
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        engine = self._gradcomp
+        reducer, synchronizer = self._gradcomp, self._synchronizer
         if closure is None or not self._should_synchronize:
             if self._should_synchronize:
                 self.synchronize()
-            backward_end.check_mixed(self)
-            if self._travelling():
+            synchronizer.check_mixed()
+            if synchronizer.travelling:
                 raise AssertionError(
                     "step() was called under skip_synchronize() while gradients are being "
                     "exchanged: call synchronize() before it"
                 )
-            self._begin()
-            self._synchronized = False
+            synchronizer.begin()
+            synchronizer.synchronized = False
             self._decay()
-            return None if engine.leaves_out else self._plain().step(closure)
+            return None if reducer.leaves_out else self._plain().step(closure)
 
         def reduced_closure() -> Any:
-            # Horovod reduces before the closure has computed gradients; we reduce after it.
+            # Horovod reduces before the closure computes the gradients; they are reduced here.
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
-            self._synchronized = False
+            synchronizer.synchronized = False
             self._decay()
-            if engine.leaves_out:
+            if reducer.leaves_out:
                 raise _StepSkippedError(loss)
-            return _of_all(self, loss) if isinstance(self, torch.optim.LBFGS) else loss
+            return self._reduced_loss(loss) if isinstance(self, torch.optim.LBFGS) else loss
 
-        self._synchronized = False
+        synchronizer.synchronized = False
         try:
             return self._plain().step(reduced_closure)
         except _StepSkippedError as left_out:
             return left_out.loss
+
+    def _reduced_loss(self, loss: Any) -> torch.Tensor:
+        """Reduce a loss as gradients are: by their own losses, ranks would search apart."""
+        mine = torch.as_tensor(loss).detach()
+        average = 1.0 / self.process_set.size() if self.op == horovod.Average else 1.0
+        name, wide = f"{self._gradcomp.name}.loss", mine.double().reshape(1)
+        work = comm_horovod.allreduce(wide, name, self.process_set, 1.0, average)
+        total: torch.Tensor = work.wait()
+        return total.to(mine.dtype).reshape(mine.shape)
 
     def _decay(self) -> None:
         if self._takeover is not None and not self._gradcomp.undone:
@@ -250,41 +192,12 @@ class DistributedOptimizerMixin:
 
         If gradients were reduced and `step` was not called, this is `discard_step`.
         """
-        if self._travelling() and self.process_set.size() == 1:
-            self._abandon()  # a backward has failed; no other rank waits for it
-        if self._travelling():
-            raise AssertionError(
-                "zero_grad() was called after backward() and before step() or synchronize(); "
-                "it would clear gradients that are being exchanged. Where backward() has raised an "
-                "error the other ranks wait for this one: call step() to go on with the gradients "
-                "that there are, or end the process"
-            )
-        self._drop(asked=self._discarding)
-        self._gradcomp.sources.forget()
-        for parameter in self._parameter_names:
-            tracker.discard(parameter)
-        parameters.join(self)  # unfrozen parameters take part from the next backward on
+        self._clear(set_to_none)
+
+    @interpreted
+    def _clear(self, set_to_none: bool = True, *, asked: bool = False) -> None:
+        self._synchronizer.clear(asked)
         self._plain().zero_grad(set_to_none=set_to_none)
-
-    def take_part(self) -> Iterator[None]:
-        """Take part in other ranks' exchanges, without gradients, until all ranks have joined.
-
-        Yield while waiting for them. Parameters are not updated; see `uneven_inputs.join`.
-        """
-        engine = self._gradcomp
-        engine.joined = True
-        try:
-            while True:
-                for p in engine.parameters:
-                    if p not in self._handles:  # from passes of an unfinished step
-                        p.grad = None
-                        tracker.discard(p)
-                if not (yield from backward_end.ending(self, last=True, joined=True)):
-                    return
-                self._begin()
-        finally:
-            engine.joined = False
-            self._synchronized = False
 
     def discard_step(self) -> None:
         """Skip a step whose gradients are reduced: drop them, and roll back the exchange.
@@ -297,7 +210,7 @@ class DistributedOptimizerMixin:
         Raises:
             RuntimeError: no gradients are reduced, or the optimizer was made with rollback=False.
         """
-        if not (self._rounds.ended or self._synchronized):
+        if not self._synchronizer.reduced:
             raise RuntimeError(
                 "discard_step() leaves out a step whose gradients are reduced: call it after "
                 "backward(), or after synchronize(), and before step()"
@@ -307,11 +220,7 @@ class DistributedOptimizerMixin:
                 "discard_step() needs the state from before the exchange: make "
                 "DistributedOptimizer without rollback=False"
             )
-        self._discarding = True
-        try:
-            self.zero_grad()
-        finally:
-            self._discarding = False
+        self._clear(asked=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in PyTorch; its parameters join, on all ranks before the same step.
@@ -328,15 +237,11 @@ class DistributedOptimizerMixin:
                 "between steps, on all ranks between the same two"
             )
         self._plain().add_param_group(param_group)
-        names = dict(self._parameter_names)
         try:
-            if self._takeover is not None:
-                self._takeover.take()
-            parameters.name(self, self.param_groups[-1])
-            parameters.join(self)
+            self.retake_momentum()
+            self._synchronizer.add_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
-            self._parameter_names = names
             raise
 
     def plain_state_dict(self) -> dict[str, Any]:
@@ -360,34 +265,22 @@ class DistributedOptimizerMixin:
 
         After an error everything is rolled back, except that an exchange in flight was aborted.
         """
-        parameters.join(self)  # unfrozen since the optimizer was made, as in the saving run
+        # Those that were unfrozen since the optimizer was made, as in the run that saved.
+        self._synchronizer.join_parameters()
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if self.exchanging:
-            self._abandon()
+            self._synchronizer.abort()
         undo = checkpoint.make_rollback(self)
         try:
             if "gradcomp" in state_dict:
                 checkpoint.load(self._gradcomp, state_dict["gradcomp"])
-            self._begin()
-            self._synchronized, self._should_synchronize = False, True
+            self._synchronizer.begin()
+            self._synchronizer.synchronized, self._should_synchronize = False, True
             self._plain().load_state_dict(plain)
-            if self._takeover is not None:
-                self._takeover.take()
+            self.retake_momentum()
         except Exception:
             undo()
             raise
-
-
-def _of_all(optimizer: Any, loss: Any) -> torch.Tensor:
-    """Reduce a loss as gradients are: line searches by each rank's own loss would diverge."""
-    mine = torch.as_tensor(loss).detach()
-    average = 1.0 / optimizer.process_set.size() if optimizer.op == horovod.Average else 1.0
-    name = f"{optimizer._gradcomp.name}.loss"
-    wide = mine.double().reshape(1)
-    total: torch.Tensor = comm_horovod.allreduce(
-        wide, name, optimizer.process_set, 1.0, average
-    ).wait()
-    return total.to(mine.dtype).reshape(mine.shape)
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type:

@@ -1,19 +1,16 @@
-"""Parameters that join an optimizer, initially or during training, and those that are frozen.
+"""The layers that parameters are, and layers of a bucket that are frozen.
 
-A parameter joins by `optimizer.add_param_group`, or by `requires_grad_(True)` if it was frozen when
-the optimizer was made. It gets a new bucket; existing ones keep their layers and state. A frozen
-one, `requires_grad_(False)`, is left out of the exchange; its residual is kept meanwhile. All ranks
-do the same before the same step.
-
-A parameter's hooks belong to the optimizer that it joined last.
+A parameter joins the exchange by `optimizer.add_param_group`, or by `requires_grad_(True)` where it
+did not train when the optimizer was made. It gets a bucket beside those that are there, which keep
+their layers and state. A frozen one, `requires_grad_(False)`, is left out of the exchange; what the
+compressor has accumulated for it waits. All ranks do the same before the same step.
 """
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Collection, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,9 +20,6 @@ from hvd_gradcomp.core.protocols.learning import retrained
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.bucket import Bucket
-
-optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Distributed optimizers that may have hooks."""
 
 
 def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Layer]:
@@ -65,66 +59,7 @@ def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
     return found
 
 
-def take_over(optimizer: Any, new: Collection[torch.nn.Parameter]) -> None:
-    """Remove the hooks of earlier optimizers from parameters of this one.
-
-    Else earlier optimizers would start exchanges until they are garbage-collected, which happens at
-    different times on different ranks.
-    """
-    for earlier in optimizers:
-        if earlier is not optimizer:
-            earlier._arrivals.leave(new)
-    optimizers.add(optimizer)
-
-
-def name(optimizer: Any, group: dict[str, Any]) -> None:
-    """Name the parameters of a new group: by existing names, the group's, or their position.
-
-    Raises:
-        ValueError: a name belongs to another parameter.
-    """
-    names, place = optimizer._parameter_names, len(optimizer.param_groups) - 1
-    given = group.get("param_names") or [f"group.{place}.{i}" for i in range(len(group["params"]))]
-    taken = set(names.values())
-    for p, title in zip(group["params"], given):
-        if p in names:
-            continue
-        if title in taken:
-            raise ValueError(f"add_param_group: {title} names another parameter already")
-        names[p] = title
-        optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
-
-
-def join(optimizer: Any) -> None:
-    """Add parameters to the exchange that train now and are not in it yet.
-
-    Raises:
-        ValueError: the compressor cannot take them; see `BucketPlanner.add`.
-    """
-    engine = optimizer._gradcomp
-    new = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad and p not in engine.parameters
-    ]
-    if not new:
-        return
-    engine.add([(optimizer._parameter_names[p], p) for p in new])
-    take_over(optimizer, new)
-    optimizer._arrivals.watch(new)
-
-
-def leave_out(optimizer: Any, frozen: Set[torch.nn.Parameter]) -> None:
-    """Exclude frozen parameters from Horovod's wait, and drop their earlier gradients."""
-    optimizer._requires_update = optimizer._gradcomp.parameters - frozen
-    for p in frozen:
-        p.grad = None  # so that the optimizer leaves it alone, momentum and decay included
-        optimizer._handles.pop(p, None)
-        optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
-
-
-def hold(bucket: Bucket, slots: set[int], step: int) -> None:
+def mask_frozen(bucket: Bucket, slots: set[int], step: int) -> None:
     """Exclude layers of a bucket from a step, before any of its gradients arrive.
 
     They send zeros, with zeros as their state; a bucket without other layers does not start. When a
@@ -148,7 +83,7 @@ def hold(bucket: Bucket, slots: set[int], step: int) -> None:
                 piece.zero_()
 
 
-def release(bucket: Bucket) -> None:
+def restore_frozen(bucket: Bucket) -> None:
     """Restore the state of excluded layers, in the bucket's current state and its rollback copy."""
     if not bucket.waiting:
         return

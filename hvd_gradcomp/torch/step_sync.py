@@ -174,7 +174,7 @@ class StepSync:
         self.ended = self.closed = self.mixed = self.ragged = False
         self.unused.clear()
 
-    def hear(
+    def receive(
         self, words: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
     ) -> list[int]:
         """Process one round's messages; if `ended` becomes True, the exchange ends.

@@ -8,11 +8,11 @@ import horovod.torch as horovod
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_gradcomp.runtime import errors
-from hvd_gradcomp.torch import parameters
 from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
 from hvd_gradcomp.torch.broadcast_state import hand_out_plain
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.engine import gather_objects
+from hvd_gradcomp.torch.grad_synchronizer import synchronizers
 from hvd_gradcomp.torch.optimizer import reducer_of
 
 
@@ -38,20 +38,20 @@ def join(device: int = -1) -> int:
     Raises:
         DeadlockError: on all ranks, if a rank waits for something else.
     """
-    gc.collect()  # so that no rank counts an unreferenced optimizer
-    optimizers = sorted(parameters.optimizers, key=lambda one: reducer_of(one).name)
+    gc.collect()  # what nobody refers to takes part in nothing, on any rank
+    optimizers = sorted(synchronizers, key=lambda one: reducer_of(one).name)
     engines = [reducer_of(one) for one in optimizers]
     made = {engine.name: engine.steps for engine in engines}
     with errors.named(HorovodInternalError, "hvd.join()"):
         if all(engine.place is None and engine.compressor.is_linear for engine in engines):
             last = int(horovod.join(device))
             everybody = _gathered(made)
-            for engine in engines:  # all ranks continue from the same step
+            for engine in engines:  # all go on from the same step
                 engine.steps = max(steps.get(engine.name, 0) for steps in everybody)
                 engine.compare_again()
         else:
-            # Side by side: this rank does not know which optimizer the others step next.
-            comm_horovod.complete([one.take_part() for one in optimizers])
+            # Side by side: which optimizer the others step next is not known here.
+            comm_horovod.complete([synchronizers[one].take_part() for one in optimizers])
             everybody = _gathered(made)
             ranks = range(len(everybody))
             last = max(ranks, key=lambda rank: (sum(everybody[rank].values()), rank))

@@ -241,7 +241,7 @@ class CompressedExchange(Exchange):
     ) -> None:
         ranks, self._source = horovod.global_process_set, source
         self._engine = reducer_of(compressor, layers, TimedReducer, ranks, self._squares())
-        self._parameters = [p for _, p in self._engine._named]
+        self._parameters = [p for _, p in self._engine.named_parameters]
 
     def stats(self) -> CompressionStats:
         return self._engine.stats()
@@ -250,10 +250,11 @@ class CompressedExchange(Exchange):
         engine, before = self._engine, self._engine.waited
         _supply(self._parameters, self._squares())
         for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
-            engine.give(p, gradient)
+            engine.mark_ready(p, gradient)
         given = time.perf_counter()
+        engine.finish()
         for p in self._parameters:
-            engine.take(p)
+            engine.reduced_grad(p)
         engine.clear()
         return given, engine.waited - before
 
@@ -415,10 +416,10 @@ class _AloneReducer(HorovodReducer):
         del kind
         return [item] * self.process_set.size()
 
-    def _advance(self, bucket: Bucket, reply: Any) -> None:
+    def _step_program(self, bucket: Bucket, reply: Any) -> None:
         marks = self.marks[bucket.name]
         marks.append(time.perf_counter())
-        super()._advance(bucket, reply)
+        super()._step_program(bucket, reply)
         marks.append(time.perf_counter())
 
     def _submit(self, bucket: Bucket, request: Collective) -> PendingCollective:
@@ -481,8 +482,10 @@ def alone(
     engine = reducer_of(
         compressor, gradients.layers, _AloneReducer, _Imagined(ranks), gradients.squares
     )
-    parameters = [p for _, p in engine._named]
-    there = dict(zip((name for name, _ in engine._named), ready or [0.0] * len(parameters)))
+    parameters = [p for _, p in engine.named_parameters]
+    there = dict(
+        zip((name for name, _ in engine.named_parameters), ready or [0.0] * len(parameters))
+    )
     costs = []
     before = engine.stats()
     for turn in range(warm_up + rounds):
@@ -494,11 +497,12 @@ def alone(
         laid: dict[str, float] = {}
         for p, gradient in zip(reversed(parameters), reversed(tensors)):
             start = time.perf_counter()
-            engine.give(p, gradient)
-            name = engine._places[p][0].name
+            engine.mark_ready(p, gradient)
+            name = engine.bucket_of(p).name
             laid[name] = laid.get(name, 0.0) + time.perf_counter() - start
+        engine.finish()
         for p in parameters:
-            engine.take(p)
+            engine.reduced_grad(p)
         engine.clear()
         if turn >= warm_up:
             costs.append(

@@ -219,7 +219,7 @@ class GradiVeQCompressor(GradiVeQSettings):
                 not name layers, so layers of one shape share a basis.
             filters_last: see `Layout`; None for the convention of the tensors' framework.
 
-            Returns:
+        Returns:
                 A compressor for `hvd.DistributedOptimizer(compression=)` of stock Horovod. It
                 projects tensors whose shape is in the samples and passes others through.
 

@@ -115,7 +115,7 @@ class LGCCompressor(LGCSettings):
         reconstructed, at the indices of the common rank. PyTorch and TensorFlow differ in the last
         bits.
 
-        Raises:
+    Raises:
             ValueError: a hyper-parameter is out of range; a rank does not exist; the model has no
                 layer between the first and the last one, or fewer than 16 elements are selected.
 

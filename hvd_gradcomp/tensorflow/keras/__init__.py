@@ -33,7 +33,7 @@ from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
-from hvd_gradcomp.tensorflow.even_batches import even_batches
+from hvd_gradcomp.tensorflow.datasets import even_batches
 from hvd_gradcomp.tensorflow.keras import callbacks, elastic
 from hvd_gradcomp.tensorflow.keras.fitting import translate as _translate
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
