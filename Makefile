@@ -53,7 +53,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check test test-older triton traffic asan compat demo bench papers gpu bench-loopback \
+.PHONY: help setup check test sweep test-older triton traffic asan compat demo bench papers gpu bench-loopback \
 	bench-steps hosts hosts-possible soak chaos images test-image image-gpu \
 	clean-images docs tutorial clean
 
@@ -70,8 +70,11 @@ check: $(tools) ## lint, format, types and import rules; under a minute, no fram
 
 test: $(site) $(clients) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)
-	@$(run) -m pytest -n 2 --dist worksteal tests/parallel $(ARGS)
+	@$(run) -m pytest -n 2 --dist worksteal -m "not sweep" tests/parallel $(ARGS)
 	@$(MAKE) --no-print-directory triton
+
+sweep: $(site) $(clients) ## tests of ranks on more ranks, backends and steps than `make test`; half an hour
+	@$(run) -m pytest -m sweep tests/parallel $(ARGS)
 
 # Each in a process of its own: what the interpreter has loaded cannot be compiled.
 triton: $(kernels) ## the kernels for GPUs, without one: interpreted against the verbs, and compiled

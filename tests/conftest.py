@@ -16,6 +16,11 @@ from types import ModuleType
 from unittest.mock import MagicMock
 
 import pytest
+from hypothesis import settings
+
+# A machine that does something else for a moment fails no law.
+settings.register_profile("without a deadline", deadline=None)
+settings.load_profile("without a deadline")
 
 
 class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):

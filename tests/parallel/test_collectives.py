@@ -37,8 +37,17 @@ def test_lockstep():
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (3, "gloo"), (2, "mpi")], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "backend", "framework"),
+    [
+        (3, "gloo", "torch"),
+        (2, "mpi", "torch"),
+        (3, "gloo", "tensorflow"),
+        pytest.param(2, "gloo", "torch", marks=pytest.mark.sweep),
+        pytest.param(2, "gloo", "tensorflow", marks=pytest.mark.sweep),
+        pytest.param(2, "mpi", "tensorflow", marks=pytest.mark.sweep),
+    ],
+)
 def test_over_horovod(framework, ranks, backend, tmp_path):
     found = launch("collectives", ranks, backend, tmp_path, framework, str(N))
     assert found == expected(ranks, 4)

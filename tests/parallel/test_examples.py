@@ -74,7 +74,7 @@ def test_comparisons(arguments):
     assert "DGC(warmup_steps=" in out and "TernGrad()" in out and "difference" in out
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "keras"])
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("keras", marks=pytest.mark.sweep)])
 def test_methods_that_learn(framework, tmp_path):
     short = ("--full-steps", "4", "--train-steps", "8", "--sample-steps", "8", "--epochs", "2")
     methods = "none,gradiveq,lgc-ring"  # TensorFlow takes long to trace the parameter server

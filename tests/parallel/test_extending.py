@@ -99,7 +99,7 @@ def test_replicas_on_pytorch(tmp_path):
     assert len({digest for digest, _ in first.values()}) == len(OUTSIDE) == len(first)
 
 
-@pytest.mark.parametrize("kind", ["fit", "graph"])
+@pytest.mark.parametrize("kind", [pytest.param("fit", marks=pytest.mark.sweep), "graph"])
 def test_replicas_on_tensorflow(kind, tmp_path):
     first, second = launch("tensorflow_replicas", 2, "gloo", tmp_path, kind, "20", "outside")
     assert first == second

@@ -8,6 +8,7 @@ from tests.methods import learned_by
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.parallel
+SWEEP = pytest.mark.sweep
 STEPS = 200
 
 
@@ -32,7 +33,14 @@ def check(results, kind, ranks):
             assert result["again"][0] == result["again"][1], "the same run twice, or resumed"
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (4, "mpi")], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [
+        (2, "gloo"),
+        pytest.param(4, "gloo", marks=SWEEP),
+        pytest.param(4, "mpi", marks=SWEEP),
+    ],
+)
 def test_torch_replicas_are_identical_in_every_phase(ranks, backend, tmp_path):
     arguments = (str(STEPS), fusion(ranks))
     results = launch("torch_learned", ranks, backend, tmp_path, *arguments, deadline=550)
@@ -47,8 +55,11 @@ def test_torch_replicas_are_identical_in_every_phase(ranks, backend, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "backend"),
-    [("fit", 2, "gloo"), ("fit", 4, "mpi"), ("graph", 2, "gloo")],
-    ids=str,
+    [
+        ("fit", 2, "gloo"),
+        pytest.param("fit", 4, "mpi", marks=SWEEP),
+        pytest.param("graph", 2, "gloo", marks=SWEEP),
+    ],
 )
 def test_tensorflow_replicas_are_identical_in_every_phase(kind, ranks, backend, tmp_path):
     arguments = (kind, str(STEPS), fusion(ranks))

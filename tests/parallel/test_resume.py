@@ -29,7 +29,10 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(1, "gloo"), (2, "gloo"), (4, "mpi")], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [(1, "gloo"), (2, "gloo"), pytest.param(4, "mpi", marks=pytest.mark.sweep)],
+)
 def test_rank_0_loads_and_all_go_on(ranks, backend, tmp_path):
     results = launch("torch_resume", ranks, backend, tmp_path, str(ranks), deadline=900)
     result = results[0]

@@ -11,19 +11,28 @@ pytestmark = pytest.mark.parallel
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "backend"),
+    ("steps", "kind", "ranks", "backend"),
     [
-        ("fit", 2, "gloo"),
-        ("fit", 4, "mpi"),
-        ("graph", 4, "gloo"),
-        ("graph", 2, "mpi"),
-        ("eager", 2, "gloo"),
-        ("passes", 2, "gloo"),
+        (40, "fit", 4, "mpi"),
+        (40, "graph", 4, "gloo"),
+        (40, "eager", 2, "gloo"),
+        (40, "passes", 2, "gloo"),
+        *(
+            pytest.param(200, *each, marks=pytest.mark.sweep)
+            for each in (
+                ("fit", 2, "gloo"),
+                ("fit", 4, "mpi"),
+                ("graph", 4, "gloo"),
+                ("graph", 2, "mpi"),
+                ("eager", 2, "gloo"),
+                ("passes", 2, "gloo"),
+            )
+        ),
     ],
-    ids=str,
 )
-def test_replicas_are_identical_after_200_steps(kind, ranks, backend, tmp_path):
-    results = launch("tensorflow_replicas", ranks, backend, tmp_path, kind, "200", deadline=550)
+def test_replicas_are_identical(steps, kind, ranks, backend, tmp_path):
+    arguments = (kind, str(steps))
+    results = launch("tensorflow_replicas", ranks, backend, tmp_path, *arguments, deadline=550)
     methods = methods_by(kind, ranks)
     assert set(results[0]) == {repr(c) for c in methods}
     for result in results:

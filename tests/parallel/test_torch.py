@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE
 from tests.parallel.launch import launch, on_timeline, ranks_on, says
 
 pytestmark = pytest.mark.parallel
+SWEEP = pytest.mark.sweep
 
 
 @pytest.mark.parametrize(
-    ("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")], ids=str
+    ("steps", "ranks", "backend"),
+    [
+        (40, 2, "gloo"),
+        (40, 4, "mpi"),
+        *(pytest.param(200, *of, marks=SWEEP) for of in product((2, 4), ("gloo", "mpi"))),
+    ],
 )
-def test_replicas_are_identical_after_200_steps(ranks, backend, device, tmp_path):
+def test_replicas_are_identical(steps, ranks, backend, device, tmp_path):
     ranks = ranks_on(device, ranks)
     settings = "all" if ranks <= 2 and backend == "gloo" else "one of each exchange"
-    results = launch("torch_replicas", ranks, backend, tmp_path, "200", settings, device)
+    results = launch("torch_replicas", ranks, backend, tmp_path, str(steps), settings, device)
     methods = EVERY if settings == "all" else ONE_OF_EACH_EXCHANGE
     assert set(results[0]) == {repr(c) for c in methods}
     for result in results:
@@ -152,7 +160,9 @@ BACKWARD_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (3, "mpi")], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "backend"), [(2, "gloo"), pytest.param(3, "mpi", marks=SWEEP)], ids=str
+)
 def test_gradients_are_reduced_when_backward_returns(ranks, backend, device, tmp_path):
     ranks = ranks_on(device, ranks)
     results = launch("torch_backward", ranks, backend, tmp_path, device)
