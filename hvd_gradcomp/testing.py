@@ -254,7 +254,7 @@ class World:
         return [stack.result for stack in stacks]
 
     def _perform(self, requests: list[Any], ranks: Sequence[int] | None = None) -> list[Any]:
-        """Perform the ranks' concurrent requests and return the replies; by default for all ranks."""
+        """Perform concurrent requests of the ranks, all by default, and return the replies."""
         kinds = {type(r) for r in requests}
         if len(kinds) != 1:
             raise AssertionError(f"ranks ask for different collectives: {kinds}")
@@ -323,7 +323,7 @@ class Hosts(World):
         """Run one step of all ranks; gradients and the sequences in `extra` are over ranks.
 
         Raises:
-            Exception: the first rank's error, once all ranks have ended; the states are then unchanged.
+            Exception: the first rank's error, once all ranks have ended; states are unchanged.
         """
         self.traffic = []
         programs = [

@@ -557,7 +557,7 @@ class Probe:
 def _information(
     ops: Ops, plans: Sequence[Plan], ranks: Sequence[Tensor], bins: int, corrected: bool
 ) -> list[list[float]]:
-    """Return by layer the last rank's entropy; with two ranks, also mutual information and chance."""
+    """Return the last rank's entropy by layer; for two ranks, mutual information and chance too."""
     counts, own = [plan.sampled for plan in plans], sampling.own(ops, plans)
     cells = []
     for flat in ranks:
