@@ -36,7 +36,7 @@ def torch_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
     from torch import nn
 
     import hvd_gradcomp.torch as hvd
-    from hvd_gradcomp.torch import backward_end, exchange
+    from hvd_gradcomp.torch import exchange, grad_synchronizer
 
     torch.set_num_threads(1)
     x = torch.randn(BATCH, SHAPES[0][0])
@@ -54,7 +54,7 @@ def torch_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
                 if without:
                     for module, name, value in (
                         (exchange, "_sum_of_bits", nothing),
-                        (backward_end, "digest_of", 0),
+                        (grad_synchronizer, "digest_of", 0),
                     ):
                         stack.enter_context(mock.patch.object(module, name, lambda _, v=value: v))
                 optimizer.zero_grad()

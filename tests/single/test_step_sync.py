@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-rounds = pytest.importorskip("hvd_gradcomp.torch.step_sync")
+step_sync = pytest.importorskip("hvd_gradcomp.torch.step_sync")
 LAYERS = 4
 NAMES = [f"layer{i}" for i in range(LAYERS)]
 
@@ -25,7 +25,7 @@ def steps_of_a_rank(draw):
 
 def codes(rank):
     return tuple(
-        rounds.LATE if i in rank["late"] else rounds.HERE * (i in rank["taken"] or rank["ended"])
+        step_sync.LATE if i in rank["late"] else step_sync.HERE * (i in rank["taken"] or rank["ended"])
         for i in range(LAYERS)
     )
 
@@ -46,12 +46,12 @@ def run_step(scripts, states):
                 continue
             brought = rank["left"].pop(0)
             rank["late" if rank["ended"] else "taken"] |= brought
-        words = [rounds.Word(7, r["last"], r["ended"], codes(r)) for r in ranks]
+        words = [step_sync.SyncMessage(7, r["last"], r["ended"], codes(r)) for r in ranks]
         heads = [word.head() for word in words]
-        plain = rounds.all_plain(heads)
-        assert plain == all(word.layers == (rounds.HERE,) * LAYERS for word in words)
-        assert rounds.read(heads, [word.layers for word in words]) == words
-        heard = [state.hear(words, NAMES, range(len(ranks))) for state in states]
+        plain = step_sync.all_plain(heads)
+        assert plain == all(word.layers == (step_sync.HERE,) * LAYERS for word in words)
+        assert step_sync.read(heads, [word.layers for word in words]) == words
+        heard = [state.receive(words, NAMES, range(len(ranks))) for state in states]
         assert all(one == heard[0] for one in heard) and all(s == states[0] for s in states)
         assert set(heard[0]) == set().union(*(r["late"] for r in ranks))
         for rank, late in zip(ranks, lates):
@@ -72,7 +72,7 @@ def run_step(scripts, states):
 @settings(deadline=None)
 @given(st.lists(steps_of_a_rank(), min_size=1, max_size=4), st.integers(1, 3))
 def test_all_ranks_agree_and_lose_nothing(scripts, steps):
-    states = [rounds.Rounds() for _ in scripts]
+    states = [step_sync.StepSync() for _ in scripts]
     for _ in range(steps):
         run_step(scripts, states)
 
@@ -80,17 +80,17 @@ def test_all_ranks_agree_and_lose_nothing(scripts, steps):
 @settings(deadline=None)
 @given(steps_of_a_rank(), st.integers(1, 4))
 def test_what_came_late_on_all_ranks_is_awaited_from_then_on(script, size):
-    states = [rounds.Rounds() for _ in range(size)]
+    states = [step_sync.StepSync() for _ in range(size)]
     first = run_step([script] * size, states)
     assert any(first) == (len(script) > 1)
     assert not any(run_step([script] * size, states))
 
 
 def test_ranks_with_everything_need_one_round_of_four_numbers():
-    state = rounds.Rounds()
-    words = [rounds.Word(3, False, False, (rounds.HERE,) * LAYERS)] * 2
-    assert rounds.all_plain([w.head() for w in words]) and len(words[0].head()) == 4
-    assert state.hear(words, NAMES, [0, 1]) == []
+    state = step_sync.StepSync()
+    words = [step_sync.SyncMessage(3, False, False, (step_sync.HERE,) * LAYERS)] * 2
+    assert step_sync.all_plain([w.head() for w in words]) and len(words[0].head()) == 4
+    assert state.receive(words, NAMES, [0, 1]) == []
     assert state.ended and state.closed
 
 
@@ -98,38 +98,38 @@ def test_a_rank_that_has_joined_lacks_nothing():
     """Horovod lets it add zeros to what the others say."""
     mine = word(codes={2: 0})
     heads, layers = [mine.head(), [0, 0, 0, 0]], [mine.layers, [0] * LAYERS]
-    state = rounds.Rounds()
-    assert not rounds.all_plain(heads) and rounds.all_plain([word().head(), [0, 0, 0, 0]])
-    assert state.hear(rounds.read(heads, layers), NAMES, [0, 1]) == []
+    state = step_sync.StepSync()
+    assert not step_sync.all_plain(heads) and step_sync.all_plain([word().head(), [0, 0, 0, 0]])
+    assert state.receive(step_sync.read(heads, layers), NAMES, [0, 1]) == []
     assert state.ended and state.ragged and not state.mixed and not state.closed
     last = mine._replace(last=True, ended=True)
-    assert state.hear(rounds.read([last.head(), [0, 0, 0, 0]], layers), NAMES, [0, 1]) == []
+    assert state.receive(step_sync.read([last.head(), [0, 0, 0, 0]], layers), NAMES, [0, 1]) == []
     assert state.closed
 
 
 def test_sums_that_differ_are_an_error_on_all_ranks():
-    mine = rounds.Word(3, False, False, (rounds.HERE,) * LAYERS, summed=5)
+    mine = step_sync.SyncMessage(3, False, False, (step_sync.HERE,) * LAYERS, summed=5)
     words = [mine, mine._replace(summed=0), mine, mine._replace(summed=6)]
-    with pytest.raises(rounds.PayloadError, match=r"not the same on rank 3 as on the other ranks"):
-        rounds.Rounds().hear(words, NAMES, range(4))
-    assert rounds.Rounds().hear(words[:3], NAMES, range(3)) == []
+    with pytest.raises(step_sync.PayloadError, match=r"not the same on rank 3 as on the other ranks"):
+        step_sync.StepSync().receive(words, NAMES, range(4))
+    assert step_sync.StepSync().receive(words[:3], NAMES, range(3)) == []
 
 
 def word(**changes):
-    layers = [rounds.HERE] * LAYERS
+    layers = [step_sync.HERE] * LAYERS
     for layer, code in changes.pop("codes", {}).items():
         layers[layer] = code
-    return rounds.Word(3, False, False, tuple(layers))._replace(**changes)
+    return step_sync.SyncMessage(3, False, False, tuple(layers))._replace(**changes)
 
 
 @pytest.mark.parametrize(
     ("other", "error", "text"),
     [
-        (word(step=4), rounds.OutOfStepError, "rank 0 in step 3, rank 1 in step 4"),
-        (word(ended=True), rounds.OutOfStepError, "rank 0(, 2)? has begun another step"),
+        (word(step=4), step_sync.OutOfStepError, "rank 0 in step 3, rank 1 in step 4"),
+        (word(ended=True), step_sync.OutOfStepError, "rank 0(, 2)? has begun another step"),
         (
-            word(codes={2: rounds.HERE | rounds.CHANGED}),
-            rounds.GradientChangedError,
+            word(codes={2: step_sync.HERE | step_sync.CHANGED}),
+            step_sync.GradientChangedError,
             "the gradient of layer2 was changed on rank 1 before it was reduced",
         ),
     ],
@@ -138,16 +138,16 @@ def word(**changes):
 def test_what_cannot_be_honoured_is_named(other, error, text):
     for words in ([word(), other], [word(), other, word()]):
         with pytest.raises(error, match=text):
-            rounds.Rounds().hear(words, NAMES, [0, 1, 2])
+            step_sync.StepSync().receive(words, NAMES, [0, 1, 2])
 
 
 def test_a_change_behind_the_end_counts_only_where_ranks_differ():
-    state = rounds.Rounds()
-    state.hear([word(), word(codes={0: 0})], NAMES, [0, 1])
-    changed = word(last=True, ended=True, codes={1: rounds.HERE | rounds.CHANGED})
-    assert state.hear([changed, changed], NAMES, [0, 1]) == [] and state.closed
-    mixed = rounds.Rounds()
-    mixed.hear([word(), word(last=True, codes={0: 0})], NAMES, [0, 1])
+    state = step_sync.StepSync()
+    state.receive([word(), word(codes={0: 0})], NAMES, [0, 1])
+    changed = word(last=True, ended=True, codes={1: step_sync.HERE | step_sync.CHANGED})
+    assert state.receive([changed, changed], NAMES, [0, 1]) == [] and state.closed
+    mixed = step_sync.StepSync()
+    mixed.receive([word(), word(last=True, codes={0: 0})], NAMES, [0, 1])
     assert mixed.ended and mixed.mixed and mixed.closed, "who has called step waits for nobody"
-    with pytest.raises(rounds.GradientChangedError, match="called step"):
-        mixed.hear([changed, word(last=True, ended=True)], NAMES, [0, 1])
+    with pytest.raises(step_sync.GradientChangedError, match="called step"):
+        mixed.receive([changed, word(last=True, ended=True)], NAMES, [0, 1])
