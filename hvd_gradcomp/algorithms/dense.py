@@ -63,7 +63,7 @@ def as_compressor(compression: Any, stock: Any) -> Compressor:
         stock: the frontend's `Compression` of Horovod.
 
     Raises:
-            TypeError: `compression` is something else.
+        TypeError: `compression` is something else.
     """
     if isinstance(compression, Compressor):
         return compression

@@ -57,10 +57,10 @@ class EGCCompressor(MomentumCorrected):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-        Residual and momentum correction follow section IV.C, which takes them from DGC.
+    Residual and momentum correction follow section IV.C, which takes them from DGC.
 
-        Differs from the paper: a constant layer (`H = 0`) still sends one element; the entropy is
-        refreshed by steps, not epochs. The paper's learning-rate correction (section IV.B) is
+    Differs from the paper: a constant layer (`H = 0`) still sends one element; the entropy is
+    refreshed by steps, not epochs. The paper's learning-rate correction (section IV.B) is
     `hvd_gradcomp.torch.EGCScheduler` and the Keras callback `EGCLearningRate`.
 
     Raises:

@@ -38,7 +38,7 @@ class OneBitCompressor(Clipping, QuantizedCompressor):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-        Differs from the paper: only in the exchange.
+    Differs from the paper: only in the exchange.
 
     Raises:
         ValueError: a hyper-parameter is out of range.

@@ -33,9 +33,9 @@ class QSGDCompressor(LevelsCompressor):
             elements that is an uncompressed allreduce.
         seed: of the private random numbers, which also depend on step, rank and bucket.
 
-        Differs from the paper: codes have a fixed width, while the paper uses Elias coding. Tsuzuku
-        et al. 2018 count `bits` without the sign (Table 1), here the sign is included; they do not
-        say which norm they used. A bucket whose norm is below 2**-100 counts as zero.
+    Differs from the paper: codes have a fixed width, while the paper uses Elias coding. Tsuzuku
+    et al. 2018 count `bits` without the sign (Table 1), here the sign is included; they do not
+    say which norm they used. A bucket whose norm is below 2**-100 counts as zero.
 
     Raises:
         ValueError: a hyper-parameter is out of range.

@@ -47,7 +47,7 @@ class ScaleComCompressor(ResidualTopK):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-        Differs from the paper: the selection is exact, not chunked; the leader sends no zeros.
+    Differs from the paper: the selection is exact, not chunked; the leader sends no zeros.
 
     Raises:
         ValueError: a hyper-parameter is out of range.

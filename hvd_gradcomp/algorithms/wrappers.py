@@ -235,11 +235,11 @@ def take_over(
         own: (momentum, nesterov) of the optimizer; None if it has none to hand over, like Adam.
 
     Returns:
-            The compressor with its momentum decided, and True if the optimizer must give its
-            momentum up.
+        The compressor with its momentum decided, and True if the optimizer must give its
+        momentum up.
 
     Raises:
-            ValueError: the optimizer has no momentum to hand over, or a different one.
+        ValueError: the optimizer has no momentum to hand over, or a different one.
     """
     if not isinstance(compressor, Corrects) or compressor.correction is None:
         return compressor, False

@@ -1,7 +1,7 @@
-"""The command line: `hvd-gradcomp`, or `python -m hvd_gradcomp`.
+"""Command line: `hvd-gradcomp`, or `python -m hvd_gradcomp`.
 
-Each command has a file of its name here, imported when the command is called: `doctor` has to work
-where nothing else does.
+Each command has a module of its name here, imported when the command is called: `doctor` must work
+even if nothing else does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """An error in a user's own code ends with a traceback of that code alone."""
+        """Run the command; for an error in user code, print only that code's traceback."""
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -51,9 +51,9 @@ class _Commands(click.Group):
 
 
 def _own(frames: TracebackType | None) -> TracebackType | None:
-    """From the first frame that is neither installed nor ours; None if there is none."""
+    """Return the traceback from the first frame of user code; None if there is none."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    # Click may be where another environment, or the system, has it.
+    # Click may be installed in another environment or system-wide.
     folders += [str(Path(inspect.getfile(module)).parent) for module in (click, hvd_gradcomp)]
     ours = (*(f"{folder}{os.sep}" for folder in folders), "<frozen")
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):

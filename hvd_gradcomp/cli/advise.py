@@ -1,4 +1,4 @@
-"""`hvd-gradcomp advise`: whether compression pays, and which."""
+"""Command `hvd-gradcomp advise`: recommends a compressor, or none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hvd_gradcomp.tuning.models import Model
 
 _GENTLE = (QuantizedCompressor, FP16Compressor)  # send every element, in fewer bits
-ANCHORS = (2, 4, 16)  # ranks among which the work is measured, to know it among others
+ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate others
 
 
 @click.command("advise", short_help="Say whether to compress on this link, and how.")
@@ -163,7 +163,7 @@ def command(
         trained_with = optimizer_of(usual) if usual else None
         model = load(model_name, batch_size=batch_size)
         trained_with = trained_with or model.optimizer
-        _draw_otherwise(horovod.rank())  # than other ranks, where the factory has set a seed
+        _draw_otherwise(horovod.rank())  # in case the factory has set the same seed on all ranks
         passes = [backward(model)[1] for _ in range(3 if model.loss else 0)]
         gradients = Gradients(model, real=8 if model.real else 0)
         probed = _probed(model, gradients) if model.real else {}
@@ -202,7 +202,7 @@ def command(
                 ways.append((way, times))
             progress.end()
         progress.begin(DENSE)
-        if plain is not None:  # half of them at the end: what changes meanwhile is in their spread
+        if plain is not None:  # half of them at the end, so that drift shows in their spread
             plain.times += measure(DenseExchange(), gradients, rounds // 2).times
         progress.end()
     if first:
@@ -233,12 +233,12 @@ def command(
 
 
 class Found(NamedTuple):
-    """A way as it was measured alone.
+    """Measurement of one compressor's work.
 
     Attributes:
-        way: what it costs, for the model.
-        compressor: what runs.
-        elements, bytes: of the gradient over those that are sent; inf if nothing is.
+        way: its costs, for the cost model.
+        compressor: the compressor.
+        elements, bytes: of the gradient, divided by those sent; inf if nothing is sent.
     """
 
     way: Way | Dense
@@ -248,7 +248,7 @@ class Found(NamedTuple):
 
 
 def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
-    """The median pass of the slowest rank; without any, all gradients are there at once."""
+    """Return the slowest rank's median pass; without passes, all gradients are ready at once."""
     from hvd_gradcomp.tuning.measure import Backward
 
     if not everywhere[0]:
@@ -260,7 +260,7 @@ def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
 def _way(
     compressor: Compressor, gradients: Gradients, ranks: int, rounds: int, pass_: Backward
 ) -> Found:
-    """What a compressor costs, by all ranks' clocks; and what it saves.
+    """Measure a compressor's costs, by all ranks' clocks, and its compression ratios.
 
     Raises:
         UnmeasurableError: see `alone`.
@@ -279,7 +279,7 @@ def _way(
     world = horovod.global_process_set
     everywhere = gather_objects(mine, list[list[list[Bucket]]], "gradcomp.costs", world)
     by_ranks = {count: [found[i] for found in everywhere] for i, count in enumerate(costs)}
-    own = {"alltoall": 1 - 1 / ranks}  # a part of an alltoall stays where it is
+    own = {"alltoall": 1 - 1 / ranks}  # a part of an alltoall stays on its rank
     sent = [
         sum(size * own.get(kind, 1.0) for bucket in one for kind, size in bucket.asks)
         for one in costs[ranks].rounds
@@ -290,14 +290,14 @@ def _way(
 
 
 def _draw_otherwise(rank: int) -> None:
-    """Gives the rank random numbers, and so batches, of its own."""
+    """Seed the rank's random numbers differently, so that it draws its own batches."""
     import torch
 
     torch.manual_seed(1000 + rank)
 
 
 def _takes_over(compressor: Compressor) -> bool:
-    """Says whether it takes the momentum over from the optimizer."""
+    """Return True if the compressor takes the momentum over from the optimizer."""
     return (correction(compressor) or (0.0,))[0] is None
 
 
@@ -306,12 +306,12 @@ def _suited(
     optimizer: Any,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Compressor]:
-    """Picks those that run with an optimizer, without a momentum of their own if need be; in order.
+    """Pick the compressors that run with an optimizer, with momentum=0 if necessary; in order.
 
     Args:
-        compressors: that were asked for.
-        optimizer: of `torch.optim`; None if it is not known.
-        say: is told what is left out, and what is run otherwise.
+        compressors: the requested ones.
+        optimizer: of `torch.optim`; None if unknown.
+        say: called with a message for each compressor that is left out or changed.
     """
     from hvd_gradcomp.torch.momentum import hand_over
 
@@ -333,7 +333,7 @@ def _suited(
 
 
 def _probed(model: Model, gradients: Gradients, steps: int = 8) -> dict[str, float | None]:
-    """What probes find in so many steps' gradients: means over elements; None if unknown."""
+    """Probe the gradients of some steps; return means over elements, None if unknown."""
     from hvd_gradcomp.torch.probing import Probe
 
     trained = [p for p in model.module.parameters() if p.requires_grad]
@@ -366,14 +366,14 @@ def _advice(
     ranks: int,
     gentle: bool = False,
 ) -> tuple[list[dict[str, Any]], Verdict]:
-    """A row for each way, the dense one first, and what to do.
+    """Return a row for each way, the dense one first, and the recommendation.
 
     Args:
-        found: the ways, and what whole exchanges took over the link.
+        found: the ways, and measured times of whole exchanges over the link.
         link, pass_: as measured.
-        ranks: how many to say it for. Where these are others than those of the link, what was
-            measured differs from the model there by as many seconds as here.
-        gentle: whether quantizers go before what is faster.
+        ranks: number of ranks to predict for. If it is not the link's, the prediction is
+            corrected by the model's error in seconds on the link.
+        gentle: True to prefer quantizers to faster methods.
     """
     compute = pass_.forward + pass_.seconds
 
@@ -435,7 +435,7 @@ def _elsewhere(
     pass_: Backward,
     ranks: int,
 ) -> None:
-    """How many times faster a step is on other numbers of hosts: by the model, from here on."""
+    """Add to each row the predicted speedup of a step on other numbers of hosts."""
 
     def steps(place: int) -> dict[int, float]:
         seconds = {n: ways[place].seconds(link, n, pass_.seconds) for n in (*HOSTS, ranks)}
@@ -450,7 +450,7 @@ def _elsewhere(
 
 
 def _said(rows: Sequence[dict[str, Any]], verdict: Verdict) -> dict[str, Any]:
-    """The verdict, for JSON."""
+    """Convert the verdict for JSON."""
     errors = [abs(row["error"]) for row in rows if row["error"] is not None]
     best = None if verdict.best is None else verdict.best.name
     faster = None if verdict.faster is None else verdict.faster.name

@@ -1,4 +1,4 @@
-"""What `hvd-gradcomp advise` shows of its advice: two tables, a sentence, a figure."""
+"""Output of `hvd-gradcomp advise`: two tables, a recommendation, a figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def text(advised: dict[str, Any], verdict: Verdict) -> str:
-    """All that is printed; `advised` is what JSON gets."""
+    """Format the whole output; `advised` is the content for JSON."""
     rows, measured = advised["rows"], advised["median_error"] is not None
     here = advised["link"]["ranks"]
     beyond = advised["for_hosts"] not in (None, here)
@@ -60,7 +60,7 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
 
 
 def probes(found: dict[str, Any]) -> str:
-    """Says in words what probes have found in the gradients."""
+    """Describe the probes' findings about the gradients."""
     told = (
         "gradients, by probes: an element has {entropy:.1f} bits (entropy of a histogram of 32 "
         "bins); would send: Variance(alpha=2) {density_variance:.2%}, EGC {density_egc:.2%}, DGC "
@@ -78,7 +78,7 @@ def probes(found: dict[str, Any]) -> str:
 
 
 def by_hosts(rows: Sequence[dict[str, Any]]) -> str:
-    """Names the fastest way by numbers of hosts; of those that send something.
+    """Name the fastest way for each number of hosts, among those that send anything.
 
     >>> dense = {"way": "dense", "element_ratio": 1.0, "hosts": dict.fromkeys(HOSTS, 1.0)}
     >>> dgc = {"way": "DGC()", "element_ratio": 960.0, "hosts": {n: 64 / n for n in HOSTS}}
@@ -98,7 +98,7 @@ def by_hosts(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], measured: bool) -> str:
-    """What each way takes, the dense one first."""
+    """Format the times of each way, the dense one first."""
     head = ["way", "elem-\nents", "bytes", "model\nms"]
     head += ["took\nms"] if measured else []
     head += ["step\nms", "faster", "pays\nbelow"]
@@ -122,7 +122,7 @@ def table(rows: Sequence[dict[str, Any]], measured: bool) -> str:
 
 
 def hosts(rows: Sequence[dict[str, Any]]) -> str:
-    """By numbers of hosts, in four columns each."""
+    """Format the speedup by numbers of hosts, four characters wide each."""
 
     def cell(times: float) -> str:
         if times > 999:
@@ -136,7 +136,7 @@ def hosts(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float, beyond: bool = False) -> str:
-    """The sentence at the end; `beyond` what was measured, for other numbers of hosts."""
+    """Return the recommendation; `beyond` is True for more hosts than were measured."""
     best = verdict.best
     plain = _span(dense["step_span_ms"], "ms")
     if best is None:
@@ -157,7 +157,7 @@ def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float, beyond: bool
             f"Use {_written(best.name)}: a step takes {step} instead of {plain}. {pays}; this one "
             f"has {_rate(bandwidth)}. Whether accuracy holds: hvd-gradcomp compare."
         )
-    # Rounds narrow what was measured, and nothing else.
+    # More rounds narrow measured times only.
     more = f"Take more rounds (--rounds {4 * advice.ROUNDS}) while nothing else runs here"
     if beyond:
         more = "Measure among so many hosts (-np, -H)"
@@ -176,7 +176,7 @@ def _span(values: Sequence[float], unit: str) -> str:
 
 
 def _written(way: str) -> str:
-    """As in Python.
+    """Format a way as Python code.
 
     >>> _written("after(5, DGC(density=0.1), None)")
     'after(5, DGCCompressor(density=0.1), None)'
@@ -190,7 +190,7 @@ def _written(way: str) -> str:
 
 
 def _rate(bits_per_second: float) -> str:
-    """In the unit that suits it."""
+    """Format a bandwidth in a suitable unit."""
     if bits_per_second == 0:
         return "never"
     if math.isinf(bits_per_second):
@@ -202,7 +202,7 @@ def _rate(bits_per_second: float) -> str:
 
 
 def draw(path: Path, advised: dict[str, Any]) -> None:
-    """Times faster by hosts, a line for each way."""
+    """Plot the speedup by number of hosts, a line for each way."""
     rows = advised["rows"][1:]
     with options.drawing(path, 9, 5) as axes:
         for row, line in zip(rows, style.lines(len(rows))):

@@ -1,4 +1,4 @@
-"""`hvd-gradcomp bench`: what an exchange takes, by compressor."""
+"""Command `hvd-gradcomp bench`: times exchanges by compressor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hvd_gradcomp.tuning.measure import Row
 
 DENSE = "dense (stock Horovod)"
-PARTS = ("encode", "collective", "decode")  # of an exchange, in turn
-WARM_UP = 64  # steps until thresholds of noise let through what they will
+PARTS = ("encode", "collective", "decode")  # of an exchange, in order
+WARM_UP = 64  # steps until threshold methods send a steady share of noise
 
 
 @click.command("bench", short_help="Time exchanges of a model's gradients.")
@@ -119,12 +119,12 @@ def command(
 
 
 def warm_up_rounds(compressor: Compressor) -> int:
-    """Rounds until its payloads have the size that they keep."""
+    """Return the rounds until the compressor's payloads have their final size."""
     return WARM_UP if isinstance(compressor, ThresholdCompressor) else 3
 
 
 def about(horovod: Any, model_name: str) -> dict[str, Any]:
-    """What was measured, and where."""
+    """Return the model, the world size and the version, for JSON."""
     from hvd_gradcomp import __version__
 
     return {
@@ -136,9 +136,9 @@ def about(horovod: Any, model_name: str) -> dict[str, Any]:
 
 
 def figures_of(way: str, row: Row, dense: Row, size: int) -> dict[str, Any]:
-    """A row in milliseconds and bytes; `size` is that of the gradients.
+    """Convert a row to milliseconds and bytes; `size` is the gradients' bytes.
 
-    Parts are shares of the median: medians of each part need not add up to that of all.
+    Parts are scaled to the median: the medians of the parts need not sum to it.
     """
     totals = [t.total for t in row.times]
     parts = {part: row.median(part) for part in PARTS}
@@ -158,7 +158,7 @@ def figures_of(way: str, row: Row, dense: Row, size: int) -> dict[str, Any]:
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """What is shown of them."""
+    """Format the figures as a table."""
     head = ("way", "ms", "+-", "encode", "wait", "decode", "faster", "bytes", "elem-\nents")
     rows = [
         (
@@ -175,7 +175,7 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def _draw(path: Path, figures: Sequence[dict[str, Any]], title: str) -> None:
-    """Bars: encode, collective, decode, as long together as the median."""
+    """Draw stacked bars of encode, collective and decode, as long as the median."""
     with options.drawing(path, 9, 0.4 * len(figures) + 1.2) as axes:
         names, left = [f["way"] for f in figures], [0.0] * len(figures)
         for part, colour in zip(PARTS, (style.COLOURS[place] for place in (0, 4, 3))):

@@ -1,4 +1,4 @@
-"""`hvd-gradcomp build`: what is written in C, compiled for what is installed."""
+"""Command `hvd-gradcomp build`: compiles the C code for the installed frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvd-gradcomp build-horovod`: the Horovod that fits this Python's frameworks."""
+"""Command `hvd-gradcomp build-horovod`: builds Horovod for this Python's frameworks."""
 
 from __future__ import annotations
 

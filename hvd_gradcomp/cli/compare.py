@@ -1,4 +1,4 @@
-"""`hvd-gradcomp compare`: one's own training, with one compressor after the other."""
+"""Command `hvd-gradcomp compare`: runs the user's training with each compressor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.planning.description import brief
 
-LAST = 0.1  # of the steps, whose mean loss is shown
+LAST = 0.1  # share of the steps, at the end, to average the loss over
 
 
 @click.command("compare", short_help="Train with one compressor after the other.")
@@ -101,11 +101,11 @@ def command(
 
 
 def _begun(run: Iterator[Any], compressor: Compressor, horovod: Any) -> Any:
-    """What it yields first; None where all ranks refuse the compressor (for its optimizer, say).
+    """Return the run's first item; None if all ranks refuse the compressor (by optimizer, say).
 
     Raises:
         ValueError: the first run, without compression, refuses.
-        click.ClickException: some ranks refuse and others do not.
+        click.ClickException: only some ranks refuse.
     """
     source, refusal = None, None
     try:
@@ -135,7 +135,7 @@ def _trained(
     steps: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """One run, from its first step on."""
+    """Train one run from its first step on, and return its row."""
     losses, seconds = [], []
     for step in range(steps):
         start = time.perf_counter()
@@ -169,7 +169,7 @@ def _trained(
 
 
 def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
-    """Everybody's item; see `hvd_gradcomp.runtime.typed_json`."""
+    """Gather the items of all ranks; see `hvd_gradcomp.runtime.typed_json`."""
     if isinstance(horovod, Distributed):
         return horovod.gather_objects(item, kind)
     engine = importlib.import_module(f"{horovod.__name__}.engine")
@@ -178,11 +178,11 @@ def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
 
 
 def _frontend(source: Any) -> Any:
-    """The drop-in that the training uses, by what it yields first."""
+    """Return the frontend that the training uses, judged by its first item."""
     distributed = Distributed.of(source)
     if distributed is not None:
         return distributed
-    if hasattr(source, "_register_hooks"):  # as Horovod's optimizers for PyTorch have
+    if hasattr(source, "_register_hooks"):  # one of Horovod's optimizers for PyTorch
         return importlib.import_module("hvd_gradcomp.torch")
     if "hvd_gradcomp.tensorflow" in sys.modules:
         return sys.modules["hvd_gradcomp.tensorflow"]
@@ -223,7 +223,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _draw(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """The loss by steps."""
+    """Plot the loss by step."""
     with options.drawing(path, 9, 5) as axes:
         for row, line in zip(rows, style.lines(len(rows))):
             every = max(len(row["losses"]) // 8, 1)

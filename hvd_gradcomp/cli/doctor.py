@@ -1,6 +1,6 @@
-"""`hvd-gradcomp doctor`: each check is a function that yields findings, in the order of printing.
+"""Command `hvd-gradcomp doctor`: each check is a function that yields findings in print order.
 
-What a check has to import it asks of a process of its own, see `inspection`.
+Checks import frameworks only in a separate process; see `inspection`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from hvd_gradcomp.core.installation import HOROVOD, build, cure
 from hvd_gradcomp.ops import building, native
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
-_LINES = 16  # of the output of a self-test that fails
-_GRACE = 15  # seconds that ranks of a self-test have to say where they hang
+_LINES = 16  # shown of a failed self-test's output
+_GRACE = 15  # seconds for ranks of a self-test to print where they hang
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, and what was found.
+    """Result of a check.
 
     Attributes:
         mark: "ok", "warn" (something may not work), "fail" (it does not work), or "skip".
-        what: what was looked at.
-        fact: what was found: a version, a path, an error.
-        remedy: of a warning or a failure: what to type, or to write where the comment says.
+        what: the subject.
+        fact: the result: a version, a path, an error.
+        remedy: for a warning or a failure: commands to type, or text for the commented file.
     """
 
     mark: str
@@ -257,7 +257,7 @@ def _framework(framework: _Framework, facts: Facts, needed: bool) -> Iterator[Fi
 
 
 def _operations(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
-    """Of TensorFlow, in C; left out together with the C library."""
+    """Check the C operations for TensorFlow; skipped if the C library is disabled."""
     facts, what = _facts_of("tensorflow", answers), "its TensorFlow library"
     if "operations" not in facts or os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
         return
@@ -295,7 +295,7 @@ def _keras(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
 
 
 def _horovod(horovod: Facts, *, needed: bool) -> Iterator[Finding]:
-    """What there is; without it `DistributedDataParallel` compresses, where there is PyTorch."""
+    """Check Horovod; it is optional if `DistributedDataParallel` can compress instead."""
     if not horovod and needed:
         yield Finding("fail", "Horovod", "not installed", _build())
     elif not horovod:
@@ -429,7 +429,7 @@ def _hosts(hosts: Sequence[str], port: int, timeout: float) -> Iterator[Finding]
 
 
 def _remote(host: str, address: str, port: int, timeout: float) -> Finding:
-    """What a host that others reach at an address says of itself."""
+    """Check over ssh that a host resolves its own name to a reachable address."""
     options = ["BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR"]
     options += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]  # nothing is remembered
     ask = 'n=$(hostname); echo "@ $n $(getent ahosts $n | sed "s/ .*//;q")"'
@@ -495,7 +495,7 @@ def _self_test(
     program = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", framework.name]
     launch = ["-m", "horovod.runner.launch", f"--{backend}", "-np", "2", *program]
     environment = {}
-    # Two ranks where there is one core, and in a container, where the user often is root.
+    # Allow two ranks on one core, and root, which is the usual user in a container.
     environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
     environment.update({name: "1" for name in _AS_ROOT} if os.geteuid() == 0 else {})
@@ -506,7 +506,7 @@ def _self_test(
 def _tested(
     what: str, command: Sequence[str], settings: dict[str, str], timeout: float, remedy: str
 ) -> Finding:
-    """How two ranks trained that a command starts; a rank that hangs says where, and ends."""
+    """Run a self-test of two ranks; a rank that hangs prints where, and exits."""
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **settings}
     environment["CUDA_VISIBLE_DEVICES"] = "-1"  # two ranks on one GPU are an error to NCCL
     began = time.time()
@@ -514,7 +514,7 @@ def _tested(
     if code == 0 and "2 equal replicas" in said:
         fact = f"self-test: two ranks trained, replicas are equal ({time.time() - began:.0f} s)"
         return Finding("ok", what, fact)
-    hangs = code is None or "Timeout (" in said  # which a rank says for itself
+    hangs = code is None or "Timeout (" in said  # a rank's faulthandler prints this
     how = f"hangs: not done after {timeout:g} s" if hangs else f"fails with {code}"
     lines = said.strip().splitlines()
     of_ranks = [line for line in lines if re.match(r"\[[\d,]+\]<", line)]  # not the launcher's
@@ -523,17 +523,17 @@ def _tested(
 
 
 def _build() -> str:
-    """How to get a Horovod that fits."""
+    """Return the commands that build a fitting Horovod."""
     return build(*_missing())
 
 
 def _cure(said: str) -> str:
-    """What helps against an error of an import of Horovod."""
+    """Return the remedy for an error while importing Horovod."""
     return cure(said, *_missing())
 
 
 def _missing() -> tuple[list[str], bool]:
-    """Frameworks that have to be there first, and whether it is built for PyTorch alone."""
+    """Return the requirements to install first, and True to build for PyTorch alone."""
     missing = [f for f in _FRAMEWORKS if not importlib.util.find_spec(f.name)]
     if [f.name for f in missing] == ["tensorflow"]:
         return [], True
@@ -549,12 +549,12 @@ def _line(name: str, address: str, where: str = "") -> str:
 
 
 def _reachable(addresses: Sequence[str]) -> bool:
-    """Whether the address that is taken, the first one, can be one that others reach."""
+    """Return True if the first address, which is the one used, is not a loopback."""
     return bool(addresses) and not ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback
 
 
 def _is_here(address: str) -> bool:
-    """Whether it is an address of this host: no other can be bound to."""
+    """Return True if the address is this host's: a socket can bind to no other."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -565,10 +565,10 @@ def _is_here(address: str) -> bool:
 
 
 def _own_address() -> str:
-    """The address that packets to other hosts leave from; "ADDRESS" where there is no way out."""
+    """Return this host's address for packets to other hosts; "ADDRESS" without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; an address kept for documentation
+            probe.connect(("192.0.2.1", 9))  # sends nothing; address reserved for documentation
             own: str = probe.getsockname()[0]
         except OSError:
             return "ADDRESS"
@@ -580,7 +580,7 @@ def _facts_of(name: str, answers: dict[_Framework, Facts]) -> Facts:
 
 
 def _installed(name: str) -> str:
-    """The version of a package, without importing it; "0" if it is not there."""
+    """Return the version of a package, without importing it; "0" if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

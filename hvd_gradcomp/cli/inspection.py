@@ -1,8 +1,8 @@
-"""What is installed, asked in a process of its own: an import may crash, abort or hang.
+"""Inspection of installed packages in a separate process: an import may crash, abort or hang.
 
     python -m hvd_gradcomp.cli.inspection torch
 
-prints what it finds as lines of JSON, one as soon as it is known: what came before a crash counts.
+prints facts as lines of JSON, each as soon as it is known, so those before a crash count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _MARK = "@inspection "
-_GRACE = 5  # seconds between asking processes to end and ending them
+_GRACE = 5  # seconds between SIGTERM and SIGKILL
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 Facts = dict[str, Any]
@@ -30,15 +30,15 @@ Facts = dict[str, Any]
 def run(
     command: Sequence[str], timeout: float, environment: Mapping[str, str] = _QUIET
 ) -> tuple[int | None, str]:
-    """Runs a command and all that it starts, for so long and no longer.
+    """Run a command and its child processes with a timeout.
 
     Args:
         command: program and arguments.
         timeout: seconds.
-        environment: what it gets beside this process's own.
+        environment: variables in addition to this process's own.
 
     Returns:
-        Its exit code, None if it was ended for its time, and what it printed.
+        Its exit code, None after a timeout, and its output.
     """
     with tempfile.TemporaryFile() as output:
         job = subprocess.Popen(
@@ -54,14 +54,14 @@ def run(
             code = job.wait(timeout)
         except subprocess.TimeoutExpired:
             pass
-        finally:  # on Ctrl-C too, which does not reach another session
+        finally:  # also on Ctrl-C, which does not reach another session
             _end(job)
         output.seek(0)
         return code, output.read().decode(errors="replace")
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """Ends a process and its group: the launchers of ranks end those when asked to."""
+    """Terminate a process and its group: launchers terminate their ranks on SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if job.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -71,7 +71,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def inspect(subject: str, timeout: float, *arguments: str) -> Facts:
-    """What this file finds out of a subject.
+    """Inspect a subject in a separate process.
 
     Args:
         subject: a name in `_SUBJECTS`.
@@ -79,7 +79,7 @@ def inspect(subject: str, timeout: float, *arguments: str) -> Facts:
         arguments: for the subject.
 
     Returns:
-        What was found, empty if it is not installed. With "error" if that is not all.
+        The facts, empty if it is not installed; with "error" if they are incomplete.
     """
     command = [sys.executable, "-m", __spec__.name, subject, *arguments]
     code, output = run(command, timeout)
@@ -126,7 +126,7 @@ def _torch() -> Iterator[Facts]:
         return
     import horovod.torch as horovod
 
-    if not hasattr(horovod, "init"):  # its import only prints that
+    if not hasattr(horovod, "init"):  # the import only prints this error
         raise ImportError("Extension horovod.torch has not been built")
     yield _backends(horovod)
     from horovod.torch.optimizer import _DistributedOptimizer
@@ -192,7 +192,7 @@ _SUBJECTS = {
 
 
 def main(subject: str, *arguments: str) -> None:
-    """Prints what is found, and ends with 1 where something raises."""
+    """Print the facts; exit with 1 if an inspection raises."""
     try:
         for facts in _SUBJECTS[subject](*arguments):
             print(f"\n{_MARK}{json.dumps(facts)}", flush=True)

@@ -1,8 +1,8 @@
-"""Starts the ranks of a command by horovodrun, and shows what rank 0 prints.
+"""Launching of a command's ranks by horovodrun, with rank 0's output.
 
-horovodrun puts `[0]<stdout>:` before each line of each rank. Here that is taken off again, and what
-other ranks and horovodrun itself say is held back: it is shown if the run fails and says something
-that rank 0 has not said.
+horovodrun prefixes each line of each rank with `[0]<stdout>:`. This module strips the prefix and
+holds back the lines of other ranks and of horovodrun itself: if the run fails, it shows those that
+rank 0 has not printed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import IO, Any
 
 import click
 
-TERMINAL = "HVD_GRADCOMP_TERMINAL"  # columns of the terminal that rank 0's stderr ends on
+TERMINAL = "HVD_GRADCOMP_TERMINAL"  # columns of the terminal that shows rank 0's stderr
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_ID")
-_ENDED = "Terminated\n"  # as a shell says of ranks that horovodrun ends because another failed
-# Of gloo, of mpirun, and of torchrun.
+_ENDED = "Terminated\n"  # the shell's line when horovodrun ends ranks because another failed
+# Prefixes of gloo, mpirun and torchrun.
 _PREFIX = re.compile(r"\[(?:\d+,|default)?(\d+)\](?:<std(?:out|err)>)?:")
 
 
 def with_ddp(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--ddp` beside `-np`, for ranks of `torch.distributed`; comes before `with_ranks`."""
+    """Add `--ddp` for ranks of `torch.distributed`; apply above `with_ranks`."""
 
     @click.option(
         "--ddp",
@@ -54,7 +54,7 @@ def with_ddp(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`-np` and `-H`, with which a command starts its ranks itself."""
+    """Add `-np` and `-H`, with which a command starts its own ranks."""
 
     @click.option(
         "-np", "ranks", type=click.IntRange(1), help="Start so many ranks, by horovodrun."
@@ -90,13 +90,13 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(command: list[str]) -> int:
-    """Runs a launcher of ranks, and shows what rank 0 says; the exit status."""
+    """Run a launcher of ranks, show rank 0's output, and return the exit status."""
     environment = dict(os.environ)
     if sys.stderr.isatty():
         environment[TERMINAL] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    said: list[tuple[str | None, str]] = []  # (rank, line); no rank of the launcher's own
-    found = io.StringIO()  # what a command finds, shown below how it went: these are two pipes
+    said: list[tuple[str | None, str]] = []  # (rank, line); None for the launcher's own lines
+    found = io.StringIO()  # stdout, shown after all of stderr: they are two pipes
     streams = ((job.stdout, found), (job.stderr, sys.stderr))
     threads = [Thread(target=_follow, args=(*pair, said)) for pair in streams]
     for thread in threads:
@@ -123,7 +123,7 @@ def _follow(source: IO[bytes], target: IO[str], said: list[tuple[str | None, str
 
 
 def _lines(source: IO[bytes]) -> Iterator[str]:
-    """Each with its end; a carriage return, by which a bar is drawn anew, is one too."""
+    """Yield lines with their ends; a carriage return, as of a progress bar, ends one too."""
     rest = b""
     while read := os.read(source.fileno(), 4096):
         *whole, rest = re.split(rb"(?<=[\r\n])", rest + read)
@@ -133,7 +133,7 @@ def _lines(source: IO[bytes]) -> Iterator[str]:
 
 
 def _explain(said: list[tuple[str | None, str]]) -> None:
-    """What rank 0 has not said."""
+    """Print the lines that rank 0 has not printed."""
     first = {line for rank, line in said if rank == "0"}
     others = [one for one in said if one[0] not in ("0", None) and one[1] not in first]
     if not others and not any("Error" in line for line in first):

@@ -1,4 +1,4 @@
-"""What several commands ask for: models, methods, files."""
+"""Options that commands share: models, methods, files."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from hvd_gradcomp.cli.output import in_folder, with_json, writing
 from hvd_gradcomp.core import registry
 
 WIDTH = 80  # columns of a terminal
-NAMES = 19  # of them for what a row is about
+NAMES = 19  # columns for a row's name
 
-_MAKERS: dict[str, Callable[..., Any]] = {  # beside the classes of compressors
+_MAKERS: dict[str, Callable[..., Any]] = {  # besides the compressor classes
     "after": after,
     "partition": partition,
     "role": role,
@@ -53,11 +53,11 @@ _MAKERS: dict[str, Callable[..., Any]] = {  # beside the classes of compressors
 
 
 def usual(scale: float = 1.0) -> dict[str, Compressor]:
-    """Every method of this package by a short name, with settings that people train with.
+    """Return this package's methods by short name, with usual settings.
 
     Args:
-        scale: root mean square of the gradients, which thresholds are given in: Hybrid's is a tenth
-            of it, and Strom's one that about one element in 560 of noise of that size passes.
+        scale: root mean square of the gradients, the unit of thresholds: Hybrid's is a tenth of
+            it, and about one element in 560 of noise of that size passes Strom's.
     """
     return {
         "fp16": FP16Compressor(),
@@ -79,21 +79,21 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
 
 
 def _rounded(threshold: float) -> float:
-    """To three digits, and above zero."""
+    """Round to three digits, and above zero."""
     return float(f"{max(threshold, 1e-30):.3g}")
 
 
 def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
-    """The compressors that a user asks for: short names, or written as in Python; all if none.
+    """Parse the compressors on the command line: short names, or Python code; by default all.
 
-    All are those of this package, and those that installed packages declare.
+    All means those of this package, and those that installed packages declare.
 
     Args:
         texts: of the command line.
         scale: see `usual`.
 
     Raises:
-        click.BadParameter: a text makes no compressor, or its settings are out of range.
+        click.BadParameter: a text does not name a compressor, or its settings are out of range.
     """
     own = usual(scale)
     found = [
@@ -107,7 +107,7 @@ def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
 
 @lru_cache(maxsize=1)
 def _declared() -> list[str]:
-    """Short names of methods of other packages; what is called as one of ours is left out."""
+    """Return short names of other packages' methods, without those that clash with ours."""
     own = usual()
     for short, point in registry.declared().items():
         if short in own:
@@ -116,7 +116,7 @@ def _declared() -> list[str]:
 
 
 def _names() -> list[str]:
-    """All short names."""
+    """Return all short names."""
     return [*usual(), *_declared()]
 
 
@@ -136,11 +136,11 @@ def _parsed(text: str) -> Compressor:
 
 
 class _NotWritten(Exception):  # noqa: N818 - it never leaves this module
-    """A text is no call of what makes compressors."""
+    """Text is not a call that creates a compressor."""
 
 
 def _made(node: ast.expr) -> Any:
-    """What a text stands for: calls of what makes compressors, of literals. Nothing else runs."""
+    """Evaluate calls of compressor classes and makers with literals. Nothing else runs."""
     if isinstance(node, ast.Call):
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         maker = _MAKERS.get(name) or registry.find(name)
@@ -173,7 +173,7 @@ def _checked(ctx: click.Context, parameter: click.Parameter, texts: Sequence[str
 
 
 def with_methods(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--compression`, again and again; every method by default."""
+    """Add `--compression`, which may be repeated; by default every method."""
     return click.option(
         "-c",
         "--compression",
@@ -188,7 +188,7 @@ def with_methods(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_model(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--model`."""
+    """Add `--model`."""
     return click.option(
         "-m",
         "--model",
@@ -203,7 +203,7 @@ def with_model(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_files(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json` and `--png`."""
+    """Add `--json` and `--png`."""
     kind = click.Path(dir_okay=False, path_type=Path)
     drawn = click.option(
         "--png", "png_path", type=kind, callback=in_folder, help="Draw it here: png, svg or pdf."
@@ -212,10 +212,10 @@ def with_files(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_png(path: Path | None) -> None:
-    """Before anything is measured, that it can be drawn.
+    """Check, before any measurement, that the figure can be drawn.
 
     Raises:
-        click.ClickException: matplotlib is not installed, or cannot write such a file.
+        click.ClickException: matplotlib is not installed, or the file type is not supported.
     """
     if path is None:
         return
@@ -229,7 +229,7 @@ def check_png(path: Path | None) -> None:
 
 @contextmanager
 def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Axes of so many inches, written to the file at the end; see `hvd_gradcomp.cli.style`."""
+    """Yield axes of a figure in inches, and save it at exit; see `hvd_gradcomp.cli.style`."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -244,7 +244,7 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def started() -> Any:
-    """Horovod for PyTorch, running, quiet but for errors.
+    """Initialize Horovod for PyTorch and return it; this package logs only errors.
 
     Raises:
         click.ClickException: it does not import; `doctor` says why.
@@ -252,7 +252,7 @@ def started() -> Any:
     try:
         import horovod.torch as horovod
 
-        initialise = horovod.init  # missing where it was built without PyTorch
+        initialise = horovod.init  # missing if it was built without PyTorch
     except Exception as error:
         raise click.ClickException(
             f"Horovod for PyTorch does not import: {error}. `hvd-gradcomp doctor` says what is "
@@ -266,7 +266,7 @@ def started() -> Any:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Names to the left, in lines of `NAMES`; figures to the right. For `WIDTH` columns.
+    """Format a table of `WIDTH` columns: names on the left, wrapped at `NAMES`, then figures.
 
     >>> print(table(["way", "ms"], [["DGC()", "1.23"], ["GradiVeQ(ratio=8, bits=4)", "4"]]))
     way                  ms
@@ -291,7 +291,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _narrow(name: str) -> str:
-    """In lines, broken behind brackets, commas and equals signs where it can be."""
+    """Wrap a name, preferably after brackets, commas and equals signs."""
     lines = [""]
     for piece in re.findall(r"[^(=, ]+[(=, ]*", name):
         if lines[-1] and len(f"{lines[-1]}{piece}".rstrip()) > NAMES:
@@ -301,7 +301,7 @@ def _narrow(name: str) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits, in five columns.
+    """Format a number with three digits, in five columns.
 
     >>> [figure(x) for x in (0.0, 0.0123, 1.234, 12.34, 9579.0, 12345.6, 123456.0, 1234567.0)]
     ['0.00', '0.01', '1.23', '12.3', '9579', '12.3k', '123k', '1.23M']
@@ -313,17 +313,17 @@ def figure(value: float) -> str:
 
 
 def wrapped(text: str) -> str:
-    """For `WIDTH` columns."""
+    """Wrap text at `WIDTH` columns."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def between(low: float, high: float) -> str:
-    """From where to where; one figure where both read alike."""
+    """Format a range; a single figure if both ends read alike."""
     return figure(low) if figure(low) == figure(high) else f"{figure(low)}-{figure(high)}"
 
 
 def moments_used(ways: Iterable[str], source: str) -> list[str]:
-    """Says which second moments Variance and Hybrid were measured with; nothing if neither was.
+    """Name the source of Variance's and Hybrid's second moments; empty if neither was measured.
 
     >>> moments_used(["DGC()"], "step"), moments_used(["DGC()", "Variance(alpha=2.0)"], "sample")
     ([], ['Variance and Hybrid: with per-sample moments, as the factory tracks them.'])

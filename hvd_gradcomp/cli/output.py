@@ -1,4 +1,4 @@
-"""Where what a command finds goes: the screen, and the file of `--json`; needs no other package."""
+"""Output of commands: the screen, and the file of `--json`. Needs no package but click."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 
 
 def counted(number: int, noun: str) -> str:
-    """How many of what there are.
+    """Format a count with its noun.
 
     >>> counted(1, "host"), counted(1200, "rank")
     ('1 host', '1,200 ranks')
@@ -23,16 +23,16 @@ def counted(number: int, noun: str) -> str:
 
 
 def status(what: str) -> AbstractContextManager[Any]:
-    """A spinner on a terminal, where rich is installed; nothing elsewhere."""
+    """Return a spinner on a terminal if rich is installed; otherwise a no-op."""
     try:
         from rich.console import Console
-    except ImportError:  # the doctor has to work without
+    except ImportError:  # `doctor` must work without rich
         return nullcontext()
     return Console(stderr=True).status(what) if sys.stderr.isatty() else nullcontext()
 
 
 def with_json(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json`, which means the same in all commands."""
+    """Add `--json`, which means the same in all commands."""
     return click.option(
         "--json",
         "json_path",
@@ -43,7 +43,7 @@ def with_json(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Sees, before anything is measured, that it can be written."""
+    """Check, before any measurement, that the file's folder exists."""
     del ctx, parameter
     if path is not None and not is_screen(path) and not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.parent}: make it, or write elsewhere")
@@ -51,13 +51,13 @@ def in_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None)
 
 
 def is_screen(path: Path | None) -> bool:
-    """Whether `--json` asks for the screen."""
+    """Return True if `--json` asks for the screen."""
     return path is not None and str(path) == "-"
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Says in a plain error that a file cannot be written."""
+    """Turn an OSError while writing a file into a plain error message."""
     try:
         yield
     except OSError as error:
@@ -65,12 +65,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def report(path: Path | None, content: Any, text: str | None = None) -> None:
-    """What a command has found: text on the screen, JSON in the file of `--json`, or in its place.
+    """Print a command's result as text; write it as JSON for `--json`, or print that instead.
 
     Args:
         path: of `--json`; - is the screen.
         content: for JSON.
-        text: for the screen; nothing is printed without.
+        text: for the screen; None prints nothing.
     """
     printed = is_screen(path)
     if text is not None and not printed:
@@ -86,7 +86,7 @@ def report(path: Path | None, content: Any, text: str | None = None) -> None:
 
 
 def _known(content: Any) -> Any:
-    """With null for what is infinite or no number, which JSON does not have."""
+    """Replace infinities and NaNs, which JSON does not have, by None."""
     if isinstance(content, dict):
         return {key: _known(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):

@@ -1,4 +1,4 @@
-"""How far a command is."""
+"""Progress of a command."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TimeElap
 
 from hvd_gradcomp.cli.launching import TERMINAL
 
-EVERY = 10.0  # seconds between lines that say it
+EVERY = 10.0  # seconds between progress lines
 
 
 class Progress:
-    """How far a command is, on the standard error of rank 0: a bar, or lines where that is a file.
+    """Progress of a command on rank 0's stderr: a bar on a terminal, otherwise lines.
 
     Args:
-        total: how many parts there are.
-        shown: whether this is the rank that says it.
+        total: number of parts.
+        shown: True on the rank that shows it.
     """
 
     def __init__(self, total: int, shown: bool = True) -> None:
-        columns = os.environ.get(TERMINAL)  # the launcher's, which is not seen from here
+        columns = os.environ.get(TERMINAL)  # the launcher's terminal, hidden behind a pipe
         self._console = Console(
             stderr=True,
             quiet=not shown,
@@ -49,17 +49,17 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def begin(self, what: str) -> None:
-        """The next part."""
+        """Begin the next part."""
         self._what = what
         self._bar.update(self._task, description=what)
         self._line()
 
     def end(self, amount: int = 1) -> None:
-        """That so many parts are done."""
+        """Mark `amount` parts as done."""
         self._done += amount
         self._bar.advance(self._task, amount)
         if time.monotonic() - self._said > EVERY:

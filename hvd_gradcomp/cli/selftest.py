@@ -1,6 +1,6 @@
-"""A few compressed steps on each rank, for `doctor`: one framework, and nothing but this package.
+"""Self-test for `doctor`: a few compressed steps on each rank with one framework.
 
-horovodrun --gloo -np 2 python -m hvd_gradcomp.cli.selftest torch
+    horovodrun --gloo -np 2 python -m hvd_gradcomp.cli.selftest torch
 
 With "ddp" it starts its two ranks itself, for `DistributedDataParallel` over gloo, without Horovod.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _STEPS = 4
-_RANK, _MET = "HVD_GRADCOMP_SELFTEST_RANK", "HVD_GRADCOMP_SELFTEST_MET"  # of ranks started here
+_RANK, _MET = "HVD_GRADCOMP_SELFTEST_RANK", "HVD_GRADCOMP_SELFTEST_MET"  # for ranks started here
 
 
 def _torch() -> int:
@@ -28,7 +28,7 @@ def _torch() -> int:
 
     hvd.init()
     torch.set_num_threads(1)
-    torch.manual_seed(hvd.rank())  # so that ranks differ in all that is not exchanged
+    torch.manual_seed(hvd.rank())  # so that ranks differ in everything that is not exchanged
     model = torch.nn.Linear(256, 16)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
@@ -66,7 +66,7 @@ def _tensorflow() -> int:
 
 
 def _ddp() -> int:
-    """One rank of two; those are started by `_ranks_of_ddp`."""
+    """Train one of the two ranks that `_start_ddp` starts."""
     import torch
     import torch.distributed as dist
 
@@ -90,7 +90,7 @@ def _ddp() -> int:
 
 
 def _start_ddp(until: str) -> None:
-    """Starts two ranks, ends both with the first that fails, and ends as they do."""
+    """Start two ranks, end both when one fails, and exit with their status."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __spec__.name, "ddp", until]
         places = {_MET: str(Path(folder, "met"))}
@@ -100,7 +100,7 @@ def _start_ddp(until: str) -> None:
         ]
         try:
             while any(rank.poll() is None for rank in ranks):
-                if any(rank.poll() for rank in ranks):  # the other says what it makes of it
+                if any(rank.poll() for rank in ranks):  # let the other one print its error
                     time.sleep(2)
                     break
                 time.sleep(0.05)
@@ -111,11 +111,11 @@ def _start_ddp(until: str) -> None:
 
 
 def main(framework: str, until: str = "inf") -> None:
-    """Trains, compares replicas and prints how many there were.
+    """Train, compare replicas and print their number.
 
     Args:
         framework: "torch", "tensorflow" or "ddp".
-        until: when to print where it is and to end, in seconds since the epoch.
+        until: deadline, in seconds since the epoch, to print a traceback and exit.
     """
     left = float(until) - time.time()
     if left < float("inf"):

@@ -1,7 +1,7 @@
-"""How figures look: on white and on black, in print, and without seeing colours.
+"""Style of figures: readable on white and black, in print, and by colour-blind readers.
 
-The background is transparent and what is written is grey, which reads on both. Lines differ in
-colour, in stroke and in mark, so that all methods together can be told apart.
+The background is transparent, and text is grey, which reads on both. Lines differ in colour, stroke
+and marker, so that all methods in one figure can be distinguished.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import cycle, islice
 from typing import Any
 
-INK = "#7d7d7d"  # as far from white as from the site's black
+INK = "#7d7d7d"  # equal contrast to white and to the site's black
 COLOURS = ("#2a7fc9", "#e0602a", "#1f9e77", "#c2559d", "#b58900", "#8567d6", "#4aa5b8")
 STROKES = ("-", "--", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h", "d", "8", "H")
@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def lines(count: int) -> list[dict[str, Any]]:
-    """For matplotlib's `plot`: so many lines, none like another.
+    """Return `count` distinct line styles for matplotlib's `plot`.
 
     >>> len({tuple(line.values()) for line in lines(21)})
     21

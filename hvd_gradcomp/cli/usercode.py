@@ -1,4 +1,4 @@
-"""Finds in a user's code, without running it, where stock Horovod's part does not work."""
+"""Static check of user code for uses of stock Horovod that do not work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPTIMIZER = "DistributedOptimizer"
 
 
 class Fault(NamedTuple):
-    """A place in a user's code, what is wrong there, and what to write instead."""
+    """Fault in user code: its location, a description, and a remedy."""
 
     path: Path
     line: int
@@ -24,7 +24,7 @@ class Fault(NamedTuple):
 
 
 def sources(paths: Iterable[str]) -> list[Path]:
-    """The Python files among paths and below folders; not what is hidden or was installed."""
+    """List the Python files of paths and folders, without hidden and installed ones."""
     found: dict[Path, None] = {}
     for path in map(Path, paths):
         below = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -36,14 +36,14 @@ def sources(paths: Iterable[str]) -> list[Path]:
 
 
 def faults(path: Path, *, keras3: bool) -> Iterator[Fault]:
-    """What would train wrongly, or not at all, in one file; a name is taken to mean one thing.
+    """Yield the faults of one file; each name is assumed to be bound once.
 
     Args:
         path: a Python file.
-        keras3: whether Keras 3 is what it runs with.
+        keras3: True if it runs with Keras 3.
 
     Raises:
-        SyntaxError, ValueError, OSError: it is not Python, or cannot be read.
+        SyntaxError, ValueError, OSError: the file is not Python, or cannot be read.
     """
     tree = ast.parse(path.read_bytes(), str(path))
     names = _imported(tree)
@@ -71,12 +71,12 @@ def faults(path: Path, *, keras3: bool) -> Iterator[Fault]:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """The full names of what is imported, anywhere in a file."""
+    """Return the full names of all imports in a file."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                # `import a.b` binds a alone, `import a.b as c` binds c to a.b.
+                # `import a.b` binds only a, `import a.b as c` binds c to a.b.
                 root = alias.name.partition(".")[0]
                 names[alias.asname or root] = alias.name if alias.asname else root
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -97,7 +97,7 @@ def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _full(node: ast.expr, names: dict[str, str]) -> str:
-    """`horovod.torch.init` for `hvd.init`; empty for what is not imported."""
+    """Resolve `hvd.init` to `horovod.torch.init`; empty if it is not imported."""
     if isinstance(node, ast.Name):
         return names.get(node.id, "")
     if isinstance(node, ast.Attribute):
@@ -107,7 +107,7 @@ def _full(node: ast.expr, names: dict[str, str]) -> str:
 
 
 def _compressor(value: ast.expr, names: dict[str, str]) -> str:
-    """The class of this package that is called, if stock Horovod cannot use what it makes."""
+    """Return the called class of this package if stock Horovod cannot use it; else empty."""
     if not isinstance(value, ast.Call):
         return ""
     package, _, name = _full(value.func, names).rpartition(".")

@@ -1,4 +1,4 @@
-"""The ranks of `torch.distributed`, where a command knows Horovod's module otherwise."""
+"""Adapter of `torch.distributed` to the part of Horovod's module that a command uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Distributed:
-    """What a command asks of a job: its ranks, and what they have moved."""
+    """Job of `torch.distributed`: its ranks, and their statistics."""
 
     def __init__(self) -> None:
         self._dist: Any = import_module("torch.distributed")
@@ -17,7 +17,7 @@ class Distributed:
 
     @classmethod
     def of(cls, source: Any) -> Distributed | None:
-        """The job of a model that `ddp.compress` has been given, or of its state; else None."""
+        """Return the job of a `DistributedDataParallel` model or a compression state; else None."""
         ddp: Any = sys.modules.get("hvd_gradcomp.torch.ddp")
         if ddp is None or not isinstance(
             source, (ddp.CompressionState, ddp.DistributedDataParallel)
@@ -32,11 +32,11 @@ class Distributed:
         return int(self._dist.get_world_size())
 
     def compression_stats(self, source: Any) -> Any:
-        """As `hvd_gradcomp.torch.ddp.compression_stats`."""
+        """Call `hvd_gradcomp.torch.ddp.compression_stats`."""
         return self._ddp.compression_stats(source)
 
     def gather_objects(self, item: Any, kind: Any) -> list[Any]:
-        """Everybody's item; see `hvd_gradcomp.runtime.typed_json`."""
+        """Gather the items of all ranks; see `hvd_gradcomp.runtime.typed_json`."""
         return list(self._group.gather_objects(item, kind))
 
     def shutdown(self) -> None:

@@ -279,39 +279,39 @@ class Probe:
 
     * entropy and mutual information: histograms of `bins`, as in `entropy` and
       `mutual_information`. `chance` is the mutual information after rotating the second rank's
-        elements by half: the bias of the sample size alone. Compare LGC's 80 % of the entropy
-        with `(mutual_information - chance) / entropy`.
-      * Variance: `r` and `v` exist for the sampled elements and probed steps only; elements that
-        pass are reset. `q = g*g` as with `moments="step"`, unless second moments are given. With
-        `every=1` this is the method itself; otherwise successive probed steps are `every` apart,
-        which gives the density for independent gradients.
-      * EGC: `H / K` of the histogram of 2 bins. DGC: `density`. Both at least one element.
-      * energy: of all recorded steps, in `m / ratio` components; omitted unless there are more
-        steps than that, since few samples always fit.
-      * slice loss: a basis of the older half of the recorded first slices, applied to the second
-        slices of the same steps; by slice size.
-      * age loss: the same basis, applied to the newer half of the first slices.
+      elements by half: the bias of the sample size alone. Compare LGC's 80 % of the entropy
+      with `(mutual_information - chance) / entropy`.
+    * Variance: `r` and `v` exist for the sampled elements and probed steps only; elements that
+      pass are reset. `q = g*g` as with `moments="step"`, unless second moments are given. With
+      `every=1` this is the method itself; otherwise successive probed steps are `every` apart,
+      which gives the density for independent gradients.
+    * EGC: `H / K` of the histogram of 2 bins. DGC: `density`. Both at least one element.
+    * energy: of all recorded steps, in `m / ratio` components; omitted unless there are more
+      steps than that, since few samples always fit.
+    * slice loss: a basis of the older half of the recorded first slices, applied to the second
+      slices of the same steps; by slice size.
+    * age loss: the same basis, applied to the newer half of the first slices.
 
     Args:
-          layers: name and shape of each, in one order on all ranks; or `Layer`s.
-          every: interval of probed steps, from the first step on; smaller costs more.
-          sample: elements of a layer; more cost more and lower the bias of the information.
-          bins: of the histograms; the joint one has their square.
-          pair: the two ranks whose gradients are compared.
-          slice_sizes: lengths m of slices; a convolution uses those that fit in it twice.
-          history: number of probed steps to remember, at least 8.
-          convolutions: maximum number of recorded convolutions.
-          ratio: m / d, the compression ratio of PCA.
+        layers: name and shape of each, in one order on all ranks; or `Layer`s.
+        every: interval of probed steps, from the first step on; smaller costs more.
+        sample: elements of a layer; more cost more and lower the bias of the information.
+        bins: of the histograms; the joint one has their square.
+        pair: the two ranks whose gradients are compared.
+        slice_sizes: lengths m of slices; a convolution uses those that fit in it twice.
+        history: number of probed steps to remember, at least 8.
+        convolutions: maximum number of recorded convolutions.
+        ratio: m / d, the compression ratio of PCA.
         alpha, zeta: of Variance.
         K: of EGC.
         density: of DGC.
         corrected: apply the correction of Miller and Madow to entropy and information.
-            keep: number of probed steps whose readings are kept.
-            filters_last: convolutions are [..., depth, filters] (TensorFlow) and not
-                [filters, depth, ...] (PyTorch).
+        keep: number of probed steps whose readings are kept.
+        filters_last: convolutions are [..., depth, filters] (TensorFlow) and not
+            [filters, depth, ...] (PyTorch).
 
     Attributes:
-            readings: of all layers, step by step, the newest last.
+        readings: of all layers, step by step, the newest last.
 
     Raises:
         ValueError: an argument is out of range, a name repeats, or there is nothing to probe.

@@ -1,8 +1,8 @@
 """Verification that replicas are bit-identical.
 
 Each rank hashes the parameters and the replicated tensors of the compressors' states. The hashes
-are allgathered, 8 bytes for each tensor, so all ranks see all of them and raise the same error. Bits
-are compared, not numbers: -0.0 is not 0.0, and a NaN is equal to itself.
+are allgathered, 8 bytes for each tensor, so all ranks see all of them and raise the same error.
+Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is equal to itself.
 """
 
 from __future__ import annotations

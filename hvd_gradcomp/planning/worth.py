@@ -33,7 +33,7 @@ Plan = Sequence[tuple[Compressor, Layout]]
 
 
 class Course(NamedTuple):
-    """Bytes that a rank hands to collectives for a bucket over a training; mean over ranks."""
+    """Bytes that a rank hands to collectives for a bucket; mean over ranks."""
 
     learning: float  # in total while it learns
     step: float  # for each step afterwards

@@ -25,7 +25,9 @@ def steps_of_a_rank(draw):
 
 def codes(rank):
     return tuple(
-        step_sync.LATE if i in rank["late"] else step_sync.HERE * (i in rank["taken"] or rank["ended"])
+        step_sync.LATE
+        if i in rank["late"]
+        else step_sync.HERE * (i in rank["taken"] or rank["ended"])
         for i in range(LAYERS)
     )
 
@@ -110,7 +112,9 @@ def test_a_rank_that_has_joined_lacks_nothing():
 def test_sums_that_differ_are_an_error_on_all_ranks():
     mine = step_sync.SyncMessage(3, False, False, (step_sync.HERE,) * LAYERS, summed=5)
     words = [mine, mine._replace(summed=0), mine, mine._replace(summed=6)]
-    with pytest.raises(step_sync.PayloadError, match=r"not the same on rank 3 as on the other ranks"):
+    with pytest.raises(
+        step_sync.PayloadError, match=r"not the same on rank 3 as on the other ranks"
+    ):
         step_sync.StepSync().receive(words, NAMES, range(4))
     assert step_sync.StepSync().receive(words[:3], NAMES, range(3)) == []
 

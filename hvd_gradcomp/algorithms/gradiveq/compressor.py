@@ -78,14 +78,14 @@ class GradiVeQCompressor(GradiVeQSettings):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-        Differs from the paper: samples come from all slices that share a basis, not only the first,
-        and each sampling step has the same weight, whatever its energy. So 25 samples are enough,
-        and cycles are a quarter as long (the paper has 100 and 400), which about halves the loss;
-        slices are capped; the dimension is chosen on held-out samples; the loss is measured per
-        bucket; one rank computes the basis, so that all have the same bits; feedback (off by
-        default). Weights of transposed convolutions are cut as if they were stored like others.
-        The framework rounds products, so the coefficients of PyTorch and TensorFlow differ in the
-        last bits.
+    Differs from the paper: samples come from all slices that share a basis, not only the first,
+    and each sampling step has the same weight, whatever its energy. So 25 samples are enough,
+    and cycles are a quarter as long (the paper has 100 and 400), which about halves the loss;
+    slices are capped; the dimension is chosen on held-out samples; the loss is measured per
+    bucket; one rank computes the basis, so that all have the same bits; feedback (off by
+    default). Weights of transposed convolutions are cut as if they were stored like others.
+    The framework rounds products, so the coefficients of PyTorch and TensorFlow differ in the
+    last bits.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or both `loss_threshold` and `ratio` are
@@ -220,8 +220,8 @@ class GradiVeQCompressor(GradiVeQSettings):
             filters_last: see `Layout`; None for the convention of the tensors' framework.
 
         Returns:
-                A compressor for `hvd.DistributedOptimizer(compression=)` of stock Horovod. It
-                projects tensors whose shape is in the samples and passes others through.
+            A compressor for `hvd.DistributedOptimizer(compression=)` of stock Horovod. It projects
+            tensors whose shape is in the samples and passes others through.
 
         Raises:
             ValueError: there are no samples, or fewer than 2 of a layer.

@@ -91,33 +91,33 @@ class LGCCompressor(LGCSettings):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
 
-        *Exact feedback.* A rank's selected values minus the returned mean are mostly its deviation
-        from the other ranks. These deviations sum to zero over ranks, so no exchange ever removes
-        them: in `r` they would grow without bound and, being large, be selected again and again.
-        Hence two buffers. `r`, which selects the elements, keeps what this rank knows to be
-        missing: with the ring its values minus its own reconstruction of them, with a server its
-        selected values at indices that the answer does not contain. `owed` keeps the rest and is
-        added to the values when the element is selected again; with the ring only while values
-        travel, in a training, since codes with large owed parts say little about the mean.
+    *Exact feedback.* A rank's selected values minus the returned mean are mostly its deviation
+    from the other ranks. These deviations sum to zero over ranks, so no exchange ever removes
+    them: in `r` they would grow without bound and, being large, be selected again and again.
+    Hence two buffers. `r`, which selects the elements, keeps what this rank knows to be
+    missing: with the ring its values minus its own reconstruction of them, with a server its
+    selected values at indices that the answer does not contain. `owed` keeps the rest and is
+    added to the values when the element is selected again; with the ring only while values
+    travel, in a training, since codes with large owed parts say little about the mean.
 
-        *The loss*, in `compression_stats(...).losses`: `||asked - decoded||^2 / ||asked||^2`, where
-        `asked` is the mean over ranks of the selected vectors, at the indices of the leader or the
-        common rank. No rank knows that mean, so each step the ranks exchange their values at 16 of
-        the indices, in turn; sums of squares decay by a tenth per step. A server reports it a step
-        late.
+    *The loss*, in `compression_stats(...).losses`: `||asked - decoded||^2 / ||asked||^2`, where
+    `asked` is the mean over ranks of the selected vectors, at the indices of the leader or the
+    common rank. No rank knows that mean, so each step the ranks exchange their values at 16 of
+    the indices, in turn; sums of squares decay by a tenth per step. A server reports it a step
+    late.
 
-        Differs from the paper: signs, RMS by layer and feedback (above). The gradient of each
-        network is clipped to norm 10, since plain descent on the printed loss diverges; the initial
-        parameters pass a signal on (see `codecs.autoencoder`). An autoencoder whose mean loss over
-        the last tenth of its training is above 0.95 of the energy is not used: values continue to
-        travel, and a warning says so. With a server, training always uses the common rank's code,
-        as compression does, not a randomly drawn one. Workers' vectors are trained on, and
-        reconstructed, at the indices of the common rank. PyTorch and TensorFlow differ in the last
-        bits.
+    Differs from the paper: signs, RMS by layer and feedback (above). The gradient of each
+    network is clipped to norm 10, since plain descent on the printed loss diverges; the initial
+    parameters pass a signal on (see `codecs.autoencoder`). An autoencoder whose mean loss over
+    the last tenth of its training is above 0.95 of the energy is not used: values continue to
+    travel, and a warning says so. With a server, training always uses the common rank's code,
+    as compression does, not a randomly drawn one. Workers' vectors are trained on, and
+    reconstructed, at the indices of the common rank. PyTorch and TensorFlow differ in the last
+    bits.
 
     Raises:
-            ValueError: a hyper-parameter is out of range; a rank does not exist; the model has no
-                layer between the first and the last one, or fewer than 16 elements are selected.
+        ValueError: a hyper-parameter is out of range; a rank does not exist; the model has no
+            layer between the first and the last one, or fewer than 16 elements are selected.
 
     >>> LGCCompressor(alpha=0.01).pattern
     'ring_allreduce'
