@@ -213,17 +213,25 @@ def faulty(mode: str | None, otherwise: str | None) -> Callable[[], str | None]:
     return lambda: mode if hvd.rank() == FAULTY else otherwise
 
 
-def uneven(how: Any, then: Callable[[], Any]) -> Callable[[Trial], str]:
+def uneven(how: Any, then: Callable[[Any], Any]) -> Callable[[Trial], str]:
     """One rank has a batch less; a collective of the user's that ends the epoch on all."""
 
     def case(trial: Trial) -> str:
         training = how(STROM)
         trial.now()
         training.train(2 if hvd.rank() == FAULTY else 3)
-        then()
+        then(training)
         return training.replicas()
 
     return case
+
+
+def _allreduce(_: Any) -> None:
+    hvd.allreduce(tf.ones(1), name="metric")
+
+
+def _join(training: Any) -> None:
+    hvd.broadcast_variables(training.weights, root_rank=int(hvd.join()))
 
 
 def fitted(
@@ -271,8 +279,9 @@ CASES: dict[str, Callable[[Trial], Any]] = {
         for name, call in COLLECTIVES.items()
         for title, how in (("", Tape), (", Keras", Fit))
     },
-    "uneven data, and an allreduce": uneven(Tape, COLLECTIVES["allreduce"]),
-    "uneven data, and an allreduce, Keras": uneven(Fit, COLLECTIVES["allreduce"]),
+    "uneven data, and an allreduce": uneven(Tape, _allreduce),
+    "uneven data, and an allreduce, Keras": uneven(Fit, _allreduce),
+    "uneven data, and hvd.join()": uneven(Tape, _join),
     "uneven data, and metrics averaged, Keras": fitted(_averaging, lambda _: False, 8),
     "EarlyStopping on one rank, Keras": fitted(_stopping, lambda _: False),
     "validation on one rank, Keras": fitted(_averaging, lambda faulty: not faulty),
