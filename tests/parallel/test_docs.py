@@ -22,7 +22,17 @@ PAGES = sorted(
 )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+# What these two run is run by other tests as well: `compare`, and the recipes of `test_clients`.
+LONG = {"choosing", "libraries"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(p, id=p.stem, marks=[pytest.mark.sweep] if p.stem in LONG else [])
+        for p in PAGES
+    ],
+)
 def test_following(page, tmp_path, monkeypatch):
     # As they are installed beside this Python, but for what `tests.parallel.horovodrun` leaves out.
     for name, module in (("horovodrun", HOROVODRUN[-1]), ("hvd-gradcomp", "hvd_gradcomp")):

@@ -64,7 +64,10 @@ def test_custom_loop():
     "arguments",
     [
         ("examples.pytorch.compare", "--width", "32"),
-        ("examples.pytorch.compare", "--width", "32", "--task", "chars"),
+        pytest.param(
+            ("examples.pytorch.compare", "--width", "32", "--task", "chars"),
+            marks=pytest.mark.sweep,
+        ),
         ("examples.keras.compare", "--width", "32"),
     ],
     ids=lambda arguments: " ".join(arguments),

@@ -108,7 +108,7 @@ RUNS = [
     ("gloo", ["slow", "metric"]),
     ("gloo", ["validation"]),
     ("gloo", ["tape"]),
-    ("mpi", ["slow", "callback"]),
+    pytest.param("mpi", ["slow", "callback"], marks=pytest.mark.sweep),
 ]
 
 
@@ -130,7 +130,9 @@ def test_tensorflow_finds_that_ranks_wait_for_each_other(backend, names, tmp_pat
             assert result[name].startswith(kind) and "shut down" in result[name], result[name]
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize(
+    "framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.sweep)]
+)
 def test_two_process_sets_train_at_once_as_each_would_alone(framework, tmp_path):
     together, alone = tmp_path / "together", tmp_path / "alone"
     for folder in (together, alone):
