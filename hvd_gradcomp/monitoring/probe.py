@@ -293,7 +293,7 @@ class Probe:
     * age loss: the same basis, applied to the newer half of the first slices.
 
     Args:
-        layers: name and shape of each, in one order on all ranks; or `Layer`s.
+        layers: name and shape of each, in one order on all ranks; or of `Layer`.
         every: interval of probed steps, from the first step on; smaller costs more.
         sample: elements of a layer; more cost more and lower the bias of the information.
         bins: of the histograms; the joint one has their square.

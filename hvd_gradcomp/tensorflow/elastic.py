@@ -200,7 +200,7 @@ class Elastic(Membership, Variables):
 class TensorFlowState(Elastic, _stock.TensorFlowState):
     """State of an elastic run over a list of variables, to commit, restore and send to new ranks.
 
-    It includes the compressor state of `DistributedGradientTape`s over these variables (or over
+    It includes the compressor state of each `DistributedGradientTape` over these variables (or over
     some of them). At `sync` survivors keep what belongs to them (residuals, momenta) and a new rank
     starts with none. The residual of a rank that died is lost: logged with its norm, and in
     `lost`. Memory: two commits, each a copy of everything; see `Membership`.

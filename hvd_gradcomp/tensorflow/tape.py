@@ -560,7 +560,7 @@ def tape_state(
     loss_scale: Any = None,
     rollback: bool = True,
 ) -> TapeState:
-    """Return the state, to save it, of all `DistributedGradientTape`s with these arguments.
+    """Return the state of all `DistributedGradientTape` with these arguments, to save it.
 
     For `tf.train.Checkpoint(model=model, exchange=hvd.tape_state(...))`, one file for each rank,
     and for `hvd.save_checkpoint`. Make it before the first tape, and from the same arguments.

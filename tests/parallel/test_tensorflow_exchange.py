@@ -39,3 +39,11 @@ def test_another_frontend_of_horovod_imported_later(tmp_path):
     folder.mkdir()
     first, second = launch("tensorflow_exchange", 2, "gloo", folder)
     assert first == second
+
+
+def test_ranks_without_batches_join(tmp_path):
+    """In a process of its own: a reducer that only some ranks have is an error there."""
+    folder = tmp_path / "joined"
+    folder.mkdir()
+    first, second = launch("tensorflow_exchange", 2, "gloo", folder)
+    assert first == second

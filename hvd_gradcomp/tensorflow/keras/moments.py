@@ -176,8 +176,8 @@ def _supported(layer: Any) -> bool:
 def track_moments(model: keras.Model, *, others: str = "error") -> keras.Model:
     """Give a model a training step that computes per-sample second moments.
 
-    Call it on the built model before `fit`; its optimizer must be one of this package's
-    `DistributedOptimizer`s, which takes the moments (`moments="auto"` or "sample"). Layers: Dense,
+    Call it on the built model before `fit`; its optimizer must be a
+    `DistributedOptimizer`, which takes the moments (`moments="auto"` or "sample"). Layers: Dense,
     Conv1D to Conv3D (channels last, one group; no dilation in 3D), Embedding, LayerNormalization,
     BatchNormalization (contribution per sample as the layer sees it). Cost: see the head of
     `hvd_gradcomp.tensorflow.keras.moments`.
