@@ -90,7 +90,7 @@ def step():
     model, tracker, optimizer = made(Experts, "step")
     given = {}
     bucket, slot = optimizer._gradcomp._places[model.memory.weight_hh_l0]
-    start = optimizer._gradcomp._start
+    start = optimizer._gradcomp._launch
 
     def watched(bucket_):
         if bucket_ is bucket:
@@ -98,7 +98,7 @@ def step():
             given["gradient"] = bucket.views[slot].clone()
         start(bucket_)
 
-    optimizer._gradcomp._start = watched
+    optimizer._gradcomp._launch = watched
     train(model, optimizer)
     assert given["gradient"].any()
     assert torch.equal(given["moment"], given["gradient"] ** 2)
