@@ -58,9 +58,6 @@ class _Member(Participants):
         del bucket
         return 0
 
-    def _make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
-        raise NotImplementedError
-
 
 class _Uncounted:
     """Traffic counter that discards everything."""

@@ -26,9 +26,9 @@ class Participants(ABC):
     def leader(self, bucket: Any) -> int:
         """Return the slot of the rank that compresses a bucket for its host."""
 
-    @abstractmethod
     def _make_groups(self, place: HostPosition) -> Groups:
-        """Create the process sets of hosts; collective."""
+        """Make the process sets of hosts, on all ranks together; only Horovod's have them."""
+        raise NotImplementedError(f"{type(self).__name__} has no hosts, and is at {place}")
 
     @property
     def seat(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -104,9 +105,9 @@ class BucketPlanner(Reducer):
         return [p for _, p in self._named]
 
     @property
+    @abstractmethod
     def peers(self) -> Peers:
         """Return the ranks that exchange."""
-        raise NotImplementedError
 
     def _plan(self, named_parameters: Named, placed: Collection[Bucket] = ()) -> Iterator[Bucket]:
         """Yield new buckets for these parameters, except for layers that `placed` has already."""

@@ -36,7 +36,7 @@ from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.runtime import config_check, errors, hierarchy
+from hvd_gradcomp.runtime import config_check, errors
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import dcp, ddp_checkpoint, exchange, inspection, momentum
 from hvd_gradcomp.torch.bucketing import BucketPlanner
@@ -214,9 +214,6 @@ class _DDPReducer(BucketPlanner):
     @property
     def peers(self) -> _Peers:
         return _Peers(self.process_set)
-
-    def _make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
-        raise NotImplementedError
 
     def watch_order(self) -> list[Any]:
         """Register hooks that record the order of the layers in the first backward."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
@@ -116,9 +117,9 @@ class Reducer(Participants):
         self._can_discard = False  # the last exchange can still be taken back
         self.errors: list[Exception] = []  # that programs of this step have ended with
 
+    @abstractmethod
     def _explained(self, what: str) -> AbstractContextManager[None]:
         """Return a context that names the operation `what` in errors of the transport."""
-        raise NotImplementedError
 
     def leader(self, bucket: Bucket) -> int:
         return bucket.leader

@@ -119,9 +119,8 @@ class DistributedOptimizerMixin:
         self._gradcomp.scaling.check_stepped(self)
         loss = self._step(closure)
         verifies = self._verify_every and self._gradcomp.steps % self._verify_every == 0
-        if (
-            verifies and not self._gradcomp.sync.joined
-        ):  # who has joined makes no updates until the end
+        # A rank that has joined makes no updates until the end.
+        if verifies and not self._gradcomp.sync.joined:
             checksums.check(self._gradcomp)
         return loss
 

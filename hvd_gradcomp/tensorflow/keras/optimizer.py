@@ -573,7 +573,7 @@ class _Saved:
         return _restored(config)
 
     def get_config(self) -> dict[str, Any]:
-        raise NotImplementedError  # Keras registers nothing without it
+        raise NotImplementedError("each optimizer has its own; Keras asks for the method alone")
 
 
 def load_model(
