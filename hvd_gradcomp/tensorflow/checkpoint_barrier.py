@@ -44,7 +44,7 @@ def meet(process_set: Any) -> None:
         return
     key, words = process_set.process_set_id, dict[_Word, Future[Any]]()
     if key not in _begun:  # a failed call may have left one behind
-        _begun[key] = _sum(tf.zeros(1), f"{_NAME}.begin", process_set)
+        _begun[key] = summed(tf.zeros(1), f"{_NAME}.begin", process_set)
     begin = _begun[key]
     wait([begin], PATIENCE)
     if not begin.done():
@@ -69,7 +69,7 @@ def _give(words: dict[_Word, Future[Any]], those: Iterable[_Word], process_set: 
         if (name, size) not in words:
             mine = tf.one_hot(0, size, on_value=SAVING, off_value=0, dtype=tf.int64)
             table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * mine
-            words[name, size] = _sum(table, name, process_set)
+            words[name, size] = summed(table, name, process_set)
 
 
 def _unheard(words: dict[_Word, Future[Any]], process_set: Any) -> list[Future[Any]]:
@@ -95,15 +95,15 @@ def _check(table: Any, process_set: Any) -> None:
         )
 
 
-def _sum(tensor: tf.Tensor, name: str, process_set: Any) -> Future[Any]:
+def summed(tensor: tf.Tensor, name: str, process_set: Any) -> Future[Any]:
     """Start a sum over ranks in another thread; in a graph, where collectives pair by name."""
 
-    def summed() -> tf.Tensor:
+    def total() -> tf.Tensor:
         return mpi_ops._allreduce(
             tensor, op=horovod.Sum, name=name, ignore_name_scope=True, process_set=process_set
         )
 
-    graph = tf.function(summed, autograph=False).get_concrete_function()
+    graph = tf.function(total, autograph=False).get_concrete_function()
     return started(lambda: graph().numpy())
 
 

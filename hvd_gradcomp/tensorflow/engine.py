@@ -290,7 +290,7 @@ class GraphReducer(GraphExchange):
         while True:
             with explained("hvd.join()"):
                 everybody = ask()
-            if tf.reduce_all(everybody[:, 0] == JOINED):
+            if tf.reduce_all((everybody[:, 0] == JOINED) | (everybody[:, 0] == 0)):
                 return taken
             taken += 1
             nothing = [nothing_like(s, *layer[1:]) for s, layer in zip(self._specs, self.layers)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.tensorflow import checkpoint_barrier, tape
-from hvd_gradcomp.tensorflow.engine import explained, gather_objects, living
+from hvd_gradcomp.tensorflow.engine import GraphReducer, explained, gather_objects, living
+from hvd_gradcomp.tensorflow.step_sync import JOINED
 
 
 def join() -> tf.Tensor:
@@ -41,12 +44,50 @@ def join() -> tf.Tensor:
             return horovod.join()
     if not tf.executing_eagerly():
         raise RuntimeError("hvd.join() waits for other ranks: call it outside of a tf.function")
-    # In parallel: this rank does not know which optimizer the others step next.
     engines = [engine for engine in engines if engine.process_set.size() > 1]
+    everywhere = horovod.global_process_set
+    # In parallel: this rank does not know which optimizer the others step next.
+    begin = checkpoint_barrier.summed(tf.zeros(1), "gradcomp.join.begin", everywhere)
     running = [checkpoint_barrier.started(engine.take_part) for engine in engines]
-    ended, _ = wait(running, return_when=FIRST_EXCEPTION)
-    taken = sum(one.result() for one in ended)
+    pending = {begin, *running}
+    while not begin.done():
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    mine = {_message_of(engine) for engine in engines}
     with explained("hvd.join()"):
-        everybody = gather_objects(taken, int, "gradcomp.join", horovod.global_process_set)
-    last = max(range(len(everybody)), key=lambda rank: (-everybody[rank], rank))
+        everybody = gather_objects(sorted(mine), list[_Message], "gradcomp.join.words", everywhere)
+    # Reducers that only some ranks have, as of a model that the others have collected.
+    missing = {message for theirs in everybody for message in theirs} - mine
+    given = [_give(*message) for message in sorted(missing)]
+    taken = sum(future.result() for future in running)
+    for future in given:
+        future.result()
+    with explained("hvd.join()"):
+        counts = gather_objects(taken, int, "gradcomp.join", everywhere)
+    last = max(range(len(counts)), key=lambda rank: (-counts[rank], rank))
     return tf.constant(last, tf.int32)
+
+
+_Message = tuple[str, int, int]  # the name of a sync message, its size, and its process set
+
+
+def _message_of(engine: GraphReducer) -> _Message:
+    return engine.word_name, engine.word_size, int(engine.process_set.process_set_id)
+
+
+class _ProcessSet(NamedTuple):
+    """A process set as Horovod's operations use it."""
+
+    process_set_id: int
+
+
+def _give(name: str, size: int, process_set: int) -> Future[Any]:
+    """Submit the sync message of a rank that has joined, for a reducer that it does not have."""
+    ranks = list(mpi_ops._basics._get_process_set_ids_and_ranks()[process_set])
+    if horovod.rank() not in ranks:
+        return checkpoint_barrier.started(lambda: None)
+    row = tf.one_hot(0, size, on_value=JOINED, off_value=0, dtype=tf.int64)
+    place = ranks.index(horovod.rank())
+    table = tf.one_hot([place], len(ranks), dtype=tf.int64, axis=0) * row
+    return checkpoint_barrier.summed(table, name, _ProcessSet(process_set))

@@ -42,7 +42,7 @@ def test_another_frontend_of_horovod_imported_later(tmp_path):
 
 
 def test_ranks_without_batches_join(tmp_path):
-    """In a process of its own: a reducer that only some ranks have is an error there."""
+    """One of them still has a reducer that the other has not."""
     folder = tmp_path / "joined"
     folder.mkdir()
     first, second = launch("tensorflow_exchange", 2, "gloo", folder)
