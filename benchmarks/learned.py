@@ -30,7 +30,6 @@ from hvd_gradcomp.algorithms.gradiveq import projection
 from hvd_gradcomp.algorithms.lgc import training
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.core.compressor import Context
-from hvd_gradcomp.core.protocols.resizing import start
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.tuning.models import resnet50
@@ -81,7 +80,7 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
         planned = plan(compressor, layers, BUCKET_BYTES, ranks=ranks)
         (layout,) = (layout for one, layout in planned if isinstance(one, LGCCompressor))
         selected = compressor.capacity(layout)
-        state = start(compressor, ops, layout, ranks)
+        state = compressor.start(ops, layout, ranks)
         vectors = torch.randn(ranks, selected, device=ops.device)
         padded = torch.nn.functional.pad(vectors, (0, -selected % autoencoder.STRIDE))
         code = autoencoder.encode(ops, state.encoder, padded[:1])

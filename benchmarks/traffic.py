@@ -45,7 +45,6 @@ from hvd_gradcomp import (
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout, plan_buckets
-from hvd_gradcomp.core.protocols import resizing
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.tuning.models import resnet50
@@ -223,7 +222,7 @@ class Step:
 
     def _state(self, dense: bool) -> Any:
         """On the rung that has room for one element in 500, or on the last."""
-        state = resizing.start(self.compressor, self.ops, self.layout, RANKS)
+        state = self.compressor.start(self.ops, self.layout, RANKS)
         if not hasattr(state, "ladder"):
             return state
         ladder, wanted = self.compressor.ladder(self.layout, RANKS), self.layout.size // RATIO

@@ -44,7 +44,6 @@ from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.compressor import Context, leaves, with_leaves
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way, break_even
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import resizing
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.runtime.program_runner import ProgramRunner
@@ -97,7 +96,7 @@ class Step:
         self.compressor, self.layout = compressor, layout
         with tf.Graph().as_default():
             ops = TensorFlowOps(static=True)
-            self.template = resizing.start(compressor, ops, layout, RANKS)
+            self.template = compressor.start(ops, layout, RANKS)
             kept = [tf.TensorSpec(x.shape, x.dtype) for _, x in leaves(self.template)]
         self.has_moments = compressor.uses_moments and getattr(compressor, "moments", "") != "step"
         bucket = tf.TensorSpec((layout.size,), tf.float32)

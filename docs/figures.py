@@ -43,7 +43,6 @@ from hvd_gradcomp.cli import style
 from hvd_gradcomp.codecs.low_rank import components
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.reporting import report
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 
@@ -290,7 +289,7 @@ def autoencoder(path):
         held = [state.memory.r.clone() for state in world.states]
         result = take(world.step([lay(g) for g in each])[0])
         if 20 <= step < 20 + train:
-            losses += [*report(compressor, world.layout, world.states[0], step + 1).losses.values()]
+            losses += [*compressor.report(world.layout, world.states[0], step + 1).losses.values()]
     index = result.nonzero()[:, 0]
     mean = sum(take(r) + g.reshape(-1) for r, g in zip(held, gradients[-1]))[index] / 2
     (code, *_) = [r[0].tensor for r in world.traffic if isinstance(r[0], Allreduce)]

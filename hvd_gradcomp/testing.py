@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from hvd_gradcomp.core.collectives import Allreduce, Gather, Inside, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import resizing
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime import hierarchy, naming
 from hvd_gradcomp.runtime.collectives import CollectiveRunner
@@ -185,9 +184,7 @@ class World:
         self.compressor, self.ops, self.layout, self.size = compressor, ops, layout, size
         self.postscale = 1.0 / size if average else 1.0
         self.tamper = tamper
-        self.states: list[State] = [
-            resizing.start(compressor, ops, layout, size) for _ in range(size)
-        ]
+        self.states: list[State] = [compressor.start(ops, layout, size) for _ in range(size)]
         self.steps = 0
         self.traffic: list[list[Any]] = []
         self.failures: list[Exception | None] = [None] * size

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hvd_gradcomp import Compressor
 from hvd_gradcomp.core import patterns, validate
 from hvd_gradcomp.core.collectives import Allreduce
-from hvd_gradcomp.core.protocols.reporting import Report
+from hvd_gradcomp.core.compressor import Report
 from hvd_gradcomp.ops import Tensor
 
 

@@ -11,8 +11,8 @@ from hvd_gradcomp.codecs.momentum import MomentumCorrected
 from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
+from hvd_gradcomp.core.compressor import Report
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -10,12 +10,9 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.collectives import Switch
 from hvd_gradcomp.core.composite import Composite
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, derived
+from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report, derived
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import carrying, layering, resizing
-from hvd_gradcomp.core.protocols.carrying import Correction, Corrects
-from hvd_gradcomp.core.protocols.reporting import Report, report
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -62,13 +59,9 @@ class MomentumAfter(Composite):
     def correction(self) -> Correction:
         return self.momentum, self.nesterov
 
-    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
-        del momentum, nesterov
-        return self
-
     def start(self, ops: Ops, layout: Layout, ranks: int) -> MomentumState:
         velocity = ops.zeros((layout.size,), layout.dtype)
-        return MomentumState(resizing.start(self.inner, ops, layout, ranks), velocity)
+        return MomentumState(self.inner.start(ops, layout, ranks), velocity)
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: MomentumState, **extra: Tensor
@@ -89,10 +82,10 @@ class MomentumAfter(Composite):
         return state._replace(velocity=velocity)
 
     def residual(self, state: MomentumState) -> Tensor | None:
-        return carrying.residual(self.inner, state.inner)
+        return self.inner.residual(state.inner)
 
     def report(self, layout: Layout, state: MomentumState, steps: int, since: int = 0) -> Report:
-        return report(self.inner, layout, state.inner, steps, since)
+        return self.inner.report(layout, state.inner, steps, since)
 
 
 class AfterState(NamedTuple):
@@ -122,18 +115,18 @@ class After(Composite):
 
     @property
     def correction(self) -> Correction | None:
-        return carrying.correction(self.then) or carrying.correction(self.first)
+        return self.then.correction or self.first.correction
 
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         both = (corrected(c, momentum, nesterov) for c in (self.first, self.then))
         return After(self.steps, *both)
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
-        both = (layering.of_layers(c, layers, ranks) for c in (self.first, self.then))
+        both = (c.of_layers(layers, ranks) for c in (self.first, self.then))
         return [After(self.steps, first, then) for first, then in zip(*both)]
 
     def start(self, ops: Ops, layout: Layout, ranks: int) -> AfterState:
-        both = (resizing.start(c, ops, layout, ranks) for c in (self.first, self.then))
+        both = (c.start(ops, layout, ranks) for c in (self.first, self.then))
         return AfterState(*both)
 
     def aggregate(
@@ -148,13 +141,13 @@ class After(Composite):
         def then(inherits: bool) -> Program:
             start, whole = state.then, gradient
             if inherits:
-                residual = carrying.residual(self.first, state.first)
+                residual = self.first.residual(state.first)
                 if residual is not None:
-                    start, whole = carrying.inherit(self.then, ops, start, whole, residual)
-                velocity = carrying.velocity(self.first, state.first)
+                    start, whole = self.then.inherit(ops, start, whole, residual)
+                velocity = self.first.velocity(state.first)
                 if velocity is not None:
                     # Copy: a program may write to its state, and the first phase owns this tensor.
-                    start = carrying.with_velocity(self.then, start, velocity * 1)
+                    start = self.then.with_velocity(start, velocity * 1)
             program = self.then.aggregate(ops, context, whole, start, **_wanted(self.then, extra))
             mean, later = yield from program
             return mean, AfterState(state.first, later)
@@ -163,16 +156,16 @@ class After(Composite):
         return (yield Switch(phase, (before, lambda: then(True), lambda: then(False))))
 
     def velocity(self, state: AfterState) -> Tensor | None:
-        return carrying.velocity(self.first, state.first)
+        return self.first.velocity(state.first)
 
     def with_velocity(self, state: AfterState, velocity: Tensor) -> AfterState:
-        first = carrying.with_velocity(self.first, state.first, velocity)
+        first = self.first.with_velocity(state.first, velocity)
         return state._replace(first=first)
 
     def report(self, layout: Layout, state: AfterState, steps: int, since: int = 0) -> Report:
         turn = self.steps
-        first = report(self.first, layout, state.first, min(steps, turn), min(since, turn))
-        then = report(self.then, layout, state.then, max(steps - turn, 0), max(since - turn, 0))
+        first = self.first.report(layout, state.first, min(steps, turn), min(since, turn))
+        then = self.then.report(layout, state.then, max(steps - turn, 0), max(since - turn, 0))
         return Report(
             [a + b for a, b in zip(first.sent, then.sent)],
             then.residual if steps > turn else first.residual,
@@ -219,7 +212,7 @@ def part(what: str, compressor: Any) -> Compressor:
 
 def corrected(compressor: Compressor, momentum: float, nesterov: bool) -> Compressor:
     """Return a compressor that corrects this momentum, or wrap it in `MomentumAfter`."""
-    if isinstance(compressor, Corrects) and compressor.correction is not None:
+    if compressor.correction is not None:
         return compressor.corrected(momentum, nesterov)
     return MomentumAfter(compressor, momentum, nesterov) if momentum else compressor
 
@@ -241,7 +234,7 @@ def take_over(
     Raises:
         ValueError: the optimizer has no momentum to hand over, or a different one.
     """
-    if not isinstance(compressor, Corrects) or compressor.correction is None:
+    if compressor.correction is None:
         return compressor, False
     momentum, nesterov = compressor.correction
     if momentum == 0:

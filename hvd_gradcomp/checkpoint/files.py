@@ -32,7 +32,6 @@ from typing import Any, NamedTuple, Optional
 
 from hvd_gradcomp.core.compressor import Compressor, brief, is_replicated
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import learning
 from hvd_gradcomp.core.registry import known
 from hvd_gradcomp.runtime import typed_json
 
@@ -297,7 +296,7 @@ def source_of(
         saver: the rank that saved it.
         rank: the rank that loads it.
     """
-    owner = learning.owner(compressor, path, steps)
+    owner = compressor.owner(path, steps)
     if is_replicated(compressor, path):
         return Source.SAVED
     if mode == "sharded":

@@ -20,7 +20,6 @@ from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
-from hvd_gradcomp.core.protocols.carrying import correction
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import advice
 from hvd_gradcomp.tuning.advice import Case, Verdict
@@ -298,7 +297,7 @@ def _draw_otherwise(rank: int) -> None:
 
 def _takes_over(compressor: Compressor) -> bool:
     """Return True if the compressor takes the momentum over from the optimizer."""
-    return (correction(compressor) or (0.0,))[0] is None
+    return (compressor.correction or (0.0,))[0] is None
 
 
 def _suited(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import hvd_gradcomp
-from hvd_gradcomp.core.protocols.stock import Refuses
 
 _KERAS = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
 _OPTIMIZER = "DistributedOptimizer"
@@ -112,5 +111,5 @@ def _compressor(value: ast.expr, names: dict[str, str]) -> str:
         return ""
     package, _, name = _full(value.func, names).rpartition(".")
     kind = getattr(hvd_gradcomp, name, None)
-    refuses = getattr(kind, "compress", None) is Refuses.compress
+    refuses = getattr(kind, "compress", None) is hvd_gradcomp.Compressor.compress
     return name if package.partition(".")[0] == hvd_gradcomp.__name__ and refuses else ""

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from hvd_gradcomp.codecs.sparse import Memory, Residual
 from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor, State, derived
+from hvd_gradcomp.core.compressor import Compressor, Correction, State, derived
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.carrying import Correction
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import Collecting
 
@@ -72,11 +71,6 @@ class MomentumCorrected(TopKCompressor):
     @derived
     def rule(self) -> Collecting:
         return Collecting(self.momentum or 0.0, bool(self.nesterov), self.masking)
-
-    def velocity(self, state: State) -> Tensor | None:
-        """Return None: the state holds more than the velocity."""
-        del state
-        return None
 
     def with_velocity(self, state: State, velocity: Tensor) -> State:
         if not self.momentum:

@@ -17,9 +17,8 @@ from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report, State
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.interface.header import Weighing
 from hvd_gradcomp.ops.kernel_params import CapacityLevel

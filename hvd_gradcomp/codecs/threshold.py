@@ -22,10 +22,9 @@ from hvd_gradcomp.codecs.quantizers import Quantizer
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule
-from hvd_gradcomp.core.compressor import Context, State, derived
+from hvd_gradcomp.core.compressor import Context, Report, State, derived
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.header import Weighing
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule

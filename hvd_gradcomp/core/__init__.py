@@ -1,7 +1,6 @@
 """Compressors and the collectives that they request, shared by all methods and frontends.
 
 compressor       `Compressor`: `init` and `aggregate`
-protocols        optional hooks of a compressor
 composite        compressors made of other compressors
 collectives      the collectives that a program may request, as values
 patterns         communication patterns: generators over these collectives

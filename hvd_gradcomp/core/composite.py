@@ -8,7 +8,6 @@ from typing import Any
 
 from hvd_gradcomp.core.compressor import Compressor, State, derived
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import layering, learning, resizing
 from hvd_gradcomp.ops import Ops
 
 
@@ -30,7 +29,7 @@ class Composite(Compressor):
 
     @abstractmethod
     def start(self, ops: Ops, layout: Layout, ranks: int) -> State:
-        """Return the initial state; see `protocols.resizing`."""
+        """Return the initial state; see `Compressor.start`."""
 
     def init(self, ops: Ops, layout: Layout) -> State:
         return self.start(ops, layout, 1)
@@ -87,13 +86,13 @@ class Composite(Compressor):
 
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         """Return the estimate of the last child, the one that works in the end."""
-        return layering.layer_bytes([*self.children.values()][-1], shape)
+        return [*self.children.values()][-1].layer_bytes(shape)
 
     def retrained(self, ops: Ops, state: State, step: Any) -> State:
         """Return the state after each child has restarted its learning."""
         return state._replace(
             **{
-                name: learning.retrained(child, ops, getattr(state, name), step)
+                name: child.retrained(ops, getattr(state, name), step)
                 for name, child in self.children.items()
             }
         )
@@ -102,14 +101,14 @@ class Composite(Compressor):
         """Return the rank whose tensor counts, for a path in a child's state."""
         name, _, inside = path.partition(".")
         child = self.children.get(name)
-        return None if child is None else learning.owner(child, inside, step)
+        return None if child is None else child.owner(inside, step)
 
     def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
         """Return the state for another number of ranks; the same object if no child's changes."""
         changed = {}
         for name, child in self.children.items():
             before = getattr(state, name)
-            after = resizing.resized(child, ops, before, step, ranks)
+            after = child.resized(ops, before, step, ranks)
             if after is not before:
                 changed[name] = after
         return state._replace(**changed) if changed else state

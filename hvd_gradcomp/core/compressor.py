@@ -20,19 +20,21 @@ import ast
 import inspect
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from hvd_gradcomp.core import registry
 from hvd_gradcomp.core.collectives import Collective
+from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import BLOCK, Layout
-from hvd_gradcomp.core.protocols import stock
 from hvd_gradcomp.ops import Ops, Tensor
 
 T = TypeVar("T")
 State = Any
 Program = Generator[Collective, Any, tuple[Tensor, State]]
+Correction = tuple["float | None", "bool | None"]  # (momentum, nesterov)
 
 
 class Context(NamedTuple):
@@ -50,16 +52,33 @@ class Context(NamedTuple):
     postscale: float = 1.0
 
 
+class Report(NamedTuple):
+    """Report on a bucket's state; its numbers were read from the device.
+
+    Attributes:
+        sent: elements of each layer that this rank has sent.
+        residual: what was accumulated and not yet sent, [size]; None if nothing is kept.
+        losses: what a learned method loses, as shares of the energy, by name.
+        rung_changes: how often its capacity level has changed, see `capacity`; equal on all ranks.
+    """
+
+    sent: Sequence[int]
+    residual: Tensor | None = None
+    losses: Mapping[str, float] = MappingProxyType({})
+    rung_changes: int = 0
+
+
 def derived(of: Callable[[Any], T]) -> T:
     """Return a cached property computed from a compressor's fields, for a class attribute."""
     attribute: Any = cached_property(of)
     return attribute
 
 
-class Compressor(stock.Refuses, ABC):
+class Compressor(ABC):
     """Base class of `compression=` arguments. Concrete classes are frozen dataclasses.
 
-    A method needs `init` and `aggregate`. Its optional hooks are in `protocols`.
+    A method needs `init` and `aggregate`. Every other method is an optional hook: it has a default
+    here, and callers call it on any compressor.
 
     Attributes:
         algorithm: number in the wire header, derived from the class name; see `registry`.
@@ -78,7 +97,7 @@ class Compressor(stock.Refuses, ABC):
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
         stated: names of hyper-parameters that messages and tables show even at their defaults.
         needs_execution_order: whether the compressor of a layer depends on the order in which the
-            model uses its layers; see `protocols.layering`.
+            model uses its layers; see `of_layers`.
     """
 
     algorithm: int
@@ -112,7 +131,7 @@ class Compressor(stock.Refuses, ABC):
 
     @abstractmethod
     def init(self, ops: Ops, layout: Layout) -> State:
-        """Return the initial state; see `protocols.resizing` if the number of ranks matters."""
+        """Return the initial state; see `start` if the number of ranks matters."""
 
     @abstractmethod
     def aggregate(
@@ -135,6 +154,138 @@ class Compressor(stock.Refuses, ABC):
     def digest(self, layout: Layout) -> int:
         """Return 32 bits that differ when the layout, the method or a hyper-parameter differs."""
         return zlib.crc32(repr(self).encode(), layout.digest)
+
+    # -- which layers it takes -----------------------------------------------------------------
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> Sequence[Compressor]:
+        """Return the compressor of each layer; by default this one for all.
+
+        Args:
+            layers: (name, shape, dtype) in the order of the model.
+            ranks: how many exchange.
+
+        Raises:
+            ValueError: it cannot work on these layers, or with so many ranks.
+        """
+        del ranks
+        return [self] * len(layers)
+
+    def layer_bytes(self, shape: Sequence[int]) -> float | None:
+        """Return about how many bytes a layer sends; None if that depends on the gradients.
+
+        Args:
+            shape: with the outputs first, as in `core.layout.outputs_first`.
+        """
+        del shape
+        return None
+
+    # -- reports -------------------------------------------------------------------------------
+
+    def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
+        """Report on all steps up to now; by default each of them has sent all elements.
+
+        Args:
+            layout: of the bucket.
+            state: after so many steps.
+            steps: that were made.
+            since: how many of them were made before this bucket's first.
+        """
+        return Report([size * (steps - since) for size in layout.sizes], self.residual(state))
+
+    # -- handover to another method, or to other ranks -------------------------------------------
+
+    def residual(self, state: State) -> Tensor | None:
+        """Return what was accumulated and not yet sent, [size]; None if nothing is kept."""
+        del state
+        return None
+
+    def inherit(
+        self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
+    ) -> tuple[State, Tensor]:
+        """Take over another method's residual: return (state, gradient) that contain it.
+
+        By default it is sent with the next gradient.
+        """
+        del ops
+        return state, gradient + residual
+
+    def velocity(self, state: State) -> Tensor | None:
+        """Return the momentum of the steps so far, [size], if the state holds nothing else."""
+        del state
+        return None
+
+    def with_velocity(self, state: State, velocity: Tensor) -> State:
+        """Return a state that continues from a velocity that is equal on all ranks."""
+        del velocity
+        return state
+
+    @property
+    def correction(self) -> Correction | None:
+        """Return the (momentum, nesterov) that it applies; None leaves momentum to the optimizer.
+
+        None in the pair means the optimizer's number, which `corrected` is then called with.
+        """
+        return None
+
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        """Return a copy with the momentum taken over from the optimizer, if it has `correction`."""
+        del momentum, nesterov
+        return self
+
+    # -- learned methods: a basis, an autoencoder ------------------------------------------------
+
+    def retrained(self, ops: Ops, state: State, step: Any) -> State:
+        """Return a state that learns anew from this step on; by default the same state."""
+        del ops, step
+        return state
+
+    def owner(self, path: str, step: int) -> int | None:
+        """Return the rank whose tensor counts when states are merged; None if they are summed.
+
+        Called for the fields, dotted as in `leaves`, that are not `replicated`: an autoencoder that
+        one rank trains cannot be summed, a residual has to be.
+        """
+        del path, step
+        return None
+
+    def rehearsed(self, ops: Ops, layout: Layout, state: State, step: int) -> State:
+        """Return a state that has learned all until this step; its knowledge may be random.
+
+        With it the compressed phase is measured. By default the same state: nothing is learned.
+        """
+        del ops, layout, step
+        return state
+
+    # -- the number of ranks ---------------------------------------------------------------------
+
+    def start(self, ops: Ops, layout: Layout, ranks: int) -> State:
+        """Return the initial state for this number of ranks; by default that of `init`."""
+        del ranks
+        return self.init(ops, layout)
+
+    def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
+        """Return the state for another number of ranks; the same object if nothing depends on it.
+
+        Raises:
+            ValueError: it cannot work with so many.
+        """
+        del ops, step, ranks
+        return state
+
+    # -- stock Horovod ---------------------------------------------------------------------------
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Refuse stock Horovod, whose entry point this is. Linear compressors override it.
+
+        Stock Horovod sums payloads as they are, so a method that is not linear cannot work there.
+        """
+        framework = type(tensor).__module__.partition(".")[0]
+        package = "tensorflow" if framework == "tensorflow" else "torch"
+        raise TypeError(
+            f"a compressor cannot work inside horovod.{package}, which adds payloads up as they "
+            f"are. Change the import to `import hvd_gradcomp.{package} as hvd` and keep the rest. "
+            f"Got {self}"
+        )
 
 
 class _Brief(ast.NodeTransformer):

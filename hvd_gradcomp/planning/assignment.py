@@ -2,8 +2,8 @@
 
 Rules, in this order:
 
-* A compressor assigns the layers (`protocols.layering`): `partition` by its rules; methods made for
-  some layers leave the others to another compressor; most take all.
+* A compressor assigns the layers (`Compressor.of_layers`): `partition` by its rules; methods made
+  for some layers leave the others to another compressor; most take all.
 * A layer is sent dense, in buckets of such layers, if compression saves nothing: if its share of a
   payload (`layer_bytes`, ibid.) is at least 4 bytes for each element, or if it has no elements.
 * If the optimizer's momentum was taken over, layers whose compressor does not correct momentum
@@ -21,11 +21,9 @@ from typing import Any, Union
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.wrappers import corrected, part
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
+from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, State, derived
 from hvd_gradcomp.core.layers import ROLES, Layer, Traits, traits_of
 from hvd_gradcomp.core.layout import Layout, outputs_first, plan_buckets
-from hvd_gradcomp.core.protocols import layering
-from hvd_gradcomp.core.protocols.carrying import Correction, correction
 from hvd_gradcomp.ops import Ops, Tensor
 
 _WHOLE = 1 << 62
@@ -139,7 +137,7 @@ class Partition(Compressor):
 
     @property
     def correction(self) -> Correction | None:
-        known = {correction(c) for _, c in self.rules} - {None}
+        known = {c.correction for _, c in self.rules} - {None}
         if len(known) > 1:
             raise ValueError(
                 "the compressors of a partition correct different momenta, and an optimizer has "
@@ -165,7 +163,7 @@ class Partition(Compressor):
         whole: list[Compressor] = list(chosen)
         for one in dict.fromkeys(chosen):  # each may assign its layers in turn
             places = [place for place, other in enumerate(chosen) if other == one]
-            mine = layering.of_layers(one, [layers[place] for place in places], ranks)
+            mine = one.of_layers([layers[place] for place in places], ranks)
             for place, inner in zip(places, mine):
                 whole[place] = inner
         return whole
@@ -257,8 +255,8 @@ def assign(
         ValueError: a compressor does not fit the layers or the ranks; or it takes momentum over,
             and there is no optimizer.
     """
-    chosen = layering.of_layers(compressor, layers, ranks)
-    momentum, nesterov = correction(compressor) or (0.0, False)
+    chosen = compressor.of_layers(layers, ranks)
+    momentum, nesterov = compressor.correction or (0.0, False)
     if momentum is None:
         raise ValueError(
             "there is no optimizer here to take the momentum over from; give momentum=0.9, or "
@@ -269,7 +267,7 @@ def assign(
         share: float | None = 0.0
         if prod(shape):  # so that no method divides by zero
             stored = outputs_first(name, shape) if filters_last else shape
-            share = layering.layer_bytes(one, stored)
+            share = one.layer_bytes(stored)
         if share is not None and share >= 4 * prod(shape):
             one = NoneCompressor()
         assigned.append(corrected(one, momentum, bool(nesterov)))

@@ -12,7 +12,6 @@ from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
-from hvd_gradcomp.core.protocols.layering import layer_bytes
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.planning.worth import at_work, goes_dense
 
@@ -48,7 +47,7 @@ def describe(
     summed = {one for one, layout in whole.items() if goes_dense(at_work(one), layout, ranks)}
     for (name, shape, _), one in zip(layers, assigned):
         size = 4 * prod(shape)
-        share = layer_bytes(one, outputs_first(name, shape) if filters_last else shape)
+        share = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
         if share is not None and one in summed:
             share = size
         dense, expected = dense + size, expected + (share or 0.0)

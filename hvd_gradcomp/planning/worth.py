@@ -27,7 +27,6 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import gathers_rows
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
-from hvd_gradcomp.core.protocols.layering import layer_bytes
 
 Plan = Sequence[tuple[Compressor, Layout]]
 
@@ -118,7 +117,7 @@ def most_rows(
     name, shape, dtype = layer
     width = {"float64": 8, "float16": 2}.get(dtype, 4)  # bytes on the wire
     dense = prod(shape) * (width if dtype in one.native_dtypes else 4)
-    payload = layer_bytes(one, outputs_first(name, shape) if filters_last else shape)
+    payload = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
     if payload is None and isinstance(at_work(one), ThresholdCompressor):
         return -1
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.core.compressor import Compressor, State
+from hvd_gradcomp.core.compressor import Compressor, Report, State
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.reporting import Report, report
 from hvd_gradcomp.monitoring.stats import CompressionStats, mean_losses, norm_of
 
 
@@ -58,7 +57,7 @@ def stats(
     for layout, compressor, state, taken in buckets:
         elements += layout.elements * taken
         sizes.update(zip(layout.names, layout.sizes))
-        said = report(compressor, layout, state, steps, since=steps - taken)
+        said = compressor.report(layout, state, steps, since=steps - taken)
         reports.append(said)
         layers.update(zip(layout.names, said.sent))
     for name, values in beside.items():

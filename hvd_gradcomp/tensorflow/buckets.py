@@ -11,8 +11,6 @@ import tensorflow as tf
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.layers import Layer
-from hvd_gradcomp.core.protocols import learning
-from hvd_gradcomp.core.protocols.resizing import resized, start
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.planning import assignment
@@ -135,7 +133,7 @@ class Buckets(Participants):
         with tf.init_scope():
             undecided = tf.constant(UNDECIDED, tf.int64)
             self.choices = {p: new_variable("gradcomp_rows", undecided) for p in self.apart}
-            self.templates = [start(one, self.ops, layout, ranks) for one, layout in planned]
+            self.templates = [one.start(self.ops, layout, ranks) for one, layout in planned]
             for bucket, template in enumerate(self.templates):
                 self.variables.append([])
                 for path, value in leaves(template):
@@ -176,7 +174,7 @@ class Buckets(Participants):
             for one, template, variables in zip(self.compressors, self.templates, self.variables)
             for (path, _), variable in zip(leaves(template), variables)
             if is_rank_local(variable) and self.place is None
-            if (owner := learning.owner(one, path, steps)) is not None
+            if (owner := one.owner(path, steps)) is not None
         ]
 
     def commit(self) -> None:
@@ -251,7 +249,7 @@ class Buckets(Participants):
         """Let the compressors learn anew, from the next step on."""
         self.commit()
         for bucket, compressor in enumerate(self.compressors):
-            state = learning.retrained(compressor, self.ops, self.state_of(bucket), int(self.steps))
+            state = compressor.retrained(self.ops, self.state_of(bucket), int(self.steps))
             for variable, (_, value) in zip(self.variables[bucket], leaves(state)):
                 variable.assign(value)
 
@@ -295,7 +293,7 @@ class Buckets(Participants):
             self.postscale = 1.0 / (self.prescale * ranks)
         for bucket, compressor in enumerate(self.compressors):
             before = self.state_of(bucket)
-            after = resized(compressor, self.ops, before, int(self.steps), ranks)
+            after = compressor.resized(self.ops, before, int(self.steps), ranks)
             if after is before:
                 continue
             anew.add(compressor)

@@ -22,7 +22,6 @@ from safetensors import numpy as safetensors
 from hvd_gradcomp.checkpoint import files
 from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
 from hvd_gradcomp.core.compressor import is_replicated, leaves, with_leaves
-from hvd_gradcomp.core.protocols import learning, resizing
 from hvd_gradcomp.tensorflow.checkpoint_barrier import meet
 from hvd_gradcomp.tensorflow.engine import (
     LOGGER,
@@ -281,7 +280,7 @@ def _state(engine: GraphReducer, bucket: int, mode: str) -> Arrays:
         if mode == "sharded" or is_replicated(one, path):
             state[path] = _array(variable)
         else:
-            counts = learning.owner(one, path, steps) in (None, engine.seat[0])
+            counts = one.owner(path, steps) in (None, engine.seat[0])
             among = engine.among(None)
             state[path] = _summed(engine, f"{bucket}.{path}", variable, among, counts)
     if mode == "consolidated" and engine.place is not None and engine.place.slots > 1:
@@ -431,7 +430,7 @@ def _restored_exchange(
             # A parameter server's decoder has a head for each rank.
             LOGGER.warning("%s learns anew: %d ranks exchange now", one, size)
             state = with_leaves(engine.templates[bucket], tensors)
-            state = resizing.resized(one, engine.ops, state, saved["steps"], size)
+            state = one.resized(engine.ops, state, saved["steps"], size)
             tensors = [x for _, x in leaves(state)]
         plan += zip(variables, tensors)
     for title, variable in engine.counters.items():

@@ -25,7 +25,6 @@ from horovod.tensorflow.elastic import (
     rank,
 )
 
-from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.engine import TITLES, GraphReducer, distributed_in, gather_objects
@@ -263,7 +262,7 @@ def _broadcast_object(item: Any) -> Any:
 def _squares(engine: GraphReducer) -> float:
     total = 0.0
     for bucket, compressor in enumerate(engine.compressors):
-        residual = carrying.residual(compressor, engine.state_of(bucket))
+        residual = compressor.residual(engine.state_of(bucket))
         if residual is not None:
             total += float(tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))))
     return total

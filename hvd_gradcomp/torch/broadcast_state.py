@@ -9,7 +9,6 @@ import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp.core.compressor import Compressor, is_replicated, leaves, with_leaves
-from hvd_gradcomp.core.protocols import learning, resizing
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.torch import broadcast_objects
 from hvd_gradcomp.torch.broadcast_objects import RankInfo
@@ -239,7 +238,7 @@ def _held(engine: HorovodReducer) -> dict[str, Any]:
 
 def _common(compressor: Compressor, path: str, steps: int, seat: int) -> bool:
     """Return True if this rank's value of the tensor is valid on all ranks."""
-    return is_replicated(compressor, path) or learning.owner(compressor, path, steps) == seat
+    return is_replicated(compressor, path) or compressor.owner(path, steps) == seat
 
 
 def _counts(compressor: Compressor, path: str, x: torch.Tensor) -> bool:
@@ -251,7 +250,7 @@ def _keeps_alone(bucket: Bucket, steps: int) -> bool:
     """Return True if this rank has nonzero state that no other rank has, such as a residual."""
     one = bucket.compressor
     return any(
-        not is_replicated(one, path) and learning.owner(one, path, steps) is None and bool(x.any())
+        not is_replicated(one, path) and one.owner(path, steps) is None and bool(x.any())
         for path, x in leaves(bucket.state)
         if tuple(x.shape) == (bucket.layout.size,)
     )
@@ -290,10 +289,10 @@ def _take(
         before = bucket.state
         if all_keep:
             continue
-        if any(learning.owner(one, path, steps) not in (None, seat) for path in alone):
-            bucket.state = resizing.resized(one, bucket.ops, bucket.state, steps, engine.seat[1])
+        if any(one.owner(path, steps) not in (None, seat) for path in alone):
+            bucket.state = one.resized(bucket.ops, bucket.state, steps, engine.seat[1])
         elif fields is None:
-            bucket.state = learning.retrained(one, bucket.ops, bucket.state, steps)
+            bucket.state = one.retrained(bucket.ops, bucket.state, steps)
         if bucket.state is not before:
             anew[one] = None
     engine.compare_again()
@@ -306,7 +305,7 @@ def _fill(
     """Set a bucket's state to the root's; the rest stays if `stays`, else it is reset."""
     one, state = bucket.compressor, bucket.state
     if not stays:
-        state = resizing.start(one, bucket.ops, bucket.layout, engine.seat[1])
+        state = one.start(bucket.ops, bucket.layout, engine.seat[1])
     values = [
         fields[path].to(x.device)
         if path in fields and (not stays or _common(one, path, engine.steps, seat))

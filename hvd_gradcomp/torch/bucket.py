@@ -15,8 +15,6 @@ from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.core.compressor import Compressor, State, leaves
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import carrying
-from hvd_gradcomp.core.protocols.resizing import start
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import assignment
 from hvd_gradcomp.runtime import naming
@@ -205,7 +203,7 @@ def planned(
         scaled = isinstance(one, LinearCompressor) and one.in_halves(layout)
         if place is not None and place.slot != index % turns:
             one = NoneCompressor()  # only the leader has state
-        state = start(one, ops, layout, ranks)
+        state = one.start(ops, layout, ranks)
         title = naming.bucket(name, index, layout)
         bucket = Bucket(title, layout, one, ops, parameters, flat, moment, state)
         bucket.leader, bucket.scaled = index % turns, scaled
@@ -218,19 +216,19 @@ def carry_over(before: Sequence[Bucket], after: Sequence[Bucket]) -> None:
     residuals: dict[str, torch.Tensor] = {}
     for bucket in before:
         for kept, vector in (
-            (velocities, carrying.velocity(bucket.compressor, bucket.state)),
-            (residuals, carrying.residual(bucket.compressor, bucket.state)),
+            (velocities, bucket.compressor.velocity(bucket.state)),
+            (residuals, bucket.compressor.residual(bucket.state)),
         ):
             if vector is not None:
                 kept.update(zip(bucket.layout.names, bucket.cut(vector)))
     for bucket in after:
         one, ops, state = bucket.compressor, bucket.ops, bucket.state
         if set(bucket.layout.names) <= set(velocities):
-            state = carrying.with_velocity(one, state, bucket.joined(velocities))
+            state = one.with_velocity(state, bucket.joined(velocities))
         kept_before = set(bucket.layout.names) <= set(residuals)
-        if kept_before and carrying.residual(one, state) is not None:
+        if kept_before and one.residual(state) is not None:
             nothing = ops.zeros((bucket.layout.size,))
-            state, _ = carrying.inherit(one, ops, state, nothing, bucket.joined(residuals))
+            state, _ = one.inherit(ops, state, nothing, bucket.joined(residuals))
         bucket.state = state
 
 

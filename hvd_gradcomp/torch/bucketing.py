@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.core.protocols.learning import retrained
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import assignment, worth
 from hvd_gradcomp.runtime import naming
@@ -162,7 +161,7 @@ class BucketPlanner(Reducer):
         new = list(self._plan(everything, self.buckets))
         for bucket in new:
             bucket.since = self.steps
-            bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, self.steps)
+            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
         self._named = everything
         self._name_of.update((p, name) for name, p in named_parameters)
         self.layers += self.used[len(self.used) - len(named_parameters) :]

@@ -13,7 +13,6 @@ import torch
 from hvd_gradcomp.checkpoint import files as checkpoint_files
 from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
-from hvd_gradcomp.core.protocols import learning, resizing
 from hvd_gradcomp.torch import safetensors_file
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
@@ -64,7 +63,7 @@ def _state(engine: HorovodReducer, bucket: Bucket, mode: str) -> dict[str, torch
         if mode == "sharded" or is_replicated(one, path):
             state[path] = x.detach().clone()
             continue
-        owner = learning.owner(one, path, engine.steps)
+        owner = one.owner(path, engine.steps)
         if owner not in (None, engine.seat[0]):
             x = torch.zeros_like(x)
         state[path] = _summed(f"{bucket.name}.{path}", x, engine.among(None))
@@ -138,7 +137,7 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
         values, one = [], bucket.compressor
         fresh: dict[str, torch.Tensor] = {}
         if one.reset_on_merge:
-            fresh = dict(leaves(resizing.start(one, bucket.ops, bucket.layout, size)))
+            fresh = dict(leaves(one.start(bucket.ops, bucket.layout, size)))
         # An owner is a rank among those that exchange: with hosts, another's state has none.
         saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
         how = saved["steps"], saved["mode"], saver, rank
@@ -159,7 +158,7 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
         if any(x.shape != y.shape for x, (_, y) in zip(values, leaves(before))):
             # A parameter server's decoder has a head for each rank.
             LOGGER.warning("%s learns anew: %d ranks exchange now", one, size)
-            bucket.state = resizing.resized(one, bucket.ops, bucket.state, saved["steps"], size)
+            bucket.state = one.resized(bucket.ops, bucket.state, saved["steps"], size)
     engine.steps = saved["steps"]
     if not engine.ordered:
         engine.order = list(saved["order"])

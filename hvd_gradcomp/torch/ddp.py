@@ -31,7 +31,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.checkpoint.files import CheckpointError
 from hvd_gradcomp.core.compressor import Compressor, leaves
-from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
@@ -628,7 +627,7 @@ def _with_momentum(
         raise TypeError(f"compression= takes a compressor of hvd_gradcomp, got {compression!r}")
     if optimizer is not None:
         return momentum.hand_over(optimizer, compression)
-    correction = carrying.correction(compression)
+    correction = compression.correction
     if correction is not None and correction[0] is None:
         raise ValueError(
             "the compressor corrects momentum: pass optimizer=, whose momentum it takes over; or "

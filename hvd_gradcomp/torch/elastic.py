@@ -16,7 +16,6 @@ from horovod.torch.elastic import TorchState as _StockState
 from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
-from hvd_gradcomp.core.protocols import carrying, resizing
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.broadcast_objects import from_root
@@ -165,7 +164,7 @@ class CompressedOptimizer(StateHandler):
         """Reset this rank's own state, but not replicated fields, to that before the first step."""
         ranks = self.engine.process_set.size()
         for bucket in self.engine.buckets:
-            fresh = leaves(resizing.start(bucket.compressor, bucket.ops, bucket.layout, ranks))
+            fresh = leaves(bucket.compressor.start(bucket.ops, bucket.layout, ranks))
             values = [
                 x if is_replicated(bucket.compressor, path) else new
                 for (path, x), (_, new) in zip(leaves(bucket.state), fresh)
@@ -182,7 +181,7 @@ class CompressedOptimizer(StateHandler):
         anew = set()
         for bucket in engine.buckets:
             one = bucket.compressor
-            resized = resizing.resized(one, bucket.ops, bucket.state, engine.steps, ranks)
+            resized = one.resized(bucket.ops, bucket.state, engine.steps, ranks)
             if resized is not bucket.state:
                 anew.add(one)
             bucket.state = resized
@@ -199,7 +198,7 @@ def _cloned(state: State) -> State:
 def _squares(engine: HorovodReducer) -> float:
     total = 0.0
     for bucket in engine.buckets:
-        residual = carrying.residual(bucket.compressor, bucket.state)
+        residual = bucket.compressor.residual(bucket.state)
         if residual is not None:
             total += float(residual.double().square().sum())
     return total

@@ -17,7 +17,6 @@ import torch
 
 from hvd_gradcomp.core.collectives import Collective
 from hvd_gradcomp.core.compressor import Context
-from hvd_gradcomp.core.protocols.learning import retrained
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import hierarchy, stats
@@ -373,7 +372,7 @@ def retrain(exchange: Reducer) -> None:
     """Retrain compressors that learn, from the next step on."""
     exchange.commit()
     for bucket in exchange.buckets:
-        bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, exchange.steps)
+        bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, exchange.steps)
 
 
 def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ import torch
 
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.core.protocols.carrying import correction
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _VELOCITY = "decay_velocity"  # in the optimizer's state, so that it is saved and broadcast
@@ -111,6 +110,6 @@ class MomentumTransfer:
 
 def hand_over(optimizer: torch.optim.Optimizer, compressor: Compressor) -> tuple[Compressor, bool]:
     """Return (the compressor with its momentum set, True if it takes over the optimizer's)."""
-    if (correction(compressor) or (0.0,))[0] == 0:
+    if (compressor.correction or (0.0,))[0] == 0:
         return compressor, False
     return take_over(compressor, type(optimizer).__name__, momentum_of(optimizer))

@@ -16,7 +16,6 @@ import torch
 
 from hvd_gradcomp.core.compressor import State, leaves
 from hvd_gradcomp.core.layers import Layer, Weight, convolving
-from hvd_gradcomp.core.protocols.learning import retrained
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.bucket import Bucket
@@ -66,7 +65,7 @@ def mask_frozen(bucket: Bucket, slots: set[int], step: int) -> None:
     layer returns, the compressor retrains, because it has learned without that layer.
     """
     if bucket.held - slots:
-        bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, step)
+        bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, step)
     bucket.held = slots
     if not slots or len(slots) == len(bucket.parameters):
         return

@@ -22,8 +22,6 @@ from hvd_gradcomp.core.collectives import Allgather, Allreduce, Collective, Gath
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import KINDS, Link, volume
 from hvd_gradcomp.core.cost_model import Bucket as Cost
-from hvd_gradcomp.core.protocols.carrying import Corrects
-from hvd_gradcomp.core.protocols.learning import Rehearses
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.worth import idle
@@ -320,7 +318,7 @@ def reducer_of(
         UnmeasurableError: on all ranks, if the compressor does not take these layers, or would
             send all of them dense.
     """
-    if isinstance(compressor, Corrects) and (compressor.correction or (0.0,))[0] is None:
+    if (compressor.correction or (0.0,))[0] is None:
         compressor = compressor.corrected(0.9, False)
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
     _supply((p for _, p in named), squares)
@@ -337,13 +335,11 @@ def reducer_of(
         raise UnmeasurableError(str(error)) from error
     if idle(compressor, [(bucket.compressor, bucket.layout) for bucket in engine.buckets]):
         raise UnmeasurableError(f"{brief(compressor)}: it would compress none of these layers")
-    if isinstance(compressor, Rehearses):
-        engine.steps = _LEARNED  # measure the compressed phase
-        for bucket in engine.buckets:
-            if isinstance(bucket.compressor, Rehearses):
-                bucket.state = bucket.compressor.rehearsed(
-                    bucket.ops, bucket.layout, bucket.state, _LEARNED
-                )
+    for bucket in engine.buckets:
+        before = bucket.state
+        bucket.state = bucket.compressor.rehearsed(bucket.ops, bucket.layout, before, _LEARNED)
+        if bucket.state is not before:
+            engine.steps = _LEARNED  # measure the compressed phase
     return engine
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import GradiVeQCompressor
-from hvd_gradcomp.core.protocols.reporting import report
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
@@ -57,7 +56,7 @@ def check(compressor, ops, shapes, ranks, bucket_bytes, draw, steps=7):
             for total in totals:
                 assert total.shape == (layout.size,) and np.isfinite(total).all()
                 assert np.array_equal(total, totals[0])
-        sent = report(one, layout, world.states[0], steps).sent
+        sent = one.report(layout, world.states[0], steps).sent
         sizes = dict(zip(layout.names, layout.sizes))
         stats = CompressionStats(steps=steps, layers=dict(zip(layout.names, sent)), sizes=sizes)
         assert all(0 <= density <= 1 for density in stats.density.values())

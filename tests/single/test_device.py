@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvd_gradcomp.core.collectives import Allgather, Switch
 from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.resizing import start
 from hvd_gradcomp.ops.torch import TorchOps
 from tests.methods import EVERY, LARGEST, LEARNED, WORDS
 from tests.single.older import without_data
@@ -137,7 +136,7 @@ def run_without_data(compressor, ops, layout, state, step):
 def test_no_step_of_any_method_reads_the_device(compressor):
     """In each phase; `deflate` packs indices on the host, which its documentation says."""
     ops, layout = WithoutData(), Layout(LAYOUT.names, LAYOUT.shapes, block=compressor.block)
-    state = start(compressor, ops, layout, 2)
+    state = compressor.start(ops, layout, 2)
     state = run_without_data(compressor, ops, layout, state, 0)  # makes tables
     reads = getattr(compressor, "index_coding", "") == "deflate"
     with NoCopies(), pytest.raises(NotImplementedError) if reads else contextlib.nullcontext():

@@ -27,7 +27,6 @@ from hvd_gradcomp.algorithms.gradiveq import projection
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layers import Weight, convolves
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.carrying import residual
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import worth
@@ -154,7 +153,7 @@ def test_with_feedback_the_sum_over_ranks_loses_nothing(sampling, average):
 
     def kept():
         inner = compressor.between
-        both = [[state.r, residual(inner, state.sampling)] for state in world.states]
+        both = [[state.r, inner.residual(state.sampling)] for state in world.states]
         return sum(x.double() for some in both for x in some if x is not None)
 
     for step in range(40):

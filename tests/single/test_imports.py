@@ -196,7 +196,6 @@ def test_a_class_has_no_subclass_or_several():
     reasons = {
         "algorithms.gradiveq.settings": "settings, which are read without the algorithm",
         "algorithms.lgc.settings": "settings, which are read without the algorithm",
-        "core.protocols.stock": "refuses what stock Horovod calls, beside the paper's interface",
         "ops": "operations by subject, a file a subject, for each framework",
         "tensorflow.elastic": "a class of Horovod's with a state of ours",
         "tensorflow.keras.callbacks": "as in Horovod",

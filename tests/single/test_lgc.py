@@ -21,8 +21,6 @@ from hvd_gradcomp.core.collectives import Gather
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.patterns import drawn
-from hvd_gradcomp.core.protocols.carrying import residual
-from hvd_gradcomp.core.protocols.reporting import report
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign, plan
@@ -249,13 +247,13 @@ def test_agrees_with_plain_loops(pattern, feedback, more):
             np.testing.assert_allclose(mine / scale, mean / scale, atol=2e-3, err_msg=f"{step}")
             for rank in range(ranks):
                 layer, state = layout.offsets.index(start), world.states[rank]
-                kept = residual(compressor, state)[start : start + size].numpy()
+                kept = compressor.residual(state)[start : start + size].numpy()
                 other = oracle.r[rank][layer] + oracle.owed[rank][layer]
                 np.testing.assert_allclose(kept / scale, other / scale, atol=2e-3)
         if step >= READY and pattern == "ring_allreduce":
             seen = _seen(seen, oracle, step)
         if step > READY:
-            loss = report(compressor, world.layout, world.states[0], world.steps).losses[
+            loss = compressor.report(world.layout, world.states[0], world.steps).losses[
                 "autoencoder"
             ]
             assert loss == pytest.approx(seen[0] / seen[1], rel=2e-2, abs=1e-3)
@@ -304,7 +302,7 @@ def test_with_exact_feedback_the_sum_over_ranks_loses_nothing(
     share = ranks if average else 1
 
     def kept():
-        return sum(residual(compressor, state).double() for state in world.states)
+        return sum(compressor.residual(state).double() for state in world.states)
 
     for _ in range(16):
         before = kept()
@@ -402,13 +400,13 @@ def test_an_autoencoder_that_does_not_learn_is_not_used(pattern, caplog):
     assert caplog.text.count("has not fallen to 0.95") == 1, "said once, by one rank"
     assert "hvd.retrain(optimizer)" in caplog.text
     assert int(world.states[0].ready) == 0
-    assert report(compressor, world.layout, world.states[1], world.steps).losses[
+    assert compressor.report(world.layout, world.states[1], world.steps).losses[
         "autoencoder"
     ] == pytest.approx(1.0, abs=0.01)
     assert not any(isinstance(rs[0], Gather) for rs in world.traffic)
-    before = sum(residual(compressor, state).double() for state in world.states)
+    before = sum(compressor.residual(state).double() for state in world.states)
     flat, total = advance(world)
-    after = sum(residual(compressor, state).double() for state in world.states)
+    after = sum(compressor.residual(state).double() for state in world.states)
     torch.testing.assert_close(
         after + 3 * total.double(), before + sum(flat).double(), rtol=1e-4, atol=1e-4
     )
@@ -424,7 +422,7 @@ def test_among_other_ranks_it_learns_anew_and_keeps_its_residual(pattern):
     fewer.steps = world.steps
     fewer.states = [compressor.resized(world.ops, s, world.steps, 2) for s in world.states[1:]]
     for before, after in zip(world.states[1:], fewer.states):
-        assert torch.equal(residual(compressor, before), residual(compressor, after))
+        assert torch.equal(compressor.residual(before), compressor.residual(after))
         assert (int(after.start), int(after.ready)) == (world.steps, 0)
         assert after.decoder.shape[0] == (2 if compressor.by_server else 1)
     for _ in range(READY):
@@ -542,7 +540,7 @@ def test_signs_that_are_sent_need_not_be_learned(pattern, signs):
             s._replace(memory=s.memory._replace(r=s.memory.r * 0), owed=s.owed * 0)
             for s in world.states
         ]
-    (loss,) = report(kind, world.layout, world.states[0], world.steps).losses.values()
+    (loss,) = kind.report(world.layout, world.states[0], world.steps).losses.values()
     assert loss < 0.1 if signs else loss > 0.3
 
 
@@ -802,7 +800,7 @@ def test_a_perfect_autoencoder_loses_nothing(pattern, monkeypatch):
     monkeypatch.setattr(autoencoder, "decode", decode)
     step(5)
     assert (
-        report(compressor, world.layout, world.states[1], world.steps).losses["autoencoder"] < 1e-3
+        compressor.report(world.layout, world.states[1], world.steps).losses["autoencoder"] < 1e-3
     )
 
 

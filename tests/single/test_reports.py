@@ -16,8 +16,6 @@ import torch
 from hvd_gradcomp import JSONLines, SparseGDCompressor, StromCompressor, TensorBoard, after
 from hvd_gradcomp.core.capacity import CapacitySchedule
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.reporting import report
-from hvd_gradcomp.core.protocols.resizing import start
 from hvd_gradcomp.monitoring import reports
 from hvd_gradcomp.monitoring.reports import StatsWriter, Writer, scalars, summary
 from hvd_gradcomp.monitoring.stats import CompressionStats
@@ -295,8 +293,8 @@ def test_changes_of_the_rung_are_counted():
 @pytest.mark.parametrize("compressor", [*EVERY, *learned_by("torch", 2)], ids=repr)
 def test_every_method_says_what_it_keeps(compressor):
     layout = Layout(("a", "b"), ((30, 20, 3), (40, 9)), block=compressor.block)
-    state = start(compressor, TorchOps(), layout, 2)
-    said = report(compressor, layout, state, 1)
+    state = compressor.start(TorchOps(), layout, 2)
+    said = compressor.report(layout, state, 1)
     assert said.rung_changes == 0
     kept = said.residual
     assert kept is None or (kept.shape == (layout.size,) and not kept.any())
@@ -308,7 +306,7 @@ def test_what_is_kept_is_that_of_the_phase_at_work():
     world = World(compressor, TorchOps(), layout, 1)
     for step in range(1, 5):
         world.step([torch.ones(layout.size)])
-        said = report(compressor, layout, world.states[0], step)
+        said = compressor.report(layout, world.states[0], step)
         kept, (sent,) = said.residual, said.sent
         assert (sent == 0) == (step <= 2)
         # Strom keeps all; then its debt has gone over, and 6 elements a step are paid.

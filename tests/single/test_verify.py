@@ -7,7 +7,6 @@ import torch
 
 from hvd_gradcomp import GradiVeQCompressor, StromCompressor
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import resizing
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.config_check import MismatchError, agree, describe
@@ -56,10 +55,7 @@ def test_only_replicated_state_is_compared():
     assert all(name.startswith("state ladder.") for name, _ in named_)
     assert named_[0][0].endswith("of bucket 2 (a, b)")
     gradiveq = GradiVeQCompressor(ratio=4)
-    names = [
-        n
-        for n, _ in verify.replicated(0, gradiveq, layout, resizing.start(gradiveq, OPS, layout, 2))
-    ]
+    names = [n for n, _ in verify.replicated(0, gradiveq, layout, gradiveq.start(OPS, layout, 2))]
     assert any("basis" in n for n in names)
 
 

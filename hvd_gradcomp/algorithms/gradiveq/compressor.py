@@ -15,10 +15,8 @@ from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce, Switch
-from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.compressor import Context, Program, Report
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import resizing
-from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -110,7 +108,7 @@ class GradiVeQCompressor(GradiVeQSettings):
             drifted=ops.host(0),
             loss=ops.full((), float("nan"), "float32"),
             sent=ops.zeros((len(layout.names),), "int64"),
-            sampling=resizing.start(self.between, ops, layout, ranks),
+            sampling=self.between.start(ops, layout, ranks),
             r=ops.zeros((layout.size,)) if self.feedback else (),
         )
 

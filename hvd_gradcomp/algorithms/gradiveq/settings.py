@@ -18,8 +18,6 @@ from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer, convolves
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import layering
-from hvd_gradcomp.core.protocols.carrying import correction
 from hvd_gradcomp.ops import Tensor
 
 _DEFAULT_LOSS = 0.01
@@ -98,7 +96,7 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
             validate.one_of(self, "sampling", tuple(SAMPLING))
         for name in ("between", "others"):
             one = getattr(self, name)
-            if correction(one) is not None or one.uses_moments:
+            if one.correction is not None or one.uses_moments:
                 raise TypeError(
                     "GradiVeQCompressor: what sampling= or other= names takes over momentum or "
                     "uses second moments; give it to the layers by hvd_gradcomp.partition instead. "
@@ -128,9 +126,7 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         convolutions = list(map(convolves, layers))
         others = iter(
-            layering.of_layers(
-                self.others, [x for x, mine in zip(layers, convolutions) if not mine], ranks
-            )
+            self.others.of_layers([x for x, mine in zip(layers, convolutions) if not mine], ranks)
         )
         return [self if mine else next(others) for mine in convolutions]
 

@@ -9,9 +9,8 @@ from hvd_gradcomp.algorithms.lgc import ring, server, training, vectors
 from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.core.collectives import Switch
-from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.compressor import Context, Program, Report
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import Ops, Tensor
 
 _NOT_CONVERGED = (

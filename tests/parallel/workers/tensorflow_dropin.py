@@ -24,7 +24,6 @@ from hvd_gradcomp import (
     role,
 )
 from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.planning.configuration import as_config
 from hvd_gradcomp.tensorflow.variables import is_rank_local
 from tests.methods import ONE_OF_EACH
@@ -83,7 +82,7 @@ class Trained(Subclassed):
 
 
 def plain_for(compressor):
-    if carrying.correction(compressor):
+    if compressor.correction:
         return keras.optimizers.SGD(0.001, momentum=0.9)
     return keras.optimizers.Adam(0.01)
 

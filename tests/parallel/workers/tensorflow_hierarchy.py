@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape, buckets
 from tests.methods import SCALECOM
 from tests.parallel.workers.results import digest, errors_of, write
@@ -99,7 +98,7 @@ def residual(model):
     """The sum over ranks of what is not sent yet."""
     engine, pieces = model.optimizer._gradcomp, []
     for bucket, (one, layout) in enumerate(zip(engine.compressors, engine.layouts)):
-        own = carrying.residual(one, engine.state_of(bucket))
+        own = one.residual(engine.state_of(bucket))
         pieces.append(tf.zeros((layout.size,)) if own is None else own)
     return hvd.allreduce(tf.concat(pieces, 0), op=hvd.Sum, name="residual").numpy()
 

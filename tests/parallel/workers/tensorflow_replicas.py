@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from tests.methods import OUTSIDE, WORDS, methods_by
 from tests.parallel.workers.results import digest, finish
@@ -35,7 +34,7 @@ def fit(model, compressor, x, y, **options):
     if compressor.uses_moments and "backward_passes_per_step" not in options:
         hvd.track_moments(model)
     plain = keras.optimizers.Adam(0.01)
-    if carrying.correction(compressor) is not None:  # a momentum of its own, which Adam has too
+    if compressor.correction is not None:  # a momentum of its own, which Adam has too
         plain = keras.optimizers.SGD(0.001)
     optimizer = hvd.DistributedOptimizer(plain, compression=compressor, **options)
     model.compile(optimizer, lambda true, logits: 20 * LOSS(true, logits))

@@ -16,7 +16,6 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.compressor import is_replicated, leaves
-from hvd_gradcomp.core.protocols import carrying
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary, open_slot
 
@@ -51,7 +50,7 @@ def buckets(optimizer):
 
 def residuals(optimizer):
     """What this rank keeps back, of each bucket that keeps anything."""
-    found = (carrying.residual(b.compressor, b.state) for b in buckets(optimizer))
+    found = (b.compressor.residual(b.state) for b in buckets(optimizer))
     return [r for r in found if r is not None]
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.protocols import carrying
 from tests.methods import ONE_OF_EACH_EXCHANGE
 from tests.parallel.workers.results import digest, errors_of, write
 
@@ -154,7 +153,7 @@ def residual(optimizer):
     """The sum over ranks of what is not sent yet."""
     engine, pieces = optimizer._gradcomp, []
     for bucket in engine.buckets:
-        own = carrying.residual(bucket.compressor, bucket.state)
+        own = bucket.compressor.residual(bucket.state)
         pieces.append(torch.zeros(bucket.layout.size) if own is None else own)
     return hvd.allreduce(torch.cat(pieces), op=hvd.Sum, name="residual")
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.protocols import carrying
 from tests.methods import learned_by
 from tests.parallel.workers.results import digest, finish
 
@@ -137,7 +136,7 @@ def beside_a_sparse_method() -> float:
         got = got + model.third.weight.grad.double()
     given, engine = sum(contributions), optimizer._gradcomp
     bucket, slot = engine._places[model.third.weight]
-    kept = bucket.cut(carrying.residual(bucket.compressor, bucket.state))[slot].double()
+    kept = bucket.cut(bucket.compressor.residual(bucket.state))[slot].double()
     lost = hvd.allreduce(given - got - kept, name="lost")
     return float(lost.abs().max() / given.abs().max())
 

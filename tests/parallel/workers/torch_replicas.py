@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.protocols import carrying
 from tests.methods import EVERY, ONE_OF_EACH_EXCHANGE, OUTSIDE
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, finish
@@ -29,7 +28,7 @@ def main(folder: str, steps: int, settings: str, device: str = "cpu") -> None:
         ).to(here())
         tracker = hvd.track_moments(model) if compressor.uses_moments else None
         plain: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        if carrying.correction(compressor) is not None:  # a momentum of its own, which Adam has too
+        if compressor.correction is not None:  # a momentum of its own, which Adam has too
             plain = torch.optim.SGD(model.parameters(), lr=0.001)
         optimizer = hvd.DistributedOptimizer(
             plain,

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.protocols import carrying
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, finish
 
@@ -39,7 +38,7 @@ def mean_over_ranks(x):
 
 def residual_of(optimizer, p):
     bucket, slot = optimizer._gradcomp._places[p]
-    return bucket.cut(carrying.residual(bucket.compressor, bucket.state))[slot].clone()
+    return bucket.cut(bucket.compressor.residual(bucket.state))[slot].clone()
 
 
 def ledger(compressor, bucket_bytes):

@@ -1,4 +1,4 @@
-"""A compressor of `init` and `aggregate` alone, and one that takes part in protocols by name."""
+"""Optional hooks: their defaults, a compressor that overrides some, and composites."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 from hvd_gradcomp import Compressor, NoneCompressor, after
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter
 from hvd_gradcomp.core import patterns
+from hvd_gradcomp.core.compressor import Report
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import carrying, layering, learning, resizing
-from hvd_gradcomp.core.protocols.reporting import Report, report
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
@@ -72,28 +71,28 @@ def test_two_methods_are_enough():
     world = World(one, ops, LAYOUT, 2)
     assert torch.equal(*world.step(gradients(world)))
     (state, _), ones = world.states, torch.ones(LAYOUT.size)
-    assert report(one, LAYOUT, state, 3, since=1) == Report([120, 14])
-    assert carrying.residual(one, state) is None and carrying.velocity(one, state) is None
-    assert carrying.with_velocity(one, state, ones) is state and carrying.correction(one) is None
-    kept, gradient = carrying.inherit(one, ops, state, ones, ones)
+    assert one.report(LAYOUT, state, 3, since=1) == Report([120, 14])
+    assert one.residual(state) is None and one.velocity(state) is None
+    assert one.with_velocity(state, ones) is state and one.correction is None
+    kept, gradient = one.inherit(ops, state, ones, ones)
     assert kept is state and float(gradient.sum()) == 2 * LAYOUT.size
-    assert learning.retrained(one, ops, state, 1) is state and learning.owner(one, "x", 1) is None
-    assert resizing.resized(one, ops, state, 1, 3) is state
-    assert layering.of_layers(one, LAYERS, 2) == [one, one]
-    assert layering.layer_bytes(one, (3,)) is None
+    assert one.retrained(ops, state, 1) is state and one.owner("x", 1) is None
+    assert one.resized(ops, state, 1, 3) is state
+    assert one.of_layers(LAYERS, 2) == [one, one]
+    assert one.layer_bytes((3,)) is None
     assert assign(one, LAYERS) == [one, one]
 
 
-def test_a_method_takes_part_by_name():
+def test_a_method_overrides_hooks():
     one = HalvesEverything()
     world = World(one, TorchOps(), LAYOUT, 2)
     world.step(gradients(world))
-    said = report(one, LAYOUT, world.states[0], 1)
+    said = one.report(LAYOUT, world.states[0], 1)
     assert said.sent == [60, 7] and float(said.residual.sum()) == 67 / 2
     assert assign(one, LAYERS) == [one, NoneCompressor()]
 
 
-def test_a_composite_asks_its_children():
+def test_a_composite_delegates_to_its_children():
     phases = after(2, HalvesEverything(), Whole())
     world = World(phases, TorchOps(), LAYOUT, 2)
     results = [world.step(gradients(world))[0][0] for _ in range(4)]
@@ -103,7 +102,7 @@ def test_a_composite_asks_its_children():
     wrapped = MomentumAfter(HalvesEverything(), 0.9)
     state = wrapped.init(TorchOps(), LAYOUT)
     assert wrapped.replicated == {"velocity"} and wrapped.layer_bytes((3,)) == 1.0
-    assert carrying.residual(wrapped, state) is state.inner.r
+    assert wrapped.residual(state) is state.inner.r
     assert wrapped.resized(TorchOps(), state, 1, 3) is state
 
 
