@@ -196,7 +196,7 @@ class Step:
         self.take()  # makes tables
 
     def take(self, dense: bool = False, number: int = 1) -> tuple[Count, Count]:
-        """Encode, and decode; on the dense rung, if there is one and it is asked for.
+        """Encode, and decode; on the dense level, if there is one and it is asked for.
 
         `number` is that of the step.
         """
@@ -221,18 +221,21 @@ class Step:
         return tuple(Count(c.moved, c.launches) for c in (encoding, decoding))
 
     def _state(self, dense: bool) -> Any:
-        """On the rung that has room for one element in 500, or on the last."""
+        """At the level with room for one element in 500, or on the last."""
         state = self.compressor.start(self.ops, self.layout, RANKS)
         if not hasattr(state, "ladder"):
             return state
-        ladder, wanted = self.compressor.ladder(self.layout, RANKS), self.layout.size // RATIO
-        rung, needed = (
-            self.ops.bisect(ladder.capacities, wanted),
-            min(wanted, ladder.capacities[-1]),
+        schedule, wanted = (
+            self.compressor.capacity_schedule(self.layout, RANKS),
+            self.layout.size // RATIO,
+        )
+        level, needed = (
+            self.ops.bisect(schedule.capacities, wanted),
+            min(wanted, schedule.capacities[-1]),
         )
         if dense:
-            rung, needed = ladder.top, ladder.capacities[-1] + 1
-        numbers = {"rung": self.ops.host(rung), "needed": self.ops.host(needed)}
+            level, needed = schedule.top, schedule.capacities[-1] + 1
+        numbers = {"rung": self.ops.host(level), "needed": self.ops.host(needed)}
         return state._replace(ladder=state.ladder._replace(**numbers))
 
 

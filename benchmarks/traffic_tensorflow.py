@@ -146,17 +146,17 @@ class Step:
         return request.tensor, total, [x for _, x in leaves(state)]
 
     def _state(self, ops: Told, values: Sequence[tf.Tensor]) -> Any:
-        """On the rung that has room for one element in 500, or on the last."""
+        """At the level with room for one element in 500, or on the last."""
         state = with_leaves(self.template, list(values))
         if not hasattr(state, "ladder"):
             return state
-        ladder = self.compressor.ladder(self.layout, RANKS)
-        if ops.dynamic_shapes:  # where the rung is not known while tracing, that costs nodes
-            ladder.climb(ops, state.ladder)
+        schedule = self.compressor.capacity_schedule(self.layout, RANKS)
+        if ops.dynamic_shapes:  # where the level is not known while tracing, that costs nodes
+            schedule.next_level(ops, state.ladder)
         most = self.compressor.capacity(self.layout) if hasattr(state, "hint") else ops.wanted
         ops.passing = int(most * (PASSING if hasattr(state, "hint") else 1))
-        needed = ops.wanted = min(most, ladder.capacities[-1])
-        numbers = {"rung": ops.bisect(ladder.capacities, needed), "needed": needed}
+        needed = ops.wanted = min(most, schedule.capacities[-1])
+        numbers = {"rung": ops.bisect(schedule.capacities, needed), "needed": needed}
         known = dict.fromkeys(state.ladder._fields, 0) | numbers
         return state._replace(
             ladder=type(state.ladder)(**{k: tf.constant(v, tf.int64) for k, v in known.items()})

@@ -55,7 +55,7 @@ class PowerSGDCompressor(Compressor):
     def aggregate(self, ops, context, gradient, state, **extra):
         del extra
         layout = context.layout
-        finite, gradient = patterns.checked_to_keep(ops, gradient)
+        finite, gradient = patterns.check_storable(ops, gradient)
         there = ops.accumulate(gradient, state.r)
         shapes = self.matrices(layout)
         matrices = cut(ops, there, [(rows, columns) for rows, columns, _ in shapes])
@@ -64,13 +64,13 @@ class PowerSGDCompressor(Compressor):
         own = flat(ops, [ops.matmul(m, x) for m, x in zip(matrices, q)])
         own = ops.concat((own, patterns.poison(ops, finite)))
         total = yield Allreduce(own, context.prescale, context.postscale)
-        total = patterns.unpoisoned(ops, total)  # raises on all ranks, and the state is as it was
+        total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
         p = cut(ops, total, [(rows, rank) for rows, _, rank in shapes])
         p = [ops.orthogonalize(x) for x in p]
 
         own = flat(ops, [ops.matmul(turned(ops, m), x) for m, x in zip(matrices, p)])
         total = yield Allreduce(own, context.prescale, context.postscale)
-        total = patterns.usable(ops, total)
+        total = patterns.check_sum(ops, total)
 
         def product(factor):
             q = cut(ops, factor, [(columns, rank) for _, columns, rank in shapes])

@@ -50,12 +50,12 @@ class RandomKCompressor(Compressor):
 
     def aggregate(self, ops, context, gradient, state, **extra):
         del extra
-        finite, gradient = patterns.checked_to_keep(ops, gradient)
+        finite, gradient = patterns.check_storable(ops, gradient)
         there = ops.accumulate(gradient, state.r)
         index = self.places(ops, context)
         sent = ops.concat((ops.gather(there, index), patterns.poison(ops, finite)))
         total = yield Allreduce(sent, context.prescale, context.postscale)
-        total = patterns.unpoisoned(ops, total)  # raises on all ranks, and the state is as it was
+        total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
         kept = ops.put(there, index, 0.0)
         r = ops.overwrite(state.r, kept)
         return ops.put(ops.clear(kept), index, total), Kept(r)

@@ -96,30 +96,30 @@ class EGCCompressor(MomentumCorrected):
         return _capacities(len(layout.names), self.capacity(layout))
 
     def report(self, layout: Layout, state: EGCState, steps: int, since: int = 0) -> Report:
-        said = super().report(layout, state, steps, since)
-        return said._replace(rung_changes=int(state.ladder.changes))
+        report = super().report(layout, state, steps, since)
+        return report._replace(rung_changes=int(state.ladder.changes))
 
     def init(self, ops: Ops, layout: Layout) -> EGCState:
-        memory, ladder, sent, hint = super().init(ops, layout)
-        return EGCState(memory, ladder, sent, hint, ops.zeros((len(layout.names),), "int64"))
+        memory, schedule, sent, hint = super().init(ops, layout)
+        return EGCState(memory, schedule, sent, hint, ops.zeros((len(layout.names),), "int64"))
 
-    def quota(
+    def k_per_layer(
         self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: EGCState
     ) -> tuple[Tensor, EGCState]:
-        quota = ops.cond(
+        k_per_layer = ops.cond(
             step % self.entropy_interval == 0,
-            lambda: self._quota_by_entropy(ops, layout, gradient),
+            lambda: self._k_by_entropy(ops, layout, gradient),
             lambda: state.quota,
         )
         # A rank that joins between two refreshes has no entropy yet: its quota is 0, which stands
         # for the maximum.
-        return quota, state._replace(quota=quota)
+        return k_per_layer, state._replace(quota=k_per_layer)
 
-    def _quota_by_entropy(self, ops: Ops, layout: Layout, gradient: Tensor) -> Tensor:
+    def _k_by_entropy(self, ops: Ops, layout: Layout, gradient: Tensor) -> Tensor:
         sizes = ops.cast(ops.words(layout.sizes), "float64")
         entropy = entropy_of_layers(ops, layout, gradient, self.bins)
-        quota = ops.cast(sizes * entropy / self.K + 0.5, "int64")
-        return ops.minimum(ops.maximum(quota, 1), ops.words(self.most(layout)))
+        k_per_layer = ops.cast(sizes * entropy / self.K + 0.5, "int64")
+        return ops.minimum(ops.maximum(k_per_layer, 1), ops.words(self.most(layout)))
 
 
 @lru_cache(maxsize=1024)

@@ -66,17 +66,17 @@ class HybridCompressor(ThresholdCompressor):
     def quantizer(self) -> Quantizer:
         return Sign(self.tau)
 
-    def remember(self, ops: Ops, layout: Layout) -> Ambiguity:
+    def init_memory(self, ops: Ops, layout: Layout) -> Ambiguity:
         return Ambiguity.none(ops, layout)
 
-    def gate(
+    def select_mask(
         self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Ambiguity]:
         r, v = memory.plus(ops, gradient, moment)
         unambiguous = ops.square_exceeds(r, v, self.alpha)
         return unambiguous & ops.greater(ops.abs(r), self.tau), Ambiguity(r, v)
 
-    def settle(self, ops: Ops, memory: Ambiguity, sent: SentElements, value: Tensor) -> Ambiguity:
+    def commit(self, ops: Ops, memory: Ambiguity, sent: SentElements, value: Tensor) -> Ambiguity:
         r, v = (ops.gather(x, sent.index) for x in memory)
         v = ops.maximum(v - ops.times(ops.abs(r), 2 * self.tau) + self.tau * self.tau, 0.0)
         return Ambiguity(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import prod
 
 from hvd_gradcomp.codecs.clipping import Clipping
-from hvd_gradcomp.codecs.quantized import EXCHANGES, Into, Payload, QuantizedCompressor
+from hvd_gradcomp.codecs.quantized import EXCHANGES, Accumulator, Payload, QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -75,28 +75,40 @@ class OneBitCompressor(Clipping, QuantizedCompressor):
     def collect(self, ops: Ops, gradient: Tensor, state: Residual) -> Tensor:
         return ops.accumulate(gradient, state.r)
 
-    def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
+    def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
         del key
-        above, below, codes = ops.encode_signs(bands, x)
+        above, below, codes = ops.encode_signs(row_groups, x)
         return {"above": above, "below": below, "codes": codes}
 
-    def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
-        base, room, weights = into
+    def add_decoded(
+        self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
+    ) -> Tensor:
+        base, scratch, weights = accumulator
         codes, above, below = payload["codes"], payload["above"], payload["below"]
-        return ops.add_signs(bands, base, room, codes, above, below, weights)
+        return ops.add_signs(row_groups, base, scratch, codes, above, below, weights)
 
-    def keep(
-        self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: Residual
+    def update_state(
+        self, ops: Ops, row_groups: RowGroups, x: Tensor, payload: Payload, state: Residual
     ) -> Residual:
-        return Residual(self.less(ops, bands, x, state.r, payload))
+        return Residual(self.subtract_decoded(ops, row_groups, x, state.r, payload))
 
-    def keep_nothing(self, ops: Ops, state: Residual) -> Residual:
+    def clear_state(self, ops: Ops, state: Residual) -> Residual:
         return Residual(ops.clear(state.r))
 
-    def keep_of_sum(
-        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: Residual
+    def update_shard(
+        self,
+        ops: Ops,
+        row_groups: RowGroups,
+        start: int,
+        total: Tensor,
+        payload: Payload,
+        state: Residual,
     ) -> Residual:
-        return Residual(ops.add_slice(state.r, start, self.less(ops, bands, total, total, payload)))
+        return Residual(
+            ops.add_slice(
+                state.r, start, self.subtract_decoded(ops, row_groups, total, total, payload)
+            )
+        )
 
     def inherit(
         self, ops: Ops, state: Residual, gradient: Tensor, residual: Tensor

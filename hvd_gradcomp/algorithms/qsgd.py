@@ -8,7 +8,7 @@ from math import prod
 
 from hvd_gradcomp.codecs.quantized import EXCHANGES, LevelsCompressor, rows_of_length
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -60,7 +60,7 @@ class QSGDCompressor(LevelsCompressor):
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         return rows_of_length(prod(shape), self.bucket_size)
 
-    def scale(self, ops: Ops, bands: Bands, x: Tensor) -> Tensor:
+    def scale(self, ops: Ops, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.norm == "max":
-            return ops.group_maxima(bands, x)
-        return ops.group_norms(bands, x)
+            return ops.group_maxima(row_groups, x)
+        return ops.group_norms(row_groups, x)

@@ -74,7 +74,7 @@ class ScaleComCompressor(ResidualTopK):
 
     def init(self, ops: Ops, layout: Layout) -> ScaleComState:
         layers = ops.zeros((len(layout.names),), "int64")
-        return ScaleComState(self.remember(ops, layout), layers)
+        return ScaleComState(self.init_memory(ops, layout), layers)
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
@@ -82,7 +82,7 @@ class ScaleComCompressor(ResidualTopK):
         gradient, _ = self.clipped(ops, context, gradient, extra)
         if self.sends_all(context.layout, context.size):
             return self._all(ops, context, gradient, state)
-        return patterns.leader(self, ops, context, gradient, state)
+        return patterns.aggregate_by_leader(self, ops, context, gradient, state)
 
     def sends_all(self, layout: Layout, ranks: int) -> bool:
         """Return True if dense gradients take fewer bytes than indices and selected values."""
@@ -92,8 +92,8 @@ class ScaleComCompressor(ResidualTopK):
 
     def _all(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         r = state.memory.r
-        total = yield from patterns.added_up(ops, context, ops.accumulate(gradient, r))
-        total = patterns.usable(ops, total)
+        total = yield from patterns.allreduce_bucket(ops, context, ops.accumulate(gradient, r))
+        total = patterns.check_sum(ops, total)
         sent = state.sent + ops.words(context.layout.sizes)
         return total, ScaleComState(Residual(ops.scale(r, 1.0 - self.beta)), sent)
 
@@ -107,9 +107,9 @@ class ScaleComCompressor(ResidualTopK):
         """Return the bytes of the broadcast, header included."""
         return wire.HEADER_BYTES + int(wire.body_bytes(self.choice_parts(layout)))
 
-    def payload_bytes(self, layout: Layout, rung: Any = None) -> int:
+    def payload_bytes(self, layout: Layout, level: Any = None) -> int:
         """Return the bytes that one rank hands to both collectives."""
-        del rung
+        del level
         return self.choice_bytes(layout) + 4 * (self.capacity(layout) + 1)
 
     def choice_form(self, ops: Ops, layout: Layout) -> Form | None:
@@ -130,11 +130,11 @@ class ScaleComCompressor(ResidualTopK):
             written = ops.largest_passes.choose(scope, form, context.step, most, r, gradient)
             body, count = written.body, written.sent
         else:
-            quota, whole = ops.words(most), r + gradient
-            parts, index, _, _ = self.select(ops, scope, context.step, whole, quota, None)
+            k_per_layer, whole = ops.words(most), r + gradient
+            parts, index, _, _ = self.select(ops, scope, context.step, whole, k_per_layer, None)
             body = wire.pack_body(ops, self.choice_parts(layout), parts)
             count = ops.sum(ops.cast(index < layout.sink, "int64"))
-        return wire.seal(ops, self._header(context)._replace(sent=count, wanted=count), body)
+        return wire.pack(ops, self._header(context)._replace(sent=count, wanted=count), body)
 
     def _header(self, context: Context) -> wire.Header:
         step = context.step % (1 << 32)
@@ -150,8 +150,8 @@ class ScaleComCompressor(ResidualTopK):
         if self.choice_form(ops, layout) is not None:
             return bodies[0] if header.intact is None else ops.where(header.intact, bodies[0], 0)
         payload = wire.unpack_body(ops, self.choice_parts(layout), bodies)
-        mine = {name: part[0] for name, part in payload.items()}
-        index = self.coding.decode(ops, layout, mine, self.capacity(layout))
+        parts = {name: part[0] for name, part in payload.items()}
+        index = self.coding.decode(ops, layout, parts, self.capacity(layout))
         if header.intact is not None:
             index = ops.where(header.intact, index, layout.sink)
         return index
@@ -167,14 +167,14 @@ class ScaleComCompressor(ResidualTopK):
             return ops.largest_passes.values(layout, form, index, r, gradient)
         return ops.gather(r, index) + ops.gather(gradient, index)
 
-    def settle_all(
+    def commit_all(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor, total: Tensor
     ) -> tuple[Tensor, ScaleComState]:
         """Return the mean and the state without what was sent."""
         r, form = state.memory.r, self.choice_form(ops, layout)
         if form is not None:
-            given = form, index, total, self.beta, r, gradient
-            mean, r, per_layer = ops.largest_passes.replace(layout, *given)
+            arguments = form, index, total, self.beta, r, gradient
+            mean, r, per_layer = ops.largest_passes.replace(layout, *arguments)
             return mean, ScaleComState(Residual(r), state.sent + per_layer)
         kept: Any = 0.0
         if self.beta != 1.0:

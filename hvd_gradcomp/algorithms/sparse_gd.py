@@ -20,13 +20,13 @@ class ResidualTopK(TopKCompressor):
 
     rule = Collecting()
 
-    def remember(self, ops: Ops, layout: Layout) -> Residual:
+    def init_memory(self, ops: Ops, layout: Layout) -> Residual:
         return Residual(ops.zeros((layout.size,)))
 
     def collect(self, ops: Ops, memory: Memory, gradient: Tensor) -> Residual:
         return Residual(ops.accumulate(memory.r, gradient))
 
-    def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Residual:
+    def commit(self, ops: Ops, memory: Memory, index: Tensor) -> Residual:
         return Residual(ops.put(memory.r, index, 0.0))
 
 

@@ -51,17 +51,17 @@ class StromCompressor(ThresholdCompressor):
     def quantizer(self) -> Quantizer:
         return Sign(self.tau)
 
-    def remember(self, ops: Ops, layout: Layout) -> Residual:
+    def init_memory(self, ops: Ops, layout: Layout) -> Residual:
         return Residual(ops.zeros((layout.size,)))
 
-    def gate(
+    def select_mask(
         self, ops: Ops, memory: Residual, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Residual]:
         del moment
         r = ops.accumulate(memory.r, gradient)
         return ops.greater(ops.abs(r), self.tau), Residual(r)
 
-    def settle(self, ops: Ops, memory: Residual, sent: SentElements, value: Tensor) -> Residual:
+    def commit(self, ops: Ops, memory: Residual, sent: SentElements, value: Tensor) -> Residual:
         kept = ops.gather(memory.r, sent.index) - value
         return Residual(ops.put(memory.r, sent.index, kept))
 

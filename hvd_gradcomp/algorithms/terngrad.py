@@ -8,7 +8,7 @@ from math import prod
 
 from hvd_gradcomp.codecs.quantized import EXCHANGES, LevelsCompressor
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -53,5 +53,5 @@ class TernGradCompressor(LevelsCompressor):
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         return ((1, prod(shape)),)
 
-    def scale(self, ops: Ops, bands: Bands, x: Tensor) -> Tensor:
-        return ops.clipped_maxima(bands, x, self.clip)
+    def scale(self, ops: Ops, row_groups: RowGroups, x: Tensor) -> Tensor:
+        return ops.clipped_maxima(row_groups, x, self.clip)

@@ -120,17 +120,17 @@ class VarianceCompressor(ThresholdCompressor):
         validate.boolean(self, "feedback_rounding")
         self.validate_max_norm()
 
-    def remember(self, ops: Ops, layout: Layout) -> Ambiguity:
+    def init_memory(self, ops: Ops, layout: Layout) -> Ambiguity:
         return Ambiguity.none(ops, layout)
 
-    def gate(
+    def select_mask(
         self, ops: Ops, memory: Ambiguity, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Ambiguity]:
         r, v = memory.plus(ops, gradient, moment)
         wanted = ops.square_exceeds(r, v, self.alpha)
         return wanted, Ambiguity(r, ops.scale(v, self.zeta))
 
-    def settle(self, ops: Ops, memory: Ambiguity, sent: SentElements, value: Tensor) -> Ambiguity:
+    def commit(self, ops: Ops, memory: Ambiguity, sent: SentElements, value: Tensor) -> Ambiguity:
         kept = ops.gather(memory.r, sent.index) - value if self.feedback_rounding else 0.0
         return Ambiguity(ops.put(memory.r, sent.index, kept), ops.put(memory.v, sent.index, 0.0))
 

@@ -133,8 +133,8 @@ class After(Composite):
         self, ops: Ops, context: Context, gradient: Tensor, state: AfterState, **extra: Tensor
     ) -> Program:
         def before() -> Program:
-            given = _wanted(self.first, extra)
-            program = self.first.aggregate(ops, context, gradient, state.first, **given)
+            arguments = _moments_for(self.first, extra)
+            program = self.first.aggregate(ops, context, gradient, state.first, **arguments)
             mean, first = yield from program
             return mean, AfterState(first, state.then)
 
@@ -148,7 +148,9 @@ class After(Composite):
                 if velocity is not None:
                     # Copy: a program may write to its state, and the first phase owns this tensor.
                     start = self.then.with_velocity(start, velocity * 1)
-            program = self.then.aggregate(ops, context, whole, start, **_wanted(self.then, extra))
+            program = self.then.aggregate(
+                ops, context, whole, start, **_moments_for(self.then, extra)
+            )
             mean, later = yield from program
             return mean, AfterState(state.first, later)
 
@@ -163,12 +165,14 @@ class After(Composite):
         return state._replace(first=first)
 
     def report(self, layout: Layout, state: AfterState, steps: int, since: int = 0) -> Report:
-        turn = self.steps
-        first = self.first.report(layout, state.first, min(steps, turn), min(since, turn))
-        then = self.then.report(layout, state.then, max(steps - turn, 0), max(since - turn, 0))
+        boundary = self.steps
+        first = self.first.report(layout, state.first, min(steps, boundary), min(since, boundary))
+        then = self.then.report(
+            layout, state.then, max(steps - boundary, 0), max(since - boundary, 0)
+        )
         return Report(
             [a + b for a, b in zip(first.sent, then.sent)],
-            then.residual if steps > turn else first.residual,
+            then.residual if steps > boundary else first.residual,
             {**first.losses, **then.losses},
             first.rung_changes + then.rung_changes,
         )
@@ -218,14 +222,14 @@ def corrected(compressor: Compressor, momentum: float, nesterov: bool) -> Compre
 
 
 def take_over(
-    compressor: Compressor, optimizer: str, own: tuple[float, bool] | None
+    compressor: Compressor, optimizer: str, original: tuple[float, bool] | None
 ) -> tuple[Compressor, bool]:
     """Decide whether the compressor or the wrapped optimizer applies momentum.
 
     Args:
         compressor: as the user gave it.
         optimizer: the optimizer's class, for messages.
-        own: (momentum, nesterov) of the optimizer; None if it has none to hand over, like Adam.
+        original: (momentum, nesterov) of the optimizer; None if it has none, like Adam.
 
     Returns:
         The compressor with its momentum decided, and True if the optimizer must give its
@@ -239,24 +243,24 @@ def take_over(
     momentum, nesterov = compressor.correction
     if momentum == 0:
         return compressor, False
-    if own is None:
+    if original is None:
         raise ValueError(
             f"the compressor corrects momentum, and {optimizer} has none that it could take over: "
             "its own would be applied on top. Use SGD, or give the compressor momentum=0. Got "
             f"{compressor}"
         )
     if momentum is None:
-        momentum = own[0]
-    elif own[0] not in (0, momentum):
+        momentum = original[0]
+    elif original[0] not in (0, momentum):
         raise ValueError(
-            f"the compressor has another momentum than {optimizer}, {momentum} and {own[0]}: give "
-            f"one of them only, or the same. Got {compressor}"
+            f"the compressor has another momentum than {optimizer}, {momentum} and {original[0]}: "
+            f"give one of them only, or the same. Got {compressor}"
         )
     if nesterov is None:
-        nesterov = own[1]
+        nesterov = original[1]
     decided = compressor.corrected(float(momentum), bool(nesterov and momentum))
-    return decided, own[0] > 0
+    return decided, original[0] > 0
 
 
-def _wanted(compressor: Compressor, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+def _moments_for(compressor: Compressor, extra: dict[str, Tensor]) -> dict[str, Tensor]:
     return extra if compressor.uses_moments else {}

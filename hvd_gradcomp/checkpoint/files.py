@@ -26,23 +26,15 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from hvd_gradcomp.core.compressor import Compressor, brief, is_replicated
-from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.registry import known
+from hvd_gradcomp.checkpoint.schema import CheckpointError, other_size
 from hvd_gradcomp.runtime import typed_json
 
-FORMAT = 3
 MODES = ("sharded", "consolidated")
 _CURRENT, _MANIFEST = "current", "manifest"
 _PIECE = 1 << 28  # bytes
-
-
-class CheckpointError(RuntimeError):
-    """Checkpoint could not be written, or cannot be resumed from here."""
 
 
 class Ranks(NamedTuple):
@@ -88,12 +80,12 @@ def agree_on(mode: Any, names: Iterable[str], ranks: Ranks) -> None:
     """
     everybody = ranks.gather((str(mode), sorted(names)), tuple[str, list[str]])
     first = everybody[0]
-    for rank, theirs in enumerate(everybody):
-        for what, mine, other in zip(("mode=", ""), first, theirs):
-            if mine != other:
+    for rank, values in enumerate(everybody):
+        for what, expected, other in zip(("mode=", ""), first, values):
+            if expected != other:
                 raise CheckpointError(
-                    f"nothing was saved: rank 0 saves {what}{mine!r}, rank {rank} {what}{other!r}. "
-                    "Call save_checkpoint with the same mode= and objects on all ranks"
+                    f"nothing was saved: rank 0 saves {what}{expected!r}, rank {rank} {what}"
+                    f"{other!r}. Call save_checkpoint with the same mode= and objects on all ranks"
                 )
     check_mode(mode)
 
@@ -123,14 +115,14 @@ def write(
     problem = None
 
     def abort(problems: Sequence[str | None]) -> None:
-        said = [p for p in problems if p is not None]
-        if said:
+        messages = [p for p in problems if p is not None]
+        if messages:
             # All ranks are done with the folder, so it may be removed.
             pointer.unlink(missing_ok=True)
             shutil.rmtree(there, ignore_errors=True)
             raise CheckpointError(
-                f"nothing was saved to {root}: {'; '.join(said)}. What was saved there before is "
-                "untouched"
+                f"nothing was saved to {root}: {'; '.join(messages)}. What was saved there before "
+                "is untouched"
             )
 
     try:
@@ -141,16 +133,16 @@ def write(
             name = _part_name(ranks.rank, ranks.size)
             files[name] = _write_file(there / name, part())
     except Exception as error:
-        problem = _said(ranks.rank, error)
+        problem = _message(ranks.rank, error)
     everybody = ranks.gather((problem, files), tuple[Optional[str], dict[str, _File]])
     abort([problem for problem, _ in everybody])
-    manifest = {name: file for _, theirs in everybody for name, file in theirs.items()}
+    manifest = {name: file for _, files in everybody for name, file in files.items()}
     try:
         # Each rank writes the same manifest, so that every host has it.
         written = _write_file(there / _MANIFEST, typed_json.packed(manifest), f".{ranks.rank}")
         _write_file(pointer, f"{version} {written.sha256}".encode())
     except Exception as error:
-        problem = _said(ranks.rank, error)
+        problem = _message(ranks.rank, error)
     abort(ranks.gather(problem, Optional[str]))
     try:
         os.replace(pointer, root / _CURRENT)
@@ -192,7 +184,7 @@ def read(
         if ranks.rank == 0:
             data = _checked("shared", root / version, _manifest(root / version, digest))
     except Exception as error:
-        problem = _said(ranks.rank, error)
+        problem = _message(ranks.rank, error)
     kind = tuple[Optional[str], str, str, int]
     everybody = ranks.gather((problem, version, digest, len(data)), kind)
     _raise_any(root, [problem for problem, *_ in everybody])
@@ -211,13 +203,13 @@ def read(
             own = _loaded(name, load, _checked(name, there, manifest))
         takeover = prepare(shared, own)
     except Exception as error:
-        problem = _said(ranks.rank, error)
+        problem = _message(ranks.rank, error)
     _raise_any(root, ranks.gather(problem, Optional[str]))
     assert takeover is not None
     try:
         result = takeover.take()
     except Exception as error:
-        problem = _said(ranks.rank, error)
+        problem = _message(ranks.rank, error)
     problems = ranks.gather(problem, Optional[str])
     if any(problems):
         takeover.undo()
@@ -230,105 +222,9 @@ def _broadcast(ranks: Ranks, data: bytes, length: int) -> bytes:
     pieces = []
     for start in range(0, length, _PIECE):
         size = min(_PIECE, length - start)
-        mine = data[start : start + size] if ranks.rank == 0 else bytes(size)
-        pieces.append(ranks.broadcast(mine))
+        chunk = data[start : start + size] if ranks.rank == 0 else bytes(size)
+        pieces.append(ranks.broadcast(chunk))
     return b"".join(pieces)
-
-
-def formats(compressor: Compressor) -> dict[str, int]:
-    """Return the state formats above 1 of a compressor and its parts, by class."""
-    text = repr(compressor)
-    found = {name: cls.state_format for name, cls in known().items() if f"{name}(" in text}
-    return {name: number for name, number in found.items() if number > 1}
-
-
-def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]) -> None:
-    """Check that a saved exchange belongs to this compressor and these buckets.
-
-    Raises:
-        CheckpointError: naming the difference.
-    """
-    if not isinstance(saved, dict) or "format" not in saved:
-        raise CheckpointError("what was saved under 'gradcomp' is no state of hvd_gradcomp")
-    if saved["format"] != FORMAT:
-        raise CheckpointError(
-            f"the compressor's state has format {saved['format']!r}, this version reads {FORMAT}: "
-            "resume with the version of hvd_gradcomp that saved it"
-        )
-    if saved["compressor"] != repr(compressor):
-        raise CheckpointError(
-            "it is of another compressor. Use the same compression= to resume: it was made with "
-            f"{brief(saved['compressor'])}, here is {compressor}"
-        )
-    for name, here in formats(compressor).items():
-        then = saved.get("formats", {}).get(name, 1)
-        if then != here:
-            raise CheckpointError(
-                f"what {name} keeps is in format {then}, this version reads {here}: resume with "
-                "the version of hvd_gradcomp that saved it, or begin anew"
-            )
-    if [b["digest"] for b in saved["buckets"]] != [layout.digest for layout in layouts]:
-        old = {name for b in saved["buckets"] for name in b["names"]}
-        new = {name for layout in layouts for name in layout.names}
-        differing = sorted(old ^ new) or ["shapes, dtypes, bucket_bytes or the order of parameters"]
-        raise CheckpointError(f"it is of another model; different: {', '.join(differing[:8])}")
-
-
-class Source(Enum):
-    """Source of a state's tensor when a checkpoint is loaded."""
-
-    SAVED = auto()
-    SHARE = auto()  # a share of the saved sum
-    START = auto()  # the initial value
-    HERE = auto()  # the current value
-
-
-def source_of(
-    compressor: Compressor, path: str, steps: int, mode: str, saver: int, rank: int
-) -> Source:
-    """Return the source of a state's tensor.
-
-    Args:
-        compressor: owner of the state.
-        path: of the tensor, from `leaves`.
-        steps: number of steps when it was saved.
-        mode: of the checkpoint.
-        saver: the rank that saved it.
-        rank: the rank that loads it.
-    """
-    owner = compressor.owner(path, steps)
-    if is_replicated(compressor, path):
-        return Source.SAVED
-    if mode == "sharded":
-        return Source.SAVED if saver in (rank, owner) else Source.HERE
-    if owner is not None:
-        return Source.SAVED
-    return Source.START if path in compressor.reset_on_merge else Source.SHARE
-
-
-def check_hosts(then: int | None, now: int | None) -> None:
-    """Check that the same ranks held a sharded state.
-
-    Args:
-        then, now: number of hosts that exchange with `hierarchical=True`; None without.
-
-    Raises:
-        CheckpointError: other ranks held it, so some residuals would be lost.
-    """
-    if then != now:
-        ways = ["hierarchical=False" if n is None else f"{n} hosts" for n in (then, now)]
-        raise CheckpointError(
-            f"it was saved sharded with {ways[0]}, here it is {ways[1]}, and other ranks compress: "
-            'what they had kept back would be lost. Save with mode="consolidated" to change that'
-        )
-
-
-def other_size(then: int, now: int) -> str:
-    """Explain why another number of ranks cannot load a sharded state."""
-    return (
-        f"it was saved sharded by {then} ranks, and {now} are here: what each of them had kept "
-        'back would be lost. Save with mode="consolidated" to resume with another number'
-    )
 
 
 def _part_name(rank: int, size: int) -> str:
@@ -417,16 +313,16 @@ def _loaded(name: str, load: Callable[[bytes], Any], data: bytes) -> Any:
     try:
         return load(data)
     except Exception as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0][:80]
-        raise CheckpointError(f"{name} is no checkpoint of this frontend: {said}") from error
+        line = (str(error).splitlines() or [type(error).__name__])[0][:80]
+        raise CheckpointError(f"{name} is no checkpoint of this frontend: {line}") from error
 
 
-def _said(rank: int, error: Exception) -> str:
+def _message(rank: int, error: Exception) -> str:
     kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     return f"rank {rank}: {kind}{error}"
 
 
 def _raise_any(root: Path, problems: list[str | None]) -> None:
-    said = [p for p in problems if p is not None]
-    if said:
-        raise CheckpointError(f"{root} cannot be resumed from: {'; '.join(said[:4])}")
+    messages = [p for p in problems if p is not None]
+    if messages:
+        raise CheckpointError(f"{root} cannot be resumed from: {'; '.join(messages[:4])}")

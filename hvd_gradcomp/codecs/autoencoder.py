@@ -236,7 +236,7 @@ def initial_decoder(ops: Ops, innovation: bool, seed: int) -> Tensor:
 
 def _place(layers: tuple[Layer, ...], layer: int, row: int, column: int, wide: int = 1) -> int:
     """Return the index of an element of a layer's matrix in the flat vector."""
-    before = sum(one.size for one in layers[:layer])
+    before = sum(layer_shape.size for layer_shape in layers[:layer])
     return before + row * layers[layer].outputs * wide + column
 
 

@@ -192,7 +192,7 @@ class Deflate(IndexCoding):
         index = ops.gather(index, place)
         before = ops.concat((ops.full((1,), 0), index[:-1]))
         steps = (index - before + layout.size) % layout.size
-        data = ops.map_bytes(_deflated, _told(ops, room, ops.to_bytes(steps, "uint32")))
+        data = ops.map_bytes(_deflated, _prefixed(ops, room, ops.to_bytes(steps, "uint32")))
         data = ops.reshape(data, (room,))
         count = ops.from_bytes(data[:4], "uint32")
         return (
@@ -205,21 +205,21 @@ class Deflate(IndexCoding):
         self, ops: Ops, layout: Layout, payload: Mapping[str, Tensor], capacity: Any
     ) -> Tensor:
         data = payload["deflated"]
-        steps = ops.map_bytes(_inflated, _told(ops, capacity, data))
+        steps = ops.map_bytes(_inflated, _prefixed(ops, capacity, data))
         steps = ops.from_bytes(ops.reshape(steps, (4 * capacity,)), "uint32")
         count = ops.from_bytes(data[:4], "uint32")
         index = ops.cumsum(steps) % layout.size
         return ops.where(ops.arange(capacity) < count, index, layout.sink)
 
 
-def _told(ops: Ops, number: Any, data: Tensor) -> Tensor:
+def _prefixed(ops: Ops, number: Any, data: Tensor) -> Tensor:
     """Prefix bytes with a number, which may be a tensor of a graph."""
     return ops.concat((ops.to_bytes(ops.words((number,)), "uint32"), data))
 
 
-def _deflated(told: bytes) -> bytes:
+def _deflated(prefixed: bytes) -> bytes:
     """Compress the differences that fit into exactly `room` bytes, after their count."""
-    (room,), steps = struct.unpack("<I", told[:4]), told[4:]
+    (room,), steps = struct.unpack("<I", prefixed[:4]), prefixed[4:]
     count = len(steps) // 4
     while True:
         deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
@@ -232,9 +232,9 @@ def _deflated(told: bytes) -> bytes:
         count = min(count - 1, count * (room - 4) // len(stream))
 
 
-def _inflated(told: bytes) -> bytes:
+def _inflated(prefixed: bytes) -> bytes:
     """Decompress to `capacity` differences, padded with zeros; all zeros if damaged."""
-    (capacity,), data = struct.unpack("<I", told[:4]), told[4:]
+    (capacity,), data = struct.unpack("<I", prefixed[:4]), prefixed[4:]
     try:
         planes = zlib.decompressobj(-15).decompress(data[4:], 4 * capacity)
     except zlib.error:

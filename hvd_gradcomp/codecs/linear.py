@@ -54,7 +54,7 @@ class LinearCompressor(Compressor):
         del extra
         code = self.encode(ops, gradient)
         total = yield Allreduce(code, context.prescale, context.postscale, donated=True)
-        return patterns.usable(ops, self.decode(ops, context.layout, total)), state
+        return patterns.check_sum(ops, self.decode(ops, context.layout, total)), state
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the code that stock Horovod allreduces, and the dtype to restore."""

@@ -62,9 +62,11 @@ def dimension(
     x, weights = ops.cast(samples, "float64"), ops.reshape(weights, (-1, 1))
     whole = ops.sum(x * x * weights)
     x = x - ops.reshape(found.mean, (1, -1))
-    held = ops.matmul(x, found.vectors)
-    held = ops.sum(held * held * weights, 0)  # of each component, the strongest last
-    left_out = ops.sum(x * x * weights) - ops.sum(held) + ops.cumsum(held)
+    projections = ops.matmul(x, found.vectors)
+    projections = ops.sum(
+        projections * projections * weights, 0
+    )  # of each component, the strongest last
+    left_out = ops.sum(x * x * weights) - ops.sum(projections) + ops.cumsum(projections)
     weak = ops.sum(ops.cast(left_out <= whole * loss, "int64"))
-    count = ops.reshape(held.shape[0] - weak, (1,))
+    count = ops.reshape(projections.shape[0] - weak, (1,))
     return ops.maximum(ops.minimum(count, most), 1)

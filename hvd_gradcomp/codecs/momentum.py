@@ -51,7 +51,7 @@ class MomentumCorrected(TopKCompressor):
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         return replace(self, momentum=momentum, nesterov=nesterov)  # type: ignore[type-var]
 
-    def remember(self, ops: Ops, layout: Layout) -> Memory:
+    def init_memory(self, ops: Ops, layout: Layout) -> Memory:
         r = ops.zeros((layout.size,))
         return Velocity(r, ops.zeros((layout.size,))) if self.momentum else Residual(r)
 
@@ -61,7 +61,7 @@ class MomentumCorrected(TopKCompressor):
         nesterov = bool(self.nesterov)
         return Velocity(*ops.advance(memory.r, memory.u, gradient, self.momentum, nesterov))
 
-    def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
+    def commit(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
         """Clear sent elements; with `masking` their velocity too (ibid., section 3.3)."""
         r = ops.put(memory.r, index, 0.0)
         if not self.momentum:

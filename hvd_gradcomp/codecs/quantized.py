@@ -26,7 +26,7 @@ from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
 from hvd_gradcomp.core.cost_model import volume
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.row_groups import Band, Bands
+from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 
@@ -34,17 +34,17 @@ EXCHANGES = ("auto", "allgather", "two_shot")
 Payload = dict[str, Tensor]
 
 
-class Into(NamedTuple):
+class Accumulator(NamedTuple):
     """Target that decoded payloads are added to.
 
     Attributes:
         base: float32 [size]; None for zeros.
-        room: where the result may be written; may be `base`. Donating.
+        scratch: where the result may be written; may be `base`. Donating.
         weights: of each rank's payload, float32 [world].
     """
 
     base: Tensor | None
-    room: Tensor
+    scratch: Tensor
     weights: Tensor
 
 
@@ -74,27 +74,33 @@ class QuantizedCompressor(Compressor):
         """
 
     @abstractmethod
-    def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
+    def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
         """Return the groups' side values and the packed "codes", uint8 [size * bits / 8]."""
 
     @abstractmethod
-    def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
+    def add_decoded(
+        self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
+    ) -> Tensor:
         """Return `base + sum over ranks of weight * decoded payload`; parts are [world, ...]."""
 
-    def less(self, ops: Ops, bands: Bands, x: Tensor, room: Tensor, payload: Payload) -> Tensor:
+    def subtract_decoded(
+        self, ops: Ops, row_groups: RowGroups, x: Tensor, scratch: Tensor, payload: Payload
+    ) -> Tensor:
         """Return x minus this rank's decoded payload; see `add_decoded`."""
-        one = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
-        return self.add_decoded(ops, bands, one, Into(x, room, ops.constants((-1.0,))))
+        payloads = {name: ops.reshape(part, (1, -1)) for name, part in payload.items()}
+        return self.add_decoded(
+            ops, row_groups, payloads, Accumulator(x, scratch, ops.constants((-1.0,)))
+        )
 
     # -- sizes -------------------------------------------------------------------------------
 
-    def bands(self, layout: Layout) -> Bands:
+    def row_groups(self, layout: Layout) -> RowGroups:
         """Return the groups of a bucket."""
-        return _bands_of(self, layout)
+        return _row_groups_of(self, layout)
 
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of an allgathered payload's body."""
-        return _parts_of(self, self.bands(layout).groups, layout.size)
+        return _parts_of(self, self.row_groups(layout).groups, layout.size)
 
     def shard_size(self, layout: Layout, world: int) -> int:
         """Return the number of elements of each rank's shard of the bucket."""
@@ -102,8 +108,8 @@ class QuantizedCompressor(Compressor):
 
     def shard_parts(self, layout: Layout, world: int) -> dict[str, wire.Part]:
         """Return the parts of a shard's body, sized for the shard with the most groups."""
-        shard, bands = self.shard_size(layout, world), self.bands(layout)
-        groups = max(bands.between(i * shard, (i + 1) * shard).groups for i in range(world))
+        shard, row_groups = self.shard_size(layout, world), self.row_groups(layout)
+        groups = max(row_groups.between(i * shard, (i + 1) * shard).groups for i in range(world))
         return _parts_of(self, groups, shard)
 
     def moved_bytes(self, layout: Layout, world: int, exchange: str) -> float:
@@ -116,7 +122,7 @@ class QuantizedCompressor(Compressor):
         shard = int(wire.body_bytes(self.shard_parts(layout, world)))
         return 2 * (world - 1) * (head + shard)
 
-    def chosen_exchange(self, layout: Layout, world: int) -> str:
+    def resolve_exchange(self, layout: Layout, world: int) -> str:
         """Resolve "auto" to the exchange that moves the fewest bytes, "allreduce" included."""
         if self.exchange != "auto":
             return self.exchange
@@ -137,45 +143,53 @@ class QuantizedCompressor(Compressor):
         self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
         del extra
-        way = self.chosen_exchange(context.layout, context.size)
-        return _PROGRAMS[way](self, ops, context, gradient, state)
+        exchange = self.resolve_exchange(context.layout, context.size)
+        return _PROGRAMS[exchange](self, ops, context, gradient, state)
 
     def collect(self, ops: Ops, gradient: Tensor, state: State) -> Tensor:
         """Return the tensor to quantize. Donates the gradient, leaves the state unchanged."""
         del ops, state
         return gradient
 
-    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: State) -> State:
+    def update_state(
+        self, ops: Ops, row_groups: RowGroups, x: Tensor, payload: Payload, state: State
+    ) -> State:
         """Return the state after x was sent as the payload. Donates the state."""
-        del ops, bands, x, payload
+        del ops, row_groups, x, payload
         return state
 
-    def keep_nothing(self, ops: Ops, state: State) -> State:
+    def clear_state(self, ops: Ops, state: State) -> State:
         """Return the state after the result of `collect` was sent uncompressed. Donating."""
         del ops
         return state
 
-    def keep_of_sum(
-        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: State
+    def update_shard(
+        self,
+        ops: Ops,
+        row_groups: RowGroups,
+        start: int,
+        total: Tensor,
+        payload: Payload,
+        state: State,
     ) -> State:
         """Return the state after the sum of the shard at `start` was quantized again. Donating."""
-        del ops, bands, start, total, payload
+        del ops, row_groups, start, total, payload
         return state
 
     def shard_of(
         self,
         ops: Ops,
         payload: Payload,
-        cuts: Sequence[Bands],
+        cuts: Sequence[RowGroups],
         shard: int,
         parts: dict[str, wire.Part],
     ) -> Payload:
         """Cut one shard out of a payload."""
         codes = parts["codes"].count
         first, groups = cuts[shard].first, cuts[shard].groups
-        mine = {name: payload[name][first : first + groups] for name in self.side}
-        mine["codes"] = payload["codes"][shard * codes : (shard + 1) * codes]
-        return self.filled(ops, mine, parts)
+        shard_payload = {name: payload[name][first : first + groups] for name in self.side}
+        shard_payload["codes"] = payload["codes"][shard * codes : (shard + 1) * codes]
+        return self.filled(ops, shard_payload, parts)
 
     def filled(self, ops: Ops, payload: Payload, parts: dict[str, wire.Part]) -> Payload:
         """Pad the side values with zeros to the shard with the most groups."""
@@ -218,20 +232,30 @@ class Keeping(QuantizedCompressor, registered=False):
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         return self.codec.rows(shape)
 
-    def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
-        return self.codec.encode(ops, bands, x, key)
+    def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
+        return self.codec.encode(ops, row_groups, x, key)
 
-    def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
-        return self.codec.add_decoded(ops, bands, payload, into)
+    def add_decoded(
+        self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
+    ) -> Tensor:
+        return self.codec.add_decoded(ops, row_groups, payload, accumulator)
 
-    def keep(self, ops: Ops, bands: Bands, x: Tensor, payload: Payload, state: State) -> State:
-        there = ops.accumulate(state.r, x)
-        return state._replace(r=self.less(ops, bands, there, there, payload))
-
-    def keep_of_sum(
-        self, ops: Ops, bands: Bands, start: int, total: Tensor, payload: Payload, state: State
+    def update_state(
+        self, ops: Ops, row_groups: RowGroups, x: Tensor, payload: Payload, state: State
     ) -> State:
-        missed = self.less(ops, bands, total, total, payload)
+        there = ops.accumulate(state.r, x)
+        return state._replace(r=self.subtract_decoded(ops, row_groups, there, there, payload))
+
+    def update_shard(
+        self,
+        ops: Ops,
+        row_groups: RowGroups,
+        start: int,
+        total: Tensor,
+        payload: Payload,
+        state: State,
+    ) -> State:
+        missed = self.subtract_decoded(ops, row_groups, total, total, payload)
         return state._replace(r=ops.add_slice(state.r, start, missed))
 
 
@@ -241,28 +265,30 @@ class LevelsCompressor(QuantizedCompressor):
     side = ("scale",)
 
     @abstractmethod
-    def scale(self, ops: Ops, bands: Bands, x: Tensor) -> Tensor:
+    def scale(self, ops: Ops, row_groups: RowGroups, x: Tensor) -> Tensor:
         """Return the magnitude of each group's highest level; float32 [groups]."""
 
-    def encode(self, ops: Ops, bands: Bands, x: Tensor, key: Tensor) -> Payload:
-        scale = self.scale(ops, bands, x)
-        return {"scale": scale, "codes": ops.encode_levels(bands, x, scale, self.bits, key)}
+    def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
+        scale = self.scale(ops, row_groups, x)
+        return {"scale": scale, "codes": ops.encode_levels(row_groups, x, scale, self.bits, key)}
 
-    def add_decoded(self, ops: Ops, bands: Bands, payload: Payload, into: Into) -> Tensor:
-        base, room, weights = into
+    def add_decoded(
+        self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
+    ) -> Tensor:
+        base, scratch, weights = accumulator
         codes, scale = payload["codes"], payload["scale"]
-        return ops.add_levels(bands, base, room, codes, scale, self.bits, weights)
+        return ops.add_levels(row_groups, base, scratch, codes, scale, self.bits, weights)
 
 
 @lru_cache(maxsize=256)
-def _bands_of(codec: QuantizedCompressor, layout: Layout) -> Bands:
-    bands: list[Band] = []
+def _row_groups_of(codec: QuantizedCompressor, layout: Layout) -> RowGroups:
+    row_groups: list[RowGroup] = []
     for offset, shape in zip(layout.offsets, layout.with_outputs_first().shapes):
         for count, length in codec.rows(shape):
             if count and length:  # an empty layer sends nothing
-                bands.append(Band(offset, count, length))
+                row_groups.append(RowGroup(offset, count, length))
                 offset += count * length
-    return Bands(tuple(bands))
+    return RowGroups(tuple(row_groups))
 
 
 def _parts_of(codec: QuantizedCompressor, groups: int, size: int) -> dict[str, wire.Part]:
@@ -289,20 +315,20 @@ def allgather(
     leaves it unchanged.
     """
     layout = context.layout
-    bands, parts = codec.bands(layout), codec.parts(layout)
-    finite, gradient = patterns.checked(ops, gradient)
+    row_groups, parts = codec.row_groups(layout), codec.parts(layout)
+    finite, gradient = patterns.check_finite(ops, gradient)
     x = codec.collect(ops, gradient, state)
-    mine, finite = _checked_sides(
-        ops, codec, codec.encode(ops, bands, x, _key(ops, codec, context, 0)), finite
+    sent, finite = _checked_sides(
+        ops, codec, codec.encode(ops, row_groups, x, _key(ops, codec, context, 0)), finite
     )
-    body = wire.packed(ops, parts, mine)
-    buffers = yield Allgather(wire.seal(ops, patterns.header_of(codec, context, finite), *body))
-    weighing = patterns.weighing(context, {name: parts[name] for name in codec.side})
-    header, bodies = wire.unpack(ops, patterns.header_of(codec, context), buffers, weighing)
+    body = wire.pack_pieces(ops, parts, sent)
+    buffers = yield Allgather(wire.pack(ops, patterns.header_of(codec, context, finite), *body))
+    spec = patterns.reduction_spec(context, {name: parts[name] for name in codec.side})
+    header, bodies = wire.unpack(ops, patterns.header_of(codec, context), buffers, spec)
     payload = wire.unpack_body(ops, parts, bodies)
-    state = codec.keep(ops, bands, x, mine, state)
+    state = codec.update_state(ops, row_groups, x, sent, state)
     weights = patterns.weights_of(ops, context, header)
-    return codec.add_decoded(ops, bands, payload, Into(None, gradient, weights)), state
+    return codec.add_decoded(ops, row_groups, payload, Accumulator(None, gradient, weights)), state
 
 
 def two_shot(
@@ -314,46 +340,49 @@ def two_shot(
     error feedback, the rank that quantized a sum keeps its quantization error.
     """
     layout, world, rank = context.layout, context.size, context.rank
-    shard, bands = codec.shard_size(layout, world), codec.bands(layout)
-    cuts = [bands.between(i * shard, (i + 1) * shard) for i in range(world)]
+    shard, row_groups = codec.shard_size(layout, world), codec.row_groups(layout)
+    cuts = [row_groups.between(i * shard, (i + 1) * shard) for i in range(world)]
     parts = codec.shard_parts(layout, world)
-    finite, gradient = patterns.checked(ops, gradient)
+    finite, gradient = patterns.check_finite(ops, gradient)
     x = codec.collect(ops, gradient, state)
-    mine = codec.encode(ops, bands, x, _key(ops, codec, context, 0))
-    beyond = parts["codes"].count * world - mine["codes"].shape[0]
-    mine["codes"] = ops.concat((mine["codes"], ops.zeros((beyond,), "uint8")))
-    mine, finite = _checked_sides(ops, codec, mine, finite)
+    sent = codec.encode(ops, row_groups, x, _key(ops, codec, context, 0))
+    beyond = parts["codes"].count * world - sent["codes"].shape[0]
+    sent["codes"] = ops.concat((sent["codes"], ops.zeros((beyond,), "uint8")))
+    sent, finite = _checked_sides(ops, codec, sent, finite)
     header = patterns.header_of(codec, context, finite)
     pieces = [
-        wire.packed(ops, parts, codec.shard_of(ops, mine, cuts, i, parts)) for i in range(world)
+        wire.pack_pieces(ops, parts, codec.shard_of(ops, sent, cuts, i, parts))
+        for i in range(world)
     ]
-    buffers = yield Alltoall(ops.stack([wire.seal(ops, header, *body) for body in pieces]))
+    buffers = yield Alltoall(ops.stack([wire.pack(ops, header, *body) for body in pieces]))
     plain = context._replace(prescale=1.0, postscale=1.0)
-    expected, weighing = patterns.header_of(codec, context), patterns.weighing(plain, {})
-    reply, bodies = wire.unpack(ops, expected, buffers, weighing)
+    expected, spec = patterns.header_of(codec, context), patterns.reduction_spec(plain, {})
+    reply, bodies = wire.unpack(ops, expected, buffers, spec)
     payload = wire.unpack_body(ops, parts, bodies)
     weights = patterns.weights_of(ops, plain, reply)
-    total = codec.add_decoded(ops, cuts[rank], payload, Into(None, ops.zeros((shard,)), weights))
+    total = codec.add_decoded(
+        ops, cuts[rank], payload, Accumulator(None, ops.zeros((shard,)), weights)
+    )
 
-    finite, total = patterns.checked(ops, total)
+    finite, total = patterns.check_finite(ops, total)
     summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
     summed, finite = _checked_sides(ops, codec, summed, finite)
-    body = wire.packed(ops, parts, codec.filled(ops, summed, parts))
-    buffers = yield Allgather(wire.seal(ops, patterns.header_of(codec, context, finite), *body))
-    weighing = patterns.weighing(context, {})
-    reply, bodies = wire.unpack(ops, expected, buffers, weighing)
-    state = codec.keep(ops, bands, x, mine, state)
-    state = codec.keep_of_sum(ops, cuts[rank], rank * shard, total, summed, state)
+    body = wire.pack_pieces(ops, parts, codec.filled(ops, summed, parts))
+    buffers = yield Allgather(wire.pack(ops, patterns.header_of(codec, context, finite), *body))
+    spec = patterns.reduction_spec(context, {})
+    reply, bodies = wire.unpack(ops, expected, buffers, spec)
+    state = codec.update_state(ops, row_groups, x, sent, state)
+    state = codec.update_shard(ops, cuts[rank], rank * shard, total, summed, state)
     payload = wire.unpack_body(ops, parts, bodies)
     weights = patterns.weights_of(ops, context, reply)
     pieces = []
     for other, cut in enumerate(cuts):
-        room = gradient[other * shard : (other + 1) * shard]
-        if not room.shape[0]:  # shards extend past the bucket, so the last may be all padding
+        scratch = gradient[other * shard : (other + 1) * shard]
+        if not scratch.shape[0]:  # shards extend past the bucket, so the last may be all padding
             continue
-        theirs = {name: part[other : other + 1] for name, part in payload.items()}
-        into = Into(None, room, weights[other : other + 1])
-        pieces.append(codec.add_decoded(ops, cut, theirs, into))
+        shard_payloads = {name: part[other : other + 1] for name, part in payload.items()}
+        accumulator = Accumulator(None, scratch, weights[other : other + 1])
+        pieces.append(codec.add_decoded(ops, cut, shard_payloads, accumulator))
     return ops.assemble(gradient, pieces), state
 
 
@@ -361,20 +390,20 @@ def allreduce(
     codec: QuantizedCompressor, ops: Ops, context: Context, gradient: Tensor, state: State
 ) -> Program:
     """Allreduce without quantizing, for buckets so small that codes would take more bytes."""
-    total = yield from patterns.added_up(ops, context, codec.collect(ops, gradient, state))
-    return patterns.usable(ops, total), codec.keep_nothing(ops, state)
+    total = yield from patterns.allreduce_bucket(ops, context, codec.collect(ops, gradient, state))
+    return patterns.check_sum(ops, total), codec.clear_state(ops, state)
 
 
 def _checked_sides(
-    ops: Ops, codec: QuantizedCompressor, mine: dict[str, Tensor], finite: Any
+    ops: Ops, codec: QuantizedCompressor, sent: dict[str, Tensor], finite: Any
 ) -> tuple[dict[str, Tensor], Any]:
     """Check the side values of a payload: a norm or mean may overflow where no element does.
 
     Above 2**126 a scale's reciprocal is denormal, and TensorFlow flushes it to zero. Unusable side
     values are replaced by zeros where the check cannot stop the step.
     """
-    sides, finite = ops.checked_sides([mine[name] for name in codec.side], finite)
-    return {**mine, **dict(zip(codec.side, sides))}, finite
+    sides, finite = ops.checked_sides([sent[name] for name in codec.side], finite)
+    return {**sent, **dict(zip(codec.side, sides))}, finite
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:

@@ -53,21 +53,21 @@ class Encoded(NamedTuple):
     body: Tensor  # uint8 [bytes]
     sent: Any
     wanted: Any
-    held: UndoLog | None = None
-    settle: Callable[[], None] = lambda: None  # commits once the exchange has succeeded
+    undo_log: UndoLog | None = None
+    commit: Callable[[], None] = lambda: None  # commits once the exchange has succeeded
 
 
 class SparseCompressor(Clipping, Compressor):
     """Base of the family; see the head of this file.
 
     Attributes:
-        rule: parameters that describe the methods in `ruled` to a fused kernel; None if no kernel
-            supports them. A class that overrides one of these methods does not inherit the rule.
+        rule: parameters that describe the methods in `kernel_methods` to a fused kernel; None if no
+            kernel supports them. A class that overrides one of these does not inherit the rule.
     """
 
     replicated = frozenset({"ladder"})
     rule: Any = None
-    ruled: ClassVar[frozenset[str]] = frozenset()
+    kernel_methods: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -75,27 +75,27 @@ class SparseCompressor(Clipping, Compressor):
         def place(name: str) -> int:
             return next(i for i, c in enumerate(cls.__mro__) if name in vars(c))
 
-        if any(place(name) < place("rule") for name in cls.ruled):
+        if any(place(name) < place("rule") for name in cls.kernel_methods):
             cls.rule = None
 
     @abstractmethod
-    def remember(self, ops: Ops, layout: Layout) -> Memory:
+    def init_memory(self, ops: Ops, layout: Layout) -> Memory:
         """Return the initial memory: a NamedTuple; elements are sent from its first field."""
 
     @abstractmethod
-    def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
+    def capacity_schedule(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
         """Return the capacities that a payload of this bucket may have with so many ranks.
 
         Excludes capacities whose allgather would move more bytes than an allreduce of the bucket.
         """
 
     @abstractmethod
-    def body_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
+    def body_bytes(self, layout: Layout, level: CapacityLevel) -> int:
         """Return the bytes that a rank encodes at this capacity level, without the header."""
 
-    def payload_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
+    def payload_bytes(self, layout: Layout, level: CapacityLevel) -> int:
         """Return the bytes that a rank hands to collectives at this level, header included."""
-        body = 4 * layout.elements if rung.summed else self.body_bytes(layout, rung)
+        body = 4 * layout.elements if level.summed else self.body_bytes(layout, level)
         return wire.HEADER_BYTES + body
 
     @abstractmethod
@@ -103,7 +103,7 @@ class SparseCompressor(Clipping, Compressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         step: Any,
         gradient: Tensor,
         state: State,
@@ -116,48 +116,50 @@ class SparseCompressor(Clipping, Compressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
-        room: Tensor,
+        scratch: Tensor,
     ) -> Tensor:
         """Return the sum over ranks of `weights[rank]` * the decoded payload, in rank order.
 
         Args:
             bodies: uint8 [world, bytes].
             weights: float32 [world]; 0 leaves a rank out.
-            room: float32 [size], scratch memory for the sum; its values are ignored.
+            scratch: float32 [size], scratch memory for the sum; its values are ignored.
         """
 
-    def weighing(self, context: Context, rung: CapacityLevel) -> Weighing:
+    def reduction_spec(self, context: Context, level: CapacityLevel) -> Weighing:
         """Return the checks on the bodies' first parts before they are summed."""
-        del rung
-        return patterns.weighing(context, {})
+        del level
+        return patterns.reduction_spec(context, {})
 
     def ceilings(
-        self, ops: Ops, layout: Layout, rung: CapacityLevel, bodies: Tensor
+        self, ops: Ops, layout: Layout, level: CapacityLevel, bodies: Tensor
     ) -> list[Tensor]:
-        """Return upper bounds of the sent magnitudes that `weighing` does not check.
+        """Return upper bounds of the sent magnitudes that `reduction_spec` does not check.
 
         float32 [world, groups] each; empty if no bound is needed.
 
         Args:
             ops, layout: of the bucket.
-            rung: the capacity level.
+            level: the capacity level.
             bodies: uint8 [world, bytes].
         """
-        del ops, layout, rung, bodies
+        del ops, layout, level, bodies
         return []
 
     def init(self, ops: Ops, layout: Layout) -> Any:
         layers = ops.zeros((len(layout.names),), "int64")
-        return SparseState(self.remember(ops, layout), self.ladder(layout).init(ops), layers)
+        return SparseState(
+            self.init_memory(ops, layout), self.capacity_schedule(layout).init(ops), layers
+        )
 
-    def nothing(self, ops: Ops, layout: Layout, rung: CapacityLevel) -> Encoded:
+    def nothing(self, ops: Ops, layout: Layout, level: CapacityLevel) -> Encoded:
         """Return an empty payload of the right size."""
-        return Encoded(ops.zeros((self.body_bytes(layout, rung),), "uint8"), 0, 0)
+        return Encoded(ops.zeros((self.body_bytes(layout, level),), "uint8"), 0, 0)
 
-    def held(
+    def undo_log(
         self, ops: Ops, memory: Memory, index: Tensor, first: Tensor | None = None
     ) -> UndoLog | None:
         """Record for `rollback` the memory at `index` before it is updated.
@@ -173,20 +175,20 @@ class SparseCompressor(Clipping, Compressor):
         """Zero the sink, which updates wrote to because unused slots point to it."""
         return type(memory)(*(ops.clear_last(x) for x in memory))
 
-    def rollback(self, ops: Ops, memory: Memory, held: UndoLog | None) -> None:
+    def rollback(self, ops: Ops, memory: Memory, undo_log: UndoLog | None) -> None:
         """Roll back the memory after a failed exchange, so unreceived elements stay here.
 
         In place if tensors are mutable; otherwise the old state was never replaced.
         """
-        if held is not None:
-            for x, values in zip(memory, held.fields):
-                ops.put(x, held.index, values)
+        if undo_log is not None:
+            for x, values in zip(memory, undo_log.fields):
+                ops.put(x, undo_log.index, values)
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
         gradient, extra = self.clipped(ops, context, gradient, extra)
-        return program(Given(self, ops, context, gradient, state, extra.get("moment")))
+        return program(StepInputs(self, ops, context, gradient, state, extra.get("moment")))
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         del layout, steps, since
@@ -203,7 +205,7 @@ class SparseCompressor(Clipping, Compressor):
         return state.memory.r
 
 
-class Given(NamedTuple):
+class StepInputs(NamedTuple):
     """One rank's inputs of a step."""
 
     codec: SparseCompressor
@@ -214,101 +216,99 @@ class Given(NamedTuple):
     moment: Tensor | None
 
 
-def program(given: Given) -> Program:
+def program(inputs: StepInputs) -> Program:
     """Allgather the payloads, or allreduce the decoded ones where that moves fewer bytes.
 
     All ranks read all headers, so all choose the same capacity level for the next step, and all
     raise if one of them has a non-finite gradient. That rank's state is then unchanged; the others
     keep the step's gradient in their residual.
     """
-    ops, context, state = given.ops, given.context, given.state
-    ladder = given.codec.ladder(context.layout, context.size)
-    rung, climbed = ladder.climb(ops, state.ladder)
-    given = given._replace(state=state._replace(ladder=climbed))
-    if not ladder.summed:
-        return (yield from allgather(rung, given))
-    top = rung._replace(dense=True, summed=True)
-    if not ladder.capacities:
-        return (yield from summed(top, given))
-    ways = (lambda: allgather(rung._replace(dense=False), given), lambda: summed(top, given))
-    return (yield Switch(ops.pick(rung.dense, 1, 0), ways))
+    ops, context, state = inputs.ops, inputs.context, inputs.state
+    schedule = inputs.codec.capacity_schedule(context.layout, context.size)
+    level, capacity = schedule.next_level(ops, state.ladder)
+    inputs = inputs._replace(state=state._replace(ladder=capacity))
+    if not schedule.summed:
+        return (yield from allgather(level, inputs))
+    top = level._replace(dense=True, summed=True)
+    if not schedule.capacities:
+        return (yield from summed(top, inputs))
+    branches = (lambda: allgather(level._replace(dense=False), inputs), lambda: summed(top, inputs))
+    return (yield Switch(ops.pick(level.dense, 1, 0), branches))
 
 
-def allgather(rung: CapacityLevel, given: Given) -> Program:
+def allgather(level: CapacityLevel, inputs: StepInputs) -> Program:
     """Allgather all payloads and sum them in rank order. One collective."""
-    codec, ops, context, *_ = given
-    encoded, header, gradient, state = _encoded(rung, given)
+    codec, ops, context, *_ = inputs
+    encoded, header, gradient, state = _encoded(level, inputs)
 
     def fits(header: wire.Header, bodies: Tensor) -> wire.Header:
-        sides = codec.ceilings(ops, context.layout, rung, bodies)
-        return patterns.summable(ops, sides, context, header) if sides else header
+        sides = codec.ceilings(ops, context.layout, level, bodies)
+        return patterns.check_summable(ops, sides, context, header) if sides else header
 
-    weighing = codec.weighing(context, rung)
-    header, bodies = yield from _gathered(
-        given, header, encoded, state, encoded.body, weighing, fits
-    )
+    spec = codec.reduction_spec(context, level)
+    header, bodies = yield from _gathered(inputs, header, encoded, state, encoded.body, spec, fits)
     weights = patterns.weights_of(ops, context, header)
-    total = codec.decode_sum(ops, context.layout, rung, bodies, weights, room=gradient)
+    total = codec.decode_sum(ops, context.layout, level, bodies, weights, scratch=gradient)
     return total, _needing(ops, state, header)
 
 
-def summed(rung: CapacityLevel, given: Given) -> Program:
+def summed(level: CapacityLevel, inputs: StepInputs) -> Program:
     """Decode the own payload and allreduce the result.
 
     The headers are allgathered first, so ranks know the same as after `allgather`; the result
     differs only by the order of summation.
     """
-    codec, ops, context, *_ = given
-    encoded, header, gradient, state = _encoded(rung, given)
+    codec, ops, context, *_ = inputs
+    encoded, header, gradient, state = _encoded(level, inputs)
     nothing, plain = encoded.body[:0], context._replace(prescale=1.0, postscale=1.0)
-    weighing = patterns.weighing(plain, {})
-    header, _ = yield from _gathered(
-        given, header, encoded, state, nothing, weighing, lambda h, _: h
-    )
+    spec = patterns.reduction_spec(plain, {})
+    header, _ = yield from _gathered(inputs, header, encoded, state, nothing, spec, lambda h, _: h)
     weights = patterns.weights_of(ops, plain, header)
-    mine, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
-    x = codec.decode_sum(ops, context.layout, rung, body, mine, room=gradient)
-    total = patterns.usable(ops, (yield from patterns.added_up(ops, context, x)))
+    weight, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
+    x = codec.decode_sum(ops, context.layout, level, body, weight, scratch=gradient)
+    total = patterns.check_sum(ops, (yield from patterns.allreduce_bucket(ops, context, x)))
     return total, _needing(ops, state, header)
 
 
-def _encoded(rung: CapacityLevel, given: Given) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
+def _encoded(
+    level: CapacityLevel, inputs: StepInputs
+) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
     """Return the encoded step, its header, memory for the result, and the updated state."""
-    codec, ops, context, gradient, state, moment = given
+    codec, ops, context, gradient, state, moment = inputs
     layout, step = context.layout, context.step
     if moment is None:
-        finite, gradient = patterns.checked_to_keep(ops, gradient)
+        finite, gradient = patterns.check_storable(ops, gradient)
     else:
         finite, gradient, moment = ops.sound_with(gradient, moment)
     if finite is False:
-        encoded = codec.nothing(ops, layout, rung)
+        encoded = codec.nothing(ops, layout, level)
     else:
-        encoded, state = codec.encode(ops, layout, rung, step, gradient, state, moment)
+        encoded, state = codec.encode(ops, layout, level, step, gradient, state, moment)
     number, digest, step = codec.algorithm, codec.digest(layout), step % (1 << 32)
     sent, wanted = encoded.sent, encoded.wanted
-    header = wire.Header(number, digest, step, rung.index, sent, wanted, finite)
+    header = wire.Header(number, digest, step, level.index, sent, wanted, finite)
     return encoded, header, gradient, state
 
 
 def _gathered(
-    given: Given,
+    inputs: StepInputs,
     header: wire.Header,
     encoded: Encoded,
     state: SparseState,
     body: Tensor,
-    weighing: Weighing,
+    spec: Weighing,
     fits: Callable[[wire.Header, Tensor], wire.Header],
 ) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
     """Allgather the headers and bodies; roll the state back if they are unusable."""
-    codec, ops = given.codec, given.ops
-    buffers = yield Allgather(wire.seal(ops, header, body))
+    codec, ops = inputs.codec, inputs.ops
+    buffers = yield Allgather(wire.pack(ops, header, body))
     try:
-        header, bodies = wire.unpack(ops, header, buffers, weighing)
+        header, bodies = wire.unpack(ops, header, buffers, spec)
         header = fits(header, bodies)
     except (PayloadError, NonFiniteGradientError):
-        codec.rollback(ops, state.memory, encoded.held)
+        codec.rollback(ops, state.memory, encoded.undo_log)
         raise
-    encoded.settle()
+    encoded.commit()
     return header, bodies
 
 

@@ -1,10 +1,10 @@
 """Sparse methods that test each element: Variance, Hybrid, Strom.
 
-    gate     selects the elements to send, elementwise
-    encode   encodes them, and packs those that fit into the payload
-    settle   updates the state by what was *sent*, never by what was wanted
+    select_mask  selects the elements to send, elementwise
+    encode       encodes them, and packs those that fit into the payload
+    commit       updates the state by what was *sent*, never by what was wanted
 
-A method implements `gate` and `settle`, and names a quantizer. The payload of a step is either
+A method implements `select_mask` and `commit`, and names a quantizer. A step's payload is either
 
 * words: one 32-bit word for each slot of the level's capacity, the code above the index; unused
   slots point to the bucket's sink; or
@@ -35,7 +35,7 @@ class ThresholdCompressor(SparseCompressor):
     """Base of the family; see the head of this file."""
 
     rule: Rule | None = None
-    ruled = frozenset({"gate", "settle", "quantizer"})
+    kernel_methods = frozenset({"select_mask", "commit", "quantizer"})
 
     @derived
     def max_bucket(self) -> int:
@@ -48,18 +48,18 @@ class ThresholdCompressor(SparseCompressor):
         """Quantizer of the values."""
 
     @abstractmethod
-    def gate(
+    def select_mask(
         self, ops: Ops, memory: Memory, gradient: Tensor, moment: Tensor | None
     ) -> tuple[Tensor, Memory]:
         """Accumulate the gradient; return a mask of wanted elements and the memory. Elementwise."""
 
     @abstractmethod
-    def settle(self, ops: Ops, memory: Memory, sent: SentElements, value: Tensor) -> Memory:
+    def commit(self, ops: Ops, memory: Memory, sent: SentElements, value: Tensor) -> Memory:
         """Remove what was sent: `value[i]` was sent for element `sent.index[i]`."""
 
     # -- sizes -------------------------------------------------------------------------------
 
-    def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
+    def capacity_schedule(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
         """Return the capacities for words; above them a dense level or an allreduce is cheaper."""
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
         room = most_gathered(4.0 * layout.elements, ranks) - side
@@ -69,21 +69,21 @@ class ThresholdCompressor(SparseCompressor):
         return CapacitySchedule.up_to(places // 4)
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
-        said = super().report(layout, state, steps, since)
-        return said._replace(rung_changes=int(state.ladder.changes))
+        report = super().report(layout, state, steps, since)
+        return report._replace(rung_changes=int(state.ladder.changes))
 
-    def parts(self, layout: Layout, rung: CapacityLevel) -> dict[str, wire.Part]:
-        """Return the parts of a payload's body at one level; `rung.dense` is a Python bool."""
+    def parts(self, layout: Layout, level: CapacityLevel) -> dict[str, wire.Part]:
+        """Return the parts of a payload's body at one level; `level.dense` is a Python bool."""
         side = self.quantizer.side_parts(layout)
-        if rung.dense:
+        if level.dense:
             return {**side, "places": wire.Part("uint8", self._dense_bytes(layout))}
-        return {**side, "words": wire.Part("uint32", rung.capacity)}
+        return {**side, "words": wire.Part("uint32", level.capacity)}
 
     def _dense_bytes(self, layout: Layout) -> int:
         return layout.size * self.quantizer.dense_bits // 8
 
-    def body_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
-        return wire.body_bytes(self.parts(layout, rung))
+    def body_bytes(self, layout: Layout, level: CapacityLevel) -> int:
+        return wire.body_bytes(self.parts(layout, level))
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class ThresholdCompressor(SparseCompressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         step: Any,
         gradient: Tensor,
         state: SparseState,
@@ -99,7 +99,7 @@ class ThresholdCompressor(SparseCompressor):
     ) -> tuple[Encoded, SparseState]:
         """Encode this rank's payload. Donating: may write to the memory in `state`."""
         if ops.word_passes is not None and self.rule is not None:
-            return self._encode_in_passes(ops, layout, rung, step, gradient, state, moment)
+            return self._encode_in_passes(ops, layout, level, step, gradient, state, moment)
         found, memory = self._search(ops, gradient, state.memory, moment)
         selection = select(ops, layout, found)
         value = selection.take(memory[0])
@@ -107,40 +107,40 @@ class ThresholdCompressor(SparseCompressor):
         selection, code = selection.only(encodable, code)
 
         def words() -> tuple[Tensor, SentElements]:
-            sent = selection.fitting(code, rung.capacity, step)
+            sent = selection.fitting(code, level.capacity, step)
             word = sent.code * (1 << self._index_bits) + sent.index
-            room = rung._replace(dense=False)
-            return wire.pack_body(ops, self.parts(layout, room), {**side, "words": word}), sent
+            branch = level._replace(dense=False)
+            return wire.pack_body(ops, self.parts(layout, branch), {**side, "words": word}), sent
 
         def places() -> tuple[Tensor, SentElements]:
             dense, sent = selection.spread(code)
             packed = _pack(ops, dense, self.quantizer.dense_bits)
-            room = rung._replace(dense=True)
-            return wire.pack_body(ops, self.parts(layout, room), {**side, "places": packed}), sent
+            branch = level._replace(dense=True)
+            return wire.pack_body(ops, self.parts(layout, branch), {**side, "places": packed}), sent
 
-        body, sent = ops.cond(rung.dense, places, words)
+        body, sent = ops.cond(level.dense, places, words)
         if side:
             layer = layer_of(ops, layout, sent.index)
             side = {name: ops.gather(x, layer) for name, x in side.items()}
         value = self.quantizer.decode(ops, sent.code, side)
-        held = self.held(ops, memory, sent.index)
-        memory = self.without_sink(ops, self.settle(ops, memory, sent, value))
-        encoded = Encoded(body, sent.count, selection.count(), held)
+        undo_log = self.undo_log(ops, memory, sent.index)
+        memory = self.without_sink(ops, self.commit(ops, memory, sent, value))
+        encoded = Encoded(body, sent.count, selection.count(), undo_log)
         return encoded, state._replace(memory=memory, sent=state.sent + sent.per_layer)
 
     def _encode_in_passes(
         self,
         ops: Ops,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         step: Any,
         gradient: Tensor,
         state: SparseState,
         moment: Tensor | None,
     ) -> tuple[Encoded, SparseState]:
-        given = state.memory, gradient, moment, state.sent
-        written = ops.word_passes.write(self.rule, layout, rung, step, *given)
-        encoded = Encoded(written.body, written.sent, written.wanted, settle=written.settle)
+        arguments = state.memory, gradient, moment, state.sent
+        written = ops.word_passes.write(self.rule, layout, level, step, *arguments)
+        encoded = Encoded(written.body, written.sent, written.wanted, commit=written.commit)
         memory = type(state.memory)(*written.memory)
         return encoded, state._replace(memory=memory, sent=written.per_layer)
 
@@ -154,44 +154,46 @@ class ThresholdCompressor(SparseCompressor):
         fields = len(memory)
 
         def tile(*pieces: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            given = pieces[fields:]
-            squares = given[1] if moment is not None else None
-            wanted, taken_in = self.gate(ops, type(memory)(*pieces[:fields]), given[0], squares)
+            arguments = pieces[fields:]
+            squares = arguments[1] if moment is not None else None
+            wanted, taken_in = self.select_mask(
+                ops, type(memory)(*pieces[:fields]), arguments[0], squares
+            )
             return wanted, tuple(taken_in)
 
-        given = (gradient,) if moment is None else (gradient, moment)
-        found, taken_in = ops.search(tile, tuple(memory), given)
+        arguments = (gradient,) if moment is None else (gradient, moment)
+        found, taken_in = ops.search(tile, tuple(memory), arguments)
         return found, type(memory)(*taken_in)
 
-    def weighing(self, context: Context, rung: CapacityLevel) -> Weighing:
+    def reduction_spec(self, context: Context, level: CapacityLevel) -> Weighing:
         layout, ascending = context.layout, None
         side = self.quantizer.side_parts(layout)
-        if rung.dense is False:
+        if level.dense is False:
             mask = (1 << self._index_bits) - 1
-            ascending = int(wire.body_bytes(side)) // 4, rung.capacity, mask, layout.size
-        return patterns.weighing(context, side, ascending)
+            ascending = int(wire.body_bytes(side)) // 4, level.capacity, mask, layout.size
+        return patterns.reduction_spec(context, side, ascending)
 
     def decode_sum(
         self,
         ops: Ops,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
-        room: Tensor,
+        scratch: Tensor,
     ) -> Tensor:
         """Return the sum over ranks of `weights[rank]` * the decoded payload, in rank order.
 
         Args:
             bodies: uint8 [world, bytes].
             weights: float32 [world]; 0 leaves a rank out.
-            room: float32 [size], scratch memory for the sum; its values are ignored.
+            scratch: float32 [size], scratch memory for the sum; its values are ignored.
         """
         if ops.word_passes is not None and self.rule is not None:
-            return ops.word_passes.add(self.rule, layout, rung, bodies, weights, room)
+            return ops.word_passes.add(self.rule, layout, level, bodies, weights, scratch)
 
         def words() -> Tensor:
-            payload = wire.unpack_body(ops, self.parts(layout, rung._replace(dense=False)), bodies)
+            payload = wire.unpack_body(ops, self.parts(layout, level._replace(dense=False)), bodies)
             word = payload.pop("words")  # [world, capacity]
             code, index = ops.split_bits(word, self._index_bits)
             side = payload
@@ -199,16 +201,16 @@ class ThresholdCompressor(SparseCompressor):
                 layer = layer_of(ops, layout, index)
                 side = {name: ops.gather_rows(x, layer) for name, x in side.items()}
             value = self.quantizer.decode(ops, code, side) * weights[:, None]
-            total = ops.clear(room)
+            total = ops.clear(scratch)
             for rank in range(bodies.shape[0]):
                 total = ops.add_at(total, index[rank], value[rank])
             return total
 
         def places() -> Tensor:
-            payload = wire.unpack_body(ops, self.parts(layout, rung._replace(dense=True)), bodies)
+            payload = wire.unpack_body(ops, self.parts(layout, level._replace(dense=True)), bodies)
             packed = payload.pop("places")
             table = ops.table(layout, "layer_of_block")
-            total = ops.clear(room)
+            total = ops.clear(scratch)
             for rank in range(bodies.shape[0]):
                 dense = _unpack(ops, packed[rank], self.quantizer.dense_bits)
                 code = ops.reshape(dense, (-1, layout.block)) - 1  # [blocks, block]
@@ -221,7 +223,7 @@ class ThresholdCompressor(SparseCompressor):
                 total = ops.accumulate(total, ops.reshape(value, (layout.size,)))
             return total
 
-        return ops.clear_last(ops.cond(rung.dense, places, words))
+        return ops.clear_last(ops.cond(level.dense, places, words))
 
 
 def _pack(ops: Ops, values: Tensor, bits: int) -> Tensor:

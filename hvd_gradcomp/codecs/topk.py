@@ -1,9 +1,9 @@
 """Top-k methods: they send the k largest elements of each layer, or of the model.
 
-    collect  accumulates the gradient in the memory, elementwise
-    quota    the number of elements of each layer to send
-    encode   selects the k largest and packs them into the payload
-    settle   updates the memory by what was *sent*
+    collect      accumulates the gradient in the memory, elementwise
+    k_per_layer  the number of elements of each layer to send
+    encode       selects the k largest and packs them into the payload
+    commit       updates the memory by what was *sent*
 
 The selection is exact and sorts no layer; see `codecs.topk_select`.
 
@@ -61,7 +61,9 @@ class TopKCompressor(SparseCompressor):
 
     reset_on_merge = frozenset({"hint"})
     rule: Collecting | None = None
-    ruled = frozenset({"collect", "settle", "without_sink", "select", "held", "rollback"})
+    kernel_methods = frozenset(
+        {"collect", "commit", "without_sink", "select", "undo_log", "rollback"}
+    )
 
     of_model: ClassVar[bool] = False
     index_coding: str = "delta"
@@ -75,10 +77,10 @@ class TopKCompressor(SparseCompressor):
         """Accumulate the gradient. Elementwise, donating."""
 
     @abstractmethod
-    def settle(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
+    def commit(self, ops: Ops, memory: Memory, index: Tensor) -> Memory:
         """Remove what was sent; indices may be the sink."""
 
-    def quota(
+    def k_per_layer(
         self, ops: Ops, layout: Layout, step: Any, gradient: Tensor, state: Any
     ) -> tuple[Tensor | None, Any]:
         """Return how many elements of each layer (or of the model) to send this step; int64 [k].
@@ -107,7 +109,7 @@ class TopKCompressor(SparseCompressor):
         """Return the possible capacities of a payload, ascending; the last is the maximum."""
         return (self.capacity(layout),)
 
-    def ladder(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
+    def capacity_schedule(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
         most = most_gathered(4.0 * layout.elements, ranks)
         capacities, sizes = self.capacities(layout), _sizes_of(self, layout)
         fit = sum(1 for _ in takewhile(lambda size: size <= most, sizes))
@@ -121,11 +123,13 @@ class TopKCompressor(SparseCompressor):
             "values": wire.Part("float32", capacity),
         }
 
-    def body_bytes(self, layout: Layout, rung: CapacityLevel | None = None) -> int:
-        return int(wire.body_bytes(self.parts(layout, Room.on(self, layout, rung).capacity)))
+    def body_bytes(self, layout: Layout, level: CapacityLevel | None = None) -> int:
+        return int(wire.body_bytes(self.parts(layout, BodySpec.on(self, layout, level).capacity)))
 
-    def payload_bytes(self, layout: Layout, rung: CapacityLevel | None = None) -> int:
-        return super().payload_bytes(layout, rung or CapacityLevel(0, self.capacity(layout), False))
+    def payload_bytes(self, layout: Layout, level: CapacityLevel | None = None) -> int:
+        return super().payload_bytes(
+            layout, level or CapacityLevel(0, self.capacity(layout), False)
+        )
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         size = prod(shape)
@@ -134,8 +138,8 @@ class TopKCompressor(SparseCompressor):
 
     def init(self, ops: Ops, layout: Layout) -> Any:
         memory, _, sent = super().init(ops, layout)
-        ladder = self.ladder(layout).init(ops, rung=len(self.capacities(layout)) - 1)
-        return TopKState(memory, ladder, sent, self.unknown(ops, layout))
+        schedule = self.capacity_schedule(layout).init(ops, level=len(self.capacities(layout)) - 1)
+        return TopKState(memory, schedule, sent, self.unknown(ops, layout))
 
     def unknown(self, ops: Ops, layout: Layout) -> Tensor:
         """Return the hint before the first step, which no element passes."""
@@ -148,30 +152,30 @@ class TopKCompressor(SparseCompressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         step: Any,
         gradient: Tensor,
         state: Any,
         moment: Tensor | None = None,
     ) -> tuple[Encoded, Any]:
         del moment
-        scope, room = Scope(layout, self.of_model), Room.on(self, layout, rung)
-        wanted, state = self.quota(ops, layout, step, gradient, state)
-        form = None if self.rule is None else room.form(ops)
+        scope, spec = Scope(layout, self.of_model), BodySpec.on(self, layout, level)
+        wanted, state = self.k_per_layer(ops, layout, step, gradient, state)
+        form = None if self.rule is None else spec.form(ops)
         if form is not None:
-            return _encoded_in_passes(ops, scope, room, form, step, wanted, gradient, state)
-        quota, total = _shared(ops, room, wanted)
-        quota = ops.words(self.most(layout)) if quota is None else quota
+            return _encoded_in_passes(ops, scope, spec, form, step, wanted, gradient, state)
+        k_per_layer, total = _shared(ops, spec, wanted)
+        k_per_layer = ops.words(self.most(layout)) if k_per_layer is None else k_per_layer
         found, memory = self.collected(ops, scope, gradient, state)
-        chosen = self.select(ops, scope, step, memory[0], quota, found, rung)
+        chosen = self.select(ops, scope, step, memory[0], k_per_layer, found, level)
         parts, index, values, hint = chosen
         parts["values"] = values = ops.bits_float(values)
-        body = wire.pack_body(ops, room.parts(ops), parts)
+        body = wire.pack_body(ops, spec.parts(ops), parts)
         real = ops.cast(index < layout.sink, "int64")
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
-        held = self.held(ops, memory, index, values)
-        memory = self.without_sink(ops, self.settle(ops, memory, index))
-        encoded = Encoded(body, ops.sum(real), total, held)
+        undo_log = self.undo_log(ops, memory, index, values)
+        memory = self.without_sink(ops, self.commit(ops, memory, index))
+        encoded = Encoded(body, ops.sum(real), total, undo_log)
         sent = state.sent + per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=hint)
 
@@ -201,27 +205,27 @@ class TopKCompressor(SparseCompressor):
         scope: Scope,
         step: Any,
         r: Tensor,
-        quota: Tensor,
+        k_per_layer: Tensor,
         found: Tensor | None,
-        rung: CapacityLevel | None = None,
+        level: CapacityLevel | None = None,
     ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
         """Select the k largest |r|; return index parts, indices, bits of values, and the next hint.
 
         Args:
             found: indices of all elements above some bound; None to search here.
-            rung: the capacity level; None for the maximum.
+            level: the capacity level; None for the maximum.
         """
-        layout, room = scope.layout, Room.on(self, scope.layout, rung)
-        selection, code, hint = largest(ops, scope, r, quota, self.most(layout), step, found)
-        sent = selection.fitting(code, room.capacity, step)
-        parts, index, place = self.coding.encode(ops, layout, room.parts(ops), sent.index, step)
+        layout, spec = scope.layout, BodySpec.on(self, scope.layout, level)
+        selection, code, hint = largest(ops, scope, r, k_per_layer, self.most(layout), step, found)
+        sent = selection.fitting(code, spec.capacity, step)
+        parts, index, place = self.coding.encode(ops, layout, spec.parts(ops), sent.index, step)
         values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
         return parts, index, values, hint
 
     def ceilings(
-        self, ops: Ops, layout: Layout, rung: CapacityLevel, bodies: Tensor
+        self, ops: Ops, layout: Layout, level: CapacityLevel, bodies: Tensor
     ) -> list[Tensor]:
-        sent = Room.on(self, layout, rung)
+        sent = BodySpec.on(self, layout, level)
         if sent.form(ops) is not None and ops.largest_passes.looks:
             return []  # the summing kernel checks them
         values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
@@ -231,29 +235,29 @@ class TopKCompressor(SparseCompressor):
         self,
         ops: Ops,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
-        room: Tensor,
+        scratch: Tensor,
     ) -> Tensor:
-        sent = Room.on(self, layout, rung)
+        sent = BodySpec.on(self, layout, level)
         form = sent.form(ops)
         if form is not None:
-            given, passes = (layout, form, bodies, weights, room), ops.largest_passes
+            arguments, passes = (layout, form, bodies, weights, scratch), ops.largest_passes
             if passes.looks:
-                return passes.add(*given, patterns.LARGEST, wire.ANY_NOT_FINITE)
-            return passes.add(*given)
+                return passes.add(*arguments, patterns.LARGEST, wire.ANY_NOT_FINITE)
+            return passes.add(*arguments)
         payload = wire.unpack_body(ops, sent.parts(ops), bodies)
         values = payload.pop("values") * weights[:, None]  # [world, capacity]
-        total = ops.clear(room)
+        total = ops.clear(scratch)
         for rank in range(bodies.shape[0]):
-            mine = {name: part[rank] for name, part in payload.items()}
-            index = self.coding.decode(ops, layout, mine, sent.capacity)
+            parts = {name: part[rank] for name, part in payload.items()}
+            index = self.coding.decode(ops, layout, parts, sent.capacity)
             total = ops.add_at(total, index, values[rank])
         return ops.clear_last(total)
 
 
-class Room(NamedTuple):
+class BodySpec(NamedTuple):
     """Body of a payload with a given capacity in elements."""
 
     compressor: TopKCompressor
@@ -261,12 +265,14 @@ class Room(NamedTuple):
     capacity: Any  # one of the compressor's; may be a scalar in a graph
 
     @classmethod
-    def on(cls, compressor: TopKCompressor, layout: Layout, rung: CapacityLevel | None) -> Room:
+    def on(
+        cls, compressor: TopKCompressor, layout: Layout, level: CapacityLevel | None
+    ) -> BodySpec:
         """Return the body at a capacity level; by default at the maximum."""
         capacities = compressor.capacities(layout)
-        if rung is None or rung.dense is True or len(capacities) == 1:
+        if level is None or level.dense is True or len(capacities) == 1:
             return cls(compressor, layout, capacities[-1])
-        return cls(compressor, layout, rung.capacity)
+        return cls(compressor, layout, level.capacity)
 
     def parts(self, ops: Ops) -> dict[str, wire.Part]:
         """Return the parts of the body."""
@@ -326,9 +332,9 @@ def form_of(compressor: TopKCompressor, layout: Layout, capacity: int) -> Form |
     return Form(int(wire.body_bytes(parts)), capacity, wire.starts(parts)["values"], places)
 
 
-def _shared(ops: Ops, room: Room, wanted: Tensor | None) -> tuple[Tensor | None, Any]:
-    """Return the part of the quota that fits (None for the maximum) and the number wanted."""
-    compressor, layout, capacity = room
+def _shared(ops: Ops, spec: BodySpec, wanted: Tensor | None) -> tuple[Tensor | None, Any]:
+    """Return the part of `wanted` that fits (None for the maximum) and the number wanted."""
+    compressor, layout, capacity = spec
     if wanted is None and len(compressor.capacities(layout)) == 1:
         return None, compressor.capacity(layout)
     most = compressor.most(layout)
@@ -341,22 +347,22 @@ def _shared(ops: Ops, room: Room, wanted: Tensor | None) -> tuple[Tensor | None,
 def _encoded_in_passes(
     ops: Ops,
     scope: Scope,
-    room: Room,
+    spec: BodySpec,
     form: Form | Tensor,
     step: int,
     wanted: Tensor | None,
     gradient: Tensor,
     state: Any,
 ) -> tuple[Encoded, Any]:
-    compressor, passes = room.compressor, ops.largest_passes
-    most = compressor.most(room.layout)
-    given = most, state.hint, state.memory, gradient, state.sent
+    compressor, passes = spec.compressor, ops.largest_passes
+    most = compressor.most(spec.layout)
+    arguments = most, state.hint, state.memory, gradient, state.sent
     if wanted is not None and passes.shares:
-        written = passes.write(compressor.rule, scope, form, step, wanted, *given, shares=True)
+        written = passes.write(compressor.rule, scope, form, step, wanted, *arguments, shares=True)
         total = written.wanted
     else:
-        quota, total = _shared(ops, room, wanted)
-        written = passes.write(compressor.rule, scope, form, step, quota, *given)
-    encoded = Encoded(written.body, written.sent, total, settle=written.settle)
+        k_per_layer, total = _shared(ops, spec, wanted)
+        written = passes.write(compressor.rule, scope, form, step, k_per_layer, *arguments)
+    encoded = Encoded(written.body, written.sent, total, commit=written.commit)
     memory = type(state.memory)(*written.memory)
     return encoded, state._replace(memory=memory, sent=written.per_layer, hint=written.hint)

@@ -2,10 +2,10 @@
 
 Horovod renegotiates whenever a size changes, and NCCL gathers unequal sizes by one broadcast per
 rank. So a payload has a fixed capacity that all ranks share. Every header says how many elements
-its rank should have sent; all ranks read all headers, so all move to the same level (`rung`)
-without another message: up as soon as one rank needs it; down when no rank has needed it for
-`PATIENCE` steps, to the highest level needed in that time. Elements that do not fit stay in the
-state.
+its rank should have sent; all ranks read all headers, so all move to the same level
+(`CapacityState.rung`) without another message: up as soon as one rank needs it; down when no rank
+has needed it for `PATIENCE` steps, to the highest level needed in that time. Elements that do not
+fit stay in the state.
 
 The top level is *dense*: everything fits. It sends one small code per element and no index. If
 gathering these codes would bring a rank more bytes, the payload is *summed* instead: a float32
@@ -63,29 +63,29 @@ class CapacitySchedule:
             octave *= 2
         return cls([c for c in capacities if c < top], summed)
 
-    def init(self, ops: Ops, rung: int | None = None) -> CapacityState:
+    def init(self, ops: Ops, level: int | None = None) -> CapacityState:
         """Return the initial state, at the middle level.
 
         A first burst is then neither delayed as a whole nor sent dense.
 
         Args:
-            rung: level to start at instead, for the first step only; the second step has the
+            level: level to start at instead, for the first step only; the second step has the
                 capacity that the first needed.
         """
-        start, calm = (self.top // 2, 0) if rung is None else (rung, PATIENCE - 2)
+        start, calm = (self.top // 2, 0) if level is None else (level, PATIENCE - 2)
         zeros = [ops.host(0) for _ in CapacityState._fields[2:]]
         return CapacityState(ops.host(start), ops.host(calm), *zeros)
 
-    def climb(self, ops: Ops, state: CapacityState) -> tuple[CapacityLevel, CapacityState]:
+    def next_level(self, ops: Ops, state: CapacityState) -> tuple[CapacityLevel, CapacityState]:
         """Return this step's level and the new state, from the ranks' demand in the last step.
 
         The state may come from a longer schedule: of fewer ranks, or of another phase.
         """
         if ops.climb is not None:
             numbers = ops.climb(self.capacities, PATIENCE, state)
-            rung, capacity, dense, calm, peak, changes = numbers
-            return CapacityLevel(rung, capacity, dense), CapacityState(
-                rung, calm, peak, state.needed, changes
+            level, capacity, dense, calm, peak, changes = numbers
+            return CapacityLevel(level, capacity, dense), CapacityState(
+                level, calm, peak, state.needed, changes
             )
         last, calm, peak, needed, changes = (ops.staged(x) for x in state)
         last, peak = (ops.pick(x > self.top, self.top, x) for x in (last, peak))
@@ -94,9 +94,9 @@ class CapacitySchedule:
         calm = ops.pick(below, calm + 1, 0)
         peak = ops.pick(below, ops.pick(demand > peak, demand, peak), 0)
         rested = calm >= PATIENCE
-        rung = ops.pick(rested, peak, ops.pick(below, last, demand))
-        changes = ops.pick(rung == last, changes, changes + 1)
+        level = ops.pick(rested, peak, ops.pick(below, last, demand))
+        changes = ops.pick(level == last, changes, changes + 1)
         calm, peak = ops.pick(rested, 0, calm), ops.pick(rested, 0, peak)
-        room = CapacityLevel(rung, ops.choice((*self.capacities, 0), rung), rung == self.top)
-        rung, calm, peak, changes = (ops.host(x) for x in (rung, calm, peak, changes))
-        return room, CapacityState(rung, calm, peak, state.needed, changes)
+        room = CapacityLevel(level, ops.choice((*self.capacities, 0), level), level == self.top)
+        level, calm, peak, changes = (ops.host(x) for x in (level, calm, peak, changes))
+        return room, CapacityState(level, calm, peak, state.needed, changes)

@@ -299,9 +299,9 @@ class _Brief(ast.NodeTransformer):
         stated = getattr(kind, "stated", ())
         defaults = {k: repr(field.default) for k, field in known.items() if k not in stated}
         node.keywords = [
-            given
-            for given in node.keywords
-            if defaults.get(given.arg or "") != ast.unparse(given.value)
+            keyword
+            for keyword in node.keywords
+            if defaults.get(keyword.arg or "") != ast.unparse(keyword.value)
         ]
         return node
 

@@ -26,10 +26,10 @@ def require_horovod(framework: str) -> None:
         first: BaseException = error  # TensorFlow reports only that Keras cannot be imported
         while isinstance(first.__context__, ImportError):
             first = first.__context__
-        said = str(first)
+        message = str(first)
         raise ImportError(
-            f"hvd_gradcomp.{framework} needs Horovod {HOROVOD}: {said}. What helps:\n"
-            f"{cure(said)}\n`hvd-gradcomp doctor` looks at all that is needed",
+            f"hvd_gradcomp.{framework} needs Horovod {HOROVOD}: {message}. What helps:\n"
+            f"{cure(message)}\n`hvd-gradcomp doctor` looks at all that is needed",
             name=error.name,
         ) from error
 
@@ -47,15 +47,15 @@ def require_keras_backend(backend: str) -> None:
         )
 
 
-def cure(said: str, before: Sequence[str] = (), alone: bool = False) -> str:
+def cure(message: str, before: Sequence[str] = (), alone: bool = False) -> str:
     """Return what fixes an import error of Horovod; `before`, `alone` as in `build`."""
-    module = re.search(r"No module named '(\w+)", said)
+    module = re.search(r"No module named '(\w+)", message)
     if module and module[1] == os.environ.get(KERAS_BACKEND):
         return cure_of_keras(module[1])
     if module and module[1] not in ("horovod", "hvd_gradcomp"):
         package = {"yaml": "pyyaml"}.get(module[1], module[1])
         return f"{sys.executable} -m pip install {package}"
-    if "libmpi" in said:
+    if "libmpi" in message:
         return "apt-get install openmpi-bin  # as root"
     return build(before, alone)
 

@@ -188,8 +188,8 @@ class Layout:
     @cached_property
     def digest(self) -> int:
         """Return 32 bits that differ when names, shapes, dtype, alignment or order differ."""
-        told = self.names, self.shapes, self.dtype, self.block, *["turned"] * self.turned
-        return zlib.crc32(repr(told).encode())
+        content = self.names, self.shapes, self.dtype, self.block, *["turned"] * self.turned
+        return zlib.crc32(repr(content).encode())
 
     @cached_property
     def _hash(self) -> int:

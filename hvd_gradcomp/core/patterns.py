@@ -19,7 +19,7 @@ LARGEST = (2.0 - 2.0**-20) * 2.0**127  # a bit below float32's: sums are rounded
 
 
 class Leading(Protocol):
-    """Codec methods that `leader` calls."""
+    """Codec methods that `aggregate_by_leader` calls."""
 
     def choice_bytes(self, layout: Layout) -> int:
         """Return the bytes of `choose`."""
@@ -35,18 +35,18 @@ class Leading(Protocol):
     ) -> Tensor:
         """Return this rank's values at the indices."""
 
-    def settle_all(
+    def commit_all(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: State, index: Tensor, total: Tensor
     ) -> tuple[Tensor, Any]:
         """Return the mean, and the state without what was sent."""
 
 
-def checked(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
+def check_finite(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     """Return (finite, gradient); zeros if it is not finite and is found out too late to skip it."""
     return ops.sound(gradient, "elements")
 
 
-def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
+def check_storable(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     """Return the same for a gradient that is added to the state, perhaps squared.
 
     The state must not overflow: an element with an infinite second moment would never be sent
@@ -55,7 +55,9 @@ def checked_to_keep(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     return ops.sound(gradient, "squares")
 
 
-def weighing(context: Context, sides: Mapping[str, wire.Part], ascending: Any = None) -> Weighing:
+def reduction_spec(
+    context: Context, sides: Mapping[str, wire.Part], ascending: Any = None
+) -> Weighing:
     """Return how the ranks' payloads are summed, to finite numbers.
 
     Args:
@@ -76,7 +78,7 @@ def weighing(context: Context, sides: Mapping[str, wire.Part], ascending: Any = 
     )
 
 
-def summable(
+def check_summable(
     ops: Ops, sides: Sequence[Tensor], context: Context, header: wire.Header
 ) -> wire.Header:
     """Require that the ranks' payloads sum to finite numbers; return a header that says so.
@@ -88,7 +90,7 @@ def summable(
         header: of the payloads.
 
     Raises:
-        NonFiniteGradientError: on all ranks, as in `usable`; also if a single group is so large
+        NonFiniteGradientError: on all ranks, as in `check_sum`; also if a single group is so large
             that an infinite sum cannot be ruled out.
     """
     fits = ops.summable(sides, context.prescale * context.postscale, LARGEST)
@@ -117,13 +119,15 @@ def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     return ops.weigh(weight, header.intact)
 
 
-def leader(codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: State) -> Program:
+def aggregate_by_leader(
+    codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: State
+) -> Program:
     """Let one rank after the other choose the elements that travel, and sum their values.
 
     Each step has a broadcast of the leader's indices and an allreduce of all ranks' values there.
     """
     layout, turn = context.layout, context.step % context.size
-    finite, gradient = checked_to_keep(ops, gradient)
+    finite, gradient = check_storable(ops, gradient)
 
     def chosen() -> Tensor:
         return codec.choose(ops, context, gradient, state)
@@ -132,18 +136,18 @@ def leader(codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: 
     index = codec.chosen(ops, context, ops.reshape(buffer, (1, -1)))
     values = ops.concat((codec.values(ops, layout, gradient, state, index), poison(ops, finite)))
     total = yield Allreduce(values, context.prescale, context.postscale)
-    total = unpoisoned(ops, total)
-    return codec.settle_all(ops, layout, gradient, state, index, total)
+    total = strip_poison(ops, total)
+    return codec.commit_all(ops, layout, gradient, state, index, total)
 
 
 def from_leader(
     ops: Ops, context: Context, leader: Any, payload: Callable[[], Tensor], size: int
 ) -> Generator[Any, Any, Tensor]:
     """Return one rank's payload of `size` bytes, on all ranks."""
-    mine = ops.cond(leader == context.rank, payload, lambda: ops.zeros((size,), "uint8"))
+    sent = ops.cond(leader == context.rank, payload, lambda: ops.zeros((size,), "uint8"))
 
     def from_root(root: int) -> Generator[Broadcast, Tensor, tuple[Tensor]]:
-        return ((yield Broadcast(mine, root)),)
+        return ((yield Broadcast(sent, root)),)
 
     roots = [lambda r=root: from_root(r) for root in range(context.size)]
     (buffer,) = yield Switch(leader, roots)
@@ -156,12 +160,12 @@ def poison(ops: Ops, finite: Any) -> Tensor:
     return ops.where(healthy > 0, 0.0, healthy / healthy)
 
 
-def unpoisoned(ops: Ops, total: Tensor) -> Tensor:
-    """Return a sum of vectors that end in `poison`, without it; see `usable`."""
-    return usable(ops, total)[:-1]
+def strip_poison(ops: Ops, total: Tensor) -> Tensor:
+    """Return a sum of vectors that end in `poison`, without it; see `check_sum`."""
+    return check_sum(ops, total)[:-1]
 
 
-def drawn(step: Any, seed: int, count: int) -> Any:
+def draw_number(step: Any, seed: int, count: int) -> Any:
     """Return a pseudo-random number below `count`, the same on all ranks in a step.
 
     Plain arithmetic below 2**62 gives the same result for an int and for a scalar in a graph.
@@ -176,7 +180,7 @@ def drawn(step: Any, seed: int, count: int) -> Any:
     return x // 1024 % count
 
 
-def added_up(ops: Ops, context: Context, x: Tensor) -> Generator[Any, Any, Tensor]:
+def allreduce_bucket(ops: Ops, context: Context, x: Tensor) -> Generator[Any, Any, Tensor]:
     """Allreduce the bucket without its padding; x may hold the result.
 
     x is [layout.size], zero outside the layers.
@@ -191,7 +195,7 @@ def added_up(ops: Ops, context: Context, x: Tensor) -> Generator[Any, Any, Tenso
     return ops.assemble(x, [*pieces, x[end:]])
 
 
-def usable(ops: Ops, total: Tensor) -> Tensor:
+def check_sum(ops: Ops, total: Tensor) -> Tensor:
     """Return a sum of gradients, checked: all were finite, and their sum does not overflow.
 
     Raises:

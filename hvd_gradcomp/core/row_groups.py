@@ -1,6 +1,6 @@
-"""Groups of elements that share a scale: bands of rows of one length.
+"""Groups of elements that share a scale: runs of rows of one length.
 
-A row is a *group*: a QSGD bucket, a TernGrad layer, a column of 1-bit SGD. Elements in no band are
+A row is a *group*: a QSGD bucket, a TernGrad layer, a column of 1-bit SGD. Elements in no run are
 padding and stay zero.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Band(NamedTuple):
-    """Band of `rows` groups of `length` neighbours each."""
+class RowGroup(NamedTuple):
+    """Run of `rows` groups of `length` neighbours each."""
 
     start: int
     rows: int
@@ -24,58 +24,57 @@ class Band(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bands:
-    """Bands in ascending order, without overlap.
+class RowGroups:
+    """Runs of rows in ascending order, without overlap.
 
     Args:
-        bands: at least one row each.
-        first: number of the first group in the bands that these were cut from.
+        runs: at least one row each.
+        first: number of the first group in the runs that these were cut from.
     """
 
-    bands: tuple[Band, ...]
+    runs: tuple[RowGroup, ...]
     first: int = 0
 
     @property
     def groups(self) -> int:
         """Return the number of rows."""
-        return sum(band.rows for band in self.bands)
+        return sum(run.rows for run in self.runs)
 
     @property
     def lengths(self) -> list[int]:
         """Return the elements of each group."""
-        return [band.length for band in self.bands for _ in range(band.rows)]
+        return [run.length for run in self.runs for _ in range(run.rows)]
 
-    def between(self, begin: int, end: int) -> Bands:
-        """Return the bands within [begin, end), counted from begin; rows may be cut.
+    def between(self, begin: int, end: int) -> RowGroups:
+        """Return the runs within [begin, end), counted from begin; rows may be cut.
 
-        >>> Bands((Band(0, 3, 10),)).between(5, 22).bands
-        (Band(start=0, rows=1, length=5), Band(start=5, rows=1, length=10), \
-Band(start=15, rows=1, length=2))
+        >>> RowGroups((RowGroup(0, 3, 10),)).between(5, 22).runs[:2]
+        (RowGroup(start=0, rows=1, length=5), RowGroup(start=5, rows=1, length=10))
         """
-        found: list[Band] = []
+        found: list[RowGroup] = []
         number, first = 0, -1
 
         def take(start: int, stop: int, rows: int, length: int, group: int) -> None:
             nonlocal first
             if stop > start:
                 first = group if first < 0 else first
-                found.append(Band(start - begin, rows, length))
+                found.append(RowGroup(start - begin, rows, length))
 
-        for band in self.bands:
-            low, high = max(begin, band.start), min(end, band.end)
+        for run in self.runs:
+            low, high = max(begin, run.start), min(end, run.end)
             if low < high:
-                row, into = divmod(low - band.start, band.length)
+                row, into = divmod(low - run.start, run.length)
                 whole = row + (into > 0)
-                last, beyond = divmod(high - band.start, band.length)
+                last, beyond = divmod(high - run.start, run.length)
                 if into:
-                    stop = min(high, band.start + whole * band.length)
+                    stop = min(high, run.start + whole * run.length)
                     take(low, stop, 1, stop - low, number + row)
                 if last > whole:
-                    start = band.start + whole * band.length
-                    stop = band.start + last * band.length
-                    take(start, stop, last - whole, band.length, number + whole)
+                    start = run.start + whole * run.length
+                    stop = run.start + last * run.length
+                    take(start, stop, last - whole, run.length, number + whole)
                 if beyond and (last >= whole):
-                    start = band.start + last * band.length
+                    start = run.start + last * run.length
                     take(start, high, 1, beyond, number + last)
-            number += band.rows
-        return Bands(tuple(found), max(first, 0))
+            number += run.rows
+        return RowGroups(tuple(found), max(first, 0))

@@ -5,7 +5,7 @@ The header is eight little-endian 32-bit words:
     0  "G", "C", format version, algorithm      (one byte each; `registry` has the last)
     1  digest of the layout and of the compressor's hyper-parameters
     2  step, modulo 2**32
-    3  rung: the capacity level of the body
+    3  capacity level of the body
     4  elements sent
     5  elements that should have been sent: more than were sent if the capacity was too small
     6  1 if this rank's gradient is not finite; its body is then meaningless
@@ -77,12 +77,12 @@ class Part(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Header of a rank's payload; `rung`, `sent` and `wanted` are scalars, or [world]."""
+    """Header of a rank's payload; `level`, `sent` and `wanted` are scalars, or [world]."""
 
     algorithm: int
     digest: int
     step: Any
-    rung: Any
+    level: Any
     sent: Any
     wanted: Any
     finite: Any = True
@@ -111,11 +111,11 @@ def _padded(part: Part) -> Any:
 
 def pack_body(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -> Tensor:
     """Pack the payload's parts into one uint8 vector of `body_bytes(parts)`."""
-    pieces = packed(ops, parts, payload)
+    pieces = pack_pieces(ops, parts, payload)
     return ops.concat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def packed(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -> list[Tensor]:
+def pack_pieces(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the same as pieces, before they are concatenated."""
     pieces = []
     for name, part in parts.items():
@@ -141,18 +141,18 @@ def unpack_part(ops: Ops, parts: Mapping[str, Part], body: Tensor, name: str) ->
     return piece if part.dtype == "bytes" else ops.from_bytes(piece, part.dtype)
 
 
-def seal(ops: Ops, header: Header, *body: Tensor) -> Tensor:
+def pack(ops: Ops, header: Header, *body: Tensor) -> Tensor:
     """Pack header and body into the buffer that travels; uint8 [HEADER_BYTES + body].
 
     The body may be in pieces, each of whole words.
     """
     tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
-    values = tag, header.digest, header.step, header.rung, header.sent, header.wanted
+    values = tag, header.digest, header.step, header.level, header.sent, header.wanted
     return ops.frame(values, header.finite, body)
 
 
 def unpack(
-    ops: Ops, expected: Header, buffers: Tensor, weighing: Weighing = _PLAIN
+    ops: Ops, expected: Header, buffers: Tensor, spec: Weighing = _PLAIN
 ) -> tuple[Header, Tensor]:
     """Check every rank's header and body, and return them; buffers is uint8 [world, bytes].
 
@@ -160,7 +160,7 @@ def unpack(
         ops: the tensor operations.
         expected: this rank's own header.
         buffers: of all ranks.
-        weighing: how payloads will be summed, if they are.
+        spec: how payloads will be summed, if they are.
 
     Returns:
         The headers with `sent` and `wanted` as int64 [world], and the bodies [world, bytes].
@@ -172,19 +172,19 @@ def unpack(
         NonFiniteGradientError: naming the ranks whose header reports that.
     """
     poisoned = NOT_FINITE, NonFiniteGradientError
-    given = *_expecting(expected, buffers), tuple(_FIELDS), poisoned, weighing
-    words, intact, needed, weights = ops.admit(*given)
-    said = {"intact": intact, "needed": needed, "weights": weights}
-    header = expected._replace(sent=words[:, 4], wanted=words[:, 5], **said)
+    arguments = *_expecting(expected, buffers), tuple(_FIELDS), poisoned, spec
+    words, intact, needed, weights = ops.admit(*arguments)
+    checks = {"intact": intact, "needed": needed, "weights": weights}
+    header = expected._replace(sent=words[:, 4], wanted=words[:, 5], **checks)
     return header, bodies_of(buffers)
 
 
-def examined(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tensor]:
+def examine(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tensor]:
     """Return if each buffer is as expected, and if it is finite; bool [world] both. Never raise."""
-    words, held = ops.examine(*_expecting(expected, buffers))
-    intact = held[0]
-    for fact in held[1:]:
-        intact = intact & fact
+    words, matches = ops.examine(*_expecting(expected, buffers))
+    intact = matches[0]
+    for match in matches[1:]:
+        intact = intact & match
     return intact, words[:, 6] == 0
 
 
@@ -203,7 +203,7 @@ def _expecting(
         expected.algorithm,
         expected.digest,
         expected.step,
-        expected.rung,
+        expected.level,
     )
     fields = [field for field in _FIELDS.values() if field is not None]
     return buffers, HEADER_BYTES // 4 - 1, fields, numbers

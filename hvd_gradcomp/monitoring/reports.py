@@ -84,7 +84,7 @@ def summary(stats: CompressionStats) -> str:
     if stats.skipped:
         parts.append(f"{stats.skipped:,} skipped")
     if stats.rung_changes:
-        parts.append(_counted(stats.rung_changes, "rung change"))
+        parts.append(_counted(stats.rung_changes, "level change"))
     parts += [f"{name} loss {_short(value)}" for name, value in stats.losses.items()]
     return ", ".join(parts)
 

@@ -22,7 +22,7 @@ class CapacityLevel(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Parameters of `gate`, `settle` and the quantizer of a `ThresholdCompressor` of this form.
+    """Parameters of `select_mask`, `commit` and the quantizer of a `ThresholdCompressor`.
 
     Each step and element: `r += g`, `v += q`. An element is selected if all enabled conditions
     hold. Sent elements are settled; all others get `v *= zeta`.
@@ -69,7 +69,7 @@ class Written(NamedTuple):
         wanted: number of selected elements, including those that did not fit.
         per_layer: int64 [layers], elements sent in this step and all before.
         memory: with the gradient accumulated.
-        settle: removes the sent elements from the memory, in place, if that is still to be done.
+        commit: removes the sent elements from the memory, in place, if that is still to be done.
         hint: where to look first in the next step; float32 [groups], for top-k only.
     """
 
@@ -78,12 +78,12 @@ class Written(NamedTuple):
     wanted: Any
     per_layer: Tensor
     memory: Sequence[Tensor]
-    settle: Callable[[], None] = lambda: None
+    commit: Callable[[], None] = lambda: None
     hint: Tensor | None = None
 
 
 class Collecting(NamedTuple):
-    """Parameters of `collect` and `settle` of a `TopKCompressor` of this form.
+    """Parameters of `collect` and `commit` of a `TopKCompressor` of this form.
 
     Each step and element: `u = momentum*u + g` and `r += u`. Sent elements get `r = 0`.
 

@@ -161,10 +161,10 @@ class Partition(Compressor):
         """
         chosen = self._by_rule(layers)
         whole: list[Compressor] = list(chosen)
-        for one in dict.fromkeys(chosen):  # each may assign its layers in turn
-            places = [place for place, other in enumerate(chosen) if other == one]
-            mine = one.of_layers([layers[place] for place in places], ranks)
-            for place, inner in zip(places, mine):
+        for method in dict.fromkeys(chosen):  # each may assign its layers in turn
+            places = [place for place, other in enumerate(chosen) if other == method]
+            inner_compressors = method.of_layers([layers[place] for place in places], ranks)
+            for place, inner in zip(places, inner_compressors):
                 whole[place] = inner
         return whole
 
@@ -263,14 +263,14 @@ def assign(
             f"momentum=0 to go without. Got {compressor}"
         )
     assigned = []
-    for (name, shape, _), one in zip(layers, chosen):
+    for (name, shape, _), method in zip(layers, chosen):
         share: float | None = 0.0
         if prod(shape):  # so that no method divides by zero
             stored = outputs_first(name, shape) if filters_last else shape
-            share = one.layer_bytes(stored)
+            share = method.layer_bytes(stored)
         if share is not None and share >= 4 * prod(shape):
-            one = NoneCompressor()
-        assigned.append(corrected(one, momentum, bool(nesterov)))
+            method = NoneCompressor()
+        assigned.append(corrected(method, momentum, bool(nesterov)))
     return assigned
 
 
@@ -299,14 +299,14 @@ def plan(
     described = [
         item for place, item in enumerate(zip(layers, assigned, places)) if place not in left_out
     ]
-    for (name, shape, dtype), one, device in reversed(described):
-        native = dtype if dtype in one.native_dtypes else "float32"
-        groups.setdefault((device, one), []).append((name, shape, native))
+    for (name, shape, dtype), method, device in reversed(described):
+        native = dtype if dtype in method.native_dtypes else "float32"
+        groups.setdefault((device, method), []).append((name, shape, native))
     buckets = []
-    for (_, one), members in groups.items():
-        target = _WHOLE if one.whole_model else bucket_bytes
-        for layout in plan_buckets(members, target, one.block, filters_last):
-            layout = layout.with_outputs_first() if one.outputs_first else layout
-            one.check(layout)
-            buckets.append((one, layout))
+    for (_, method), members in groups.items():
+        target = _WHOLE if method.whole_model else bucket_bytes
+        for layout in plan_buckets(members, target, method.block, filters_last):
+            layout = layout.with_outputs_first() if method.outputs_first else layout
+            method.check(layout)
+            buckets.append((method, layout))
     return buckets

@@ -32,10 +32,10 @@ def as_config(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_config(item) for item in value]
     if is_dataclass(value) and isinstance(value, (Compressor, *_RULES.values())):
-        held = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        values = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         return {
             _CLASS: type(value).__name__,
-            **{name: as_config(item) for name, item in held.items()},
+            **{name: as_config(item) for name, item in values.items()},
         }
     raise TypeError(
         f"{value!r} cannot be saved as text: compressors are frozen dataclasses of numbers, texts, "
@@ -53,7 +53,7 @@ def from_config(config: Any) -> Any:
         return tuple(from_config(item) for item in config)
     if not isinstance(config, dict):
         return config
-    held = {name: from_config(item) for name, item in config.items() if name != _CLASS}
+    values = {name: from_config(item) for name, item in config.items() if name != _CLASS}
     name = config.get(_CLASS)
     known = _RULES.get(str(name)) or registry.find(str(name))
     if known is None:
@@ -62,9 +62,9 @@ def from_config(config: Any) -> Any:
             "package that has it, or use the version of hvd_gradcomp that saved it"
         )
     try:
-        return known(**held)
+        return known(**values)
     except TypeError as error:
         raise ValueError(
-            f"{name} of this version cannot be made from {held}: {error}. Use the version of "
+            f"{name} of this version cannot be made from {values}: {error}. Use the version of "
             "hvd_gradcomp that saved it"
         ) from error

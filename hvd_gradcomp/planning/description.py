@@ -43,17 +43,21 @@ def describe(
     dense = expected = 0.0
     unknown = 0
     assigned = assign(compressor, layers, ranks, filters_last)
-    whole = {one: _of(one, layers, assigned, filters_last) for one in dict.fromkeys(assigned)}
-    summed = {one for one, layout in whole.items() if goes_dense(at_work(one), layout, ranks)}
-    for (name, shape, _), one in zip(layers, assigned):
+    whole = {
+        method: _of(method, layers, assigned, filters_last) for method in dict.fromkeys(assigned)
+    }
+    summed = {
+        method for method, layout in whole.items() if goes_dense(at_work(method), layout, ranks)
+    }
+    for (name, shape, _), method in zip(layers, assigned):
         size = 4 * prod(shape)
-        share = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
-        if share is not None and one in summed:
+        share = method.layer_bytes(outputs_first(name, shape) if filters_last else shape)
+        if share is not None and method in summed:
             share = size
         dense, expected = dense + size, expected + (share or 0.0)
         unknown += share is None
-        said = _unknown(one) if share is None else f"{share:,.0f}"
-        rows.append((name, "x".join(map(str, shape)), brief(one), f"{size:,}", said))
+        said = _unknown(method) if share is None else f"{share:,.0f}"
+        rows.append((name, "x".join(map(str, shape)), brief(method), f"{size:,}", said))
     total = f"{len(layers)} layers, {buckets} buckets"
     sent = f"{expected:,.0f}"
     if unknown:
@@ -67,18 +71,18 @@ def describe(
     return Table(tabulate(rows, head, colalign=align))
 
 
-def _unknown(one: Compressor) -> str:
+def _unknown(method: Compressor) -> str:
     """Return the text for a compressor that does not predict a layer's bytes."""
-    return "4 an element sent" if isinstance(at_work(one), ThresholdCompressor) else "not known"
+    return "4 an element sent" if isinstance(at_work(method), ThresholdCompressor) else "not known"
 
 
 def _of(
-    one: Compressor, layers: Sequence[Layer], assigned: Sequence[Compressor], filters_last: bool
+    method: Compressor, layers: Sequence[Layer], assigned: Sequence[Compressor], filters_last: bool
 ) -> Layout:
     """Return a layout of all layers of one compressor."""
-    mine = [layer for layer, other in zip(layers, assigned) if other == one]
-    names, shapes, _ = zip(*mine)
-    return Layout(names, tuple(map(tuple, shapes)), block=one.block, filters_last=filters_last)
+    inner = [layer for layer, other in zip(layers, assigned) if other == method]
+    names, shapes, _ = zip(*inner)
+    return Layout(names, tuple(map(tuple, shapes)), block=method.block, filters_last=filters_last)
 
 
 def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> Table:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
-from hvd_gradcomp.algorithms.lgc.settings import sealed_bytes
+from hvd_gradcomp.algorithms.lgc.settings import packed_bytes
 from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
 from hvd_gradcomp.algorithms.wrappers import After, MomentumAfter
 from hvd_gradcomp.codecs import autoencoder
@@ -47,7 +47,7 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
         plan: the buckets with their compressors, from `assignment.plan`.
         ranks: number of ranks that exchange.
     """
-    kinds = [(at_work(one), layout) for one, layout in plan]
+    kinds = [(at_work(method), layout) for method, layout in plan]
     elements = sum(layout.elements for _, layout in kinds)
     names = [name for _, layout in plan for name in layout.names]
     nothing = idle(compressor, plan)
@@ -66,46 +66,48 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
             f"{compressor}"
         ]
     said = []
-    for one in dict.fromkeys(one for one, _ in kinds):
-        layouts = [layout for other, layout in kinds if other == one]
-        if isinstance(one, LGCCompressor):
-            said.append(_of_lgc(one, _total(lgc_course(one, x, ranks) for x in layouts)))
-        elif isinstance(one, GradiVeQCompressor):
-            said.append(_of_gradiveq(one, _total(gradiveq_course(one, x, ranks) for x in layouts)))
-            said.append(_of_ratio(one, layouts))
-        elif all(goes_dense(one, x, ranks) for x in layouts):
-            said.append(_of_dense(one, 4 * sum(x.elements for x in layouts), ranks))
+    for method in dict.fromkeys(method for method, _ in kinds):
+        layouts = [layout for other, layout in kinds if other == method]
+        if isinstance(method, LGCCompressor):
+            said.append(_of_lgc(method, _total(lgc_course(method, x, ranks) for x in layouts)))
+        elif isinstance(method, GradiVeQCompressor):
+            said.append(
+                _of_gradiveq(method, _total(gradiveq_course(method, x, ranks) for x in layouts))
+            )
+            said.append(_of_ratio(method, layouts))
+        elif all(goes_dense(method, x, ranks) for x in layouts):
+            said.append(_of_dense(method, 4 * sum(x.elements for x in layouts), ranks))
     return [line for line in said if line]
 
 
 def idle(compressor: Compressor, plan: Plan) -> bool:
     """Return True if the compressor would compress no layer; `warnings` says why."""
     if isinstance(compressor, GradiVeQCompressor):
-        return all(at_work(one) != compressor for one, _ in plan)
-    return _compresses(compressor) and not any(_compresses(one) for one, _ in plan)
+        return all(at_work(method) != compressor for method, _ in plan)
+    return _compresses(compressor) and not any(_compresses(method) for method, _ in plan)
 
 
-def goes_dense(one: Compressor, layout: Layout, ranks: int) -> bool:
+def goes_dense(method: Compressor, layout: Layout, ranks: int) -> bool:
     """Return True if a bucket always moves the bytes of a dense allreduce with so many ranks."""
-    if isinstance(one, ScaleComCompressor):
-        return one.sends_all(layout, ranks)
-    if isinstance(one, QuantizedCompressor):
-        return one.chosen_exchange(layout, ranks) == "allreduce"
-    if isinstance(one, SparseCompressor) and not isinstance(one, LGCCompressor):
-        ladder = one.ladder(layout, ranks)
-        return ladder.summed and not ladder.capacities
+    if isinstance(method, ScaleComCompressor):
+        return method.sends_all(layout, ranks)
+    if isinstance(method, QuantizedCompressor):
+        return method.resolve_exchange(layout, ranks) == "allreduce"
+    if isinstance(method, SparseCompressor) and not isinstance(method, LGCCompressor):
+        schedule = method.capacity_schedule(layout, ranks)
+        return schedule.summed and not schedule.capacities
     return False
 
 
 def most_rows(
-    one: Compressor, layer: Layer, ranks: int, index_bytes: int = 8, filters_last: bool = False
+    method: Compressor, layer: Layer, ranks: int, index_bytes: int = 8, filters_last: bool = False
 ) -> int:
     """Return the most rows of a sparse gradient on any rank for which an allgather pays.
 
     Methods that send single chosen values send at most the values of these rows.
 
     Args:
-        one: the layer's compressor.
+        method: the layer's compressor.
         layer: (name, shape, dtype); the first axis counts rows.
         ranks: number of ranks that exchange.
         index_bytes: bytes of a row's index.
@@ -116,16 +118,16 @@ def most_rows(
     """
     name, shape, dtype = layer
     width = {"float64": 8, "float16": 2}.get(dtype, 4)  # bytes on the wire
-    dense = prod(shape) * (width if dtype in one.native_dtypes else 4)
-    payload = one.layer_bytes(outputs_first(name, shape) if filters_last else shape)
-    if payload is None and isinstance(at_work(one), ThresholdCompressor):
+    dense = prod(shape) * (width if dtype in method.native_dtypes else 4)
+    payload = method.layer_bytes(outputs_first(name, shape) if filters_last else shape)
+    if payload is None and isinstance(at_work(method), ThresholdCompressor):
         return -1
 
     def pays(rows: int) -> bool:
         length = prod(shape[1:])
         widths = {"value_bytes": width, "index_bytes": index_bytes}
         return gathers_rows(
-            rows, length, ranks, dense=dense, payload=payload, summed=one.is_linear, **widths
+            rows, length, ranks, dense=dense, payload=payload, summed=method.is_linear, **widths
         )
 
     low, high = -1, dense  # an allgather pays for `low`, unless -1, and not for `high`
@@ -135,12 +137,12 @@ def most_rows(
     return low
 
 
-def _of_dense(one: Compressor, dense: int, ranks: int) -> str:
+def _of_dense(method: Compressor, dense: int, ranks: int) -> str:
     return (
         f"nothing is saved among {ranks} ranks: the payloads of all others would bring each rank "
         f"more than dense gradients, so what is sent is added up by an allreduce of {dense:,} "
         "bytes a step. Send less, compress between hosts only (hierarchical=True), or use "
-        f"compression=None. It is {one}"
+        f"compression=None. It is {method}"
     )
 
 
@@ -156,10 +158,10 @@ def _total(courses: Iterable[Course]) -> Course:
     return Course(*map(sum, zip(*courses)))
 
 
-def _of_lgc(one: LGCCompressor, course: Course) -> str:
+def _of_lgc(method: LGCCompressor, course: Course) -> str:
     """Warn about LGC, which learns once, before the rest of the training."""
     learning, step, dense = course
-    steps = one.full_steps + one.train_steps
+    steps = method.full_steps + method.train_steps
     extra, saved = learning - steps * dense, dense - step
     pays = steps + extra / saved if saved > 0 else inf
     if pays <= 2 * steps and extra <= 0.5 * steps * dense:
@@ -169,40 +171,40 @@ def _of_lgc(one: LGCCompressor, course: Course) -> str:
         f"LGC sends more than dense gradients on this model: {learning / steps:,.0f} bytes a step "
         f"and rank in the {steps} steps in which it learns, the autoencoder's parameters and what "
         f"fills up small layers included, where dense ones take {dense:,.0f}; then {step:,.0f}, "
-        f"{when}. Use DGCCompressor, which learns nothing, or train for longer. It is {one}"
+        f"{when}. Use DGCCompressor, which learns nothing, or train for longer. It is {method}"
     )
 
 
-def _of_gradiveq(one: GradiVeQCompressor, course: Course) -> str:
+def _of_gradiveq(method: GradiVeQCompressor, course: Course) -> str:
     """Warn about GradiVeQ, which learns again in each cycle."""
     learning, step, dense = course
-    mean = (learning + one.compress_steps * step) / one.cycle_steps
+    mean = (learning + method.compress_steps * step) / method.cycle_steps
     if mean < dense:
         return ""
     return (
         f"GradiVeQ sends no less than dense gradients on these convolutions: {mean:,.0f} bytes a "
-        f"step and rank, the mean over a cycle of {one.cycle_steps} steps ({step:,.0f} in a "
+        f"step and rank, the mean over a cycle of {method.cycle_steps} steps ({step:,.0f} in a "
         f"compressed one, {learning:,.0f} in all to learn the bases), where dense ones take "
-        f"{dense:,.0f}. Raise ratio= or compress_steps=, or use another method. It is {one}"
+        f"{dense:,.0f}. Raise ratio= or compress_steps=, or use another method. It is {method}"
     )
 
 
-def _of_ratio(one: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
+def _of_ratio(method: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
     """Warn if a basis cannot have as many dimensions as `ratio` asks for."""
     fewer = [
-        (f"{name} {cut.length / cut.room:.3g}", one.steps_for(cut))
+        (f"{name} {cut.length / cut.room:.3g}", method.steps_for(cut))
         for layout in layouts
-        for name, cut in zip(layout.names, one.slices(layout))
-        if cut.room < one.asked(cut.length)
+        for name, cut in zip(layout.names, method.slices(layout))
+        if cut.room < method.min_components(cut.length)
     ]
     if not fewer:
         return ""
     listed = ", ".join(name for name, _ in fewer[:8]) + (", ..." if len(fewer) > 8 else "")
     return (
-        f"GradiVeQ compresses {len(fewer)} layers by more than ratio={one.ratio!r}: {listed}. A "
+        f"GradiVeQ compresses {len(fewer)} layers by more than ratio={method.ratio!r}: {listed}. A "
         "basis has fewer dimensions than samples: ask for sample_steps="
         f"{max(n for _, n in fewer)}, a smaller slice_size=, or more slices that share a basis "
-        f"(reuse=). It is {one}"
+        f"(reuse=). It is {method}"
     )
 
 
@@ -215,30 +217,30 @@ def at_work(compressor: Compressor) -> Compressor:
     return compressor
 
 
-def lgc_course(one: LGCCompressor, layout: Layout, ranks: int) -> Course:
+def lgc_course(method: LGCCompressor, layout: Layout, ranks: int) -> Course:
     """Return LGC's bytes for a model's bucket."""
-    dense, sizes = 4.0 * layout.elements, one.compressed_bytes(layout, ranks)
+    dense, sizes = 4.0 * layout.elements, method.compressed_bytes(layout, ranks)
     network = 4 * autoencoder.ENCODER_SIZE
-    if one.by_server:
-        train = float(one.payload_bytes(layout))
-        handed_out = 4 + network * (one.common(ranks) != one.master)
+    if method.by_server:
+        train = float(method.payload_bytes(layout))
+        handed_out = 4 + network * (method.common(ranks) != method.master)
         step = sizes["worker"] + (sizes["common"] + sizes["master"]) / ranks
     else:
-        values = wire.HEADER_BYTES + 4 * one.capacity(layout)
-        chosen = sealed_bytes(one.coding.parts(layout, one.capacity(layout)))
+        values = wire.HEADER_BYTES + 4 * method.capacity(layout)
+        chosen = packed_bytes(method.coding.parts(layout, method.capacity(layout)))
         train = values + chosen / ranks
         handed_out = 4 + network + 4 * autoencoder.decoder_size(innovation=False)
         step = sizes["worker"] + sizes["leader"] / ranks
     whole = 4 * (layout.size + 1)
-    learning = one.full_steps * whole + one.train_steps * train + handed_out / ranks
+    learning = method.full_steps * whole + method.train_steps * train + handed_out / ranks
     return Course(learning, step, dense)
 
 
-def gradiveq_course(one: GradiVeQCompressor, layout: Layout, ranks: int) -> Course:
+def gradiveq_course(method: GradiVeQCompressor, layout: Layout, ranks: int) -> Course:
     """Return GradiVeQ's bytes of a cycle; a lower bound if gradients decide the dimensions."""
     dense = 4.0 * layout.elements
-    groups = sum(cut.groups for cut in one.slices(layout))
-    least = None if one.loss_threshold is None else [1] * groups
-    sampling = 4.0 * layout.elements if one.between.is_linear else 0.0
-    learning = one.sample_steps * sampling + one.basis_bytes(layout) / ranks
-    return Course(learning, one.coefficient_bytes(layout, least), dense)
+    groups = sum(cut.groups for cut in method.slices(layout))
+    least = None if method.loss_threshold is None else [1] * groups
+    sampling = 4.0 * layout.elements if method.between.is_linear else 0.0
+    learning = method.sample_steps * sampling + method.basis_bytes(layout) / ranks
+    return Course(learning, method.coefficient_bytes(layout, least), dense)

@@ -138,8 +138,8 @@ class Membership(ABC):
 
     def _call_roll(self) -> Sequence[RankState]:
         rank, slot = self._place()
-        mine = RankState(self._process, rank, self._host, slot, self._commits, self._squares())
-        return self._gather(mine)
+        record = RankState(self._process, rank, self._host, slot, self._commits, self._squares())
+        return self._gather(record)
 
     def _note(self, seats: Sequence[RankState]) -> None:
         """Store the new list of ranks, and report those that left."""

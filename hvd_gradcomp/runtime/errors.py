@@ -37,15 +37,15 @@ _CAUSES = {  # by a part of the library's error text
 }
 
 
-def explained(what: str, said: str, who: str = "Horovod") -> str:
+def explained(what: str, message: str, who: str = "Horovod") -> str:
     """Return a message with what failed, the likely cause and the library's own error text.
 
     >>> explained("the exchange", "Horovod has been shut down.")[:47]
     'the exchange failed: another rank has stopped, '
     """
     stopped = _STOPPED + _GOES_ON.get(who, _GOES_ON["Horovod"])
-    cause = next((cause for mark, cause in _CAUSES.items() if mark in said), stopped)
-    return f"{what} failed: {cause}. {who} says: {said}"
+    cause = next((cause for mark, cause in _CAUSES.items() if mark in message), stopped)
+    return f"{what} failed: {cause}. {who} says: {message}"
 
 
 @contextmanager

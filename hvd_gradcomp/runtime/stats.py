@@ -57,9 +57,9 @@ def stats(
     for layout, compressor, state, taken in buckets:
         elements += layout.elements * taken
         sizes.update(zip(layout.names, layout.sizes))
-        said = compressor.report(layout, state, steps, since=steps - taken)
-        reports.append(said)
-        layers.update(zip(layout.names, said.sent))
+        report = compressor.report(layout, state, steps, since=steps - taken)
+        reports.append(report)
+        layers.update(zip(layout.names, report.sent))
     for name, values in beside.items():
         layers[name] = layers.get(name, 0) + values
     return CompressionStats(
@@ -70,10 +70,10 @@ def stats(
         bytes_sent=counted.bytes_sent,
         bytes_received=counted.bytes_received,
         layers={name: layers[name] for name in order if name in layers},
-        losses=mean_losses(said.losses for said in reports),
+        losses=mean_losses(report.losses for report in reports),
         sizes={name: sizes[name] for name in order if name in sizes},
         skipped=counted.skipped,
-        rung_changes=sum(said.rung_changes for said in reports),
+        rung_changes=sum(report.rung_changes for report in reports),
         residual_norm=norm_of(norm(r.residual) for r in reports if r.residual is not None),
         gradient_norm=norm_of(gradient_norms),
     )

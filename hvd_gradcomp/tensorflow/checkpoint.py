@@ -19,12 +19,12 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from safetensors import numpy as safetensors
 
-from hvd_gradcomp.checkpoint import files
-from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
-from hvd_gradcomp.core.compressor import is_replicated, leaves, with_leaves
+from hvd_gradcomp.checkpoint import files, schema
+from hvd_gradcomp.checkpoint.files import Ranks, Takeover
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core.compressor import is_replicated, leaves
 from hvd_gradcomp.tensorflow.checkpoint_barrier import meet
 from hvd_gradcomp.tensorflow.engine import (
-    LOGGER,
     GraphReducer,
     distributed_in,
     gather_objects,
@@ -262,15 +262,8 @@ def _exchange(
         else:
             value = _summed(engine, title, counter, engine.process_set)
         add(title, value, title in _ALIKE)
-    buckets = [{"digest": x.digest, "names": list(x.names)} for x in engine.layouts]
-    return {
-        "format": files.FORMAT,
-        "compressor": repr(engine.compressor),
-        "formats": files.formats(engine.compressor),
-        "steps": int(engine.steps),
-        "hosts": engine.place and engine.place.hosts,
-        "buckets": buckets,
-    }
+    saved = schema.describe(engine.compressor, engine.layouts, int(engine.steps))
+    return {**saved, "hosts": engine.place and engine.place.hosts}
 
 
 def _state(engine: GraphReducer, bucket: int, mode: str) -> Arrays:
@@ -388,7 +381,7 @@ def _restored(
             there, here = ("not ", "") if exchange is None else ("", "not ")
             raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
     else:
-        files.check_exchange(exchange, engine.compressor, engine.layouts)
+        schema.check_exchange(exchange, engine.compressor, engine.layouts)
         plan += _restored_exchange(engine, exchange, f"{name}/exchange", arrays, mode, size)
     for place, variable in enumerate(variables):
         key = f"{name}/{place}"
@@ -413,38 +406,23 @@ def _restored_exchange(
 ) -> list[tuple[Any, Any]]:
     rank, hosts = engine.process_set.rank(), saved.get("hosts")
     if mode == "sharded":
-        files.check_hosts(hosts, engine.place and engine.place.hosts)
+        schema.check_hosts(hosts, engine.place and engine.place.hosts)
     size, holders = engine.seat[1], hosts or size_then
     # A sharded part is this rank's own: `files.read` gives each rank its part.
-    how = saved["steps"], mode, rank, rank
+    origin = schema.Origin(saved["steps"], mode, rank, holders)
     plan: list[tuple[Any, Any]] = []
     for bucket, variables in enumerate(engine.variables):
-        one, tensors = engine.compressors[bucket], []
-        for path, start in leaves(engine.templates[bucket]):
-            source = files.source_of(one, path, *how)
-            array = arrays[f"{name}/{bucket}.{path}"]
-            if source is Source.SHARE:
-                array = _share(array, size, holders)
-            tensors.append(start if source is Source.START else tf.constant(array))
-        if any(tuple(x.shape) != tuple(v.shape) for x, v in zip(tensors, variables)):
-            # A parameter server's decoder has a head for each rank.
-            LOGGER.warning("%s learns anew: %d ranks exchange now", one, size)
-            state = with_leaves(engine.templates[bucket], tensors)
-            state = one.resized(engine.ops, state, saved["steps"], size)
-            tensors = [x for _, x in leaves(state)]
-        plan += zip(variables, tensors)
+        template = engine.templates[bucket]
+        start = dict(leaves(template))
+        stored = {path: tf.constant(arrays[f"{name}/{bucket}.{path}"]) for path in start}
+        compressor = engine.compressors[bucket]
+        state = schema.restore(compressor, engine.ops, template, stored, start, origin, rank, size)
+        plan += zip(variables, (x for _, x in leaves(state)))
     for title, variable in engine.counters.items():
         array = arrays[f"{name}/{title}"]
         same = mode == "sharded" or title in _ALIKE
-        plan.append((variable, array if same else _share(array, size, size_then)))
+        plan.append((variable, array if same else schema.share(engine.ops, array, size, size_then)))
     return [*plan, (engine.steps, tf.constant(saved["steps"], engine.steps.dtype))]
-
-
-def _share(total: np.ndarray, size: int, size_then: int) -> np.ndarray:
-    """Return a rank's share of a summed residual, or the mean of a summed count."""
-    if total.dtype.kind == "f":
-        return (total.astype(np.float64) / size).astype(total.dtype)
-    return total // size_then
 
 
 def _difference(saved: Sequence[Any], here: Sequence[Any]) -> str:

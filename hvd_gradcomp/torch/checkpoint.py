@@ -11,8 +11,10 @@ import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp.checkpoint import files as checkpoint_files
-from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
-from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.checkpoint import schema
+from hvd_gradcomp.checkpoint.files import Ranks, Takeover
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core.compressor import State, is_replicated, leaves
 from hvd_gradcomp.torch import safetensors_file
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
@@ -32,27 +34,19 @@ def save(engine: HorovodReducer, mode: str = "sharded") -> dict[str, Any]:
     counters = torch.tensor([*gathered, *engine.counted[0]], device="cpu")
     if mode == "consolidated":
         counters = _summed(f"{engine.name}.counters", counters, engine.process_set)
+    saved = schema.describe(engine.compressor, [x.layout for x in engine.buckets], engine.steps)
+    for entry, bucket in zip(saved["buckets"], engine.buckets):
+        entry["state"] = _state(engine, bucket, mode)
     return {
-        "format": checkpoint_files.FORMAT,
+        **saved,
         "mode": mode,
-        "compressor": repr(engine.compressor),
-        "formats": checkpoint_files.formats(engine.compressor),
         "rank": engine.process_set.rank(),
         "size": engine.process_set.size(),
         "hosts": engine.place and engine.place.hosts,
-        "steps": engine.steps,
         "order": list(engine.order),
         "ordered": engine.ordered,
         "counters": counters[len(names) :].tolist(),
         "gathered": dict(zip(names, counters.tolist())),
-        "buckets": [
-            {
-                "digest": bucket.layout.digest,
-                "names": bucket.layout.names,
-                "state": _state(engine, bucket, mode),
-            }
-            for bucket in engine.buckets
-        ],
     }
 
 
@@ -111,13 +105,13 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
     if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
         engine.reorder(saved["order"])
     layouts = [bucket.layout for bucket in engine.buckets]
-    checkpoint_files.check_exchange(saved, engine.compressor, layouts)
+    schema.check_exchange(saved, engine.compressor, layouts)
     rank, size = engine.process_set.rank(), engine.process_set.size()
     sharded, hosts = saved["mode"] == "sharded", saved.get("hosts")
     if sharded:
-        checkpoint_files.check_hosts(hosts, engine.place and engine.place.hosts)
+        schema.check_hosts(hosts, engine.place and engine.place.hosts)
         if saved["size"] != size:
-            raise CheckpointError(checkpoint_files.other_size(saved["size"], size))
+            raise CheckpointError(schema.other_size(saved["size"], size))
     if sharded and saved["rank"] != rank:
         LOGGER.warning(
             "the optimizer's state was saved by rank %d: what it had kept back is not taken on "
@@ -132,43 +126,25 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
             [count // shares for count in saved["counters"]],
             {name: count // shares for name, count in gathered.items()},
         )
-    size, size_then = engine.seat[1], hosts or saved["size"]
+    size = engine.seat[1]
+    # An owner is a rank among those that exchange: with hosts, another's state has none.
+    saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
+    origin = schema.Origin(saved["steps"], saved["mode"], saver, hosts or saved["size"])
     for bucket, entry in zip(engine.buckets, saved["buckets"]):
-        values, one = [], bucket.compressor
-        fresh: dict[str, torch.Tensor] = {}
-        if one.reset_on_merge:
-            fresh = dict(leaves(one.start(bucket.ops, bucket.layout, size)))
-        # An owner is a rank among those that exchange: with hosts, another's state has none.
-        saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
-        how = saved["steps"], saved["mode"], saver, rank
-        for path, current in leaves(bucket.state):
-            stored, source = entry["state"].get(path), Source.HERE
-            if stored is not None:  # there is none where the rank that saved it does not lead
-                stored, source = (
-                    stored.to(current.device),
-                    checkpoint_files.source_of(one, path, *how),
-                )
-            if source is Source.SAVED:
-                values.append(stored.clone())
-            elif source is Source.SHARE:
-                values.append(_share(stored, size, size_then))
-            else:
-                values.append(fresh[path] if source is Source.START else current)
-        before, bucket.state = bucket.state, with_leaves(bucket.state, values)
-        if any(x.shape != y.shape for x, (_, y) in zip(values, leaves(before))):
-            # A parameter server's decoder has a head for each rank.
-            LOGGER.warning("%s learns anew: %d ranks exchange now", one, size)
-            bucket.state = one.resized(bucket.ops, bucket.state, saved["steps"], size)
+        compressor, start = bucket.compressor, {}
+        if compressor.reset_on_merge:
+            start = dict(leaves(compressor.start(bucket.ops, bucket.layout, size)))
+        stored = {
+            path: entry["state"][path].to(x.device, copy=True)
+            for path, x in leaves(bucket.state)
+            if path in entry["state"]
+        }
+        bucket.state = schema.restore(
+            compressor, bucket.ops, bucket.state, stored, start, origin, rank, size
+        )
     engine.steps = saved["steps"]
     if not engine.ordered:
         engine.order = list(saved["order"])
-
-
-def _share(total: torch.Tensor, size: int, size_then: int) -> torch.Tensor:
-    """Return one rank's share of a summed residual, or the mean of a summed counter."""
-    if total.is_floating_point():
-        return (total.double() / size).to(total.dtype)
-    return torch.div(total, size_then, rounding_mode="floor")
 
 
 # -- the way back --------------------------------------------------------------------------------

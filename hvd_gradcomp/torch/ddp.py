@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import Compressor, leaves
 from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
 from hvd_gradcomp.monitoring.stats import CompressionStats

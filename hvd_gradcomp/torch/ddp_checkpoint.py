@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from hvd_gradcomp.checkpoint import files
-from hvd_gradcomp.checkpoint.files import CheckpointError, Source
+from hvd_gradcomp.checkpoint import schema
+from hvd_gradcomp.checkpoint.schema import CheckpointError, Source
 from hvd_gradcomp.core.compressor import leaves, with_leaves
 from hvd_gradcomp.torch import exchange
 from hvd_gradcomp.torch.bucketing import BucketPlanner
@@ -17,24 +17,16 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 def save(run: BucketPlanner) -> dict[str, Any]:
     """Return this rank's compressor state."""
     exchange.synchronized(run)
+    saved = schema.describe(run.compressor, [x.layout for x in run.buckets], run.steps)
+    for entry, bucket in zip(saved["buckets"], run.buckets):
+        entry["state"] = {path: x.detach().clone() for path, x in leaves(bucket.state)}
     return {
-        "format": files.FORMAT,
-        "compressor": repr(run.compressor),
-        "formats": files.formats(run.compressor),
+        **saved,
         "rank": run.process_set.rank(),
         "size": run.process_set.size(),
-        "steps": run.steps,
         "order": list(run.order),
         "ordered": run.ordered,
         "counters": list(run.ledger.counters),
-        "buckets": [
-            {
-                "digest": bucket.layout.digest,
-                "names": bucket.layout.names,
-                "state": {path: x.detach().clone() for path, x in leaves(bucket.state)},
-            }
-            for bucket in run.buckets
-        ],
     }
 
 
@@ -46,16 +38,16 @@ def load(run: BucketPlanner, saved: dict[str, Any]) -> None:
     """
     if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
         run.reorder(saved["order"])
-    files.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
+    schema.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
     rank, size = run.process_set.rank(), run.process_set.size()
     if saved["size"] != size:
-        raise CheckpointError(files.other_size(saved["size"], size))
+        raise CheckpointError(schema.other_size(saved["size"], size))
     states, left = [], set()
+    origin = schema.Origin(saved["steps"], "sharded", saved["rank"], size)
     for bucket, entry in zip(run.buckets, saved["buckets"]):
-        how = saved["steps"], "sharded", saved["rank"], rank
         values = []
         for path, current in leaves(bucket.state):
-            if files.source_of(bucket.compressor, path, *how) is not Source.SAVED:
+            if origin.source(bucket.compressor, path, rank) is not Source.SAVED:
                 values.append(current)
                 left.add(path)
                 continue

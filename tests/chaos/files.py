@@ -15,7 +15,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.checkpoint import files as checkpoint_files
-from hvd_gradcomp.checkpoint.files import MODES, CheckpointError, Ranks, Takeover
+from hvd_gradcomp.checkpoint.files import MODES, Ranks, Takeover
+from hvd_gradcomp.checkpoint.schema import CheckpointError
 from tests.chaos import damage
 from tests.chaos.outcomes import Input
 

@@ -41,7 +41,7 @@ def layout_for(compressor) -> Layout:
 
 
 def gradients(seed: int, steps: int, size: int = 4) -> np.ndarray:
-    """[steps, ranks, elements]: scales that change, and a sparse step, to climb all rungs."""
+    """[steps, ranks, elements]: scales that change, and a sparse step, to climb all levels."""
     random = np.random.default_rng(seed)
     scale = 10.0 ** random.uniform(-2, 2, (steps, 1, 1))
     data = random.standard_normal((steps, size, sum(int(np.prod(s)) for s in SHAPES))) * scale
@@ -118,7 +118,9 @@ def encoded(compressor, ops, layout, step, gradient, state):
     if compressor in LEADER:
         scope, quota = Scope(layout, whole=False), ops.words(compressor.most(layout))
         return compressor.select(ops, scope, step, state.memory.r + gradient, quota, None)[1]
-    return compressor.encode(ops, compressor.bands(layout), gradient, ops.key(step, 5))["codes"]
+    return compressor.encode(ops, compressor.row_groups(layout), gradient, ops.key(step, 5))[
+        "codes"
+    ]
 
 
 @pytest.mark.parametrize("how", ["graph", "xla"])
@@ -172,15 +174,15 @@ def test_a_traced_encoder_sends_the_same_bytes(compressor, xla):
     data = gradients(3, 12, size=1)[:, 0]
     eager, ops = TensorFlowOps(), TensorFlowOps(static=xla)
     world = World(compressor, eager, layout, 1)
-    ladder = compressor.ladder(layout)
+    schedule = compressor.capacity_schedule(layout)
     state = traced_state = compressor.init(eager, layout)
     traces = []
 
     def encode(capacity, dense, step, gradient, values):
         traces.append(1)
-        rung = type(room)(ladder.top if dense is True else 0, capacity, dense)
+        level = type(room)(schedule.top if dense is True else 0, capacity, dense)
         before = with_leaves(state, list(values))
-        encoded, after = compressor.encode(ops, layout, rung, step, gradient, before)
+        encoded, after = compressor.encode(ops, layout, level, step, gradient, before)
         return encoded.body, encoded.sent, [x for _, x in leaves(after)]
 
     if xla:
@@ -189,7 +191,7 @@ def test_a_traced_encoder_sends_the_same_bytes(compressor, xla):
         graph = tf.function(encode, autograph=False)
     for step, flat in enumerate(data):
         gradient = world.flat([tf.constant(x) for x in split(flat)])
-        room, state = climb(ladder, eager, state)
+        room, state = next_level(schedule, eager, state)
         encoded, state_after = compressor.encode(eager, layout, room, step, gradient, state)
         values = [x for _, x in leaves(traced_state)]
         if xla:
@@ -213,12 +215,12 @@ def test_a_traced_encoder_sends_the_same_bytes(compressor, xla):
         traced_state = with_leaves(state, list(after))
         traced_state = traced_state._replace(ladder=state.ladder)
     if not xla:
-        assert len(traces) == 1, "a rung must not retrace"
+        assert len(traces) == 1, "a level must not retrace"
 
 
-def climb(ladder, ops, state):
-    rung, after = ladder.climb(ops, state.ladder)
-    return rung, state._replace(ladder=after)
+def next_level(schedule, ops, state):
+    level, after = schedule.next_level(ops, state.ladder)
+    return level, state._replace(ladder=after)
 
 
 @compiles_whole
@@ -227,7 +229,7 @@ def test_torch_compiles_the_encoder_whole(compressor):
     layout, ops = layout_for(compressor), TorchOps(static=True)
     ops.table(layout, "layer_of_block")
     state = compressor.init(ops, layout)
-    room, _ = compressor.ladder(layout).climb(ops, state.ladder)
+    room, _ = compressor.capacity_schedule(layout).next_level(ops, state.ladder)
     world = World(compressor, ops, layout, 1)
     gradient = world.flat([torch.from_numpy(x) for x in split(gradients(4, 1, 1)[0, 0])])
 
@@ -287,7 +289,7 @@ def test_bytes_of_egc_follow_the_entropy(backend, coding):
         assert np.asarray(totals[0]).tobytes() == np.asarray(totals[1]).tobytes()
         payloads = [np.asarray(request.tensor) for request in world.traffic[0]]
         assert [int(x[20:24].view("<u4")[0]) for x in payloads] == wanted
-        assert len({len(x) for x in payloads}) == 1, "the ranks have taken different rungs"
+        assert len({len(x) for x in payloads}) == 1, "the ranks have taken different levels"
         used.append(rooms[sizes.index(len(payloads[0]))])
         needed = max(wanted)
         assert used[-1] >= (min(before, needed) if step else needed), "there was no room"

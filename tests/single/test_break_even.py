@@ -164,15 +164,15 @@ def test_so_do_all_rungs(elements, layers, size, density):
     shapes = ((max(elements // layers, 1),),) * layers
     for compressor in (*RULES, *largest(density)):
         layout = layout_of(shapes, compressor)
-        ladder = compressor.ladder(layout, size)
-        rungs = [CapacityLevel(i, c, False) for i, c in enumerate(ladder.capacities)]
-        if ladder.summed or compressor in RULES:
-            rungs.append(CapacityLevel(ladder.top, 0, True, ladder.summed))
+        schedule = compressor.capacity_schedule(layout, size)
+        levels = [CapacityLevel(i, c, False) for i, c in enumerate(schedule.capacities)]
+        if schedule.summed or compressor in RULES:
+            levels.append(CapacityLevel(schedule.top, 0, True, schedule.summed))
         dense = volume("allreduce", 4.0 * layout.elements, size)
         brought = volume("allgather", wire.HEADER_BYTES, size)
-        for rung in rungs:
-            kind = "allreduce" if rung.summed else "allgather"
-            body = compressor.payload_bytes(layout, rung) - wire.HEADER_BYTES
+        for level in levels:
+            kind = "allreduce" if level.summed else "allgather"
+            body = compressor.payload_bytes(layout, level) - wire.HEADER_BYTES
             assert brought + volume(kind, body, size) <= (dense + brought) * (1 + 1e-12)
 
 
@@ -180,13 +180,13 @@ def test_where_the_ways_part():
     """From 8 ranks on at one byte an element; at two bits from 32."""
     layout = Layout(("w",), ((1 << 22,),))
     first = {
-        type(c): next(n for n in range(2, 99) if c.ladder(layout, n).summed)
+        type(c): next(n for n in range(2, 99) if c.capacity_schedule(layout, n).summed)
         for c in (RULES[0], RULES[2])
     }
     assert first == {VarianceCompressor: 8, StromCompressor: 32}
-    assert not SparseGDCompressor(0.01).ladder(layout, 64).summed
-    assert SparseGDCompressor(0.03).ladder(layout, 64).summed
-    assert SparseGDCompressor(0.9).ladder(layout, 2).summed
+    assert not SparseGDCompressor(0.01).capacity_schedule(layout, 64).summed
+    assert SparseGDCompressor(0.03).capacity_schedule(layout, 64).summed
+    assert SparseGDCompressor(0.9).capacity_schedule(layout, 2).summed
 
 
 # -- what is summed --------------------------------------------------------------------------
@@ -204,9 +204,9 @@ SUMMED = [
 OF_SUMMED = pytest.mark.parametrize(("compressor", "size"), SUMMED, ids=repr)
 
 
-def gathering(ladder):
-    """The same rungs, of which none is summed."""
-    return lambda self, layout, ranks: CapacitySchedule(ladder(self, layout, ranks).capacities)
+def gathering(schedule):
+    """The same levels, of which none is summed."""
+    return lambda self, layout, ranks: CapacitySchedule(schedule(self, layout, ranks).capacities)
 
 
 @OF_SUMMED
@@ -229,7 +229,8 @@ def test_it_is_what_the_other_rungs_send(compressor, size, static, monkeypatch):
         ], "masked and indexed are equal to the bit"
         assert all(map(torch.equal, totals, same))
         with monkeypatch.context() as patch:
-            patch.setattr(type(compressor), "ladder", gathering(type(compressor).ladder))
+            kind = type(compressor)
+            patch.setattr(kind, "capacity_schedule", gathering(kind.capacity_schedule))
             gathered = plain.step([g.clone() for g in gradients], **extra)
         torch.testing.assert_close(totals[0], gathered[0], rtol=1e-5, atol=1e-6)
         for mine, theirs in zip(world.states, plain.states):
@@ -292,7 +293,7 @@ def test_up_to_it_and_down_again():
 @pytest.mark.parametrize(("few", "many"), [(2, 40), (40, 2), (9, 12)])
 @pytest.mark.parametrize("compressor", [RULES[0], RULES[2], SparseGDCompressor(0.5)], ids=repr)
 def test_a_state_goes_on_among_other_ranks(compressor, few, many):
-    """As after an elastic change: whatever rung they were on, all ranks go on from the same."""
+    """As after an elastic change: whatever level they were on, all ranks go on from the same."""
     layout = layout_of(((2000,),), compressor)
     before, world = (World(compressor, TorchOps(), layout, size) for size in (few, many))
     random = np.random.default_rng(6)
@@ -308,8 +309,8 @@ def test_a_state_goes_on_among_other_ranks(compressor, few, many):
             totals = world.step(gradients, **extra)
             assert moved(world) <= dense(world) + headers(world)
             assert all(torch.equal(total, totals[0]) for total in totals)
-            rungs = {int(state.ladder.rung) for state in world.states}
-            assert rungs <= set(range(compressor.ladder(layout, many).top + 1))
+            levels = {int(state.ladder.rung) for state in world.states}
+            assert levels <= set(range(compressor.capacity_schedule(layout, many).top + 1))
 
 
 # -- faults ----------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ def test_a_graph_sums_what_torch_does_and_is_traced_once(compressor):
             for mine, (name, theirs) in zip(state, leaves(other)):
                 np.testing.assert_array_equal(mine, theirs, name)
     assert ways == {False, True}
-    assert len(traces) == 1, "a rung must not retrace"
+    assert len(traces) == 1, "a level must not retrace"
 
 
 @pytest.mark.parametrize("compressor", [RULES[0], SparseGDCompressor(0.6)], ids=repr)

@@ -33,7 +33,7 @@ class Operators(TorchDispatchMode):
         on_host = all(x.dim() == 0 for x in args if isinstance(x, torch.Tensor)) and isinstance(
             out, (int, float)
         )
-        if not on_host:  # rungs and counters live on the host anyway
+        if not on_host:  # levels and counters live on the host anyway
             self.names.append(str(func))
         return out
 
@@ -153,7 +153,7 @@ def test_calls_do_not_grow_with_layers(compressor):
         ops = TorchOps(static=True)
         state = compressor.init(ops, layout)
         gradient = torch.randn(layout.size)
-        room, _ = compressor.ladder(layout).climb(ops, state.ladder)
+        room, _ = compressor.capacity_schedule(layout).next_level(ops, state.ladder)
         compressor.encode(ops, layout, room, 0, gradient.clone(), state)
         with Operators() as seen:
             compressor.encode(ops, layout, room, 0, gradient, state)

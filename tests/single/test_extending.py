@@ -166,13 +166,13 @@ class FewOfEach(TopKCompressor):
     def count(self, size):
         return min(size, 5)
 
-    def remember(self, ops, layout):
+    def init_memory(self, ops, layout):
         return Residual(ops.zeros((layout.size,)))
 
     def collect(self, ops, memory, gradient):
         return Residual(ops.accumulate(memory.r, gradient))
 
-    def settle(self, ops, memory, index):
+    def commit(self, ops, memory, index):
         return Residual(ops.put(memory.r, index, 0.0))
 
 
@@ -183,13 +183,15 @@ class Coarse(QuantizedCompressor):
     def rows(self, shape):
         return ((1, prod(shape)),)
 
-    def encode(self, ops, bands, x, key):
-        scale = ops.group_maxima(bands, x)
-        return {"scale": scale, "codes": ops.encode_levels(bands, x, scale, self.bits, key)}
+    def encode(self, ops, row_groups, x, key):
+        scale = ops.group_maxima(row_groups, x)
+        return {"scale": scale, "codes": ops.encode_levels(row_groups, x, scale, self.bits, key)}
 
-    def add_decoded(self, ops, bands, payload, into):
+    def add_decoded(self, ops, row_groups, payload, into):
         codes, scale = payload["codes"], payload["scale"]
-        return ops.add_levels(bands, into.base, into.room, codes, scale, self.bits, into.weights)
+        return ops.add_levels(
+            row_groups, into.base, into.room, codes, scale, self.bits, into.weights
+        )
 
 
 @dataclass(frozen=True)

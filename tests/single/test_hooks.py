@@ -33,7 +33,7 @@ class Whole(Compressor):
         return ()
 
     def aggregate(self, ops, context, gradient, state, **extra):
-        return (yield from patterns.added_up(ops, context, gradient)), state
+        return (yield from patterns.allreduce_bucket(ops, context, gradient)), state
 
 
 class Debt(NamedTuple):
@@ -50,7 +50,7 @@ class HalvesEverything(Whole):
     def aggregate(self, ops, context, gradient, state, **extra):
         half = (state.r + gradient) * 0.5
         kept = Debt(half * 1)
-        return (yield from patterns.added_up(ops, context, half)), kept
+        return (yield from patterns.allreduce_bucket(ops, context, half)), kept
 
     def residual(self, state):
         return state.r

@@ -62,10 +62,10 @@ def sent_by(world: World, rank: int) -> torch.Tensor:
         pieces = world.traffic[1][rank].tensor.split(list(layout.sizes))
         return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
     body, weight, room = buffer[None, 32:], torch.ones(1), torch.empty(layout.size)
-    return compressor.decode_sum(ops, layout, rung_of(world), body, weight, room)
+    return compressor.decode_sum(ops, layout, level_of(world), body, weight, room)
 
 
-def rung_of(world: World) -> CapacityLevel:
+def level_of(world: World) -> CapacityLevel:
     """That of the last step, which was gathered."""
     capacities = world.compressor.capacities(world.layout)
     number = min(int(world.states[0].ladder.rung), len(capacities) - 1)
@@ -184,7 +184,7 @@ def test_bytes_equal_the_formula(compressor):
         world.step([torch.randn(layout.size) for _ in range(2)])
         if world.steps > 6:  # after the warm-up, which sends more
             for request in world.traffic[0]:
-                assert request.tensor.numel() == compressor.payload_bytes(layout, rung_of(world))
+                assert request.tensor.numel() == compressor.payload_bytes(layout, level_of(world))
 
 
 def test_payloads_follow_the_entropy_from_the_second_step_on():
@@ -225,7 +225,7 @@ def test_a_layer_that_lacks_does_not_make_room_for_another(static):
     for _ in range(3):
         world.step([world.flat([equal, few])])
         world.states = [
-            world.states[0]._replace(memory=world.compressor.remember(world.ops, layout))
+            world.states[0]._replace(memory=world.compressor.init_memory(world.ops, layout))
         ]
     assert world.states[0].sent.tolist() == [30, 24]
 

@@ -252,8 +252,8 @@ class Halving(SparseGDCompressor):
 
 def test_a_method_of_verbs_goes_on_as_it_is():
     class Late(DGCCompressor):
-        def settle(self, ops, memory, index):
-            return super().settle(ops, memory, index)
+        def commit(self, ops, memory, index):
+            return super().commit(ops, memory, index)
 
     class Mixed(Halving, SparseGDCompressor):
         """Neither is a rule inherited past another `collect`."""

@@ -45,21 +45,21 @@ def draw(random, shapes, ops, scale=1.0):
 def sent_by(world, rank):
     """What this rank put on the wire, decoded alone."""
     compressor, ops, layout = world.compressor, world.ops, world.layout
-    buffer, rung = world.traffic[0][rank].tensor, rung_of(world)
-    if rung.summed:
+    buffer, level = world.traffic[0][rank].tensor, level_of(world)
+    if level.summed:
         pieces = world.traffic[1][rank].tensor.split(list(layout.sizes))
         return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
     one = torch.ones(1, device=ops.device)
     room = torch.empty(layout.size, device=ops.device)
-    return compressor.decode_sum(ops, layout, rung, buffer[None, 32:], one, room)
+    return compressor.decode_sum(ops, layout, level, buffer[None, 32:], one, room)
 
 
-def rung_of(world):
-    """The rung of the last step, by its headers."""
-    ladder = world.compressor.ladder(world.layout, world.size)
+def level_of(world):
+    """The level of the last step, by its headers."""
+    schedule = world.compressor.capacity_schedule(world.layout, world.size)
     index = int(world.traffic[0][0].tensor[12:16].cpu().view(torch.int32))
-    dense = index == ladder.top
-    return CapacityLevel(index, (*ladder.capacities, 0)[index], dense, dense and ladder.summed)
+    dense = index == schedule.top
+    return CapacityLevel(index, (*schedule.capacities, 0)[index], dense, dense and schedule.summed)
 
 
 @pytest.mark.parametrize("compressor", WORDS, ids=repr)
@@ -111,15 +111,15 @@ def test_bytes_equal_the_formula(compressor, shapes, seed, size):
     random = np.random.default_rng(seed)
     for _ in range(5):
         world.step([world.flat(draw(random, shapes, ops)) for _ in range(size)])
-        rung = rung_of(world)
+        level = level_of(world)
         side = 4 * math.ceil(len(shapes) / 4) if "Variance" in repr(compressor) else 0
         places = layout.size * compressor.quantizer.dense_bits // 8
-        body = side + (places if rung.dense else 4 * rung.capacity)
-        sent = 32 + (4 * sum(map(math.prod, shapes)) if rung.summed else body)
-        assert len(world.traffic) == 1 + rung.summed
+        body = side + (places if level.dense else 4 * level.capacity)
+        sent = 32 + (4 * sum(map(math.prod, shapes)) if level.summed else body)
+        assert len(world.traffic) == 1 + level.summed
         for requests in zip(*world.traffic):
             assert sum(r.tensor.numel() * r.tensor.element_size() for r in requests) == sent
-        assert compressor.payload_bytes(layout, rung) == sent
+        assert compressor.payload_bytes(layout, level) == sent
 
 
 @pytest.mark.parametrize("compressor", LINEAR, ids=repr)
@@ -195,7 +195,7 @@ def test_zero_gradients_send_nothing(compressor):
         totals = world.step([torch.zeros(layout.size) for _ in range(2)])
         assert not totals[0].any()
     assert int(world.states[0].sent.sum()) == 0
-    assert int(world.states[0].ladder.rung) == 0, "the room shrinks to the lowest rung"
+    assert int(world.states[0].ladder.rung) == 0, "the room shrinks to the lowest level"
 
 
 def test_what_is_cut_rotates():
@@ -204,11 +204,11 @@ def test_what_is_cut_rotates():
     layout = layout_of(((2000,),), compressor)
     for static in (False, True):
         world = World(compressor, TorchOps(static=static), layout, 1)
-        rung = world.states[0].ladder.rung
+        level = world.states[0].ladder.rung
         sent = torch.zeros(layout.size)
         for _ in range(60):
-            state = world.states[0]  # hold the rung: nobody ever says that it is too low
-            low = state.ladder._replace(rung=rung, needed=torch.tensor(0), calm=torch.tensor(0))
+            state = world.states[0]  # hold the level: nobody ever says that it is too low
+            low = state.ladder._replace(rung=level, needed=torch.tensor(0), calm=torch.tensor(0))
             world.states[0] = state._replace(ladder=low)
             gradient = torch.zeros(layout.size)
             gradient[:2000] = 2.0

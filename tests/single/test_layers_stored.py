@@ -116,7 +116,7 @@ def test_the_same_training_sends_the_same_elements(compressor):
 @pytest.mark.parametrize("exchange", ["allgather", "two_shot"])
 def test_one_bit_sends_the_same_bytes(exchange):
     both = worlds(OneBitCompressor(exchange))
-    assert [c.groups for c in map(both[0].compressor.bands, (w.layout for w in both))] == [77, 77]
+    assert [c.groups for c in (both[0].compressor.row_groups(w.layout) for w in both)] == [77, 77]
     for seed in range(5):
         step(both, seed)
         for one, other in zip(bodies(both[0]), bodies(both[1])):
@@ -145,10 +145,10 @@ def test_a_layer_is_judged_by_its_columns_wherever_they_are():
         assert one == OneBitCompressor()
         layers = [("w/kernel", shapes, "float32")]
         ((planned, layout),) = plan(OneBitCompressor(), layers, 1 << 20, filters_last=filters_last)
-        assert planned == OneBitCompressor() and planned.bands(layout).groups == 1
+        assert planned == OneBitCompressor() and planned.row_groups(layout).groups == 1
     kernel = (3, 3, 64, 128)
     layout = Layout(("conv/kernel",), (kernel,), block=OneBitCompressor.block, filters_last=True)
-    assert OneBitCompressor().bands(layout).bands == ((0, 128, 576),)
+    assert OneBitCompressor().row_groups(layout).runs == ((0, 128, 576),)
 
 
 def test_of_a_square_layer_a_column_is_an_output_too():

@@ -20,7 +20,7 @@ from hvd_gradcomp.codecs.indices import Deflate, _deflated, _inflated
 from hvd_gradcomp.core.collectives import Gather
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.patterns import drawn
+from hvd_gradcomp.core.patterns import draw_number
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign, plan
@@ -231,7 +231,7 @@ def test_agrees_with_plain_loops(pattern, feedback, more):
         common_rank=compressor.common(ranks),
         momentum=compressor.momentum,
         masking=compressor.masking,
-        drawn=lambda step, purpose, count: drawn(step, purpose, count),
+        drawn=lambda step, purpose, count: draw_number(step, purpose, count),
         signs=compressor.signs,
         scale=compressor.scale,
         ae_steps=compressor.ae_steps,
@@ -806,8 +806,8 @@ def test_a_perfect_autoencoder_loses_nothing(pattern, monkeypatch):
 
 def test_all_ranks_draw_alike():
     for count in (2, 3, 8):
-        draws = [drawn(step, 5, count) for step in range(2000)]
-        assert draws == [int(drawn(tf.constant(s, tf.int64), 5, count)) for s in range(2000)]
+        draws = [draw_number(step, 5, count) for step in range(2000)]
+        assert draws == [int(draw_number(tf.constant(s, tf.int64), 5, count)) for s in range(2000)]
         shares = np.bincount(draws, minlength=count) / 2000
         assert (abs(shares - 1 / count) < 0.04).all()
         pairs = np.bincount([a * count + b for a, b in zip(draws, draws[1:])], minlength=count**2)

@@ -20,7 +20,7 @@ from hvd_gradcomp import (
     role,
 )
 from hvd_gradcomp.algorithms.wrappers import take_over
-from hvd_gradcomp.checkpoint.files import FORMAT, CheckpointError, check_exchange, formats
+from hvd_gradcomp.checkpoint.schema import FORMAT, CheckpointError, check_exchange, formats
 from hvd_gradcomp.core.compressor import brief
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.planning.assignment import assign

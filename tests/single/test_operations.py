@@ -19,7 +19,7 @@ from hvd_gradcomp.codecs.topk import form_of
 from hvd_gradcomp.core.capacity import PATIENCE, CapacitySchedule, CapacityState
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.row_groups import Band, Bands
+from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops import PayloadError, building
 from hvd_gradcomp.ops.interface.header import Field
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
@@ -79,13 +79,13 @@ def test_a_checksum_of_unknown_length_needs_no_operation():
 @st.composite
 def grouped(draw):
     """Bands, and how many elements there are: with gaps, and what is in no band at the end."""
-    bands, end = [], 0
+    row_groups, end = [], 0
     for _ in range(draw(st.integers(0, 3))):
         start = end + draw(st.integers(0, 40))
-        band = Band(start, draw(st.integers(1, 4)), draw(st.integers(1, 200)))
-        bands.append(band)
-        end = band.end
-    return Bands(tuple(bands)), (end // 32 + draw(st.integers(1, 2))) * 32
+        run = RowGroup(start, draw(st.integers(1, 4)), draw(st.integers(1, 200)))
+        row_groups.append(run)
+        end = run.end
+    return RowGroups(tuple(row_groups)), (end // 32 + draw(st.integers(1, 2))) * 32
 
 
 def noise(seed, *shape):
@@ -115,13 +115,15 @@ def test_accumulating(shape, seed):
 @FEW
 @given(grouped(), st.integers(2, 8), SEEDS)
 def test_encoding(where, bits, seed):
-    bands, size = where
-    x, scale = noise(seed, size), tf.abs(noise(seed + 1, bands.groups))
-    agree(lambda ops, x: ops.group_maxima(bands, x), x)
-    agree(lambda ops, x: ops.group_squares(bands, x), x)
-    agree(lambda ops, x: ops.encode_signs(bands, x), x)
+    row_groups, size = where
+    x, scale = noise(seed, size), tf.abs(noise(seed + 1, row_groups.groups))
+    agree(lambda ops, x: ops.group_maxima(row_groups, x), x)
+    agree(lambda ops, x: ops.group_squares(row_groups, x), x)
+    agree(lambda ops, x: ops.encode_signs(row_groups, x), x)
     agree(
-        lambda ops, x, scale: ops.encode_levels(bands, x, scale, bits, ops.key(3, seed)), x, scale
+        lambda ops, x, scale: ops.encode_levels(row_groups, x, scale, bits, ops.key(3, seed)),
+        x,
+        scale,
     )
 
 
@@ -129,17 +131,17 @@ def test_encoding(where, bits, seed):
 @FEW
 @given(grouped(), st.integers(2, 8), st.integers(0, 4), st.booleans(), st.integers(0, 3), SEEDS)
 def test_adding(where, bits, ranks, from_zero, beyond, seed):
-    bands, size = where
+    row_groups, size = where
     room, weights = noise(seed, size), noise(seed + 1, ranks)
-    side = [tf.abs(noise(seed + i, ranks, bands.groups + beyond)) for i in (2, 3)]
+    side = [tf.abs(noise(seed + i, ranks, row_groups.groups + beyond)) for i in (2, 3)]
 
     def levels(ops, room, packed, scale, weights):
         base = None if from_zero else room
-        return ops.add_levels(bands, base, room, packed, scale, bits, weights)
+        return ops.add_levels(row_groups, base, room, packed, scale, bits, weights)
 
     def signs(ops, room, packed, above, below, weights):
         base = None if from_zero else room
-        return ops.add_signs(bands, base, room, packed, above, below, weights)
+        return ops.add_signs(row_groups, base, room, packed, above, below, weights)
 
     # Verbs want the extents that Python loops over.
     agree(levels, room, codes(seed, ranks, size * bits // 8), side[0], weights, graph=False)
@@ -201,40 +203,48 @@ def test_keys(step, salt):
 @pytest.mark.parametrize("more", [0, 4, 64])
 def test_payloads_may_be_longer_than_the_vector(more):
     """A bucket that is cut into shards is padded before it is packed."""
-    bands, ops = Bands((Band(0, 2, 32),)), TensorFlowOps()
+    row_groups, ops = RowGroups((RowGroup(0, 2, 32),)), TensorFlowOps()
     x, sides, weights = noise(1, 64), [tf.abs(noise(i, 2, 2)) for i in (2, 3)], noise(4, 2)
     signs, levels = codes(5, 2, 8 + more), codes(6, 2, 32 + more)
     for start in (None, x):
-        mine = ops.add_signs(bands, start, x, signs, *sides, weights)
-        theirs = verbs().add_signs(bands, start, x, signs[:, :8], *sides, weights)
+        mine = ops.add_signs(row_groups, start, x, signs, *sides, weights)
+        theirs = verbs().add_signs(row_groups, start, x, signs[:, :8], *sides, weights)
         np.testing.assert_array_equal(mine, theirs)
-        mine = ops.add_levels(bands, start, x, levels, sides[0], 4, weights)
-        theirs = verbs().add_levels(bands, start, x, levels[:, :32], sides[0], 4, weights)
+        mine = ops.add_levels(row_groups, start, x, levels, sides[0], 4, weights)
+        theirs = verbs().add_levels(row_groups, start, x, levels[:, :32], sides[0], 4, weights)
         np.testing.assert_array_equal(mine, theirs)
 
 
 @built
 def test_a_slice_may_begin_anywhere():
     """TensorFlow hands over a view of the larger tensor, which C cannot read words from."""
-    bands, ops = Bands((Band(0, 2, 32),)), TensorFlowOps()
+    row_groups, ops = RowGroups((RowGroup(0, 2, 32),)), TensorFlowOps()
     for start in range(1, 4):
         data = codes(start, 64 + start)[start:]
         assert int(ops.weighted_sum(data)) == int(verbs().weighted_sum(data))
         packed = tf.reshape(codes(start, 8 + start)[start:], (1, 8))
-        given = (bands, None, noise(1, 64), packed, noise(2, 1, 2), noise(3, 1, 2), noise(4, 1))
+        given = (
+            row_groups,
+            None,
+            noise(1, 64),
+            packed,
+            noise(2, 1, 2),
+            noise(3, 1, 2),
+            noise(4, 1),
+        )
         np.testing.assert_array_equal(ops.add_signs(*given), verbs().add_signs(*given))
 
 
 @built
 def test_a_sum_leaves_what_somebody_else_holds():
-    bands, ops = Bands((Band(0, 1, 64),)), TensorFlowOps()
+    row_groups, ops = RowGroups((RowGroup(0, 1, 64),)), TensorFlowOps()
     base = noise(1, 64)
     before = base.numpy().copy()
 
     @tf.function(autograph=False)
     def both(base):
         given = (codes(2, 1, 32), tf.ones((1, 1)), 4, tf.ones((1,)))
-        return ops.add_levels(bands, base, base, *given), base + 1.0
+        return ops.add_levels(row_groups, base, base, *given), base + 1.0
 
     total, other = both(base)
     assert not np.array_equal(total, before)
@@ -272,30 +282,30 @@ def test_histograms_of_layers(sizes, bins, seed):
 def test_wrong_shapes_raise(how):
     ops = TensorFlowOps()
     layout = Layout(("weight",), ((60,),))
-    bands, key = Bands((Band(0, 2, 32),)), tf.constant([1, 2], tf.int64)
+    row_groups, key = RowGroups((RowGroup(0, 2, 32),)), tf.constant([1, 2], tf.int64)
     x, scale, weights = noise(1, 64), noise(2, 1, 2), noise(3, 1)
     packed, signs = codes(4, 1, 32), codes(5, 1, 8)
     wrong = [
         (ops.native.gradcomp_accumulate, (x, x[:63])),
-        (ops.group_maxima, (bands, x[:63])),
-        (ops.group_maxima, (bands, x[None])),
-        (ops.group_squares, (bands, x[:0])),
+        (ops.group_maxima, (row_groups, x[:63])),
+        (ops.group_maxima, (row_groups, x[None])),
+        (ops.group_squares, (row_groups, x[:0])),
         (ops.layer_histograms, (layout, x[:59], 2)),
         (ops.layer_histograms, (layout, x, 0)),
-        (ops.encode_signs, (bands, noise(1, 65))),
-        (ops.encode_levels, (bands, x, scale[0, :1], 4, key)),
-        (ops.encode_levels, (bands, x, scale[0], 9, key)),
-        (ops.encode_levels, (bands, x, scale[0], 4, key[:1])),
-        (ops.add_levels, (bands, None, x, packed[:, :28], scale, 4, weights)),
-        (ops.add_levels, (bands, None, x, codes(4, 1, 33), scale, 4, weights)),
-        (ops.add_levels, (bands, None, x, packed, scale[:, :1], 4, weights)),
-        (ops.add_levels, (bands, None, x, packed, scale, 4, noise(3, 2))),
-        (ops.add_levels, (bands, None, x[:32], packed, scale, 4, weights)),
-        (ops.add_signs, (bands, None, x, signs[0], scale, scale, weights)),
-        (ops.add_signs, (bands, None, x, signs, scale, scale[:, :1], weights)),
-        (ops.group_maxima, (Bands((Band(0, 1, 32), Band(16, 1, 32))), x)),
-        (ops.group_maxima, (Bands((Band(-32, 1, 32),)), x)),
-        (ops.group_maxima, (Bands((Band(0, 1 << 40, 1 << 40),)), x)),
+        (ops.encode_signs, (row_groups, noise(1, 65))),
+        (ops.encode_levels, (row_groups, x, scale[0, :1], 4, key)),
+        (ops.encode_levels, (row_groups, x, scale[0], 9, key)),
+        (ops.encode_levels, (row_groups, x, scale[0], 4, key[:1])),
+        (ops.add_levels, (row_groups, None, x, packed[:, :28], scale, 4, weights)),
+        (ops.add_levels, (row_groups, None, x, codes(4, 1, 33), scale, 4, weights)),
+        (ops.add_levels, (row_groups, None, x, packed, scale[:, :1], 4, weights)),
+        (ops.add_levels, (row_groups, None, x, packed, scale, 4, noise(3, 2))),
+        (ops.add_levels, (row_groups, None, x[:32], packed, scale, 4, weights)),
+        (ops.add_signs, (row_groups, None, x, signs[0], scale, scale, weights)),
+        (ops.add_signs, (row_groups, None, x, signs, scale, scale[:, :1], weights)),
+        (ops.group_maxima, (RowGroups((RowGroup(0, 1, 32), RowGroup(16, 1, 32))), x)),
+        (ops.group_maxima, (RowGroups((RowGroup(-32, 1, 32),)), x)),
+        (ops.group_maxima, (RowGroups((RowGroup(0, 1 << 40, 1 << 40),)), x)),
         (ops.bit_planes, (tf.zeros((2, 31), tf.int64), 4)),
         (ops.bit_planes, (tf.zeros((2, 32), tf.int64), 33)),
         (ops.from_bit_planes, (tf.zeros((2, 33), tf.int64),)),
@@ -318,8 +328,8 @@ def test_wrong_shapes_raise(how):
 @built
 def test_an_operation_is_used_in_a_graph_and_none_for_xla():
     def operations(ops):
-        bands = Bands((Band(0, 1, 64),))
-        function = tf.function(lambda x: ops.group_maxima(bands, x), autograph=False)
+        row_groups = RowGroups((RowGroup(0, 1, 64),))
+        function = tf.function(lambda x: ops.group_maxima(row_groups, x), autograph=False)
         graph = function.get_concrete_function(noise(1, 64)).graph
         return {o.type for o in graph.get_operations() if o.type.startswith("Gradcomp")}
 
@@ -360,7 +370,7 @@ def alike(passes, reference):
 )
 @settings(max_examples=2, deadline=None)
 def test_passes_do_what_the_verbs_do(compressor, sizes, ranks, moments, scale, seed):
-    """Steps of few elements, of many on the dense rung, and of few again."""
+    """Steps of few elements, of many on the dense level, and of few again."""
     layout = Layout(tuple(f"layer{i}" for i in range(len(sizes))), tuple((n,) for n in sizes))
     passes, reference = (World(compressor, o, layout, ranks) for o in (TensorFlowOps(), verbs()))
     random = np.random.default_rng(seed)
@@ -389,8 +399,8 @@ def test_passes_do_what_the_verbs_do(compressor, sizes, ranks, moments, scale, s
 def test_no_index_is_trusted(compressor, how, data):
     """Bodies that nobody wrote: the sum of the verbs, or an error, whatever the bytes."""
     layout, dense = Layout(("a", "b"), ((300,), (200,))), data.draw(st.booleans())
-    rung = CapacityLevel(0, 20, dense)
-    size = compressor.body_bytes(layout, rung)
+    level = CapacityLevel(0, 20, dense)
+    size = compressor.body_bytes(layout, level)
     given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
     bodies = np.array([list(body) for body in given], np.uint8)
     if (
@@ -406,8 +416,10 @@ def test_no_index_is_trusted(compressor, how, data):
         room = tf.fill((layout.size,), 7.0)
         try:
             if how == "eager" or ops.native is None:
-                return compressor.decode_sum(ops, layout, rung, bodies, weights, room)
-            sum_ = tf.function(lambda b: compressor.decode_sum(ops, layout, rung, b, weights, room))
+                return compressor.decode_sum(ops, layout, level, bodies, weights, room)
+            sum_ = tf.function(
+                lambda b: compressor.decode_sum(ops, layout, level, b, weights, room)
+            )
             return sum_(bodies)
         except (PayloadError, tf.errors.InvalidArgumentError) as error:
             return error
@@ -423,19 +435,19 @@ def test_no_index_is_trusted(compressor, how, data):
 @built
 def test_passes_refuse_what_does_not_fit():
     layout, compressor = Layout(("a",), ((300,),)), VARIANCE
-    passes, rule, rung = TensorFlowOps().word_passes, VARIANCE.rule, CapacityLevel(0, 20, False)
+    passes, rule, level = TensorFlowOps().word_passes, VARIANCE.rule, CapacityLevel(0, 20, False)
     r, moment, weights = noise(1, 512), tf.abs(noise(2, 512)), noise(3, 1)
-    body = codes(4, 1, compressor.body_bytes(layout, rung))
+    body = codes(4, 1, compressor.body_bytes(layout, level))
     sent = tf.zeros((1,), tf.int64)
     wrong = [
-        (passes.write, (rung, 0, (r[:-1], moment), r, moment, sent)),
-        (passes.write, (rung, 0, (r, moment), r[:-1], moment, sent)),
-        (passes.write, (rung, 0, (r, moment), r, moment[:-1], sent)),
-        (passes.write, (rung, -1, (r, moment), r, moment, sent)),
+        (passes.write, (level, 0, (r[:-1], moment), r, moment, sent)),
+        (passes.write, (level, 0, (r, moment), r[:-1], moment, sent)),
+        (passes.write, (level, 0, (r, moment), r, moment[:-1], sent)),
+        (passes.write, (level, -1, (r, moment), r, moment, sent)),
         (passes.write, (CapacityLevel(0, 513, False), 0, (r, moment), r, moment, sent)),
-        (passes.add, (rung, body[:, :-4], weights, r)),
-        (passes.add, (rung, body, noise(1, 2), r)),
-        (passes.add, (rung, body, weights, r[:-1])),
+        (passes.add, (level, body[:, :-4], weights, r)),
+        (passes.add, (level, body, noise(1, 2), r)),
+        (passes.add, (level, body, weights, r[:-1])),
         (passes.add, (CapacityLevel(0, 0, True), body, weights, r)),
     ]
     for function, arguments in wrong:
@@ -478,13 +490,13 @@ def test_passes_refuse_what_does_not_fit():
 )
 @settings(max_examples=200, deadline=None)
 def test_a_ladder_is_climbed_alike(capacities, state):
-    ladder = CapacitySchedule(capacities)
+    schedule = CapacitySchedule(capacities)
     given_ = CapacityState(*(tf.constant(x, tf.int64) for x in state))
-    room, after = ladder.climb(verbs(), given_)
-    rung, capacity, dense, calm, peak, changes = TensorFlowOps()._climb(
+    room, after = schedule.next_level(verbs(), given_)
+    level, capacity, dense, calm, peak, changes = TensorFlowOps()._climb(
         capacities, PATIENCE, given_
     )
-    assert (room.index, room.capacity, room.dense) == (rung, capacity, dense)
+    assert (room.index, room.capacity, room.dense) == (level, capacity, dense)
     assert (after.calm, after.peak, after.changes) == (calm, peak, changes)
 
 

@@ -53,7 +53,7 @@ def gradients(generator, layout, world, scale, share):
 )
 @settings(deadline=None, max_examples=20)
 def test_passes_do_what_the_verbs_do(compressor, moments, sizes, seed, ranks, scale, share, count):
-    """Six steps, in which the ladder goes up to the dense rung and windows rotate."""
+    """Six steps, in which the ladder goes up to the dense level and windows rotate."""
     layout = layout_of(*sizes)
     fused, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
     with threads(count):
@@ -126,11 +126,11 @@ def test_no_index_is_trusted(compressor, data):
     """Bodies that nobody wrote: the sum of the verbs, or an error, whatever the bytes."""
     layout, capacity = layout_of(300, 200), 20
     ops, reference = TorchOps(), verbs()
-    ladder = compressor.ladder(layout)
-    rung = ladder.climb(ops, ladder.init(ops))[0]
+    schedule = compressor.capacity_schedule(layout)
+    level = schedule.next_level(ops, schedule.init(ops))[0]
     dense = data.draw(st.booleans())
-    rung = rung._replace(capacity=capacity, dense=dense)
-    size = compressor.payload_bytes(layout, rung) - HEADER_BYTES
+    level = level._replace(capacity=capacity, dense=dense)
+    size = compressor.payload_bytes(layout, level) - HEADER_BYTES
     near = data.draw(st.booleans())  # most random indices lie beyond the bucket
     given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
     bodies = torch.tensor([list(body) for body in given], dtype=torch.uint8)
@@ -147,7 +147,7 @@ def test_no_index_is_trusted(compressor, data):
     def total(ops):
         room = torch.full((layout.size,), 7.0)
         try:
-            return compressor.decode_sum(ops, layout, rung, bodies, weights, room)
+            return compressor.decode_sum(ops, layout, level, bodies, weights, room)
         except (PayloadError, IndexError, RuntimeError) as error:
             return type(error)
 
@@ -163,13 +163,13 @@ def test_no_index_is_trusted(compressor, data):
 def test_bodies_of_another_rung_are_an_error(compressor, dense):
     """C would read beyond their end."""
     layout, ops = layout_of(300, 200), TorchOps()
-    ladder = compressor.ladder(layout)
-    rung = ladder.climb(ops, ladder.init(ops))[0]._replace(capacity=20, dense=dense)
-    size = compressor.body_bytes(layout, rung)
+    schedule = compressor.capacity_schedule(layout)
+    level = schedule.next_level(ops, schedule.init(ops))[0]._replace(capacity=20, dense=dense)
+    size = compressor.body_bytes(layout, level)
     given = torch.full((2,), 0.5), torch.zeros(layout.size)
     for bodies in torch.zeros(2, size - 4, dtype=torch.uint8), torch.zeros(1, 0, dtype=torch.uint8):
         with pytest.raises(PayloadError, match=f"where {size} are due"):
-            compressor.decode_sum(ops, layout, rung, bodies, *given)
+            compressor.decode_sum(ops, layout, level, bodies, *given)
 
 
 class ByRule(ThresholdCompressor, registered=False):
@@ -184,11 +184,11 @@ class ByRule(ThresholdCompressor, registered=False):
     def __repr__(self):
         return repr(self.rule)
 
-    def remember(self, ops, layout):
+    def init_memory(self, ops, layout):
         kind = Ambiguity if self.rule.ambiguity else Residual
         return kind(*(ops.zeros((layout.size,)) for _ in kind._fields))
 
-    def gate(self, ops, memory, gradient, moment):
+    def select_mask(self, ops, memory, gradient, moment):
         rule = self.rule
         if not rule.ambiguity:
             r = ops.accumulate(memory.r, gradient)
@@ -199,7 +199,7 @@ class ByRule(ThresholdCompressor, registered=False):
             wanted = wanted & ops.greater(ops.abs(r), rule.tau)
         return wanted, Ambiguity(r, v if rule.corrects else ops.scale(v, rule.zeta))
 
-    def settle(self, ops, memory, sent, value):
+    def commit(self, ops, memory, sent, value):
         rule, index = self.rule, sent.index
         held = ops.gather(memory.r, index)
         kept = held - value if rule.subtracts else 0.0
@@ -237,8 +237,8 @@ def test_every_rule_there_may_be(rule):
 
 def test_a_rule_is_not_inherited_by_another_gate():
     class Other(StromCompressor):
-        def gate(self, ops, memory, gradient, moment):
-            wanted, memory = super().gate(ops, memory, gradient, moment)
+        def select_mask(self, ops, memory, gradient, moment):
+            wanted, memory = super().select_mask(ops, memory, gradient, moment)
             return wanted, memory
 
     assert StromCompressor().rule is not None

@@ -56,7 +56,7 @@ def library(request, tmp_path_factory):
 
 @pytest.mark.parametrize("compressor", METHODS, ids=repr)
 def test_same_bits_on_every_processor(library, compressor):
-    """Steps of few elements and of many, on the dense rung too; layers end anywhere."""
+    """Steps of few elements and of many, on the dense level too; layers end anywhere."""
     layout = layout_of(20_011, 100, 9_000, 1)
     ops = TorchOps()
     with mock.patch("hvd_gradcomp.ops.torch.base.library", lambda: library):

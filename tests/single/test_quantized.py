@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvd_gradcomp import OneBitCompressor, QSGDCompressor, TernGradCompressor
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.row_groups import Band, Bands
+from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import QUANTIZED
@@ -136,20 +136,20 @@ def test_bytes_equal_the_formula_either_way(compressor, world_size):
     assert moved["allgather"] == (world_size - 1) * plain
     shard = -(-layout.size // (32 * world_size)) * 32
     most = max(
-        compressor.bands(layout).between(i * shard, (i + 1) * shard).groups
+        compressor.row_groups(layout).between(i * shard, (i + 1) * shard).groups
         for i in range(world_size)
     )
     assert moved["two_shot"] == 2 * (world_size - 1) * (
         32 + 4 * sides * most + shard * compressor.bits // 8
     )
     better = min(moved, key=moved.__getitem__)
-    assert compressor.chosen_exchange(layout, world_size) == better
+    assert compressor.resolve_exchange(layout, world_size) == better
 
 
 def test_large_models_take_two_shots_beyond_two_ranks():
     layout = layout_of(((1000, 1000),))
     for compressor in (QSGDCompressor(), TernGradCompressor(), OneBitCompressor()):
-        chosen = [compressor.chosen_exchange(layout, size) for size in (2, 3, 4, 64)]
+        chosen = [compressor.resolve_exchange(layout, size) for size in (2, 3, 4, 64)]
         assert chosen == ["allgather", "two_shot", "two_shot", "two_shot"]
 
 
@@ -159,19 +159,19 @@ def test_large_models_take_two_shots_beyond_two_ranks():
 )
 @FAST
 def test_a_cut_keeps_every_element_in_its_group(layers, data):
-    bands, start = [], 0
+    row_groups, start = [], 0
     for gap, rows, length in layers:
-        bands.append(Band(start + gap, rows, length))
-        start = bands[-1].end
-    whole = Bands(tuple(bands))
+        row_groups.append(RowGroup(start + gap, rows, length))
+        start = row_groups[-1].end
+    whole = RowGroups(tuple(row_groups))
 
-    def groups(bands: Bands) -> dict[int, int]:
-        numbered, group = {}, bands.first
-        for band in bands.bands:
-            for row in range(band.rows):
-                first = band.start + row * band.length
-                numbered.update(dict.fromkeys(range(first, first + band.length), group + row))
-            group += band.rows
+    def groups(row_groups: RowGroups) -> dict[int, int]:
+        numbered, group = {}, row_groups.first
+        for run in row_groups.runs:
+            for row in range(run.rows):
+                first = run.start + row * run.length
+                numbered.update(dict.fromkeys(range(first, first + run.length), group + row))
+            group += run.rows
         return numbered
 
     begin = data.draw(st.integers(0, start))
@@ -299,11 +299,11 @@ def test_an_empty_layer_has_no_groups(compressor, shapes):
 @settings(deadline=None, max_examples=15)
 def test_signs_of_any_bands(cuts, from_zero, count, seed):
     """What lies in no band has no sign, nothing is added to it; groups begin anywhere."""
-    bands, end = [], 0
+    row_groups, end = [], 0
     for gap, rows, length in cuts:
-        bands.append(Band(end + gap, 1 if length > 9000 else rows, length))
-        end = bands[-1].end
-    whole, size = Bands(tuple(bands)), (end // 32 + 2) * 32
+        row_groups.append(RowGroup(end + gap, 1 if length > 9000 else rows, length))
+        end = row_groups[-1].end
+    whole, size = RowGroups(tuple(row_groups)), (end // 32 + 2) * 32
     generator = torch.Generator().manual_seed(seed)
     x, weights = torch.randn(size, generator=generator), torch.randn(2, generator=generator)
     base = None if from_zero else torch.randn(size, generator=generator).abs()
@@ -324,7 +324,7 @@ def test_signs_of_any_bands(cuts, from_zero, count, seed):
 @pytest.mark.parametrize("apart", [1, 2, 3])
 def test_elements_that_are_not_neighbours(apart):
     """C walks over memory; what is given to it may be a view of every other element."""
-    bands, layout = Bands((Band(0, 3, 20),)), Layout(("a",), ((60,),), block=32)
+    row_groups, layout = RowGroups((RowGroup(0, 3, 20),)), Layout(("a",), ((60,),), block=32)
     generator = torch.Generator().manual_seed(apart)
 
     def view(*shape):
@@ -339,12 +339,12 @@ def test_elements_that_are_not_neighbours(apart):
     def results(ops):
         levels = packed, torch.stack([scale, scale]), 4, weights
         signs = packed[:, :8], above, below, weights
-        yield ops.group_maxima(bands, x)
-        yield ops.group_squares(bands, x)
-        yield ops.encode_levels(bands, x, scale, 4, ops.key(3, 4))
-        yield ops.add_levels(bands, base, torch.empty(64), *levels)
-        yield from ops.encode_signs(bands, x)
-        yield ops.add_signs(bands, base, torch.empty(64), *signs)
+        yield ops.group_maxima(row_groups, x)
+        yield ops.group_squares(row_groups, x)
+        yield ops.encode_levels(row_groups, x, scale, 4, ops.key(3, 4))
+        yield ops.add_levels(row_groups, base, torch.empty(64), *levels)
+        yield from ops.encode_signs(row_groups, x)
+        yield ops.add_signs(row_groups, base, torch.empty(64), *signs)
         yield ops.layer_histograms(layout, x, 4)
         yield from ops.advance(torch.ones(64), torch.ones(64), x, 0.5, True)
         yield ops.gather(x, index)

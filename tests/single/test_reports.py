@@ -105,7 +105,7 @@ def test_the_line_of_an_epoch():
     )
     assert summary(stats) == (
         "1,200 steps, 42.1 MB sent of 1.9 GB (45x), 0.4 % of elements, residual 3.1 x gradient, "
-        "2 skipped, 1 rung change, basis loss 0.12"
+        "2 skipped, 1 level change, basis loss 0.12"
     )
     assert summary(CompressionStats()) == "0 steps"
 
@@ -280,13 +280,13 @@ def test_a_disk_that_stands_still_does_not_stop_the_training(opens, caplog, monk
 
 
 def test_changes_of_the_rung_are_counted():
-    ladder, ops = CapacitySchedule.up_to(10_000), TorchOps()
-    state = ladder.init(ops)
-    rungs = [int(state.rung)]
+    schedule, ops = CapacitySchedule.up_to(10_000), TorchOps()
+    state = schedule.init(ops)
+    levels = [int(state.rung)]
     for need in [5000] + [100] * 40 + [3000] * 3:
-        rung, state = ladder.climb(ops, state._replace(needed=torch.tensor(need)))
-        rungs.append(rung.index)
-    changes = sum(a != b for a, b in zip(rungs, rungs[1:]))
+        level, state = schedule.next_level(ops, state._replace(needed=torch.tensor(need)))
+        levels.append(level.index)
+    changes = sum(a != b for a, b in zip(levels, levels[1:]))
     assert int(state.changes) == changes >= 3
 
 

@@ -1,4 +1,4 @@
-"""TensorFlow's verbs where a step is traced: run-time rungs in a graph, static shapes under XLA."""
+"""TensorFlow's verbs where a step is traced: run-time levels in a graph, static shapes in XLA."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layout_for(compressor) -> Layout:
 
 
 def gradients(seed: int) -> np.ndarray:
-    """[steps, ranks, elements]: from nothing to everything to send, so that all rungs are used."""
+    """[steps, ranks, elements]: from nothing to everything to send, so that all levels are used."""
     random = np.random.default_rng(seed)
     data = random.standard_normal((STEPS, RANKS, sum(int(np.prod(s)) for s in SHAPES)))
     data *= random.random(data.shape) < np.linspace(0, 0.6, STEPS)[:, None, None] ** 2
@@ -109,9 +109,9 @@ def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given)
                 if not name.endswith("hint"):  # where to look first is each backend's own affair
                     assert bits([mine]) == bits([theirs]), name
         sizes.add(len(sent[0]))
-    assert len(traces) == 1, "a rung must not retrace"
+    assert len(traces) == 1, "a level must not retrace"
     if compressor in WORDS or isinstance(compressor, EGCCompressor):
-        assert len(sizes) > 2, "too few rungs were used"
+        assert len(sizes) > 2, "too few levels were used"
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["words", "dense"])
@@ -119,10 +119,10 @@ def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given)
 def test_xla_gives_the_same_bits(compressor, dense):
     """XLA contracts a product and a sum into one rounding unless the verbs prevent it."""
     layout, eager, static = layout_for(compressor), TensorFlowOps(), TensorFlowOps(static=True)
-    ladder = compressor.ladder(layout)
-    place = ladder.top if dense else ladder.top - 2
-    room, _ = ladder.climb(eager, ladder.init(eager))
-    room = room._replace(index=place, capacity=(*ladder.capacities, 0)[place], dense=dense)
+    schedule = compressor.capacity_schedule(layout)
+    place = schedule.top if dense else schedule.top - 2
+    room, _ = schedule.next_level(eager, schedule.init(eager))
+    room = room._replace(index=place, capacity=(*schedule.capacities, 0)[place], dense=dense)
     world = World(compressor, eager, layout, RANKS)
     weights = tf.constant([1 / 3] * RANKS, tf.float32)
 

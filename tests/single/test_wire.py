@@ -47,7 +47,7 @@ def test_what_is_no_frame_is_an_error(size):
     """C would read beyond its end."""
     header = wire.Header(1, 2, 3, 0, 4, 4)
     with pytest.raises(PayloadError, match=f"has {size} bytes"):
-        wire.examined(TorchOps(), header, torch.zeros(2, size, dtype=torch.uint8))
+        wire.examine(TorchOps(), header, torch.zeros(2, size, dtype=torch.uint8))
 
 
 def test_tensorflow_finds_it_as_well():

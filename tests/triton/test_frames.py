@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Context
-from hvd_gradcomp.core.patterns import weighing, weights_of
+from hvd_gradcomp.core.patterns import reduction_spec, weights_of
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from tests.passes import layout_of
 from tests.triton.gradients import assert_left_clean, on
@@ -53,12 +53,12 @@ def test_frames_are_those_of_the_verbs(sizes, ranks, groups, kind, size, damage,
                 mine = mine._replace(step=8)
             finite = torch.tensor(not (damage == "finite" and rank == 0), device=device)
             parts = [part.to(device) for part in body]
-            found.append(wire.seal(ops, mine._replace(finite=finite), *parts))
+            found.append(wire.pack(ops, mine._replace(finite=finite), *parts))
         frames = torch.stack(found)
         if damage == "body":
             frames[-1, -1] += 1
         try:
-            how = weighing(context, side)
+            how = reduction_spec(context, side)
             given, got = wire.unpack(ops, header, frames, how)
             weights = weights_of(ops, context, given)
             ops.raise_found()

@@ -18,7 +18,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.codecs.quantized import Into, QuantizedCompressor
+from hvd_gradcomp.codecs.quantized import Accumulator, QuantizedCompressor
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.core import patterns, wire
@@ -55,7 +55,7 @@ class Codec:
         self.compressor, self.ops = compressor, ops
         self.layout = Layout(*SHAPES, block=compressor.block)
         self.context = Context(self.layout, 0, 2, 0, 1.0, 0.5)
-        self.rung = CapacityLevel(0, 200, dense)
+        self.level = CapacityLevel(0, 200, dense)
         self.gradient = ops.zeros((self.layout.size,))
         self.state = compressor.init(ops, self.layout)
         self.weights = ops.full((2,), 0.5, "float32")
@@ -66,32 +66,34 @@ class Codec:
         return one()
 
     def words(self):
-        ops, codec, layout, rung = self.ops, self.compressor, self.layout, self.rung
-        finite, gradient = patterns.checked_to_keep(ops, self.gradient)
-        encoded, state = codec.encode(ops, layout, rung, 0, gradient, self.state)
+        ops, codec, layout, level = self.ops, self.compressor, self.layout, self.level
+        finite, gradient = patterns.check_storable(ops, self.gradient)
+        encoded, state = codec.encode(ops, layout, level, 0, gradient, self.state)
         self.state = state._replace(sent=self.state.sent)  # would be a tensor of the graph
         header = patterns.header_of(codec, self.context, finite)
         header = header._replace(sent=encoded.sent, wanted=encoded.wanted)
-        buffer = wire.seal(ops, header, encoded.body)
+        buffer = wire.pack(ops, header, encoded.body)
         bodies = wire.bodies_of(self.gathered(buffer))
-        encoded.settle()
+        encoded.commit()
         if isinstance(codec, TopKCompressor):
             return (buffer,)
-        total = codec.decode_sum(ops, layout, rung, bodies, self.weights, gradient)
+        total = codec.decode_sum(ops, layout, level, bodies, self.weights, gradient)
         return buffer, total
 
     def quantized(self):
         ops, codec, layout = self.ops, self.compressor, self.layout
-        bands, parts = codec.bands(layout), codec.parts(layout)
-        finite, gradient = patterns.checked(ops, self.gradient)
+        row_groups, parts = codec.row_groups(layout), codec.parts(layout)
+        finite, gradient = patterns.check_finite(ops, self.gradient)
         x = codec.collect(ops, gradient, self.state)
-        mine = codec.encode(ops, bands, x, ops.key(0, 7))
-        body = wire.packed(ops, parts, mine)
-        buffer = wire.seal(ops, patterns.header_of(codec, self.context, finite), *body)
+        mine = codec.encode(ops, row_groups, x, ops.key(0, 7))
+        body = wire.pack_pieces(ops, parts, mine)
+        buffer = wire.pack(ops, patterns.header_of(codec, self.context, finite), *body)
         bodies = wire.bodies_of(self.gathered(buffer))
-        self.state = codec.keep(ops, bands, x, mine, self.state)
+        self.state = codec.update_state(ops, row_groups, x, mine, self.state)
         payload = wire.unpack_body(ops, parts, bodies)
-        total = codec.add_decoded(ops, bands, payload, Into(None, gradient, self.weights))
+        total = codec.add_decoded(
+            ops, row_groups, payload, Accumulator(None, gradient, self.weights)
+        )
         return buffer, total
 
     def gathered(self, buffer):

@@ -104,11 +104,11 @@ def test_signs_and_what_is_not_finite_in_the_memory(compressor, device):
         ops = on(device, kernels)
         state = compressor.init(ops, layout)
         memory = state.memory._replace(r=r.clone().to(device))
-        rung = compressor.ladder(layout).climb(ops, state.ladder)[0]
+        level = compressor.capacity_schedule(layout).next_level(ops, state.ladder)[0]
         gradient = torch.zeros(layout.size, device=device)
-        given = ops, layout, rung, 3, gradient, state._replace(memory=memory)
+        given = ops, layout, level, 3, gradient, state._replace(memory=memory)
         encoded, after = compressor.encode(*given)
-        encoded.settle()
+        encoded.commit()
         left = [m.view(torch.int32).cpu() for m in after.memory]
         bodies.append([encoded.body.cpu(), torch.as_tensor(encoded.sent).cpu(), *left])
     assert all(map(torch.equal, *bodies))
@@ -154,7 +154,9 @@ def test_no_index_is_trusted(coding, data, device):
     compressor = SparseGDCompressor(density=0.2, index_coding=coding)
     layout = layout_of(300, 200)
     ours, theirs = on(device, True), on(device, False)
-    rung = compressor.ladder(layout).climb(ours, compressor.init(ours, layout).ladder)[0]
+    level = compressor.capacity_schedule(layout).next_level(
+        ours, compressor.init(ours, layout).ladder
+    )[0]
     ranks, capacity = data.draw(st.integers(1, 3)), compressor.capacity(layout)
     seed, finite = data.draw(st.integers(0, 2**32)), data.draw(st.booleans())
     generator = torch.Generator().manual_seed(seed)
@@ -180,7 +182,7 @@ def test_no_index_is_trusted(coding, data, device):
 
     def total(ops):
         into = room[: layout.size]
-        found = compressor.decode_sum(ops, layout, rung, bodies.to(device), weights, into)
+        found = compressor.decode_sum(ops, layout, level, bodies.to(device), weights, into)
         ops.raise_found()
         return found.clone()
 
@@ -201,12 +203,12 @@ def test_quotas_share_the_room(first, device):
     ours, theirs = worlds(compressor, layout_of(2_000, 300, 1), 2, device)
     for world in (ours, theirs):
         low = world.ops.host(2), world.ops.host(20)
-        ladder = world.states[0].ladder._replace(rung=low[0], needed=low[1])
-        world.states = [state._replace(ladder=ladder) for state in world.states]
+        schedule = world.states[0].ladder._replace(rung=low[0], needed=low[1])
+        world.states = [state._replace(ladder=schedule) for state in world.states]
         world.steps = first
-    rungs = []
+    levels = []
     for step, kind in enumerate(["noise", "heavy", "noise"]):
         generator = torch.Generator().manual_seed(step)
         assert_step_alike(ours, theirs, drawn(generator, ours, 1.0, 1.0, kind))
-        rungs.append(int(ours.states[0].ladder.rung))
-    assert rungs[0] < rungs[1]
+        levels.append(int(ours.states[0].ladder.rung))
+    assert levels[0] < levels[1]

@@ -76,8 +76,8 @@ def test_memory_is_asked_for_before_anything_is_launched(name, dense, monkeypatc
     layout = Layout(LAYOUT.names, LAYOUT.shapes, block=compressor.block)
     state = compressor.init(ops, layout)
     if dense and hasattr(state, "ladder"):
-        ladder = compressor.ladder(layout, 2)
-        numbers = {"rung": ops.host(ladder.top), "needed": ops.host(ladder.capacities[-1] + 1)}
+        schedule = compressor.capacity_schedule(layout, 2)
+        numbers = {"rung": ops.host(schedule.top), "needed": ops.host(schedule.capacities[-1] + 1)}
         state = state._replace(ladder=state.ladder._replace(**numbers))
     gradient = ops.zeros((layout.size,))
     next(compressor.aggregate(ops, Context(layout, 0, 2, 1, 1.0, 0.5), gradient, state))

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.row_groups import Band, Bands
+from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.triton import quantizers
 from tests.methods import QUANTIZED
@@ -23,9 +23,9 @@ def bands_of(cuts, size):
     found, at = [], 0
     for gap, rows, length in cuts:
         if at + gap + rows * length <= size:
-            found.append(Band(at + gap, rows, length))
+            found.append(RowGroup(at + gap, rows, length))
             at += gap + rows * length
-    return Bands(tuple(found))
+    return RowGroups(tuple(found))
 
 
 def values(kind, size, seed):
@@ -56,9 +56,9 @@ def values(kind, size, seed):
 )
 def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based, device):
     size = 9_600
-    bands, ours, theirs = bands_of(cuts, size), on(device, True), on(device, False)
+    row_groups, ours, theirs = bands_of(cuts, size), on(device, True), on(device, False)
     padding = torch.ones(size, dtype=torch.bool)
-    for band in bands.bands:
+    for band in row_groups.runs:
         padding[band.start : band.end] = False
     x = values(kind, size, seed).masked_fill(padding, 0.0).to(device)  # as that of a bucket is
     squares = x.clamp(-1e15, 1e15)
@@ -67,22 +67,24 @@ def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based,
         for one, other in zip(function(ours), function(theirs)):
             assert one.cpu().numpy().tobytes() == other.cpu().numpy().tobytes()
 
-    same(lambda ops: [ops.group_maxima(bands, x), ops.group_squares(bands, squares)])
-    same(lambda ops: ops.encode_signs(bands, x))
+    same(lambda ops: [ops.group_maxima(row_groups, x), ops.group_squares(row_groups, squares)])
+    same(lambda ops: ops.encode_signs(row_groups, x))
     random = np.random.default_rng(seed)
-    scale = torch.from_numpy(random.choice([0.0, 1e-31, 1e-3, 7.0, 1e6], (ranks, bands.groups)))
+    scale = torch.from_numpy(
+        random.choice([0.0, 1e-31, 1e-3, 7.0, 1e6], (ranks, row_groups.groups))
+    )
     scale = scale.to(device, torch.float32)
     bytes_ = random.integers(0, 256, (ranks, size * bits // 8), dtype=np.uint8)
     packed, weights = torch.from_numpy(bytes_).to(device), torch.full((ranks,), 0.3, device=device)
     base = x if based else None
     if bits > 1:
         salt = seed * 7919
-        same(lambda ops: [ops.encode_levels(bands, x, scale[0], bits, ops.key(seed, salt))])
+        same(lambda ops: [ops.encode_levels(row_groups, x, scale[0], bits, ops.key(seed, salt))])
         how = packed, scale, bits, weights
-        same(lambda ops: [ops.add_levels(bands, base, torch.empty_like(x), *how)])
+        same(lambda ops: [ops.add_levels(row_groups, base, torch.empty_like(x), *how)])
     else:
         how = packed, scale, -scale, weights
-        same(lambda ops: [ops.add_signs(bands, base, torch.empty_like(x), *how)])
+        same(lambda ops: [ops.add_signs(row_groups, base, torch.empty_like(x), *how)])
 
 
 @pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
@@ -114,9 +116,9 @@ def test_rows_of_ranks_may_lie_far_apart(tmp_path, device):
     rows = np.memmap(tmp_path / "rows", np.float32, "w+", shape=4 * far + groups)
     middle = rows[2 * far :]  # what is counted wrong is not outside of the file
     middle[0], middle[far], middle[2 * far] = 1.0, 2.0, 5.0
-    passes, bands = on(device, True).quantizers, Bands((Band(0, 1, 32),))
+    passes, row_groups = on(device, True).quantizers, RowGroups((RowGroup(0, 1, 32),))
     side, codes = torch.from_numpy(np.asarray(middle[:groups])), torch.zeros(8, dtype=torch.int32)
-    tables, how = passes._bands(bands, 32)
+    tables, how = passes._bands(row_groups, 32)
     weights, room = torch.ones(3), torch.empty(32)
 
     given = weights, *tables, room, 32, 1, 3, 0, far  # all have the same codes

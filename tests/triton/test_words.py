@@ -36,7 +36,7 @@ ONE_EACH = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompr
 def test_kernels_do_what_the_verbs_do(
     compressor, moments, sizes, seed, ranks, scale, shares, first, device
 ):
-    """The ladder goes up to the dense rung, and windows rotate."""
+    """The ladder goes up to the dense level, and windows rotate."""
     ours, theirs = worlds(compressor, layout_of(*sizes), ranks, device)
     ours.steps = theirs.steps = first
     for step, share in enumerate(shares):
@@ -49,7 +49,7 @@ def test_kernels_do_what_the_verbs_do(
 
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
 def test_pieces_cut_a_large_bucket_alike(compressor, device):
-    """More tiles than one, borders within layers; windows that wrap, and then the dense rung."""
+    """More tiles than one, borders within layers; windows that wrap, and then the dense level."""
     ours, theirs = worlds(compressor, layout_of(9_000, 100, 3_001), 2, device)
     for step, share in enumerate([0.001, 0.3, 1.0, 1.0, 0.01]):
         generator = torch.Generator().manual_seed(step)
@@ -91,8 +91,8 @@ def test_no_index_is_trusted(compressor, data, device):
     layout, capacity = layout_of(300, 200), 20
     ours, theirs = on(device, True), on(device, False)
     dense = data.draw(st.booleans())
-    rung = CapacityLevel(0, capacity, dense)
-    size = compressor.payload_bytes(layout, rung) - HEADER_BYTES
+    level = CapacityLevel(0, capacity, dense)
+    size = compressor.payload_bytes(layout, level) - HEADER_BYTES
     given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
     bodies = torch.tensor([list(body) for body in given], dtype=torch.uint8)
     mask = 0x0FFFFFFF if compressor.rule.powers else 0x7FFFFFFF
@@ -111,12 +111,12 @@ def test_no_index_is_trusted(compressor, data, device):
 
     def total(ops):
         into = room[: layout.size]
-        frames = torch.stack([wire.seal(ops, header, body.to(device)) for body in bodies])
-        weighing = compressor.weighing(context, rung)
+        frames = torch.stack([wire.pack(ops, header, body.to(device)) for body in bodies])
+        spec = compressor.reduction_spec(context, level)
         try:
-            said, found = wire.unpack(ops, header, frames, weighing)
+            said, found = wire.unpack(ops, header, frames, spec)
             weights = weights_of(ops, context, said)
-            found = compressor.decode_sum(ops, layout, rung, found, weights, into)
+            found = compressor.decode_sum(ops, layout, level, found, weights, into)
             ops.raise_found()
         except (PayloadError, NonFiniteGradientError):
             return None

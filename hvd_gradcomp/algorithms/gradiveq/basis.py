@@ -30,9 +30,9 @@ def recorded(
             first, members = group * cut.reuse, cut.members(group)
             turn = (ops.arange(cut.rows) + row * cut.rows) % members * cut.length
             place = ops.reshape(turn, (-1, 1)) + ops.reshape(ops.arange(cut.length), (1, -1))
-            mine = ops.reshape(slices[first : first + members], (-1,))
-            pieces.append(ops.gather(mine, ops.reshape(place, (-1,))))
-            pieces.append(ops.reshape(ops.inner(mine, mine), (1,)))
+            neighbours = ops.reshape(slices[first : first + members], (-1,))
+            pieces.append(ops.gather(neighbours, ops.reshape(place, (-1,))))
+            pieces.append(ops.reshape(ops.inner(neighbours, neighbours), (1,)))
     taken = ops.concat(pieces)
     taken = ops.where(taken - taken == 0, taken, 0.0)  # non-finite samples count as 0
     place = ops.arange(taken.shape[0]) + row * taken.shape[0]
@@ -46,8 +46,8 @@ def learned(
     layout = context.layout
     root, sizes = layout.digest % context.size, sizes_of(gradiveq.slices(layout))
     ends = sizes.basis, sizes.basis + sizes.offset, sizes.basis + sizes.offset + sizes.groups
-    mine = _bases(gradiveq, ops, layout, state) if context.rank == root else ops.zeros(ends[2:])
-    flat = yield Broadcast(mine, root)
+    sent = _bases(gradiveq, ops, layout, state) if context.rank == root else ops.zeros(ends[2:])
+    flat = yield Broadcast(sent, root)
     dimensions = ops.cast(flat[ends[1] :], "int64")
     return state._replace(
         basis=flat[: ends[0]] * 1,
@@ -64,9 +64,9 @@ def _bases(gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQ
     for cut in gradiveq.slices(layout):
         for _ in range(cut.groups):
             end = start + cut.rows * cut.length
-            mine, energy = samples[:, start:end], samples[:, end]
+            part_samples, energy = samples[:, start:end], samples[:, end]
             start = end + 1
-            found, used = _basis(gradiveq, ops, cut, mine, ops.cast(energy, "float64"))
+            found, used = _basis(gradiveq, ops, cut, part_samples, ops.cast(energy, "float64"))
             count = found.energy.shape[0]
             basis = found.vectors[:, count - cut.room :]  # [length, room], the strongest last
             column = ops.arange(cut.room) >= cut.room - used
@@ -98,5 +98,5 @@ def _basis(
         return everything, ops.full((1,), cut.room)
     fitted = gradiveq.fitted_steps
     found = components(ops, *part(0, fitted))
-    held = part(fitted if fitted < gradiveq.sample_steps else 0, gradiveq.sample_steps)
-    return everything, dimension(ops, found, *held, gradiveq.loss_threshold, cut.room)
+    share = part(fitted if fitted < gradiveq.sample_steps else 0, gradiveq.sample_steps)
+    return everything, dimension(ops, found, *share, gradiveq.loss_threshold, cut.room)

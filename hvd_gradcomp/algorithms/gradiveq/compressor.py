@@ -159,14 +159,14 @@ class GradiVeQCompressor(GradiVeQSettings):
         self, ops: Ops, context: Context, gradient: Tensor, state: GradiVeQState
     ) -> Program:
         layout, weight = context.layout, context.prescale * context.postscale
-        finite, gradient = patterns.checked(ops, gradient)
+        finite, gradient = patterns.check_finite(ops, gradient)
         if self.feedback:
             gradient = ops.accumulate(gradient, state.r * self.drain)
         code, energy, lost = projection.encode(self, ops, layout, gradient, state)
         loss = ops.where(energy > 0, lost / ops.where(energy > 0, energy, 1.0), 0.0)
-        said = ops.concat((code, ops.reshape(loss, (1,)), patterns.poison(ops, finite)))
-        total = yield Allreduce(said, context.prescale, context.postscale)
-        total = patterns.unpoisoned(ops, total)
+        sent = ops.concat((code, ops.reshape(loss, (1,)), patterns.poison(ops, finite)))
+        total = yield Allreduce(sent, context.prescale, context.postscale)
+        total = patterns.strip_poison(ops, total)
         loss = ops.reshape(total[-1:], ()) * (1.0 / (weight * context.size))
         if self.resample_loss is not None:
             drifted = ops.stage(ops.cast(loss > self.resample_loss, "int64"))

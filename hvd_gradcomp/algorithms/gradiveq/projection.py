@@ -58,8 +58,8 @@ def encode(
         if cut.groups > 1 and cut is not of_layer:
             slices, of_layer = cut.cut(ops, gradient), cut
         first, members = group * cut.reuse, cut.members(group)
-        mine = cut.turned(ops, gradient) if cut.groups == 1 else slices[first : first + members]
-        code, whole, beside = ops.project(mine, basis, offset)
+        block = cut.turned(ops, gradient) if cut.groups == 1 else slices[first : first + members]
+        code, whole, beside = ops.project(block, basis, offset)
         codes.append(ops.reshape(code, (-1,)))
         beside = beside * 2.0 - ops.inner(offset, offset) * float(members)
         energy = energy + whole
@@ -86,14 +86,14 @@ def decode(
     done, start = 0, 0
     for cut, group, used, basis, offset in groups_of(gradiveq, ops, layout, state):
         members = cut.members(group)
-        mine = ops.reshape(code[start : start + members * used], (members, used))
+        block = ops.reshape(code[start : start + members * used], (members, used))
         start = start + members * used
         if group == 0 and cut.start > done:
             pieces.append(ops.zeros((cut.start - done,)))
         if cut.groups == 1:
-            pieces.append(ops.lift(mine, basis, offset * share, cut.shape, cut.order))
+            pieces.append(ops.lift(block, basis, offset * share, cut.shape, cut.order))
         else:
-            back = ops.matmul_plus(mine, ops.transpose(basis, (1, 0)), offset * share)
+            back = ops.matmul_plus(block, ops.transpose(basis, (1, 0)), offset * share)
             rows.append(ops.reshape(back, (-1,)))
         if rows and group == cut.groups - 1:
             pieces.append(ops.unturned(ops.concat(rows), cut.shape, cut.order))

@@ -126,30 +126,32 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         convolutions = list(map(convolves, layers))
         others = iter(
-            self.others.of_layers([x for x, mine in zip(layers, convolutions) if not mine], ranks)
+            self.others.of_layers([x for x, takes in zip(layers, convolutions) if not takes], ranks)
         )
-        return [self if mine else next(others) for mine in convolutions]
+        return [self if takes else next(others) for takes in convolutions]
 
     def _rows(self, length: int, members: int) -> int:
         """Return the number of slices that a sampling step records for each basis."""
-        wanted = _SAMPLES * self.asked(length) + 1
+        wanted = _SAMPLES * self.min_components(length) + 1
         return min(members, -(-wanted // self.sample_steps))
 
-    def asked(self, length: int) -> int:
+    def min_components(self, length: int) -> int:
         """Return the dimensions of a basis for slices of a length, if there are enough samples."""
         return max(1, int(length / (_LEAST_RATIO if self.ratio is None else self.ratio)))
 
     def steps_for(self, cut: Slices) -> int:
-        """Return the sampling steps that give enough samples for `asked`."""
-        return self.asked(cut.length) // cut.reuse + 1
+        """Return the sampling steps that give enough samples for `min_components`."""
+        return self.min_components(cut.length) // cut.reuse + 1
 
     def _room(self, length: int, rows: int) -> int:
         """Return the maximum number of dimensions of a basis."""
         samples = rows * self.sample_steps
         if self.ratio is not None:
-            return max(1, min(length, samples - 1, self.asked(length)))
+            return max(1, min(length, samples - 1, self.min_components(length)))
         fitted = self.fitted_steps * rows
-        return max(1, min(length, fitted - 1, max(self.sample_steps - 1, self.asked(length))))
+        return max(
+            1, min(length, fitted - 1, max(self.sample_steps - 1, self.min_components(length)))
+        )
 
     @property
     def fitted_steps(self) -> int:
@@ -183,7 +185,7 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
         elif filters <= most:
             most = most // filters * filters
         lengths = range(most, 0, -min(filters, most))
-        enough = [n for n in lengths if self._samples(-(-size // n)) > self.asked(n)]
+        enough = [n for n in lengths if self._samples(-(-size // n)) > self.min_components(n)]
         full = [n for n in enough if -(-size // n) * n <= _FILLED * size]
         return (full or enough or lengths[-1:])[0]
 
@@ -207,8 +209,8 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
         Args:
             dimensions: of each basis; None for the maximum.
         """
-        given = iter(dimensions or [s.room for s in self.slices(layout) for _ in range(s.groups)])
-        used = (s.members(g) * next(given) for s in self.slices(layout) for g in range(s.groups))
+        counts = iter(dimensions or [s.room for s in self.slices(layout) for _ in range(s.groups)])
+        used = (s.members(g) * next(counts) for s in self.slices(layout) for g in range(s.groups))
         return 4 * (sum(used) + 2)
 
     def basis_bytes(self, layout: Layout) -> int:

@@ -59,5 +59,5 @@ def sizes_of(cuts: Iterable[Slices]) -> Sizes:
     sizes = Sizes(0, 0, 0, 0)
     for s in cuts:
         of_group = Sizes(s.rows * s.length + 1, s.length * s.room, s.length, 1)
-        sizes = Sizes(*(total + s.groups * one for total, one in zip(sizes, of_group)))
+        sizes = Sizes(*(total + s.groups * size for total, size in zip(sizes, of_group)))
     return sizes

@@ -132,7 +132,7 @@ class LGCCompressor(LGCSettings):
         self.check_ranks(ranks)
         self.check(layout)
         return LGCState(
-            memory=self.remember(ops, layout),
+            memory=self.init_memory(ops, layout),
             owed=ops.zeros((layout.size,)) if self.feedback == "exact" else (),
             **self._untrained(ops, ranks if self.by_server else 1),
             loss=ops.full((), float("nan"), "float32"),

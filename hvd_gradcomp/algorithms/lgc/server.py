@@ -29,31 +29,35 @@ def program(
 ) -> Program:
     """Run one step of a rank, after the first phase."""
     layout = context.layout
-    finite, gradient = patterns.checked_to_keep(ops, gradient)
-    taken = vectors.taken_in(lgc, ops, context, finite, gradient, state)
-    state = state._replace(memory=taken.memory, hint=taken.hint)
+    finite, gradient = patterns.check_storable(ops, gradient)
+    selected = vectors.accumulate_and_select(lgc, ops, context, finite, gradient, state)
+    state = state._replace(memory=selected.memory, hint=selected.hint)
     if compress:
-        return (yield from served(lgc, ops, context, finite, taken.index, gradient, state))
-    given = lgc.parts(layout)
-    parts, index, _ = lgc.coding.encode(ops, layout, given, taken.index, context.step)
-    parts["values"] = vectors.with_owed(lgc, ops, state, index)
+        return (
+            yield from exchange_with_server(
+                lgc, ops, context, finite, selected.index, gradient, state
+            )
+        )
+    layout_parts = lgc.parts(layout)
+    parts, index, _ = lgc.coding.encode(ops, layout, layout_parts, selected.index, context.step)
+    parts["values"] = vectors.values_to_send(lgc, ops, state, index)
     buffers = yield Allgather(
-        vectors.sealed(lgc, ops, context, finite, wire.pack_body(ops, given, parts))
+        vectors.pack(lgc, ops, context, finite, wire.pack_body(ops, layout_parts, parts))
     )
-    header, bodies = vectors.opened(lgc, ops, context, buffers)
+    header, bodies = vectors.unpack(lgc, ops, context, buffers)
     weights = patterns.weights_of(ops, context, header)
     mean = lgc.decode_sum(ops, layout, None, bodies, weights, gradient)  # type: ignore[arg-type]
-    mean = patterns.usable(ops, mean)
-    state = vectors.settled(lgc, ops, vectors.counted(ops, layout, state, index), index)
+    mean = patterns.check_sum(ops, mean)
+    state = vectors.commit(lgc, ops, vectors.count_sent(ops, layout, state, index), index)
     if train and context.rank == lgc.master:
         loss = training.server_loss(lgc, ops, context, bodies)
-        state = training.learned(lgc, ops, state, elapsed, loss)
+        state = training.train_step(lgc, ops, state, elapsed, loss)
     if train and last:
-        state = yield from training.handed_out(lgc, ops, context, state)
+        state = yield from training.distribute(lgc, ops, context, state)
     return mean, state
 
 
-def served(
+def exchange_with_server(
     lgc: LGCSettings,
     ops: Ops,
     context: Context,
@@ -67,37 +71,37 @@ def served(
     common, capacity = lgc.common(ranks), lgc.capacity(layout)
     message = []
     if rank == common:
-        given = lgc.coding.parts(layout, capacity)
-        parts, index, _ = lgc.coding.encode(ops, layout, given, index, context.step)
+        layout_parts = lgc.coding.parts(layout, capacity)
+        parts, index, _ = lgc.coding.encode(ops, layout, layout_parts, index, context.step)
         index = ops.sort(index)
-        values = vectors.with_owed(lgc, ops, state, index)
+        values = vectors.values_to_send(lgc, ops, state, index)
         parts |= vectors.measure(lgc, ops, layout, index, values)
         unit = vectors.unit(lgc, ops, layout, index, parts)
-        x = ops.reshape(vectors.measured(ops, values, unit), (1, -1))
+        x = ops.reshape(vectors.to_units(ops, values, unit), (1, -1))
         parts["code"] = ops.reshape(autoencoder.encode(ops, state.encoder, x), (-1,))
         body = wire.pack_body(ops, lgc.code_parts(layout), parts)
-        message.append(vectors.sealed(lgc, ops, context, finite, body))
+        message.append(vectors.pack(lgc, ops, context, finite, body))
     else:
-        values = vectors.with_owed(lgc, ops, state, index)
-    state = vectors.counted(ops, layout, state, index)
+        values = vectors.values_to_send(lgc, ops, state, index)
+    state = vectors.count_sent(ops, layout, state, index)
     innovated, own = vectors.innovation(lgc, ops, layout, index, values)
-    given = lgc.innovation_parts(layout)
-    parts, innovated, place = lgc.coding.encode(ops, layout, given, innovated, context.step)
+    layout_parts = lgc.innovation_parts(layout)
+    parts, innovated, place = lgc.coding.encode(ops, layout, layout_parts, innovated, context.step)
     parts["values"] = ops.where(innovated < layout.sink, ops.gather(own, place), 0.0)
     parts["asked"] = state.asked[0]
-    body = wire.pack_body(ops, given, parts)
-    message.insert(0, vectors.sealed(lgc, ops, context, finite, body))
+    body = wire.pack_body(ops, layout_parts, parts)
+    message.insert(0, vectors.pack(lgc, ops, context, finite, body))
     size = lgc.compressed_bytes(layout, ranks)
     lengths = tuple(size["worker"] + size["common"] * (r == common) for r in range(ranks))
     everything = yield Gather(ops.concat(message), lgc.master, lengths)
     if rank == lgc.master:
-        answer, state = reconstructed(lgc, ops, context, state, everything, lengths)
+        answer, state = reconstruct(lgc, ops, context, state, everything, lengths)
     else:
         answer = ops.zeros((size["master"],), "uint8")
     answer = yield Broadcast(answer, lgc.master)
-    changed, mean, loss = answered(lgc, ops, context, answer)
+    changed, mean, loss = decode_answer(lgc, ops, context, answer)
     weight = context.prescale * context.postscale * ranks
-    sums = patterns.usable(ops, mean * weight)
+    sums = patterns.check_sum(ops, mean * weight)
     total = ops.clear_last(ops.put(ops.clear(gradient), changed, sums))
     spots = training.spots(ops, context.step, capacity)
     own = vectors.at(ops, index, values, ops.gather(changed, spots))
@@ -105,9 +109,9 @@ def served(
         # Selected values whose index is in the answer move from `r` to `owed`.
         _, there = vectors.among(ops, ops.sort(changed), index)
         kept, owed = (ops.gather(x, index) for x in (state.memory.r, state.owed))
-        state = vectors.owing(lgc, ops, state, index, ops.where(there, values, owed))
+        state = vectors.set_owed(lgc, ops, state, index, ops.where(there, values, owed))
         owed = ops.gather(state.owed, changed) - mean
-        state = vectors.owing(lgc, ops, state, changed, owed)
+        state = vectors.set_owed(lgc, ops, state, changed, owed)
         memory = state.memory
         memory = memory._replace(r=ops.put(memory.r, index, ops.where(there, 0.0, kept)))
         if lgc.momentum and lgc.masking:  # mask the elements that this rank sent
@@ -115,14 +119,14 @@ def served(
             memory = memory._replace(u=ops.put(u, index, 0.0) if rank == common else u)
         state = state._replace(memory=lgc.without_sink(ops, memory))
     else:
-        state = vectors.settled(lgc, ops, state, index)
-    asked = ops.stack((own, ops.gather(mean, spots)))
+        state = vectors.commit(lgc, ops, state, index)
+    sampled = ops.stack((own, ops.gather(mean, spots)))
     loss = ops.reshape(loss, ()) * 1.0
-    state = training.judged(lgc, ops, state._replace(asked=asked, loss=loss))
+    state = training.update_drift(lgc, ops, state._replace(asked=sampled, loss=loss))
     return total, state
 
 
-def answered(
+def decode_answer(
     lgc: LGCSettings, ops: Ops, context: Context, answer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode the master's answer: the changed indices, the mean there, and the loss.
@@ -131,7 +135,7 @@ def answered(
         PayloadError, NonFiniteGradientError: on all ranks, if the master received such a payload.
     """
     layout, ranks = context.layout, context.size
-    header, bodies = vectors.opened(lgc, ops, context, ops.reshape(answer, (1, -1)))
+    header, bodies = vectors.unpack(lgc, ops, context, ops.reshape(answer, (1, -1)))
     back = wire.unpack_body(ops, lgc.back_parts(layout, ranks), bodies)
     back = {name: part[0] for name, part in back.items()}
     verdict = back["verdict"]
@@ -148,7 +152,7 @@ def answered(
     return changed, ops.where(changed < layout.sink, mean, 0.0), back["loss"]
 
 
-def reconstructed(
+def reconstruct(
     lgc: LGCSettings,
     ops: Ops,
     context: Context,
@@ -169,26 +173,29 @@ def reconstructed(
         everything[starts[common] + base : starts[common] + lengths[common]], (1, -1)
     )
     header = patterns.header_of(lgc, context)
-    facts, finite = wire.examined(ops, header, workers)
-    more, _ = wire.examined(ops, header, extra)
+    facts, finite = wire.examine(ops, header, workers)
+    more, _ = wire.examine(ops, header, extra)
     intact = ops.cast(facts, "int64")
     whole = intact * ops.where(ops.arange(ranks) == common, ops.cast(more, "int64"), intact * 0 + 1)
     verdict = ops.where(finite, _FINE, _NOT_FINITE)
     verdict = ops.where(whole > 0, verdict, _DAMAGED)
 
     payload = wire.unpack_body(ops, lgc.innovation_parts(layout), wire.bodies_of(workers))
-    asked = ops.reshape(payload.pop("asked"), (ranks, SAMPLED))
-    asked = ops.sum(asked, 0) * (1.0 / ranks)
-    state = training.watched(ops, state, asked, state.asked[1] - asked)
+    sampled = ops.reshape(payload.pop("asked"), (ranks, SAMPLED))
+    sampled = ops.sum(sampled, 0) * (1.0 / ranks)
+    state = training.update_loss(ops, state, sampled, state.asked[1] - sampled)
     payload["values"] = ops.reshape(payload["values"], (ranks, count))
     innovations = vectors.sent_by_ranks(lgc, ops, layout, payload, count)
-    given = wire.unpack_body(ops, lgc.code_parts(layout), wire.bodies_of(extra))
-    given = {name: part[0] for name, part in given.items()}
-    places = ops.sort(lgc.coding.decode(ops, layout, given, capacity))
-    unit, code = vectors.unit(lgc, ops, layout, places, given), ops.reshape(given["code"], (1, -1))
-    channels = [vectors.at(ops, *one, places) for one in innovations]
+    choice = wire.unpack_body(ops, lgc.code_parts(layout), wire.bodies_of(extra))
+    choice = {name: part[0] for name, part in choice.items()}
+    places = ops.sort(lgc.coding.decode(ops, layout, choice, capacity))
+    unit, code = (
+        vectors.unit(lgc, ops, layout, places, choice),
+        ops.reshape(choice["code"], (1, -1)),
+    )
+    channels = [vectors.at(ops, *innovation, places) for innovation in innovations]
     decoded = autoencoder.decode(
-        ops, state.decoder, code, ops.stack([vectors.measured(ops, x, unit) for x in channels])
+        ops, state.decoder, code, ops.stack([vectors.to_units(ops, x, unit) for x in channels])
     )
     mean = ops.sum(decoded, 0)[:capacity] * (unit * (1.0 / ranks))
 
@@ -196,18 +203,18 @@ def reconstructed(
     outside = _distinct(ops, ops.concat(lonely), layout.sink)[: lgc.outside(layout, ranks)]
     rest = lgc.coding.parts(layout, lgc.outside(layout, ranks))
     others, outside, _ = lgc.coding.encode(ops, layout, rest, outside, context.step)
-    found = [vectors.at(ops, *one, outside) for one in innovations]
+    found = [vectors.at(ops, *innovation, outside) for innovation in innovations]
     changed = ops.concat((places, outside))
     mean = ops.concat((mean, ops.sum(ops.stack(found), 0) * (1.0 / ranks)))
     mean = ops.where(changed < layout.sink, mean, 0.0)
     most = ops.reshape(ops.max(ops.abs(mean)), (1,))
     most = ops.where(most > 0, most, 1.0)
-    back = {name: given[name] for name in lgc.coding.parts(layout, capacity)}
+    back = {name: choice[name] for name in lgc.coding.parts(layout, capacity)}
     back |= {OTHERS + name: part for name, part in others.items()}
     back |= {"values": mean / most, "most": most, "verdict": verdict}
     back["loss"] = ops.reshape(state.loss, (1,))
     body = wire.pack_body(ops, lgc.back_parts(layout, ranks), back)
-    return vectors.sealed(lgc, ops, context, True, body), state
+    return vectors.pack(lgc, ops, context, True, body), state
 
 
 def _distinct(ops: Ops, index: Tensor, sink: int) -> Tensor:

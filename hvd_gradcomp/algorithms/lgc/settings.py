@@ -99,9 +99,9 @@ class LGCSettings(MomentumCorrected, registered=False):
         if self.common_rank is not None:
             validate.whole(self, "common_rank", low=0)
         for name in ("first_layer", "last_layer"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, str):
-                validate.stands_for(self, name, tuple(given))
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                validate.stands_for(self, name, tuple(value))
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
         validate.one_of(self, "feedback", ("exact", "paper"))
         self._validate_momentum()
@@ -145,10 +145,10 @@ class LGCSettings(MomentumCorrected, registered=False):
 
     def _chosen(self, layers: Sequence[Layer], name: str, role: str) -> set[int]:
         """Return the positions of the layers that a rule selects."""
-        given = getattr(self, name)
-        if given is None:
+        value = getattr(self, name)
+        if value is None:
             return {i for i, layer in enumerate(traits_of(layers)) if role in layer.roles}
-        patterns = (given,) if isinstance(given, str) else given
+        patterns = (value,) if isinstance(value, str) else value
         found: set[int] = set()
         for pattern in patterns:
             hits = {
@@ -264,13 +264,13 @@ class LGCSettings(MomentumCorrected, registered=False):
         """
         if not self.by_server:
             return {
-                "leader": sealed_bytes(self.choice_parts(layout)),
+                "leader": packed_bytes(self.choice_parts(layout)),
                 "worker": 4 * (self.code_length(layout) + SAMPLED + 1),
             }
         return {
-            "worker": sealed_bytes(self.innovation_parts(layout)),
-            "common": sealed_bytes(self.code_parts(layout)),
-            "master": sealed_bytes(self.back_parts(layout, ranks)),
+            "worker": packed_bytes(self.innovation_parts(layout)),
+            "common": packed_bytes(self.code_parts(layout)),
+            "master": packed_bytes(self.back_parts(layout, ranks)),
         }
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
@@ -288,6 +288,6 @@ def _named(layers: Sequence[Layer], places: set[int]) -> str:
     return ", ".join(layers[place][0] for place in sorted(places)) or "none"
 
 
-def sealed_bytes(parts: dict[str, wire.Part]) -> int:
+def packed_bytes(parts: dict[str, wire.Part]) -> int:
     """Return the bytes of a payload, header included."""
     return wire.HEADER_BYTES + int(wire.body_bytes(parts))

@@ -36,7 +36,7 @@ def no_moments(lgc: LGCSettings, ops: Ops, encoder: Tensor, decoder: Tensor) -> 
     return Moments(encoder, decoder, ops.zeros((2,)))
 
 
-def learned(lgc: LGCSettings, ops: Ops, state: LGCState, elapsed: Any, loss: Any) -> LGCState:
+def train_step(lgc: LGCSettings, ops: Ops, state: LGCState, elapsed: Any, loss: Any) -> LGCState:
     """Train the autoencoder for one iteration; the recorded loss is that before the first step."""
     number = ops.reshape(ops.words((elapsed,)), ())
     networks, moments = (state.encoder, state.decoder), state.moments
@@ -83,7 +83,7 @@ def _by_adam(
     return tuple(better), Moments(kept[0], kept[1], ones)
 
 
-def handed_out(
+def distribute(
     lgc: LGCSettings, ops: Ops, context: Context, state: LGCState
 ) -> Generator[Any, Any, LGCState]:
     """End the training: decide if it converged, and distribute the parameters."""
@@ -97,10 +97,10 @@ def handed_out(
         if common != lgc.master:
             size = autoencoder.ENCODER_SIZE
             lengths = tuple(size * (r == lgc.master) for r in range(context.size))
-            mine = state.encoder if here else state.encoder[:0]
-            given = yield Gather(mine, common, lengths)
+            encoder = state.encoder if here else state.encoder[:0]
+            received = yield Gather(encoder, common, lengths)
             if context.rank == common:
-                state = state._replace(encoder=given)
+                state = state._replace(encoder=received)
     else:
         everything = yield Broadcast(ops.concat((late, state.encoder, flat)), lgc.master)
         late, end = everything[:1], 1 + autoencoder.ENCODER_SIZE
@@ -117,20 +117,20 @@ def spots(ops: Ops, step: Any, count: int) -> Tensor:
     return (ops.arange(SAMPLED) * -(-count // SAMPLED) + step) % count
 
 
-def watched(ops: Ops, state: LGCState, asked: Tensor, missed: Tensor) -> LGCState:
-    """Update the loss from sampled elements: `asked`, their means over ranks, and the error.
+def update_loss(ops: Ops, state: LGCState, sampled: Tensor, missed: Tensor) -> LGCState:
+    """Update the loss from sampled elements: `sampled`, their means over ranks, and the error.
 
     The target is the mean of the ranks' selected values, (11) and (13). Earlier steps decay
     exponentially, with a total weight of about ten steps.
     """
-    energies = [ops.reshape(ops.sum(x * x), (1,)) for x in (missed, asked)]
+    energies = [ops.reshape(ops.sum(x * x), (1,)) for x in (missed, sampled)]
     seen = state.seen * _FADING + ops.concat(energies)
     known = seen[1] > 0
     loss = ops.where(known, seen[0] / ops.where(known, seen[1], 1.0), state.loss)
     return state._replace(seen=seen, loss=loss)
 
 
-def judged(lgc: LGCSettings, ops: Ops, state: LGCState) -> LGCState:
+def update_drift(lgc: LGCSettings, ops: Ops, state: LGCState) -> LGCState:
     """Return the state with `drifted` set if the loss calls for another training."""
     if lgc.retrain_loss is None:
         return state
@@ -155,8 +155,8 @@ def server_loss(lgc: LGCSettings, ops: Ops, context: Context, bodies: Tensor) ->
         channels.append(vectors.at(ops, *innovation, places))
     own = ops.reshape(ops.concat(found)[common * capacity : (common + 1) * capacity], (capacity,))
     unit = vectors.unit(lgc, ops, layout, places, vectors.measure(lgc, ops, layout, places, own))
-    x = ops.stack([vectors.measured(ops, vector, unit) for vector in found])
-    innovation = ops.stack([vectors.measured(ops, channel, unit) for channel in channels])
+    x = ops.stack([vectors.to_units(ops, vector, unit) for vector in found])
+    innovation = ops.stack([vectors.to_units(ops, channel, unit) for channel in channels])
     energy = ops.sum(x * x)
 
     def loss(encoder: Tensor, decoder: Tensor) -> tuple[Tensor, ...]:
@@ -181,7 +181,7 @@ def ring_loss(
     own = ops.reshape(sent, (-1,))[leader * count : (leader + 1) * count]
     own = ops.reshape(own, (count,))
     unit = vectors.unit(lgc, ops, layout, index, vectors.measure(lgc, ops, layout, index, own))
-    x = ops.stack([vectors.measured(ops, sent[rank], unit) for rank in range(ranks)])
+    x = ops.stack([vectors.to_units(ops, sent[rank], unit) for rank in range(ranks)])
     target = ops.reshape(ops.sum(x, 0), (1, -1)) * (1.0 / ranks)
     energy = ops.sum(target * target)
 

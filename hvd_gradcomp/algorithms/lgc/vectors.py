@@ -21,7 +21,7 @@ from hvd_gradcomp.ops.scope import Scope, layer_of
 _MAGNITUDE = (1 << 31) - 1
 
 
-class Taken(NamedTuple):
+class Selected(NamedTuple):
     """Memory after accumulation, and the indices of its largest elements."""
 
     memory: Memory
@@ -33,10 +33,10 @@ def whole(
     lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: LGCState
 ) -> Program:
     """Run a step of the first phase; momentum after the exchange becomes the velocity `u`."""
-    finite, gradient = patterns.checked_to_keep(ops, gradient)
-    said = ops.concat((gradient, patterns.poison(ops, finite)))
-    total = yield Allreduce(said, context.prescale, context.postscale)
-    total = patterns.unpoisoned(ops, total)
+    finite, gradient = patterns.check_storable(ops, gradient)
+    vector = ops.concat((gradient, patterns.poison(ops, finite)))
+    total = yield Allreduce(vector, context.prescale, context.postscale)
+    total = patterns.strip_poison(ops, total)
     if not lgc.momentum:
         return total, state
     ahead, u = ops.zeros(total.shape), state.memory.u * 1
@@ -44,7 +44,7 @@ def whole(
     return ahead, state._replace(memory=state.memory._replace(u=u))
 
 
-def taken_in(
+def accumulate_and_select(
     lgc: LGCSettings,
     ops: Ops,
     context: Context,
@@ -52,7 +52,7 @@ def taken_in(
     gradient: Tensor,
     state: LGCState,
     chooses: Any = True,
-) -> Taken:
+) -> Selected:
     """Accumulate the gradient and select each layer's largest elements, without removing them.
 
     A gradient that is known to be non-finite is ignored: the step is going to fail.
@@ -64,7 +64,7 @@ def taken_in(
     most, capacity = lgc.most(layout), lgc.capacity(layout)
     nothing = ops.full((capacity,), layout.sink)
     if finite is False:
-        return Taken(state.memory, nothing, state.hint)
+        return Selected(state.memory, nothing, state.hint)
     flag, scope = ops.words((chooses,)), Scope(layout, whole=False)
     hint = ops.where(flag > 0, state.hint, float("inf"))
     if ops.largest_passes is not None and lgc.rule is not None:
@@ -86,7 +86,7 @@ def taken_in(
         memory = type(state.memory)(*written.memory)
         # TensorFlow's kernel has already removed the values; those that do not fit must stay.
         memory = memory._replace(r=ops.put(memory.r, index, values))
-        return Taken(memory, index, ops.where(flag > 0, written.hint, state.hint))
+        return Selected(memory, index, ops.where(flag > 0, written.hint, state.hint))
     found, memory = lgc.collected(ops, scope, gradient, state._replace(hint=hint))
 
     def choose() -> tuple[Tensor, Tensor]:
@@ -97,42 +97,42 @@ def taken_in(
         return ops.reshape(sent.index, (capacity,)), hint
 
     index, hint = ops.cond(chooses, choose, lambda: (nothing, state.hint))
-    return Taken(memory, ops.sort(index), hint)
+    return Selected(memory, ops.sort(index), hint)
 
 
-def with_owed(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> Tensor:
+def values_to_send(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> Tensor:
     """Return the values of `r` at some indices, plus `owed` there; 0 in the sink."""
     values = ops.gather(state.memory.r, index)
     return values + ops.gather(state.owed, index) if lgc.feedback == "exact" else values
 
 
-def owing(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor, values: Any) -> LGCState:
+def set_owed(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor, values: Any) -> LGCState:
     """Return the state with `owed` set to `values` at some indices."""
     if lgc.feedback == "paper":
         return state
     return state._replace(owed=ops.clear_last(ops.put(state.owed, index, values)))
 
 
-def settled(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> LGCState:
+def commit(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> LGCState:
     """Return the state after values were exchanged without loss."""
-    memory = lgc.without_sink(ops, lgc.settle(ops, state.memory, index))
-    return owing(lgc, ops, state._replace(memory=memory), index, 0.0)
+    memory = lgc.without_sink(ops, lgc.commit(ops, state.memory, index))
+    return set_owed(lgc, ops, state._replace(memory=memory), index, 0.0)
 
 
-def sealed(lgc: LGCSettings, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
+def pack(lgc: LGCSettings, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
     """Pack a body with its header."""
-    return wire.seal(ops, patterns.header_of(lgc, context, finite), body)
+    return wire.pack(ops, patterns.header_of(lgc, context, finite), body)
 
 
-def opened(
+def unpack(
     lgc: LGCSettings, ops: Ops, context: Context, buffers: Tensor
 ) -> tuple[wire.Header, Tensor]:
     """Unpack the headers and the bodies."""
-    expected, weighing = patterns.header_of(lgc, context), patterns.weighing(context, {})
-    return wire.unpack(ops, expected, buffers, weighing)
+    expected, spec = patterns.header_of(lgc, context), patterns.reduction_spec(context, {})
+    return wire.unpack(ops, expected, buffers, spec)
 
 
-def counted(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:
+def count_sent(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:
     """Return the state with the sent elements counted."""
     return state._replace(sent=state.sent + per_layer(ops, layout, index))
 
@@ -194,7 +194,7 @@ def unit(
     return ops.where(negative, -scale, scale)
 
 
-def measured(ops: Ops, values: Tensor, unit: Tensor) -> Tensor:
+def to_units(ops: Ops, values: Tensor, unit: Tensor) -> Tensor:
     """Divide values by their units, padded with zeros to the autoencoder's length."""
     missing = autoencoder.padded(values.shape[0]) - values.shape[0]
     return ops.concat((values / unit, ops.zeros((missing,))))
@@ -243,9 +243,9 @@ def sent_by_ranks(
     """
     sent = []
     for rank in range(payload["values"].shape[0]):
-        mine = {name: part[rank] for name, part in payload.items() if name != "values"}
+        indices = {name: part[rank] for name, part in payload.items() if name != "values"}
         sent.append(
-            in_order(ops, lgc.coding.decode(ops, layout, mine, count), payload["values"][rank])
+            in_order(ops, lgc.coding.decode(ops, layout, indices, count), payload["values"][rank])
         )
     return sent
 

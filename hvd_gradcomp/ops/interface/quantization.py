@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvd_gradcomp.core.row_groups import Band, Bands
+from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops.tensors import Tensor
 
 TINY = 2.0**-100  # a group with a smaller scale counts as zero: its inverse would overflow
@@ -37,20 +37,20 @@ class Coding:
             x = self.xor(x, self.split_bits(x, 16)[0]) * FACTOR % (1 << 32)
         return self.xor(x, self.split_bits(x, 16)[0])
 
-    def group_maxima(self: Any, bands: Bands, x: Tensor) -> Tensor:
+    def group_maxima(self: Any, bands: RowGroups, x: Tensor) -> Tensor:
         """Return the largest |x| of each group; float32 [groups]."""
         return self._joined([self.max(self.abs(rows), -1) for rows in self._rows(bands, x)])
 
-    def group_squares(self: Any, bands: Bands, x: Tensor) -> Tensor:
+    def group_squares(self: Any, bands: RowGroups, x: Tensor) -> Tensor:
         """Return the sum of squares of each group; float32 [groups]."""
         return self._joined([self.sum_of_rows(self.square(rows)) for rows in self._rows(bands, x)])
 
-    def group_norms(self: Any, bands: Bands, x: Tensor) -> Tensor:
+    def group_norms(self: Any, bands: RowGroups, x: Tensor) -> Tensor:
         """Return the root of the sum of squares of each group; float32 [groups]."""
         squares = self.cast(self.group_squares(bands, x), "float64")
         return self.cast(self.sqrt(squares), "float32")
 
-    def clipped_maxima(self: Any, bands: Bands, x: Tensor, clip: float) -> Tensor:
+    def clipped_maxima(self: Any, bands: RowGroups, x: Tensor, clip: float) -> Tensor:
         """Return each group's largest |x|, at most `clip` root mean squares; float32 [groups]."""
         squares = self.cast(self.group_squares(bands, x), "float64")
         sigma = self.sqrt(squares / self.cast(self.words(bands.lengths), "float64"))
@@ -58,7 +58,7 @@ class Coding:
         return self.minimum(self.group_maxima(bands, x), bound)
 
     def encode_levels(
-        self: Any, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
+        self: Any, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:
         """Round `|x| / scale` at random to one of `s = 2**(bits-1) - 1` levels and pack the codes.
 
@@ -72,7 +72,7 @@ class Coding:
         inverse = self.where(used, levels / self.where(used, scale, 1.0), 0.0)
         noise = self.uniform(key, x.shape[0])
 
-        def codes(band: Band, groups: slice) -> Tensor:
+        def codes(band: RowGroup, groups: slice) -> Tensor:
             rows, chance = (self._band(band, y) for y in (x, noise))
             height = self.scale(self.abs(rows), self.reshape(inverse[groups], (-1, 1)))
             level = self.minimum(self.cast(self.minimum(height + chance, levels), "int64"), levels)
@@ -82,7 +82,7 @@ class Coding:
 
     def add_levels(
         self: Any,
-        bands: Bands,
+        bands: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -107,7 +107,7 @@ class Coding:
             code = self.unpack(self.from_bytes(packed[rank], "uint32"), bits)
 
             def values(
-                band: Band, groups: slice, unit: Tensor = unit, code: Tensor = code
+                band: RowGroup, groups: slice, unit: Tensor = unit, code: Tensor = code
             ) -> Tensor:
                 level = self.cast(self._band(band, code) - levels, "float32")
                 return self.scale(level, self.reshape(unit[groups], (-1, 1)))
@@ -116,7 +116,7 @@ class Coding:
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
-    def encode_signs(self: Any, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_signs(self: Any, bands: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return by group the mean of x >= 0 and of x < 0, 0 if there is none; and packed signs."""
         above: list[Any] = []
         below: list[Any] = []
@@ -129,7 +129,7 @@ class Coding:
             ):
                 means.append(self.sum_of_rows(side) / self.cast(self.maximum(n, 1), "float32"))
 
-        def codes(band: Band, groups: slice) -> Tensor:
+        def codes(band: RowGroup, groups: slice) -> Tensor:
             del groups
             return self.cast(self._band(band, x) < 0, "int64")
 
@@ -138,7 +138,7 @@ class Coding:
 
     def add_signs(
         self: Any,
-        bands: Bands,
+        bands: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -155,7 +155,9 @@ class Coding:
         for rank in range(packed.shape[0]):
             code = self.unpack(self.from_bytes(packed[rank], "uint32"), 1)
 
-            def values(band: Band, groups: slice, rank: int = rank, code: Tensor = code) -> Tensor:
+            def values(
+                band: RowGroup, groups: slice, rank: int = rank, code: Tensor = code
+            ) -> Tensor:
                 high, low = (self.reshape(s[rank][groups], (-1, 1)) for s in (above, below))
                 return self.where(self._band(band, code) > 0, low, high)
 
@@ -170,19 +172,23 @@ class Coding:
         """Concatenate to one vector; a shard that is all padding has no pieces."""
         return self.concat(pieces) if pieces else self.zeros((0,))
 
-    def _rows(self: Any, bands: Bands, x: Tensor) -> list[Tensor]:
-        return [self._band(band, x) for band in bands.bands]
+    def _rows(self: Any, bands: RowGroups, x: Tensor) -> list[Tensor]:
+        return [self._band(band, x) for band in bands.runs]
 
-    def _band(self: Any, band: Band, x: Tensor) -> Tensor:
+    def _band(self: Any, band: RowGroup, x: Tensor) -> Tensor:
         return self.reshape(x[band.start : band.end], (band.rows, band.length))
 
     def _fill(
-        self: Any, bands: Bands, size: int, values: Callable[[Band, slice], Tensor], dtype: str
+        self: Any,
+        bands: RowGroups,
+        size: int,
+        values: Callable[[RowGroup, slice], Tensor],
+        dtype: str,
     ) -> Tensor:
         """Return a vector of the bands `values(band, groups)` [rows, length], and 0 elsewhere."""
         pieces: list[Any] = []
         done = group = 0
-        for band in bands.bands:
+        for band in bands.runs:
             if band.start > done:
                 pieces.append(self.zeros((band.start - done,), dtype))
             groups = slice(group, group + band.rows)

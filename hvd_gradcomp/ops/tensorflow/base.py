@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building
 from hvd_gradcomp.ops.tensorflow.fused import TensorFlowLargestPasses, TensorFlowWordPasses
 
@@ -85,6 +85,6 @@ def low_word(x: Tensor) -> Tensor:
     return tf.cast(tf.where(x > 0x7FFFFFFF, x - WORD, x), tf.int32)
 
 
-def numbers(bands: Bands) -> list[int]:
+def numbers(bands: RowGroups) -> list[int]:
     """Return the bands as C takes them."""
-    return [number for band in bands.bands for number in band]
+    return [number for band in bands.runs for number in band]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base, integer, numbers
 
@@ -17,18 +17,18 @@ class Coding(Base):
             return super().key(step, salt)
         return self.native.gradcomp_key(integer(step), salt=salt)
 
-    def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+    def group_maxima(self, bands: RowGroups, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_maxima(bands, x)
         return self.native.gradcomp_group_maxima(x, bands=numbers(bands))
 
-    def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+    def group_squares(self, bands: RowGroups, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_squares(bands, x)
         return self.native.gradcomp_group_squares(x, bands=numbers(bands))
 
     def encode_levels(
-        self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
+        self, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:
         if self.native is None:
             return super().encode_levels(bands, x, scale, bits, key)
@@ -36,7 +36,7 @@ class Coding(Base):
 
     def add_levels(
         self,
-        bands: Bands,
+        bands: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -56,7 +56,7 @@ class Coding(Base):
             from_zero=base is None,
         )
 
-    def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_signs(self, bands: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
             return super().encode_signs(bands, x)
         above, below, packed = self.native.gradcomp_encode_signs(x, bands=numbers(bands))
@@ -64,7 +64,7 @@ class Coding(Base):
 
     def add_signs(
         self,
-        bands: Bands,
+        bands: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,

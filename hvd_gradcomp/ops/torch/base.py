@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.torch.fused import LargestPasses, WordPasses
@@ -59,7 +59,7 @@ class Base(Ops):
 
             self.kernels, self.word_passes = Common(self), WordKernels(self)
             self.largest_passes, self.quantizers = LargestKernels(self), Quantizers(self)
-        self._bands: dict[Bands, Any] = {}
+        self._bands: dict[RowGroups, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}

@@ -114,11 +114,11 @@ class WordPasses(Passes):
                 how, where, found, wanted, _at(top), rung.capacity, turn, v, *out
             )
 
-        def settle() -> None:
+        def commit() -> None:
             number = -1 if rung.dense else sent
             self.native.words_settle(how, where, _at(body), number, r, v, torch.get_num_threads())
 
-        return Written(body, sent, wanted, before + per_layer, memory, settle)
+        return Written(body, sent, wanted, before + per_layer, memory, commit)
 
     def add(
         self,
@@ -203,12 +203,12 @@ class LargestPasses(Passes):
         r, u = (_at(x) for x in room)
         taking, indices = ctypes.byref(_Collecting(*how)), _unpacked(form)
 
-        def settle() -> None:
+        def commit() -> None:
             given = self._where(layout), _form(form), _at(written.body), _at(self._room(indices))
             self.native.largest_settle(taking, *given, r, u, torch.get_num_threads())
 
         sent = before + written.per_layer
-        return written._replace(memory=memory, per_layer=sent, settle=settle)
+        return written._replace(memory=memory, per_layer=sent, commit=commit)
 
     def choose(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.interface.quantization import FACTOR
 from hvd_gradcomp.ops.torch.base import Base, check, walkable
@@ -26,7 +26,7 @@ class Coding(Base):
     def uniform(self, key: Any, count: Any) -> Tensor:
         return super().uniform(self.words(key) if isinstance(key, tuple) else key, count)
 
-    def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+    def group_maxima(self, bands: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is not None:
             return self.quantizers.group_maxima(bands, x)
         if self.native is None:
@@ -37,7 +37,7 @@ class Coding(Base):
         )
         return out
 
-    def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+    def group_squares(self, bands: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is not None:
             return self.quantizers.group_squares(bands, x)
         if self.native is None:
@@ -47,18 +47,18 @@ class Coding(Base):
         check(self.native.group_squares(*self._of(bands), *given))
         return out
 
-    def group_norms(self, bands: Bands, x: Tensor) -> Tensor:
+    def group_norms(self, bands: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is None:
             return super().group_norms(bands, x)
         return self.quantizers.group_norms(bands, x)
 
-    def clipped_maxima(self, bands: Bands, x: Tensor, clip: float) -> Tensor:
+    def clipped_maxima(self, bands: RowGroups, x: Tensor, clip: float) -> Tensor:
         if self.quantizers is None:
             return super().clipped_maxima(bands, x, clip)
         return self.quantizers.clipped_maxima(bands, x, clip)
 
     def encode_levels(
-        self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
+        self, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:
         if self.quantizers is not None:
             return self.quantizers.encode_levels(bands, x, scale, bits, key)
@@ -80,7 +80,7 @@ class Coding(Base):
 
     def add_levels(
         self,
-        bands: Bands,
+        bands: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -111,7 +111,7 @@ class Coding(Base):
         )
         return room
 
-    def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_signs(self, bands: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.quantizers is not None:
             return self.quantizers.encode_signs(bands, x)
         if self.native is None:
@@ -125,7 +125,7 @@ class Coding(Base):
 
     def add_signs(
         self,
-        bands: Bands,
+        bands: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -156,12 +156,12 @@ class Coding(Base):
         )
         return room
 
-    def _of(self, bands: Bands) -> tuple[Any, int]:
+    def _of(self, bands: RowGroups) -> tuple[Any, int]:
         """Return the bands as C takes them."""
         if bands not in self._bands:
-            numbers = [number for band in bands.bands for number in band]
+            numbers = [number for band in bands.runs for number in band]
             self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
-        return self._bands[bands], len(bands.bands)
+        return self._bands[bands], len(bands.runs)
 
 
 def _mix(x: int) -> int:

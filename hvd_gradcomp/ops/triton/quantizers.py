@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hvd_gradcomp.core.row_groups import Bands
+from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.interface.quantization import FACTOR, TINY
@@ -328,7 +328,7 @@ def add_signs(
 class Quantizers(Launcher):
     """Composite ops that `QuantizedCompressor` uses; arguments as in `Coding`."""
 
-    def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
+    def group_maxima(self, bands: RowGroups, x: Tensor) -> Tensor:
         rows = tasks_of(bands)
         one = len(rows) == bands.groups
         if one:
@@ -340,16 +340,16 @@ class Quantizers(Launcher):
             self.launch(group_maxima, len(rows), *given, ONE=one, TASK=TASK)
         return out.view(torch.float32)
 
-    def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
+    def group_squares(self, bands: RowGroups, x: Tensor) -> Tensor:
         return self._squares(bands, x, None)
 
-    def group_norms(self, bands: Bands, x: Tensor) -> Tensor:
+    def group_norms(self, bands: RowGroups, x: Tensor) -> Tensor:
         return self._norms(bands, x, None)
 
-    def clipped_maxima(self, bands: Bands, x: Tensor, clip: float) -> Tensor:
+    def clipped_maxima(self, bands: RowGroups, x: Tensor, clip: float) -> Tensor:
         return self._norms(bands, x, self.clean("most", bands.groups), clip)
 
-    def _squares(self, bands: Bands, x: Tensor, most: Tensor | None) -> Tensor:
+    def _squares(self, bands: RowGroups, x: Tensor, most: Tensor | None) -> Tensor:
         passes = folds_of(bands)
         last, tables = len(passes) - 1, self._folds(bands, passes)
         sums = [self._sums(number, size, number == last) for number, (_, size) in enumerate(passes)]
@@ -358,7 +358,7 @@ class Quantizers(Launcher):
             self._fold(fold, table, source, into, noted, HOW=how)
         return sums[-1] if sums else self.empty(0, torch.float32)
 
-    def _norms(self, bands: Bands, x: Tensor, most: Tensor | None, clip: float = 0.0) -> Tensor:
+    def _norms(self, bands: RowGroups, x: Tensor, most: Tensor | None, clip: float = 0.0) -> Tensor:
         groups = bands.groups
         lengths = None if most is None else self._lengths(bands)
         out = self.empty(groups, torch.float32)
@@ -369,7 +369,7 @@ class Quantizers(Launcher):
         return out
 
     def encode_levels(
-        self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: tuple[int, int]
+        self, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: tuple[int, int]
     ) -> Tensor:
         pieces, tiles = cut(x.shape[0], TILE)
         packed = self.empty(x.shape[0] * bits // 8, torch.uint8)
@@ -382,7 +382,7 @@ class Quantizers(Launcher):
 
     def add_levels(
         self,
-        bands: Bands,
+        bands: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -401,7 +401,7 @@ class Quantizers(Launcher):
         )  # fmt: skip
         return room
 
-    def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_signs(self, bands: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         pieces, tiles = cut(x.shape[0], TILE)
         packed = self.empty(x.shape[0] // 8, torch.uint8)
         out = [self.empty(bands.groups, torch.float32) for _ in (0, 1)]
@@ -426,7 +426,7 @@ class Quantizers(Launcher):
 
     def add_signs(
         self,
-        bands: Bands,
+        bands: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -444,7 +444,9 @@ class Quantizers(Launcher):
         )  # fmt: skip
         return room
 
-    def _folds(self, bands: Bands, passes: Sequence[tuple[Any, int]]) -> list[tuple[Tensor, int]]:
+    def _folds(
+        self, bands: RowGroups, passes: Sequence[tuple[Any, int]]
+    ) -> list[tuple[Tensor, int]]:
         """Return the tasks of each pass, and their number."""
         return [
             (self.table((bands, "folds", number), partial(joined, rows)), len(rows))
@@ -461,10 +463,10 @@ class Quantizers(Launcher):
             return self.empty(size, torch.float32)
         return self.room(("sums", number), size, torch.float32)
 
-    def _lengths(self, bands: Bands) -> Tensor:
+    def _lengths(self, bands: RowGroups) -> Tensor:
         return self.table((bands, "lengths"), lambda: bands.lengths)
 
-    def _bands(self, bands: Bands, size: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    def _bands(self, bands: RowGroups, size: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         rows, of_word, steps = map_of(bands, size)
         tables = (
             self.table((bands, "bands"), lambda: joined(rows)),
@@ -474,16 +476,16 @@ class Quantizers(Launcher):
 
 
 @lru_cache(maxsize=256)
-def tasks_of(bands: Bands) -> list[tuple[int, int, int]]:
+def tasks_of(bands: RowGroups) -> list[tuple[int, int, int]]:
     """Return (start, length, group) of each stretch of a group.
 
-    >>> from hvd_gradcomp.core.row_groups import Band
-    >>> tasks_of(Bands((Band(0, 1, 5000), Band(5024, 2, 3))))
+    >>> from hvd_gradcomp.core.row_groups import RowGroup
+    >>> tasks_of(RowGroups((RowGroup(0, 1, 5000), RowGroup(5024, 2, 3))))
     [(0, 4096, 0), (4096, 904, 0), (5024, 3, 1), (5027, 3, 2)]
     """
     found: list[tuple[int, int, int]] = []
     group = 0
-    for start, rows, length in bands.bands:
+    for start, rows, length in bands.runs:
         for row in range(rows):
             first = start + row * length
             for at in range(0, length, TASK):
@@ -493,11 +495,11 @@ def tasks_of(bands: Bands) -> list[tuple[int, int, int]]:
 
 
 @lru_cache(maxsize=256)
-def folds_of(bands: Bands, least: int = 1) -> list[tuple[list[tuple[int, ...]], int]]:
+def folds_of(bands: RowGroups, least: int = 1) -> list[tuple[list[tuple[int, ...]], int]]:
     """Return each pass's tasks and number of results; at least `least` passes."""
     groups = [
         (band.start + row * band.length, band.length)
-        for band in bands.bands
+        for band in bands.runs
         for row in range(band.rows)
     ]
     passes: list[tuple[list[tuple[int, ...]], int]] = []
@@ -516,14 +518,14 @@ def folds_of(bands: Bands, least: int = 1) -> list[tuple[list[tuple[int, ...]], 
 
 
 @lru_cache(maxsize=256)
-def map_of(bands: Bands, size: int) -> tuple[list[tuple[int, ...]], list[int], int]:
+def map_of(bands: RowGroups, size: int) -> tuple[list[tuple[int, ...]], list[int], int]:
     """Return bands as (start, end, length, first group), and each word's first band.
 
     The third result is the largest number of further bands in a word.
     """
     rows: list[tuple[int, ...]] = []
     group = place = most = 0
-    for band in bands.bands:
+    for band in bands.runs:
         rows.append((band.start, band.end, band.length, group))
         group += band.rows
     of_word = []

@@ -473,7 +473,7 @@ class WordPasses(Launcher):
             )  # fmt: skip
             sent, wanted = numbers[0], numbers[1]
 
-        def settle() -> None:
+        def commit() -> None:
             given = (r, v, r, v)
             tau, zeta = float(rule.tau), float(rule.zeta)
             how = tau, zeta, 2 * tau, tau * tau
@@ -496,7 +496,7 @@ class WordPasses(Launcher):
             )  # fmt: skip
 
         out = [r] if v is None else [r, v]
-        return Written(body, sent, wanted, per_layer, out, settle)
+        return Written(body, sent, wanted, per_layer, out, commit)
 
     def add(
         self,

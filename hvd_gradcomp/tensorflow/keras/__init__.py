@@ -27,7 +27,7 @@ for _name in ("callbacks", "elastic"):
     globals().pop(_name, None)
 
 from hvd_gradcomp import *  # noqa: F403
-from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.runtime.config_check import MismatchError

@@ -26,7 +26,7 @@ from hvd_gradcomp import (
     partition,
     smaller,
 )
-from hvd_gradcomp.checkpoint import files
+from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import ddp
@@ -313,7 +313,7 @@ def what_is_no_state():
             for x in bucket["state"].values():
                 x.zero_()
         raises(
-            files.CheckpointError,
+            CheckpointError,
             "is missing, or no",
             lambda s=other: state.load_state_dict(s),
         )

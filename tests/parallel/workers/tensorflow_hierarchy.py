@@ -125,7 +125,7 @@ def trained(folder):
         hvd.load_checkpoint(f"{folder}/sharded", model=fitted(DGC, hierarchical=False))
 
     def diverged():
-        """A rung of a bucket that ranks 1 and 3 lead."""
+        """A level of a bucket that ranks 1 and 3 lead."""
         if hvd.rank() == 3:
             variables = resumed.optimizer._gradcomp.variables[1]
             (rung,) = [v for v in variables if "rung" in v.name]

@@ -191,7 +191,7 @@ def disagreeing():
 
 
 def diverged():
-    """A rung of a bucket that ranks 1 and 3 lead."""
+    """A level of a bucket that ranks 1 and 3 lead."""
     model, optimizer = distributed(STROM)
     train(model, optimizer, batches(2))
     if hvd.rank() == 3:

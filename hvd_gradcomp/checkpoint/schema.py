@@ -1,0 +1,187 @@
+"""Schema of the compressor state in a checkpoint, the same for all frontends.
+
+A saved exchange is described by `describe`, and holds each bucket's tensors by their path, from
+`leaves`. "sharded" states hold those of one rank; "consolidated" ones the sums over ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from hvd_gradcomp.core.compressor import (
+    Compressor,
+    State,
+    brief,
+    is_replicated,
+    leaves,
+    with_leaves,
+)
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.registry import known
+from hvd_gradcomp.ops import Ops, Tensor
+
+FORMAT = 3
+LOGGER = logging.getLogger("hvd_gradcomp")
+
+
+class CheckpointError(RuntimeError):
+    """Checkpoint could not be written, or cannot be resumed from here."""
+
+
+def describe(compressor: Compressor, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
+    """Return the description of an exchange, which `check_exchange` checks."""
+    return {
+        "format": FORMAT,
+        "compressor": repr(compressor),
+        "formats": formats(compressor),
+        "steps": steps,
+        "buckets": [{"digest": x.digest, "names": x.names} for x in layouts],
+    }
+
+
+def formats(compressor: Compressor) -> dict[str, int]:
+    """Return the state formats above 1 of a compressor and its parts, by class."""
+    text = repr(compressor)
+    found = {name: cls.state_format for name, cls in known().items() if f"{name}(" in text}
+    return {name: number for name, number in found.items() if number > 1}
+
+
+def check_exchange(saved: Any, compressor: Compressor, layouts: Sequence[Layout]) -> None:
+    """Check that a saved exchange belongs to this compressor and these buckets.
+
+    Raises:
+        CheckpointError: naming the difference.
+    """
+    if not isinstance(saved, dict) or "format" not in saved:
+        raise CheckpointError("what was saved under 'gradcomp' is no state of hvd_gradcomp")
+    if saved["format"] != FORMAT:
+        raise CheckpointError(
+            f"the compressor's state has format {saved['format']!r}, this version reads {FORMAT}: "
+            "resume with the version of hvd_gradcomp that saved it"
+        )
+    if saved["compressor"] != repr(compressor):
+        raise CheckpointError(
+            "it is of another compressor. Use the same compression= to resume: it was made with "
+            f"{brief(saved['compressor'])}, here is {compressor}"
+        )
+    for name, here in formats(compressor).items():
+        then = saved.get("formats", {}).get(name, 1)
+        if then != here:
+            raise CheckpointError(
+                f"what {name} keeps is in format {then}, this version reads {here}: resume with "
+                "the version of hvd_gradcomp that saved it, or begin anew"
+            )
+    if [b["digest"] for b in saved["buckets"]] != [layout.digest for layout in layouts]:
+        old = {name for b in saved["buckets"] for name in b["names"]}
+        new = {name for layout in layouts for name in layout.names}
+        differing = sorted(old ^ new) or ["shapes, dtypes, bucket_bytes or the order of parameters"]
+        raise CheckpointError(f"it is of another model; different: {', '.join(differing[:8])}")
+
+
+class Source(Enum):
+    """Source of a state's tensor when a checkpoint is loaded."""
+
+    SAVED = auto()
+    SHARE = auto()  # a share of the saved sum
+    START = auto()  # the initial value
+    HERE = auto()  # the current value
+
+
+class Origin(NamedTuple):
+    """Origin of a saved state.
+
+    Attributes:
+        steps: number of steps when it was saved.
+        mode: of the checkpoint.
+        rank: the rank that saved it.
+        holders: number of ranks, or hosts, that held a state.
+    """
+
+    steps: int
+    mode: str
+    rank: int
+    holders: int
+
+    def source(self, compressor: Compressor, path: str, rank: int) -> Source:
+        """Return the source of a state's tensor, by its path, on the rank that loads it."""
+        owner = compressor.owner(path, self.steps)
+        if is_replicated(compressor, path):
+            return Source.SAVED
+        if self.mode == "sharded":
+            return Source.SAVED if self.rank in (rank, owner) else Source.HERE
+        if owner is not None:
+            return Source.SAVED
+        return Source.START if path in compressor.reset_on_merge else Source.SHARE
+
+
+def restore(
+    compressor: Compressor,
+    ops: Ops,
+    current: State,
+    saved: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    origin: Origin,
+    rank: int,
+    size: int,
+) -> State:
+    """Return a bucket's state from a saved one.
+
+    Args:
+        compressor: of the bucket.
+        ops: the tensor operations.
+        current: the state that is here.
+        saved: tensors by path; none where the rank that saved them does not lead its host.
+        start: initial tensors by path, of those in `reset_on_merge`.
+        origin: of the saved state.
+        rank, size: this rank among those that exchange, and their number.
+    """
+    tensors = []
+    for path, here in leaves(current):
+        source = origin.source(compressor, path, rank) if path in saved else Source.HERE
+        if source is Source.SHARE:
+            tensors.append(share(ops, saved[path], size, origin.holders))
+        else:
+            found = {Source.SAVED: saved, Source.START: start}.get(source, {path: here})
+            tensors.append(found[path])
+    state = with_leaves(current, tensors)
+    if all(tuple(x.shape) == tuple(y.shape) for x, (_, y) in zip(tensors, leaves(current))):
+        return state
+    # A parameter server's decoder has a head for each rank.
+    LOGGER.warning("%s learns anew: %d ranks exchange now", compressor, size)
+    return compressor.resized(ops, state, origin.steps, size)
+
+
+def share(ops: Ops, total: Tensor, size: int, holders: int) -> Tensor:
+    """Return one rank's share of a summed residual, or the mean of a summed counter."""
+    dtype = str(getattr(total.dtype, "name", total.dtype)).rpartition(".")[2]
+    if "float" in dtype:
+        return ops.cast(ops.cast(total, "float64") / size, dtype)
+    return total // holders
+
+
+def check_hosts(then: int | None, now: int | None) -> None:
+    """Check that the same ranks held a sharded state.
+
+    Args:
+        then, now: number of hosts that exchange with `hierarchical=True`; None without.
+
+    Raises:
+        CheckpointError: other ranks held it, so some residuals would be lost.
+    """
+    if then != now:
+        ways = ["hierarchical=False" if n is None else f"{n} hosts" for n in (then, now)]
+        raise CheckpointError(
+            f"it was saved sharded with {ways[0]}, here it is {ways[1]}, and other ranks compress: "
+            'what they had kept back would be lost. Save with mode="consolidated" to change that'
+        )
+
+
+def other_size(then: int, now: int) -> str:
+    """Explain why another number of ranks cannot load a sharded state."""
+    return (
+        f"it was saved sharded by {then} ranks, and {now} are here: what each of them had kept "
+        'back would be lost. Save with mode="consolidated" to resume with another number'
+    )
