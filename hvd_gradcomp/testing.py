@@ -71,7 +71,7 @@ class _Table:
     """Inputs of the ranks for one collective, and their replies."""
 
     def __init__(self) -> None:
-        self.given: dict[int, Any] = {}
+        self.inputs: dict[int, Any] = {}
         self.replies: list[Tensor] | None = None
 
 
@@ -82,29 +82,29 @@ class InMemory:
         self._ops = ops
         self._tables: dict[tuple[str, tuple[int, ...]], _Table] = {}
 
-    def _lay(
-        self, given: Any, name: str, group: Group, replies: Callable[[list[Any]], list[Tensor]]
+    def _submit(
+        self, item: Any, name: str, group: Group, replies: Callable[[list[Any]], list[Tensor]]
     ) -> Any:
         key = name, tuple(group.ranks)
         table = self._tables.setdefault(key, _Table())
-        table.given[group.rank()] = given
-        if len(table.given) == group.size():
+        table.inputs[group.rank()] = item
+        if len(table.inputs) == group.size():
             del self._tables[key]
         return table, group, replies
 
     def wait(self, pending: Any) -> Tensor:
         table, group, replies = pending
-        if len(table.given) < group.size():
+        if len(table.inputs) < group.size():
             raise AssertionError("a rank waits for what others have not asked for")
         if table.replies is None:
-            table.replies = replies([table.given[rank] for rank in range(group.size())])
+            table.replies = replies([table.inputs[rank] for rank in range(group.size())])
         return table.replies[group.rank()]
 
     def allgather(self, tensor: Tensor, name: str, group: Group) -> Any:
         def replies(tensors: list[Tensor]) -> list[Tensor]:
             return [self._ops.stack(_alike(tensors))] * len(tensors)
 
-        return self._lay(tensor, name, group, replies)
+        return self._submit(tensor, name, group, replies)
 
     def allreduce(self, request: Allreduce, name: str, group: Group) -> Any:
         def replies(tensors: list[Tensor]) -> list[Tensor]:
@@ -113,14 +113,14 @@ class InMemory:
                 total = total + tensor * request.prescale
             return [total * request.postscale for _ in tensors]  # each rank may write to its copy
 
-        return self._lay(request.tensor, name, group, replies)
+        return self._submit(request.tensor, name, group, replies)
 
     def alltoall(self, tensor: Tensor, name: str, group: Group) -> Any:
         def replies(tensors: list[Tensor]) -> list[Tensor]:
             ranks = range(len(_alike(tensors)))
             return [self._ops.stack([tensor[rank] for tensor in tensors]) for rank in ranks]
 
-        return self._lay(tensor, name, group, replies)
+        return self._submit(tensor, name, group, replies)
 
     def gather(self, request: Gather, name: str, group: Group) -> Any:
         def replies(requests: list[Gather]) -> list[Tensor]:
@@ -132,17 +132,17 @@ class InMemory:
             ranks = range(len(requests))
             return [everything if r == request.root else everything[:0] for r in ranks]
 
-        return self._lay(request, name, group, replies)
+        return self._submit(request, name, group, replies)
 
     def broadcast(self, tensor: Tensor, root: int, name: str, group: Group) -> Any:
-        def replies(given: list[tuple[Tensor, int]]) -> list[Tensor]:
-            roots = {root for _, root in given}
+        def replies(item: list[tuple[Tensor, int]]) -> list[Tensor]:
+            roots = {root for _, root in item}
             if len(roots) != 1:
                 raise AssertionError(f"ranks name different roots: {roots}")
-            tensors = _alike([tensor for tensor, _ in given])
+            tensors = _alike([tensor for tensor, _ in item])
             return [tensors[group.ranks.index(root)]] * len(tensors)
 
-        return self._lay((tensor, root), name, group, replies)
+        return self._submit((tensor, root), name, group, replies)
 
 
 def _alike(tensors: list[Tensor]) -> list[Tensor]:
@@ -189,11 +189,11 @@ class World:
         self.traffic: list[list[Any]] = []
         self.failures: list[Exception | None] = [None] * size
         everybody = [Group(range(size), rank) for rank in range(size)]
-        self._seat([_Member(group, group) for group in everybody])
+        self._connect([_Member(group, group) for group in everybody])
 
-    def _seat(self, members: list[_Member]) -> None:
-        transport, ledger = InMemory(self.ops), _Uncounted()
-        self._dispatches = [CollectiveRunner(transport, ledger, member) for member in members]
+    def _connect(self, members: list[_Member]) -> None:
+        transport, counter = InMemory(self.ops), _Uncounted()
+        self._runners = [CollectiveRunner(transport, counter, member) for member in members]
         self._name = naming.bucket("world", 0, self.layout)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -257,9 +257,11 @@ class World:
             if len(chosen) != 1:
                 raise AssertionError(f"ranks are in different phases: {chosen}")
             return self._run([r.branches[int(r.index)]() for r in requests])
-        those = [self._dispatches[rank] for rank in ranks or range(len(requests))]
-        sent = [one.submit(r, self._name, len(self.traffic)) for one, r in zip(those, requests)]
-        return [one.receive(each) for one, each in zip(those, sent)]
+        runners = [self._runners[rank] for rank in ranks or range(len(requests))]
+        sent = [
+            runner.submit(r, self._name, len(self.traffic)) for runner, r in zip(runners, requests)
+        ]
+        return [runner.receive(pending) for runner, pending in zip(runners, sent)]
 
 
 def _raise_any(failures: Sequence[Exception | None]) -> None:
@@ -306,7 +308,7 @@ class Hosts(World):
         ranks = range(hosts * slots)
         self._hosts = [list(ranks[host * slots : (host + 1) * slots]) for host in range(hosts)]
         places = [(host, slot) for host in range(hosts) for slot in range(slots)]
-        self._seat(
+        self._connect(
             [
                 _Member(Group(ranks[slot::slots], rank), Group(self._hosts[host], rank))
                 for rank, (host, slot) in enumerate(places)
@@ -351,12 +353,12 @@ class Hosts(World):
         while any(request is not None for request in requests):
             inside = [h for h in self._hosts if all(isinstance(requests[r], Inside) for r in h)]
             group = inside[0] if inside else leaders
-            asked = [requests[rank] for rank in group]
+            batch = [requests[rank] for rank in group]
             if not inside:
-                asked = [self.tamper(h, r) for h, r in enumerate(asked)] if self.tamper else asked
-                if not isinstance(asked[0], Switch):
-                    self.traffic.append([_as_sent(request) for request in asked])
-            for rank, reply in zip(group, self._perform(asked, group)):
+                batch = [self.tamper(h, r) for h, r in enumerate(batch)] if self.tamper else batch
+                if not isinstance(batch[0], Switch):
+                    self.traffic.append([_as_sent(request) for request in batch])
+            for rank, reply in zip(group, self._perform(batch, group)):
                 resume(rank, reply)
         _raise_any(self.failures)
         self.steps += 1

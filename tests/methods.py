@@ -27,6 +27,15 @@ from hvd_gradcomp import (
     VarianceCompressor,
     after,
 )
+from hvd_gradcomp.codecs.sparse import StepInputs
+from hvd_gradcomp.core.compressor import Context
+
+
+def encode_step(compressor, ops, layout, level, step, gradient, state):
+    """A step's payload of a sparse method, and the state after it."""
+    context = Context(layout, 0, 1, step)
+    return compressor.encode(level, StepInputs(compressor, ops, context, gradient, state))
+
 
 NONE = NoneCompressor()
 FP16 = FP16Compressor()

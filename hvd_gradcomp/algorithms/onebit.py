@@ -51,6 +51,7 @@ class OneBitCompressor(Clipping, QuantizedCompressor):
     max_norm: float | None = None
 
     outputs_first = True
+    error_feedback = True
     bits = 1
     side = ("above", "below")
     seed = 0
@@ -94,21 +95,6 @@ class OneBitCompressor(Clipping, QuantizedCompressor):
 
     def clear_state(self, ops: Ops, state: Residual) -> Residual:
         return Residual(ops.clear(state.r))
-
-    def update_shard(
-        self,
-        ops: Ops,
-        row_groups: RowGroups,
-        start: int,
-        total: Tensor,
-        payload: Payload,
-        state: Residual,
-    ) -> Residual:
-        return Residual(
-            ops.add_slice(
-                state.r, start, self.subtract_decoded(ops, row_groups, total, total, payload)
-            )
-        )
 
     def inherit(
         self, ops: Ops, state: Residual, gradient: Tensor, residual: Tensor

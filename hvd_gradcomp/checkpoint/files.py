@@ -139,7 +139,7 @@ def write(
     manifest = {name: file for _, files in everybody for name, file in files.items()}
     try:
         # Each rank writes the same manifest, so that every host has it.
-        written = _write_file(there / _MANIFEST, typed_json.packed(manifest), f".{ranks.rank}")
+        written = _write_file(there / _MANIFEST, typed_json.dumps(manifest), f".{ranks.rank}")
         _write_file(pointer, f"{version} {written.sha256}".encode())
     except Exception as error:
         problem = _message(ranks.rank, error)
@@ -264,7 +264,7 @@ def _manifest(there: Path, digest: str) -> dict[str, _File]:
     data = _bytes_of(there / _MANIFEST)
     if hashlib.sha256(data).hexdigest() != digest:
         raise CheckpointError(_damaged(_MANIFEST))
-    return _loaded(_MANIFEST, lambda data: typed_json.unpacked(data, dict[str, _File]), data)
+    return _loaded(_MANIFEST, lambda data: typed_json.loads(data, dict[str, _File]), data)
 
 
 def _checked(name: str, there: Path, manifest: Mapping[str, _File]) -> bytes:

@@ -96,25 +96,28 @@ class Origin(NamedTuple):
     Attributes:
         steps: number of steps when it was saved.
         mode: of the checkpoint.
-        rank: the rank that saved it.
+        saver: the rank that saved it.
         holders: number of ranks, or hosts, that held a state.
     """
 
     steps: int
     mode: str
-    rank: int
+    saver: int
     holders: int
 
-    def source(self, compressor: Compressor, path: str, rank: int) -> Source:
-        """Return the source of a state's tensor, by its path, on the rank that loads it."""
-        owner = compressor.owner(path, self.steps)
-        if is_replicated(compressor, path):
-            return Source.SAVED
-        if self.mode == "sharded":
-            return Source.SAVED if self.rank in (rank, owner) else Source.HERE
-        if owner is not None:
-            return Source.SAVED
-        return Source.START if path in compressor.reset_on_merge else Source.SHARE
+
+def source_of(
+    compressor: Compressor, path: str, steps: int, mode: str, saver: int, rank: int
+) -> Source:
+    """Return the source of a state's tensor, by its path, on the rank that loads it."""
+    owner = compressor.owner(path, steps)
+    if is_replicated(compressor, path):
+        return Source.SAVED
+    if mode == "sharded":
+        return Source.SAVED if saver in (rank, owner) else Source.HERE
+    if owner is not None:
+        return Source.SAVED
+    return Source.START if path in compressor.reset_on_merge else Source.SHARE
 
 
 def restore(
@@ -140,7 +143,9 @@ def restore(
     """
     tensors = []
     for path, here in leaves(current):
-        source = origin.source(compressor, path, rank) if path in saved else Source.HERE
+        source = Source.HERE
+        if path in saved:
+            source = source_of(compressor, path, *origin[:3], rank)
         if source is Source.SHARE:
             tensors.append(share(ops, saved[path], size, origin.holders))
         else:

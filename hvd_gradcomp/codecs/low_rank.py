@@ -63,10 +63,8 @@ def dimension(
     whole = ops.sum(x * x * weights)
     x = x - ops.reshape(found.mean, (1, -1))
     projections = ops.matmul(x, found.vectors)
-    projections = ops.sum(
-        projections * projections * weights, 0
-    )  # of each component, the strongest last
-    left_out = ops.sum(x * x * weights) - ops.sum(projections) + ops.cumsum(projections)
+    energy = ops.sum(projections * projections * weights, 0)  # of components, strongest last
+    left_out = ops.sum(x * x * weights) - ops.sum(energy) + ops.cumsum(energy)
     weak = ops.sum(ops.cast(left_out <= whole * loss, "int64"))
-    count = ops.reshape(projections.shape[0] - weak, (1,))
+    count = ops.reshape(energy.shape[0] - weak, (1,))
     return ops.maximum(ops.minimum(count, most), 1)

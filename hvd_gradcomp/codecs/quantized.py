@@ -56,6 +56,7 @@ class QuantizedCompressor(Compressor):
         side: names of the float32 values that each group sends besides its codes.
         seed: of the random numbers, for methods that use some.
         exchange: one of `EXCHANGES`.
+        error_feedback: whether the state has a residual `r` of quantization errors.
     """
 
     block = GROUP
@@ -64,6 +65,7 @@ class QuantizedCompressor(Compressor):
     side: tuple[str, ...]
     seed: int = 0
     exchange: str = "auto"
+    error_feedback: bool = False
 
     @abstractmethod
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -173,8 +175,10 @@ class QuantizedCompressor(Compressor):
         state: State,
     ) -> State:
         """Return the state after the sum of the shard at `start` was quantized again. Donating."""
-        del ops, row_groups, start, total, payload
-        return state
+        if not self.error_feedback:
+            return state
+        missed = self.subtract_decoded(ops, row_groups, total, total, payload)
+        return state._replace(r=ops.add_slice(state.r, start, missed))
 
     def shard_of(
         self,
@@ -208,6 +212,8 @@ class Keeping(QuantizedCompressor, registered=False):
     """
 
     codec: QuantizedCompressor
+
+    error_feedback = True
 
     @derived
     def algorithm(self) -> int:
@@ -245,18 +251,6 @@ class Keeping(QuantizedCompressor, registered=False):
     ) -> State:
         there = ops.accumulate(state.r, x)
         return state._replace(r=self.subtract_decoded(ops, row_groups, there, there, payload))
-
-    def update_shard(
-        self,
-        ops: Ops,
-        row_groups: RowGroups,
-        start: int,
-        total: Tensor,
-        payload: Payload,
-        state: State,
-    ) -> State:
-        missed = self.subtract_decoded(ops, row_groups, total, total, payload)
-        return state._replace(r=ops.add_slice(state.r, start, missed))
 
 
 class LevelsCompressor(QuantizedCompressor):

@@ -47,6 +47,25 @@ class UndoLog(NamedTuple):
     fields: tuple[Tensor, ...]  # float32 [k] each
 
 
+class StepInputs(NamedTuple):
+    """One rank's inputs of a step."""
+
+    codec: SparseCompressor
+    ops: Ops
+    context: Context
+    gradient: Tensor
+    state: Any
+    moment: Tensor | None = None
+
+
+class Payloads(NamedTuple):
+    """Bodies of all ranks' payloads, at one capacity level."""
+
+    level: CapacityLevel
+    bodies: Tensor  # uint8 [world, bytes]
+    weights: Tensor  # float32 [world]; 0 leaves a rank out
+
+
 class Encoded(NamedTuple):
     """One rank's encoded step: the body of its payload and the counts in its header."""
 
@@ -99,34 +118,14 @@ class SparseCompressor(Clipping, Compressor):
         return wire.HEADER_BYTES + body
 
     @abstractmethod
-    def encode(
-        self,
-        ops: Ops,
-        layout: Layout,
-        level: CapacityLevel,
-        step: Any,
-        gradient: Tensor,
-        state: State,
-        moment: Tensor | None = None,
-    ) -> tuple[Encoded, Any]:
-        """Encode this rank's payload. Donating: may write to the memory in `state`."""
+    def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, Any]:
+        """Encode this rank's payload; return it and the state. Donating the state's memory."""
 
     @abstractmethod
-    def decode_sum(
-        self,
-        ops: Ops,
-        layout: Layout,
-        level: CapacityLevel,
-        bodies: Tensor,
-        weights: Tensor,
-        scratch: Tensor,
-    ) -> Tensor:
-        """Return the sum over ranks of `weights[rank]` * the decoded payload, in rank order.
+    def decode_sum(self, ops: Ops, layout: Layout, payloads: Payloads, scratch: Tensor) -> Tensor:
+        """Return the sum over ranks of weight * decoded payload, in rank order.
 
-        Args:
-            bodies: uint8 [world, bytes].
-            weights: float32 [world]; 0 leaves a rank out.
-            scratch: float32 [size], scratch memory for the sum; its values are ignored.
+        `scratch` is float32 [size], memory for the sum; its values are ignored.
         """
 
     def reduction_spec(self, context: Context, level: CapacityLevel) -> Weighing:
@@ -205,17 +204,6 @@ class SparseCompressor(Clipping, Compressor):
         return state.memory.r
 
 
-class StepInputs(NamedTuple):
-    """One rank's inputs of a step."""
-
-    codec: SparseCompressor
-    ops: Ops
-    context: Context
-    gradient: Tensor
-    state: SparseState
-    moment: Tensor | None
-
-
 def program(inputs: StepInputs) -> Program:
     """Allgather the payloads, or allreduce the decoded ones where that moves fewer bytes.
 
@@ -248,7 +236,7 @@ def allgather(level: CapacityLevel, inputs: StepInputs) -> Program:
     spec = codec.reduction_spec(context, level)
     header, bodies = yield from _gathered(inputs, header, encoded, state, encoded.body, spec, fits)
     weights = patterns.weights_of(ops, context, header)
-    total = codec.decode_sum(ops, context.layout, level, bodies, weights, scratch=gradient)
+    total = codec.decode_sum(ops, context.layout, Payloads(level, bodies, weights), gradient)
     return total, _needing(ops, state, header)
 
 
@@ -265,7 +253,7 @@ def summed(level: CapacityLevel, inputs: StepInputs) -> Program:
     header, _ = yield from _gathered(inputs, header, encoded, state, nothing, spec, lambda h, _: h)
     weights = patterns.weights_of(ops, plain, header)
     weight, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
-    x = codec.decode_sum(ops, context.layout, level, body, weight, scratch=gradient)
+    x = codec.decode_sum(ops, context.layout, Payloads(level, body, weight), gradient)
     total = patterns.check_sum(ops, (yield from patterns.allreduce_bucket(ops, context, x)))
     return total, _needing(ops, state, header)
 
@@ -283,7 +271,7 @@ def _encoded(
     if finite is False:
         encoded = codec.nothing(ops, layout, level)
     else:
-        encoded, state = codec.encode(ops, layout, level, step, gradient, state, moment)
+        encoded, state = codec.encode(level, inputs._replace(gradient=gradient, moment=moment))
     number, digest, step = codec.algorithm, codec.digest(layout), step % (1 << 32)
     sent, wanted = encoded.sent, encoded.wanted
     header = wire.Header(number, digest, step, level.index, sent, wanted, finite)

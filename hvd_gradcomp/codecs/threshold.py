@@ -15,11 +15,17 @@ A method implements `select_mask` and `commit`, and names a quantizer. A step's 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 from hvd_gradcomp.codecs.compaction import SentElements, select
 from hvd_gradcomp.codecs.quantizers import Quantizer
-from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor, SparseState
+from hvd_gradcomp.codecs.sparse import (
+    Encoded,
+    Memory,
+    Payloads,
+    SparseCompressor,
+    SparseState,
+    StepInputs,
+)
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule
 from hvd_gradcomp.core.compressor import Context, Report, State, derived
@@ -87,19 +93,15 @@ class ThresholdCompressor(SparseCompressor):
 
     # -- one step ----------------------------------------------------------------------------
 
-    def encode(
-        self,
-        ops: Ops,
-        layout: Layout,
-        level: CapacityLevel,
-        step: Any,
-        gradient: Tensor,
-        state: SparseState,
-        moment: Tensor | None = None,
-    ) -> tuple[Encoded, SparseState]:
-        """Encode this rank's payload. Donating: may write to the memory in `state`."""
+    def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, SparseState]:
+        _, ops, context, gradient, state, moment = inputs
+        layout, step = context.layout, context.step
         if ops.word_passes is not None and self.rule is not None:
-            return self._encode_in_passes(ops, layout, level, step, gradient, state, moment)
+            arguments = state.memory, gradient, moment, state.sent
+            written = ops.word_passes.write(self.rule, layout, level, step, *arguments)
+            encoded = Encoded(written.body, written.sent, written.wanted, commit=written.commit)
+            memory = type(state.memory)(*written.memory)
+            return encoded, state._replace(memory=memory, sent=written.per_layer)
         found, memory = self._search(ops, gradient, state.memory, moment)
         selection = select(ops, layout, found)
         value = selection.take(memory[0])
@@ -127,22 +129,6 @@ class ThresholdCompressor(SparseCompressor):
         memory = self.without_sink(ops, self.commit(ops, memory, sent, value))
         encoded = Encoded(body, sent.count, selection.count(), undo_log)
         return encoded, state._replace(memory=memory, sent=state.sent + sent.per_layer)
-
-    def _encode_in_passes(
-        self,
-        ops: Ops,
-        layout: Layout,
-        level: CapacityLevel,
-        step: Any,
-        gradient: Tensor,
-        state: SparseState,
-        moment: Tensor | None,
-    ) -> tuple[Encoded, SparseState]:
-        arguments = state.memory, gradient, moment, state.sent
-        written = ops.word_passes.write(self.rule, layout, level, step, *arguments)
-        encoded = Encoded(written.body, written.sent, written.wanted, commit=written.commit)
-        memory = type(state.memory)(*written.memory)
-        return encoded, state._replace(memory=memory, sent=written.per_layer)
 
     @property
     def _index_bits(self) -> int:
@@ -173,22 +159,8 @@ class ThresholdCompressor(SparseCompressor):
             ascending = int(wire.body_bytes(side)) // 4, level.capacity, mask, layout.size
         return patterns.reduction_spec(context, side, ascending)
 
-    def decode_sum(
-        self,
-        ops: Ops,
-        layout: Layout,
-        level: CapacityLevel,
-        bodies: Tensor,
-        weights: Tensor,
-        scratch: Tensor,
-    ) -> Tensor:
-        """Return the sum over ranks of `weights[rank]` * the decoded payload, in rank order.
-
-        Args:
-            bodies: uint8 [world, bytes].
-            weights: float32 [world]; 0 leaves a rank out.
-            scratch: float32 [size], scratch memory for the sum; its values are ignored.
-        """
+    def decode_sum(self, ops: Ops, layout: Layout, payloads: Payloads, scratch: Tensor) -> Tensor:
+        level, bodies, weights = payloads
         if ops.word_passes is not None and self.rule is not None:
             return ops.word_passes.add(self.rule, layout, level, bodies, weights, scratch)
 

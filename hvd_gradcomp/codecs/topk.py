@@ -22,7 +22,7 @@ from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
-from hvd_gradcomp.codecs.sparse import Encoded, Memory, SparseCompressor
+from hvd_gradcomp.codecs.sparse import Encoded, Memory, Payloads, SparseCompressor, StepInputs
 from hvd_gradcomp.codecs.topk_select import largest, of_blocks
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
@@ -148,17 +148,9 @@ class TopKCompressor(SparseCompressor):
 
     # -- one step ----------------------------------------------------------------------------
 
-    def encode(
-        self,
-        ops: Ops,
-        layout: Layout,
-        level: CapacityLevel,
-        step: Any,
-        gradient: Tensor,
-        state: Any,
-        moment: Tensor | None = None,
-    ) -> tuple[Encoded, Any]:
-        del moment
+    def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, Any]:
+        _, ops, context, gradient, state, _ = inputs
+        layout, step = context.layout, context.step
         scope, spec = Scope(layout, self.of_model), BodySpec.on(self, layout, level)
         wanted, state = self.k_per_layer(ops, layout, step, gradient, state)
         form = None if self.rule is None else spec.form(ops)
@@ -231,15 +223,8 @@ class TopKCompressor(SparseCompressor):
         values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
         return [ops.reshape(ops.peaks(values), (-1, 1))]
 
-    def decode_sum(
-        self,
-        ops: Ops,
-        layout: Layout,
-        level: CapacityLevel,
-        bodies: Tensor,
-        weights: Tensor,
-        scratch: Tensor,
-    ) -> Tensor:
+    def decode_sum(self, ops: Ops, layout: Layout, payloads: Payloads, scratch: Tensor) -> Tensor:
+        level, bodies, weights = payloads
         sent = BodySpec.on(self, layout, level)
         form = sent.form(ops)
         if form is not None:

@@ -56,8 +56,8 @@ def describe(
             share = size
         dense, expected = dense + size, expected + (share or 0.0)
         unknown += share is None
-        said = _unknown(method) if share is None else f"{share:,.0f}"
-        rows.append((name, "x".join(map(str, shape)), brief(method), f"{size:,}", said))
+        bytes_text = _unknown(method) if share is None else f"{share:,.0f}"
+        rows.append((name, "x".join(map(str, shape)), brief(method), f"{size:,}", bytes_text))
     total = f"{len(layers)} layers, {buckets} buckets"
     sent = f"{expected:,.0f}"
     if unknown:
@@ -66,7 +66,7 @@ def describe(
     head: tuple[str, ...] = ("layer", "shape", "compressor", "bytes dense", "bytes a step")
     align: tuple[str, ...] = ("left", "left", "left", "right", "right")
     if moments:
-        rows = [(*row, said) for row, said in zip(rows, (*moments, ""))]
+        rows = [(*row, bytes_text) for row, bytes_text in zip(rows, (*moments, ""))]
         head, align = (*head, "moments"), (*align, "left")
     return Table(tabulate(rows, head, colalign=align))
 
@@ -87,9 +87,9 @@ def _of(
 
 def tracked(rows: Iterable[tuple[str, Sequence[int], str, str]]) -> Table:
     """Tabulate parameters: shape, class of the module, and source of the moments."""
-    said = [(name, "x".join(map(str, shape)), *rest) for name, shape, *rest in rows]
+    bytes_text = [(name, "x".join(map(str, shape)), *rest) for name, shape, *rest in rows]
     head = ("parameter", "shape", "held by", "moments")
-    return Table(tabulate(said, head, disable_numparse=True))
+    return Table(tabulate(bytes_text, head, disable_numparse=True))
 
 
 def brief(compressor: Compressor) -> str:

@@ -65,19 +65,19 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
             "compression=None, or another method; hvd.describe lists the layers. It is "
             f"{compressor}"
         ]
-    said = []
+    texts = []
     for method in dict.fromkeys(method for method, _ in kinds):
         layouts = [layout for other, layout in kinds if other == method]
         if isinstance(method, LGCCompressor):
-            said.append(_of_lgc(method, _total(lgc_course(method, x, ranks) for x in layouts)))
+            texts.append(_of_lgc(method, _total(lgc_course(method, x, ranks) for x in layouts)))
         elif isinstance(method, GradiVeQCompressor):
-            said.append(
+            texts.append(
                 _of_gradiveq(method, _total(gradiveq_course(method, x, ranks) for x in layouts))
             )
-            said.append(_of_ratio(method, layouts))
+            texts.append(_of_ratio(method, layouts))
         elif all(goes_dense(method, x, ranks) for x in layouts):
-            said.append(_of_dense(method, 4 * sum(x.elements for x in layouts), ranks))
-    return [line for line in said if line]
+            texts.append(_of_dense(method, 4 * sum(x.elements for x in layouts), ranks))
+    return [line for line in texts if line]
 
 
 def idle(compressor: Compressor, plan: Plan) -> bool:

@@ -54,7 +54,7 @@ class Membership(ABC):
     # -- implemented by the frontend ---------------------------------------------------------
 
     @abstractmethod
-    def _gather(self, seat: RankState) -> Sequence[RankState]:
+    def _gather(self, member: RankState) -> Sequence[RankState]:
         """Gather the state of every rank, in rank order."""
 
     @abstractmethod
@@ -88,21 +88,21 @@ class Membership(ABC):
         self._process = uuid.uuid4().hex
         self._host = os.environ.get("HOROVOD_HOSTNAME") or platform.node()
         self._commits = 0
-        self._seats: Sequence[RankState] = []
-        self._committed_seats: Sequence[RankState] = []
+        self._members: Sequence[RankState] = []
+        self._committed_members: Sequence[RankState] = []
         self._before: tuple[Any, int, Sequence[RankState]] | None = None
         self.lost = []
 
     def commit(self) -> None:
         """Save, after all ranks have gathered the norms of their residuals; collective."""
-        self._note(self._call_roll())
+        self._record_members(self._gather_members())
         super().commit()  # type: ignore[misc]
 
     def save(self) -> None:
         """Copy the state to memory, and keep the copies of the previous commit."""
-        self._before = (self._committed(), self._commits, self._committed_seats)
+        self._before = (self._committed(), self._commits, self._committed_members)
         super().save()  # type: ignore[misc]
-        self._commits, self._committed_seats = self._commits + 1, self._seats
+        self._commits, self._committed_members = self._commits + 1, self._members
 
     def reset(self) -> None:
         """Adapt to Horovod's restart, possibly with other ranks."""
@@ -114,16 +114,16 @@ class Membership(ABC):
         Raises:
             RuntimeError: on all ranks, if they have not committed together.
         """
-        seats = self._call_roll()
-        common = min((s.commits for s in seats if s.commits), default=0)
-        if common and max(s.commits for s in seats) > common + 1:
+        members = self._gather_members()
+        common = min((s.commits for s in members if s.commits), default=0)
+        if common and max(s.commits for s in members) > common + 1:
             raise RuntimeError(
-                f"the ranks have committed {[s.commits for s in seats]} times: call state.commit() "
-                "on all ranks at the same step"
+                f"the ranks have committed {[s.commits for s in members]} times: call "
+                "state.commit() on all ranks at the same step"
             )
         if self._commits > common:
             assert self._before is not None
-            copies, self._commits, self._seats = self._before
+            copies, self._commits, self._members = self._before
             self._recommit(copies)
             self.restore()  # type: ignore[attr-defined]
             self._resize()
@@ -131,35 +131,35 @@ class Membership(ABC):
             self._forget()
         super().sync()  # type: ignore[misc]
         self._commits = common
-        self._note(self._call_roll())
+        self._record_members(self._gather_members())
         self.save()
 
     # -- the list of ranks -------------------------------------------------------------------
 
-    def _call_roll(self) -> Sequence[RankState]:
+    def _gather_members(self) -> Sequence[RankState]:
         rank, slot = self._place()
         record = RankState(self._process, rank, self._host, slot, self._commits, self._squares())
         return self._gather(record)
 
-    def _note(self, seats: Sequence[RankState]) -> None:
+    def _record_members(self, members: Sequence[RankState]) -> None:
         """Store the new list of ranks, and report those that left."""
-        present = {seat.process for seat in seats}
-        known = {seat.process for seat in self._seats}
-        oldest = next((seat.process for seat in seats if seat.process in known), None)
-        total = math.sqrt(sum(seat.squares for seat in self._seats))
-        for seat in self._seats:
-            if seat.process in present:
+        present = {member.process for member in members}
+        known = {member.process for member in self._members}
+        oldest = next((member.process for member in members if member.process in known), None)
+        total = math.sqrt(sum(member.squares for member in self._members))
+        for member in self._members:
+            if member.process in present:
                 continue
-            norm = math.sqrt(seat.squares)
-            self.lost.append(Lost(seat.rank, norm))
+            norm = math.sqrt(member.squares)
+            self.lost.append(Lost(member.rank, norm))
             if oldest == self._process:
                 LOGGER.warning(
                     "rank %d (%s, slot %d) left: a residual of norm %.4g (of %.4g in all), "
                     "accumulated since it was last sent, is lost",
-                    seat.rank,
-                    seat.host,
-                    seat.slot,
+                    member.rank,
+                    member.host,
+                    member.slot,
                     norm,
                     total,
                 )
-        self._seats = seats
+        self._members = members

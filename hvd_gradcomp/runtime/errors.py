@@ -37,7 +37,7 @@ _CAUSES = {  # by a part of the library's error text
 }
 
 
-def explained(what: str, message: str, who: str = "Horovod") -> str:
+def explain(what: str, message: str, who: str = "Horovod") -> str:
     """Return a message with what failed, the likely cause and the library's own error text.
 
     >>> explained("the exchange", "Horovod has been shut down.")[:47]
@@ -49,9 +49,9 @@ def explained(what: str, message: str, who: str = "Horovod") -> str:
 
 
 @contextmanager
-def named(kind: type[Exception], what: str, who: str = "Horovod") -> Iterator[None]:
+def explain_errors(kind: type[Exception], what: str, who: str = "Horovod") -> Iterator[None]:
     """Explain an error; its type stays the same, because elastic training depends on it."""
     try:
         yield
     except kind as error:
-        raise kind(explained(what, str(error), who)) from error
+        raise kind(explain(what, str(error), who)) from error

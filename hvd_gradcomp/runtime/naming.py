@@ -24,7 +24,7 @@ def readable(layer: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", layer.replace("/", "."))
 
 
-def bucket(engine: str, index: int, layout: Layout) -> str:
+def bucket(reducer: str, index: int, layout: Layout) -> str:
     """Return the name of a bucket.
 
     >>> bucket("gradcomp.0", 3, Layout(("dense/kernel", "dense/bias"), ((3, 2), (2,))))
@@ -32,7 +32,7 @@ def bucket(engine: str, index: int, layout: Layout) -> str:
     """
     first, *others = layout.names
     rest = f"-and-{len(others)}" if others else ""
-    return f"{engine}.bucket{index}.{readable(first)}{rest}"
+    return f"{reducer}.bucket{index}.{readable(first)}{rest}"
 
 
 def collective(bucket: str, request: Collective, path: object) -> str:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 PATIENCE = 10.0  # seconds of waiting before a rank reports
 _MOST = 64  # collectives in a report
 _TEXT = 160  # bytes of their names
-_WORD = 2 + 2 * _MOST + _TEXT // 4  # numbers in a report
-_BUSY = -1  # instead of the number of collectives: this rank does not wait
+_REPORT_SIZE = 2 + 2 * _MOST + _TEXT // 4  # numbers in a report
+_RUNNING = -1  # instead of the number of collectives: this rank does not wait
 
 
 class DeadlockError(RuntimeError):
@@ -53,65 +53,72 @@ class StallReport(NamedTuple):
     """Report of one rank.
 
     Attributes:
-        asked: (key of its name, id of its process set) of each pending collective.
-        complete: whether `asked` lists all of them; False for a rank that does not wait.
+        operations: (key of its name, id of its process set) of each pending collective.
+        complete: whether `operations` lists all of them; False for a rank that does not wait.
         text: names of the pending collectives.
     """
 
-    asked: frozenset[tuple[int, int]]
+    operations: frozenset[tuple[int, int]]
     complete: bool
     text: str
 
 
-def word(asked: Sequence[PendingOp], turn: int = 0) -> list[int]:
-    """Return the report of a rank that waits, as `_WORD` numbers.
+def pack_report(operations: Sequence[PendingOp], wait_id: int = 0) -> list[int]:
+    """Return the report of a rank that waits, as `_REPORT_SIZE` numbers.
 
     Args:
-        asked: the pending collectives.
-        turn: number of the wait; another wait for the same collectives has another number.
+        operations: the pending collectives.
+        wait_id: number of the wait; another wait for the same collectives has another number.
     """
-    listed = [n for one in asked[:_MOST] for n in (_key(one.name), one.process_set.process_set_id)]
+    listed = [
+        n for op in operations[:_MOST] for n in (_key(op.name), op.process_set.process_set_id)
+    ]
     shown = ", ".join(
-        one.shown or one.name for one in asked[-2:]
+        op.shown or op.name for op in operations[-2:]
     )  # the last two: collectives that failed before may still be listed
-    if len(asked) > 2:
-        shown += f" and {len(asked) - 2} more"
+    if len(operations) > 2:
+        shown += f" and {len(operations) - 2} more"
     text = shown.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)
     packed = [int.from_bytes(text[i : i + 4], "little") for i in range(0, _TEXT, 4)]
-    return [len(asked), *listed, *[0] * (2 * _MOST - len(listed)), *packed, turn]
+    return [len(operations), *listed, *[0] * (2 * _MOST - len(listed)), *packed, wait_id]
 
 
-def busy() -> list[int]:
+def pack_running() -> list[int]:
     """Return the report of a rank that does not wait."""
-    return [_BUSY, *[0] * (_WORD - 1)]
+    return [_RUNNING, *[0] * (_REPORT_SIZE - 1)]
 
 
-def read(numbers: Sequence[int]) -> StallReport | None:
-    """Parse the numbers of `word` or `busy`; return None for a joined rank, which adds zeros."""
+def parse_report(numbers: Sequence[int]) -> StallReport | None:
+    """Parse a report's numbers; return None for a joined rank, which adds zeros."""
     count, pairs = numbers[0], numbers[1 : 1 + 2 * _MOST]
     if count == 0:
         return None
-    held = 2 * min(max(count, 0), _MOST)
+    end = 2 * min(max(count, 0), _MOST)
     text = b"".join(n.to_bytes(4, "little") for n in numbers[1 + 2 * _MOST : -1])
-    asked = frozenset(zip(pairs[0:held:2], pairs[1:held:2]))
-    return StallReport(asked, 0 < count <= _MOST, text.decode("ascii", "replace").strip())
+    operations = frozenset(zip(pairs[0:end:2], pairs[1:end:2]))
+    return StallReport(operations, 0 < count <= _MOST, text.decode("ascii", "replace").strip())
 
 
-def stuck(told: dict[int, StallReport | None], members: dict[int, Sequence[int]]) -> bool:
+def is_deadlocked(
+    reports: dict[int, StallReport | None], members: dict[int, Sequence[int]]
+) -> bool:
     """Return True if no pending collective can complete.
 
     Args:
-        told: the report of each rank.
+        reports: the report of each rank.
         members: the ranks of each process set, by its id.
     """
-    words = {rank: one for rank, one in told.items() if one is not None}
-    if not words or not all(one.complete for one in words.values()):
+    waiting = {rank: report for rank, report in reports.items() if report is not None}
+    if not waiting or not all(report.complete for report in waiting.values()):
         return False
-    for key, process_set in set().union(*(one.asked for one in words.values())):
+    for key, process_set in set().union(*(report.operations for report in waiting.values())):
         ranks = members.get(process_set)
-        if ranks is None or not set(ranks) <= told.keys():
+        if ranks is None or not set(ranks) <= reports.keys():
             return False  # depends on ranks that have not reported here
-        if all(told[rank] is None or (key, process_set) in told[rank].asked for rank in ranks):  # type: ignore[union-attr]
+        submitted = (
+            rank not in waiting or (key, process_set) in waiting[rank].operations for rank in ranks
+        )
+        if all(submitted):
             return False
     return True
 
@@ -125,7 +132,7 @@ class StallChannel:
 
     Args:
         process_set: the ranks.
-        tell: submits the sum over ranks of an int64 table, under a name. Returns an object with
+        submit: submits the sum over ranks of an int64 table, under a name. Returns an object with
             `ready()` and `wait()`; the latter returns an object with `tolist()`, or raises a
             RuntimeError.
         members: the ranks of each process set, by its id.
@@ -134,10 +141,10 @@ class StallChannel:
     def __init__(
         self,
         process_set: Any,
-        tell: Callable[[list[list[int]], str, Any], Any],
+        submit: Callable[[list[list[int]], str, Any], Any],
         members: Callable[[], dict[int, Sequence[int]]],
     ) -> None:
-        self._set, self._tell, self._members = process_set, tell, members
+        self._set, self._submit, self._members = process_set, submit, members
         self._pending: Any = None
         self._completing = False
         self._before: list[list[int]] | None = None
@@ -147,8 +154,8 @@ class StallChannel:
         """True if a report of this rank is pending."""
         return self._pending is not None
 
-    def look(self, asked: Sequence[PendingOp], turn: int = 0) -> None:
-        """Report the collectives that this rank waits for, and read other reports; see `word`.
+    def check(self, operations: Sequence[PendingOp], wait_id: int = 0) -> None:
+        """Report the collectives that this rank waits for, and read other reports.
 
         Raises:
             DeadlockError: on all ranks.
@@ -156,7 +163,7 @@ class StallChannel:
         if self._completing:
             return
         if self._pending is None:
-            self._say(word(asked, turn))
+            self._report(pack_report(operations, wait_id))
         elif self._pending.ready():
             pending, self._pending = self._pending, None
             try:
@@ -164,13 +171,13 @@ class StallChannel:
             except RuntimeError:  # from Horovod: the pending collectives have failed, too
                 self._before = None
                 return
-            self._hear(table)
-            self._say(word(asked, turn))
+            self._compare(table)
+            self._report(pack_report(operations, wait_id))
 
     def complete(self) -> None:
         """Complete a report that only some ranks have submitted; all ranks call it."""
         if self._pending is None:
-            self._say(busy())
+            self._report(pack_running())
         self._completing = True  # blocks, but not in a deadlock
         try:
             self._pending.wait()
@@ -182,21 +189,23 @@ class StallChannel:
         """Drop the pending report after a restart of Horovod."""
         self._pending = self._before = None
 
-    def _say(self, numbers: list[int]) -> None:
-        everybody = [[0] * _WORD for _ in range(self._set.size())]
-        everybody[self._set.rank()] = numbers
+    def _report(self, numbers: list[int]) -> None:
+        table = [[0] * _REPORT_SIZE for _ in range(self._set.size())]
+        table[self._set.rank()] = numbers
         name = f"gradcomp.waiting.{self._set.process_set_id}"
-        self._pending = self._tell(everybody, name, self._set)
+        self._pending = self._submit(table, name, self._set)
 
-    def _hear(self, table: list[list[int]]) -> None:
+    def _compare(self, table: list[list[int]]) -> None:
         before, self._before = self._before, table
         if table != before:
             return
         ranks = list(self._set.ranks or range(len(table)))
-        told = {rank: read(numbers) for rank, numbers in zip(ranks, table)}
-        if not stuck(told, self._members()):
+        reports = {rank: parse_report(numbers) for rank, numbers in zip(ranks, table)}
+        if not is_deadlocked(reports, self._members()):
             return
-        listed = "; ".join(f"rank {r} waits for {t.text}" for r, t in told.items() if t is not None)
+        listed = "; ".join(
+            f"rank {r} waits for {t.text}" for r, t in reports.items() if t is not None
+        )
         raise DeadlockError(
             f"the ranks wait for each other, each for something else, and have done so for "
             f"{PATIENCE:g} seconds: {listed}. What is done on one rank (a batch more or less, "
@@ -209,60 +218,60 @@ class StallInspector:
     """Record of this rank's pending collectives, and of the time of the last change.
 
     Args:
-        tell, members: see `StallChannel`.
+        submit, members: see `StallChannel`.
     """
 
-    def __init__(self, tell: Callable[..., Any], members: Callable[..., Any]) -> None:
-        self._how = tell, members
-        self._watches: dict[int, tuple[Any, StallChannel]] = {}
-        self._asked: dict[Hashable, PendingOp] = {}
+    def __init__(self, submit: Callable[..., Any], members: Callable[..., Any]) -> None:
+        self._callbacks = submit, members
+        self._channels: dict[int, tuple[Any, StallChannel]] = {}
+        self._operations: dict[Hashable, PendingOp] = {}
         self._threads: set[int] = set()
-        self._since, self._turn = 0.0, 0
-        self._looked: tuple[Hashable, ...] = ()
+        self._since, self._wait_id = 0.0, 0
+        self._last_keys: tuple[Hashable, ...] = ()
 
     def among(self, process_set: Any) -> StallChannel:
         """Watch the ranks of a process set from now on."""
         number = process_set.process_set_id
-        known = self._watches.get(number)
+        known = self._channels.get(number)
         if known is None or known[0] is not process_set:
-            self._watches[number] = process_set, StallChannel(process_set, *self._how)
-        return self._watches[number][1]
+            self._channels[number] = process_set, StallChannel(process_set, *self._callbacks)
+        return self._channels[number][1]
 
-    def ask(self, key: Hashable, asked: PendingOp) -> None:
+    def add(self, key: Hashable, operation: PendingOp) -> None:
         """Record a submitted collective."""
-        if len(self._asked) > _MOST:  # nobody has waited for the completed ones
-            for known, one in list(self._asked.items()):
-                if one.ready():
-                    self.came(known)
-        self._asked[key] = asked
-        if asked.thread is not None:
-            self._threads.add(asked.thread)
+        if len(self._operations) > _MOST:  # nobody has waited for the completed ones
+            for known, op in list(self._operations.items()):
+                if op.ready():
+                    self.remove(known)
+        self._operations[key] = operation
+        if operation.thread is not None:
+            self._threads.add(operation.thread)
 
-    def came(self, key: Hashable) -> None:
+    def remove(self, key: Hashable) -> None:
         """Remove a collective that has completed or failed."""
-        self._asked.pop(key, None)
+        self._operations.pop(key, None)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Report if this rank has waited for `PATIENCE`; costs microseconds before.
 
         Raises:
             DeadlockError: on all ranks.
         """
-        keys = tuple(self._asked)
-        if keys != self._looked:
-            self._looked, self._since = keys, time.monotonic()
-            self._turn = (self._turn + 1) & 0x7FFFFFFF
+        keys = tuple(self._operations)
+        if keys != self._last_keys:
+            self._last_keys, self._since = keys, time.monotonic()
+            self._wait_id = (self._wait_id + 1) & 0x7FFFFFFF
         if time.monotonic() - self._since < PATIENCE:
             return
-        coming = [one for one in list(self._asked.values()) if not one.ready()]
-        if not coming or len(self._threads) > 1:
+        waiting = [op for op in list(self._operations.values()) if not op.ready()]
+        if not waiting or len(self._threads) > 1:
             return  # another thread may still submit what other ranks wait for
-        for process_set, watch in list(self._watches.values()):
+        for process_set, channel in list(self._channels.values()):
             if process_set.process_set_id is not None and process_set.included():
-                watch.look(coming, self._turn)
+                channel.check(waiting, self._wait_id)
 
     def drop(self) -> None:
         """Drop all records after a restart of Horovod."""
-        self._asked.clear()
-        for _, watch in self._watches.values():
-            watch.drop()
+        self._operations.clear()
+        for _, channel in self._channels.values():
+            channel.drop()

@@ -14,7 +14,7 @@ class MessageError(ValueError):
     """Message of another rank that does not have the expected type."""
 
 
-def packed(item: Any) -> bytes:
+def dumps(item: Any) -> bytes:
     """Encode as JSON: None, numbers, strings, and lists, tuples and string-keyed dicts of these.
 
     Infinities and NaN keep their value, and floats all of their bits.
@@ -25,8 +25,8 @@ def packed(item: Any) -> bytes:
     return json.dumps(item, separators=(",", ":")).encode()
 
 
-def unpacked(data: bytes, kind: Any) -> Any:
-    """Decode the bytes of `packed`.
+def loads(data: bytes, kind: Any) -> Any:
+    """Decode the bytes of `dumps`.
 
     Args:
         data: the bytes.
@@ -43,11 +43,11 @@ def unpacked(data: bytes, kind: Any) -> Any:
         item = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"no JSON: {error}") from None
-    return typed(item, kind)
+    return convert(item, kind)
 
 
-def typed(item: Any, kind: Any, where: str = "it") -> Any:
-    """Convert decoded JSON to a type that `unpacked` takes.
+def convert(item: Any, kind: Any, where: str = "it") -> Any:
+    """Convert decoded JSON to a type that `loads` takes.
 
     Args:
         item: the decoded JSON.
@@ -61,18 +61,18 @@ def typed(item: Any, kind: Any, where: str = "it") -> Any:
     if kind is Any:
         return item
     if origin is Union and item is not None:
-        return typed(item, arguments[0], where)
+        return convert(item, arguments[0], where)
     if item is None and (kind is None or type(None) in arguments):
         return None
     if origin is dict and isinstance(item, dict):
-        return {key: typed(value, arguments[1], f"{where}.{key}") for key, value in item.items()}
+        return {key: convert(value, arguments[1], f"{where}.{key}") for key, value in item.items()}
     if isinstance(item, list):
         if origin is list or (origin is tuple and arguments[1:] == (...,)):
-            return origin(typed(x, arguments[0], f"{where}[{i}]") for i, x in enumerate(item))
+            return origin(convert(x, arguments[0], f"{where}[{i}]") for i, x in enumerate(item))
         named = hasattr(kind, "_fields")
         kinds = [*get_type_hints(kind).values()] if named else arguments if origin else ()
         if (named or origin is tuple) and len(kinds) == len(item):
-            values = (typed(x, k, f"{where}[{i}]") for i, (x, k) in enumerate(zip(item, kinds)))
+            values = (convert(x, k, f"{where}[{i}]") for i, (x, k) in enumerate(zip(item, kinds)))
             return kind(*values) if named else tuple(values)
     if kind is float and type(item) is int:
         return float(item)
@@ -81,7 +81,7 @@ def typed(item: Any, kind: Any, where: str = "it") -> Any:
     raise MessageError(f"{where} is {str(item)[:40]!r}, which was not asked for")
 
 
-def gathered(
+def gather(
     item: Any, kind: Any, allgather: Callable[[bytes], Iterable[bytes]], ranks: Sequence[int] | None
 ) -> list[Any]:
     """Gather an item from every rank, on all ranks.
@@ -96,9 +96,9 @@ def gathered(
         MessageError: on all ranks, if an item has another type.
     """
     found = []
-    for place, data in enumerate(allgather(packed(item))):
+    for place, data in enumerate(allgather(dumps(item))):
         try:
-            found.append(unpacked(data, kind))
+            found.append(loads(data, kind))
         except MessageError as error:
             rank = ranks[place] if ranks else place
             raise MessageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UniqueNames:
-    """Counter of a process's engines. All ranks draw each name, in the process set or not.
+    """Counter of a process's reducers. All ranks draw each name, in the process set or not.
 
     Attributes:
         number: the next one.
@@ -19,9 +19,9 @@ class UniqueNames:
         return self.number - 1
 
     def take(self) -> str:
-        """Return the name of the next engine."""
+        """Return the name of the next reducer."""
         return f"{self._prefix}.{self.draw()}"
 
-    def go_on_from(self, number: int) -> None:
+    def continue_from(self, number: int) -> None:
         """Continue another rank's numbers, if this rank started later."""
         self.number = number

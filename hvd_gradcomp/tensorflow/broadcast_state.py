@@ -66,7 +66,7 @@ def broadcast_variables(
     rolls = _agreed(shared, engines, process_set)
     ranks = list(process_set.ranks or range(process_set.size()))
     root = rolls[ranks.index(root_rank)]
-    TITLES.go_on_from(max(roll.number for roll in rolls))
+    TITLES.continue_from(max(roll.number for roll in rolls))
     anew = []
     for place, engine in enumerate(engines):
         step = root.steps[place]

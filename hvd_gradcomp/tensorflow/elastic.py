@@ -149,7 +149,7 @@ class Variables(ObjectState):
             engine.settled = settled
         for engine, title in zip(self._engines(), titles):
             engine.rename(title)
-        TITLES.go_on_from(number)
+        TITLES.continue_from(number)
         broadcast_variables(self._tracked(), 0)
         ObjectState.sync(self)
 

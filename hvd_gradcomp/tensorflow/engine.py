@@ -67,7 +67,7 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
             yield data[start : start + length]
             start += length
 
-    return typed_json.gathered(item, kind, allgather, process_set.ranks)
+    return typed_json.gather(item, kind, allgather, process_set.ranks)
 
 
 def check(
@@ -117,7 +117,7 @@ def explained(what: str) -> Iterator[None]:
         if "Horovod" not in error.message:
             raise
         said = error.message.rpartition("\n\n")[2]  # after the place in the graph
-        raise HorovodInternalError(errors.explained(what, said)) from error
+        raise HorovodInternalError(errors.explain(what, said)) from error
 
 
 @contextmanager

@@ -250,7 +250,7 @@ class _StallInspector:
             watch = self._among(number)
             if watch is not None:
                 try:
-                    watch.look(asked, self._turn)
+                    watch.check(asked, self._turn)
                 finally:
                     rounds = self.rounds(number)
                     rounds.told.assign(rounds.said * watch.pending)

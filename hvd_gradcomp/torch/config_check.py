@@ -69,7 +69,9 @@ class ConfigCheck:
         everybody = torch.zeros(size, len(numbers), dtype=torch.int32, device="cpu")
         everybody[run.process_set.rank()] = torch.tensor(numbers, device="cpu")
         try:
-            with errors.named(HorovodInternalError, f"the end of step {run.steps}'s exchange"):
+            with errors.explain_errors(
+                HorovodInternalError, f"the end of step {run.steps}'s exchange"
+            ):
                 loan = horovod.allreduce(everybody, f"{run.name}.{what}", run.process_set)
                 while not loan.ready():
                     if not run.poll():

@@ -184,7 +184,7 @@ class _Peers:
 def _said_by_all(group: ProcessGroup, words: list[int], what: str) -> dict[int, list[int]]:
     """Gather three numbers by rank, so that ranks notice if they begin different collectives."""
     mine = torch.tensor(words, device=group.device)
-    with errors.named(RuntimeError, what, _WHO):
+    with errors.explain_errors(RuntimeError, what, _WHO):
         every = Work.of(dist.all_gather, mine, group).wait().tolist()
     return dict(zip(group.ranks, every))
 
@@ -208,7 +208,7 @@ class _DDPReducer(BucketPlanner):
     """Reducer of a model over `torch.distributed`."""
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
-        return errors.named(RuntimeError, what, _WHO)
+        return errors.explain_errors(RuntimeError, what, _WHO)
 
     @property
     def peers(self) -> _Peers:

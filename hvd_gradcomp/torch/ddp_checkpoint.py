@@ -43,11 +43,11 @@ def load(run: BucketPlanner, saved: dict[str, Any]) -> None:
     if saved["size"] != size:
         raise CheckpointError(schema.other_size(saved["size"], size))
     states, left = [], set()
-    origin = schema.Origin(saved["steps"], "sharded", saved["rank"], size)
     for bucket, entry in zip(run.buckets, saved["buckets"]):
+        how = saved["steps"], "sharded", saved["rank"], rank
         values = []
         for path, current in leaves(bucket.state):
-            if origin.source(bucket.compressor, path, rank) is not Source.SAVED:
+            if schema.source_of(bucket.compressor, path, *how) is not Source.SAVED:
                 values.append(current)
                 left.add(path)
                 continue

@@ -156,7 +156,7 @@ class CompressedOptimizer(StateHandler):
         engine = self.engine
         name, number = from_root((engine.name, TITLES.draw()))
         engine.rename(name)
-        TITLES.go_on_from(number)
+        TITLES.continue_from(number)
         hand_out(self.value, 0, elastic=True)
         engine.abandon()
 

@@ -45,7 +45,7 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
         everything = horovod.allgather(data, f"{name}.t", process_set).wait()
         return (piece.numpy().tobytes() for piece in everything.split(lengths.tolist()))
 
-    return typed_json.gathered(item, kind, allgather, process_set.ranks)
+    return typed_json.gather(item, kind, allgather, process_set.ranks)
 
 
 class Peers:
@@ -106,7 +106,7 @@ class HorovodReducer(BucketPlanner):
         self.sync = StepSync()
 
     def _explained(self, what: str) -> AbstractContextManager[None]:
-        return errors.named(HorovodInternalError, what)
+        return errors.explain_errors(HorovodInternalError, what)
 
     @property
     def peers(self) -> Peers:
@@ -166,7 +166,7 @@ class HorovodReducer(BucketPlanner):
         config_check.agree(list(begun.values()), list(begun), _ALIKE)
 
     def _gather_objects(self, item: Any, kind: Any) -> list[Any]:
-        with errors.named(HorovodInternalError, "the exchange of what the ranks train"):
+        with errors.explain_errors(HorovodInternalError, "the exchange of what the ranks train"):
             return gather_objects(item, kind, f"{self.name}.handshake", self.process_set)
 
     def begin(self) -> Set[torch.nn.Parameter]:

@@ -42,7 +42,7 @@ def join(device: int = -1) -> int:
     optimizers = sorted(synchronizers, key=lambda one: reducer_of(one).name)
     engines = [reducer_of(one) for one in optimizers]
     made = {engine.name: engine.steps for engine in engines}
-    with errors.named(HorovodInternalError, "hvd.join()"):
+    with errors.explain_errors(HorovodInternalError, "hvd.join()"):
         if all(engine.place is None and engine.compressor.is_linear for engine in engines):
             last = int(horovod.join(device))
             everybody = _gathered(made)

@@ -160,7 +160,7 @@ def test_a_larger_bucket_moves_no_more_than_dense(place, density, size):
 
 @given(st.integers(1, 10**8), st.integers(1, 200), SIZES, st.sampled_from(DENSITIES))
 @settings(deadline=None)
-def test_so_do_all_rungs(elements, layers, size, density):
+def test_so_do_all_levels(elements, layers, size, density):
     shapes = ((max(elements // layers, 1),),) * layers
     for compressor in (*RULES, *largest(density)):
         layout = layout_of(shapes, compressor)
@@ -211,7 +211,7 @@ def gathering(schedule):
 
 @OF_SUMMED
 @pytest.mark.parametrize("static", [False, True], ids=["indexed", "masked"])
-def test_it_is_what_the_other_rungs_send(compressor, size, static, monkeypatch):
+def test_it_is_what_the_other_levels_send(compressor, size, static, monkeypatch):
     """The same elements are sent, the same is kept; and the result differs by its order alone."""
     layout = layout_of(((40, 9), (7,), (300,)), compressor)
     ops, random = TorchOps(static=static), np.random.default_rng(3)

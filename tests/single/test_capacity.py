@@ -30,7 +30,7 @@ def test_there_is_always_room_for_what_was_needed(needs, top):
         assert level.dense == (level.index == schedule.top)
 
 
-def test_it_leaves_a_rung_slowly():
+def test_it_leaves_a_level_slowly():
     schedule = CapacitySchedule.up_to(10_000)
     levels = walk(schedule, [5000] + [100] * (PATIENCE + 1))
     assert len({r.index for r in levels[:PATIENCE]}) == 1
@@ -38,7 +38,7 @@ def test_it_leaves_a_rung_slowly():
 
 
 @given(st.integers(0, 20), st.integers(0, 5000))
-def test_a_rung_to_start_on_is_that_of_one_step(start, need):
+def test_a_level_to_start_on_is_that_of_one_step(start, need):
     schedule = CapacitySchedule.up_to(10_000)
     first, second = walk(schedule, [0, need], start)
     assert first.index == start
@@ -59,7 +59,7 @@ def test_noise_does_not_change_the_size_each_step():
     assert sum(a != b for a, b in zip(indices, indices[1:])) <= 2
 
 
-def test_a_tiny_bucket_has_only_the_dense_rung():
+def test_a_tiny_bucket_has_only_the_dense_level():
     assert CapacitySchedule.up_to(5).capacities == ()
     (level,) = walk(CapacitySchedule.up_to(5), [3])
     assert level.dense

@@ -19,6 +19,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.algorithms.egc import entropy_of_layers
 from hvd_gradcomp.codecs.indices import CODINGS
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
@@ -62,7 +63,7 @@ def sent_by(world: World, rank: int) -> torch.Tensor:
         pieces = world.traffic[1][rank].tensor.split(list(layout.sizes))
         return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
     body, weight, room = buffer[None, 32:], torch.ones(1), torch.empty(layout.size)
-    return compressor.decode_sum(ops, layout, level_of(world), body, weight, room)
+    return compressor.decode_sum(ops, layout, Payloads(level_of(world), body, weight), room)
 
 
 def level_of(world: World) -> CapacityLevel:

@@ -16,6 +16,7 @@ from hvd_gradcomp import (
     ScaleComCompressor,
     SparseGDCompressor,
 )
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.codecs.topk import form_of
 from hvd_gradcomp.core.collectives import Allgather, Broadcast
 from hvd_gradcomp.core.wire import HEADER_BYTES
@@ -198,7 +199,7 @@ def test_no_index_is_trusted(coding, sizes, ranks, count, widths, near, seed):
         room = torch.full((layout.size,), 7.0)
         try:
             given = torch.from_numpy(bodies)
-            return compressor.decode_sum(ops, layout, None, given, weights, room)
+            return compressor.decode_sum(ops, layout, Payloads(None, given, weights), room)
         except PayloadError as error:
             return str(error)
 
@@ -291,7 +292,7 @@ def test_bodies_of_another_size_are_an_error(compressor):
     """C would read beyond their end."""
     layout, ops = layout_of(700, 5000), TorchOps()
     size = compressor.body_bytes(layout)
-    given = torch.full((2,), 0.5), torch.zeros(layout.size)
+    weights, room = torch.full((2,), 0.5), torch.zeros(layout.size)
     with pytest.raises(PayloadError, match=f"where {size} are due"):
         bodies = torch.zeros(2, size - 4, dtype=torch.uint8)
-        compressor.decode_sum(ops, layout, None, bodies, *given)
+        compressor.decode_sum(ops, layout, Payloads(None, bodies, weights), room)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import FP16Compressor, HybridCompressor, NoneCompressor, StromCompressor
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
@@ -51,7 +52,7 @@ def sent_by(world, rank):
         return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
     one = torch.ones(1, device=ops.device)
     room = torch.empty(layout.size, device=ops.device)
-    return compressor.decode_sum(ops, layout, level, buffer[None, 32:], one, room)
+    return compressor.decode_sum(ops, layout, Payloads(level, buffer[None, 32:], one), room)
 
 
 def level_of(world):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import cli
 from hvd_gradcomp.cli import doctor
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.codecs.topk import form_of
 from hvd_gradcomp.core.capacity import PATIENCE, CapacitySchedule, CapacityState
 from hvd_gradcomp.core.compressor import leaves
@@ -416,9 +417,9 @@ def test_no_index_is_trusted(compressor, how, data):
         room = tf.fill((layout.size,), 7.0)
         try:
             if how == "eager" or ops.native is None:
-                return compressor.decode_sum(ops, layout, level, bodies, weights, room)
+                return compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), room)
             sum_ = tf.function(
-                lambda b: compressor.decode_sum(ops, layout, level, b, weights, room)
+                lambda b: compressor.decode_sum(ops, layout, Payloads(level, b, weights), room)
             )
             return sum_(bodies)
         except (PayloadError, tf.errors.InvalidArgumentError) as error:
@@ -489,7 +490,7 @@ def test_passes_refuse_what_does_not_fit():
     state=st.tuples(*[st.integers(0, n) for n in (9, 20, 9, 60, 100)]),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_ladder_is_climbed_alike(capacities, state):
+def test_both_choose_the_same_levels(capacities, state):
     schedule = CapacitySchedule(capacities)
     given_ = CapacityState(*(tf.constant(x, tf.int64) for x in state))
     room, after = schedule.next_level(verbs(), given_)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.algorithms.variance import Ambiguity
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo, Sign
-from hvd_gradcomp.codecs.sparse import Residual
+from hvd_gradcomp.codecs.sparse import Payloads, Residual
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
@@ -147,7 +147,7 @@ def test_no_index_is_trusted(compressor, data):
     def total(ops):
         room = torch.full((layout.size,), 7.0)
         try:
-            return compressor.decode_sum(ops, layout, level, bodies, weights, room)
+            return compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), room)
         except (PayloadError, IndexError, RuntimeError) as error:
             return type(error)
 
@@ -160,16 +160,16 @@ def test_no_index_is_trusted(compressor, data):
 
 @pytest.mark.parametrize("dense", [False, True], ids=["words", "places"])
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
-def test_bodies_of_another_rung_are_an_error(compressor, dense):
+def test_bodies_of_another_level_are_an_error(compressor, dense):
     """C would read beyond their end."""
     layout, ops = layout_of(300, 200), TorchOps()
     schedule = compressor.capacity_schedule(layout)
     level = schedule.next_level(ops, schedule.init(ops))[0]._replace(capacity=20, dense=dense)
     size = compressor.body_bytes(layout, level)
-    given = torch.full((2,), 0.5), torch.zeros(layout.size)
+    weights, room = torch.full((2,), 0.5), torch.zeros(layout.size)
     for bodies in torch.zeros(2, size - 4, dtype=torch.uint8), torch.zeros(1, 0, dtype=torch.uint8):
         with pytest.raises(PayloadError, match=f"where {size} are due"):
-            compressor.decode_sum(ops, layout, level, bodies, *given)
+            compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), room)
 
 
 class ByRule(ThresholdCompressor, registered=False):

@@ -279,7 +279,7 @@ def test_a_disk_that_stands_still_does_not_stop_the_training(opens, caplog, monk
     slow.goes_on.set()
 
 
-def test_changes_of_the_rung_are_counted():
+def test_changes_of_the_level_are_counted():
     schedule, ops = CapacitySchedule.up_to(10_000), TorchOps()
     state = schedule.init(ops)
     levels = [int(state.rung)]

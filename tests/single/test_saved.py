@@ -43,7 +43,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("item", "kind"), KINDS, ids=str)
 def test_messages_come_back(item, kind):
-    assert typed_json.unpacked(typed_json.packed(item), kind) == item
+    assert typed_json.loads(typed_json.dumps(item), kind) == item
 
 
 WRONG = [
@@ -63,15 +63,15 @@ WRONG = [
 @pytest.mark.parametrize(("item", "kind"), WRONG, ids=str)
 def test_messages_of_another_kind_are_refused(item, kind):
     with pytest.raises(MessageError, match="which was not asked for"):
-        typed_json.unpacked(typed_json.packed(item), kind)
+        typed_json.loads(typed_json.dumps(item), kind)
 
 
 def test_what_another_rank_says_is_not_run(tmp_path):
     bad = pickle.dumps(Hostile(tmp_path / "ran"))
     with pytest.raises(MessageError, match=r"what rank 5 has said cannot be read: no JSON"):
-        typed_json.gathered("x", str, lambda mine: [mine, bad], [4, 5])
+        typed_json.gather("x", str, lambda mine: [mine, bad], [4, 5])
     with pytest.raises(MessageError):
-        typed_json.unpacked(b"[" * 100_000, Any)
+        typed_json.loads(b"[" * 100_000, Any)
     assert not (tmp_path / "ran").exists()
 
 

@@ -28,27 +28,31 @@ of_a_rank = st.lists(
 def test_ranks_are_stuck_if_nothing_is_asked_for_by_all_that_it_is_for(ranks):
     told = {}
     for rank, one in enumerate(ranks):
-        numbers = [0] * stall_inspector._WORD
+        numbers = [0] * stall_inspector._REPORT_SIZE
         if one is not None:
-            numbers = stall_inspector.word([asked(*pair) for pair in one])
-        told[rank] = stall_inspector.read(numbers)
+            numbers = stall_inspector.pack_report([asked(*pair) for pair in one])
+        told[rank] = stall_inspector.parse_report(numbers)
         assert (told[rank] is None) == (one is None), "one that has joined says nothing"
     wanted = {pair for one in ranks for pair in one or ()}
     can_come = any(
         all(ranks[rank] is None or (name, number) in ranks[rank] for rank in SETS[number])
         for name, number in wanted
     )
-    assert stall_inspector.stuck(told, SETS) == (any(r is not None for r in ranks) and not can_come)
+    assert stall_inspector.is_deadlocked(told, SETS) == (
+        any(r is not None for r in ranks) and not can_come
+    )
 
 
 def test_a_rank_that_does_not_wait_or_cannot_tell_all_is_not_stuck():
-    waits = stall_inspector.read(stall_inspector.word([asked("a")]))
-    busy = stall_inspector.read(stall_inspector.busy())
-    many = stall_inspector.read(stall_inspector.word([asked(f"a{i}") for i in range(100)]))
-    assert not stall_inspector.stuck({0: waits, 1: busy, 2: waits}, SETS)
-    assert not stall_inspector.stuck({0: many, 1: many, 2: waits}, SETS)
-    assert not stall_inspector.stuck(
-        {0: waits, 1: stall_inspector.read(stall_inspector.word([asked("b")]))}, SETS
+    waits = stall_inspector.parse_report(stall_inspector.pack_report([asked("a")]))
+    busy = stall_inspector.parse_report(stall_inspector.pack_running())
+    many = stall_inspector.parse_report(
+        stall_inspector.pack_report([asked(f"a{i}") for i in range(100)])
+    )
+    assert not stall_inspector.is_deadlocked({0: waits, 1: busy, 2: waits}, SETS)
+    assert not stall_inspector.is_deadlocked({0: many, 1: many, 2: waits}, SETS)
+    assert not stall_inspector.is_deadlocked(
+        {0: waits, 1: stall_inspector.parse_report(stall_inspector.pack_report([asked("b")]))}, SETS
     )
     assert many.text.endswith("a98, a99 and 98 more")
 
@@ -82,12 +86,12 @@ def test_what_was_told_twice_by_all_is_raised_by_all():
     ranks = Ranks()
     first, second = ranks.watches
     for _ in range(2):  # the first rank waits for long, and nothing follows from that
-        first.look([asked("a")])
+        first.check([asked("a")])
     for look in range(4):
         for watch, name in ((first, "a"), (second, "b")):
             if look < 3:
                 try:
-                    watch.look([asked(name)])
+                    watch.check([asked(name)])
                 except stall_inspector.DeadlockError as error:
                     assert "rank 0 waits for a; rank 1 waits for b" in str(error)
                     assert not watch.pending
@@ -99,13 +103,13 @@ def test_a_word_that_is_old_by_then_raises_nothing():
     ranks = Ranks()
     first, second = ranks.watches
     for step in range(6):  # what one has waited for has come by the time that the other tells
-        first.look([asked(f"a{step}")])
-        second.look([asked(f"b{step}")])
+        first.check([asked(f"a{step}")])
+        second.check([asked(f"b{step}")])
 
 
 def test_a_word_of_one_rank_is_brought_to_its_end():
     ranks = Ranks()
-    ranks.watches[0].look([asked("a")])
+    ranks.watches[0].check([asked("a")])
     assert ranks.watches[0].pending and not ranks.watches[1].pending
     ranks.watches[1].complete()
     ranks.watches[0].complete()

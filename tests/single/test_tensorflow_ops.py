@@ -8,12 +8,13 @@ import tensorflow as tf
 import torch
 
 from hvd_gradcomp import EGCCompressor, HybridCompressor, PayloadError, VarianceCompressor
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core.compressor import leaves, with_leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import LEADER, ONE_OF_EACH, PHASED, WORDS
+from tests.methods import LEADER, ONE_OF_EACH, PHASED, WORDS, encode_step
 
 SHAPES = ((40, 7), (10,), (700,))
 RANKS = 4
@@ -127,12 +128,12 @@ def test_xla_gives_the_same_bits(compressor, dense):
     weights = tf.constant([1 / 3] * RANKS, tf.float32)
 
     def encode(ops, state, step, gradient):
-        encoded, after = compressor.encode(ops, layout, room, step, gradient, state)
+        encoded, after = encode_step(compressor, ops, layout, room, step, gradient, state)
         return encoded.body, encoded.sent, [x for _, x in leaves(after)]
 
     def decode(ops, bodies):
         empty = ops.zeros((layout.size,))
-        return compressor.decode_sum(ops, layout, room, bodies, weights, room=empty)
+        return compressor.decode_sum(ops, layout, Payloads(room, bodies, weights), empty)
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled_encode(values, step, gradient):

@@ -10,7 +10,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.config_check import MismatchError, agree, describe
-from hvd_gradcomp.runtime.errors import explained, named
+from hvd_gradcomp.runtime.errors import explain, explain_errors
 
 OPS = TorchOps()
 WEIGHTS = verify.weights(OPS)
@@ -70,10 +70,10 @@ def test_the_first_difference_and_the_fewest_ranks_are_named():
 
 
 def test_failures_are_explained_and_keep_their_kind():
-    assert "hvd.join()" in explained("it", "Allgather is not supported with Join at this time.")
-    assert "another rank has stopped" in explained("it", "Connection closed by peer")
+    assert "hvd.join()" in explain("it", "Allgather is not supported with Join at this time.")
+    assert "another rank has stopped" in explain("it", "Connection closed by peer")
     failed = pytest.raises(KeyError, match="the exchange failed: another rank")
-    with failed as caught, named(KeyError, "the exchange"):
+    with failed as caught, explain_errors(KeyError, "the exchange"):
         raise KeyError("shut down")
     assert isinstance(caught.value.__cause__, KeyError)
 

@@ -19,12 +19,14 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.codecs.quantized import Accumulator, QuantizedCompressor
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
+from tests.methods import encode_step
 from tests.triton.gradients import on
 
 SHAPES = (("a", "b", "c"), ((40, 45), (3,), (1500,)))
@@ -68,7 +70,7 @@ class Codec:
     def words(self):
         ops, codec, layout, level = self.ops, self.compressor, self.layout, self.level
         finite, gradient = patterns.check_storable(ops, self.gradient)
-        encoded, state = codec.encode(ops, layout, level, 0, gradient, self.state)
+        encoded, state = encode_step(codec, ops, layout, level, 0, gradient, self.state)
         self.state = state._replace(sent=self.state.sent)  # would be a tensor of the graph
         header = patterns.header_of(codec, self.context, finite)
         header = header._replace(sent=encoded.sent, wanted=encoded.wanted)
@@ -77,7 +79,7 @@ class Codec:
         encoded.commit()
         if isinstance(codec, TopKCompressor):
             return (buffer,)
-        total = codec.decode_sum(ops, layout, level, bodies, self.weights, gradient)
+        total = codec.decode_sum(ops, layout, Payloads(level, bodies, self.weights), gradient)
         return buffer, total
 
     def quantized(self):

@@ -14,10 +14,11 @@ from hvd_gradcomp import (
     LGCCompressor,
     SparseGDCompressor,
 )
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from tests.methods import LARGEST
+from tests.methods import LARGEST, encode_step
 from tests.passes import layout_of
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
 
@@ -106,8 +107,8 @@ def test_signs_and_what_is_not_finite_in_the_memory(compressor, device):
         memory = state.memory._replace(r=r.clone().to(device))
         level = compressor.capacity_schedule(layout).next_level(ops, state.ladder)[0]
         gradient = torch.zeros(layout.size, device=device)
-        given = ops, layout, level, 3, gradient, state._replace(memory=memory)
-        encoded, after = compressor.encode(*given)
+        before = state._replace(memory=memory)
+        encoded, after = encode_step(compressor, ops, layout, level, 3, gradient, before)
         encoded.commit()
         left = [m.view(torch.int32).cpu() for m in after.memory]
         bodies.append([encoded.body.cpu(), torch.as_tensor(encoded.sent).cpu(), *left])
@@ -182,7 +183,9 @@ def test_no_index_is_trusted(coding, data, device):
 
     def total(ops):
         into = room[: layout.size]
-        found = compressor.decode_sum(ops, layout, level, bodies.to(device), weights, into)
+        found = compressor.decode_sum(
+            ops, layout, Payloads(level, bodies.to(device), weights), into
+        )
         ops.raise_found()
         return found.clone()
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.compressor import Context
@@ -116,7 +117,7 @@ def test_no_index_is_trusted(compressor, data, device):
         try:
             said, found = wire.unpack(ops, header, frames, spec)
             weights = weights_of(ops, context, said)
-            found = compressor.decode_sum(ops, layout, level, found, weights, into)
+            found = compressor.decode_sum(ops, layout, Payloads(level, found, weights), into)
             ops.raise_found()
         except (PayloadError, NonFiniteGradientError):
             return None

@@ -8,10 +8,12 @@ from typing import Any
 from hvd_gradcomp.algorithms.lgc import training, vectors
 from hvd_gradcomp.algorithms.lgc.settings import OTHERS, SAMPLED, LGCSettings, LGCState
 from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Broadcast, Gather
 from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
+from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 _FINE, _NOT_FINITE, _DAMAGED = 0, 1, 2
 
@@ -46,7 +48,8 @@ def program(
     )
     header, bodies = vectors.unpack(lgc, ops, context, buffers)
     weights = patterns.weights_of(ops, context, header)
-    mean = lgc.decode_sum(ops, layout, None, bodies, weights, gradient)  # type: ignore[arg-type]
+    level = CapacityLevel(0, lgc.capacity(layout), False)
+    mean = lgc.decode_sum(ops, layout, Payloads(level, bodies, weights), gradient)
     mean = patterns.check_sum(ops, mean)
     state = vectors.commit(lgc, ops, vectors.count_sent(ops, layout, state, index), index)
     if train and context.rank == lgc.master:

@@ -81,7 +81,7 @@ class ProcessGroup:
             rows = Work.of(dist.all_gather, room, self).wait()
             return (bytes(row[:n].tolist()) for row, n in zip(rows, lengths))
 
-        return typed_json.gathered(item, kind, allgather, self.ranks)
+        return typed_json.gather(item, kind, allgather, self.ranks)
 
 
 def _timeout_of(group: Any, device: torch.device) -> Any:

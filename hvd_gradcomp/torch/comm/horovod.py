@@ -42,7 +42,7 @@ def pauses() -> Callable[[], None]:
     def pause() -> None:
         waited = time.perf_counter() - start
         if waited > _LONG:
-            waiting.look()
+            waiting.check()
         time.sleep(min(max(waited / 16, _SHORTEST), _LONGEST))
 
     return pause
@@ -74,7 +74,7 @@ class Work:
         pause = pauses()
         while not self.ready():
             pause()
-        waiting.came(self.key)
+        waiting.remove(self.key)
         result = horovod.synchronize(self.handle)
         self.references.clear()
         return result
@@ -113,7 +113,7 @@ def takes(device: torch.device) -> bool:
 
 def _lend(name: str, process_set: Any, enqueue: Callable[..., int], *arguments: Any) -> Work:
     loan = _unwatched(enqueue, *arguments, name, process_set)
-    waiting.ask(loan.key, stall_inspector.PendingOp(name, process_set, loan.ready))
+    waiting.add(loan.key, stall_inspector.PendingOp(name, process_set, loan.ready))
     return loan
 
 

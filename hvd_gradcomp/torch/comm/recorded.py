@@ -51,16 +51,16 @@ def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> 
                 while not mpi_ops.poll(handle):
                     pause()
             finally:
-                waiting.came(_key(handle))
+                waiting.remove(_key(handle))
         return _REPLACED["synchronize"](handle)
 
     def barrier(process_set: Any = mpi_ops.global_process_set) -> None:
         key = _key(object())
-        waiting.ask(key, PendingOp("barrier", process_set, lambda: False, _thread()))
+        waiting.add(key, PendingOp("barrier", process_set, lambda: False, _thread()))
         try:
             _REPLACED["barrier"](process_set)  # enqueues, and calls the `synchronize` above
         finally:
-            waiting.came(key)
+            waiting.remove(key)
 
     def shutdown(*given: Any, **named: Any) -> Any:
         _unnamed.clear()
@@ -100,7 +100,7 @@ def _recorded(
         def ready() -> bool:  # also if it was waited for elsewhere
             return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
 
-        waiting.ask(
+        waiting.add(
             _key(handle), PendingOp(f"{prefix}.{call['name']}", process_set, ready, _thread())
         )
         return handle

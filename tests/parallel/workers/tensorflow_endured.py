@@ -55,7 +55,7 @@ def planted(**options):
     fit(callbacks=[nudge, *options.pop("callbacks", ())], **options)
 
 
-def other_rung():
+def other_level():
     model = fit()
     engine = model.optimizer._gradcomp
     if hvd.rank() == FAULTY:
@@ -136,7 +136,7 @@ def main(folder: str) -> None:
             "fit": lambda: planted(verify_every=4),
             "callback": lambda: planted(callbacks=[hvd.callbacks.VerifyCallback(4)]),
             "tape": taped,
-            "rung": other_rung,
+            "rung": other_level,
             "version": other_version,
             "saved late": lambda: saved_late(saved),
             "saved alone": lambda: saved_alone(saved),  # the last: it ends the run
