@@ -9,6 +9,7 @@ from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.codecs.topk import count_of, form_of
 from hvd_gradcomp.core import patterns, validate, wire
+from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.core.cost_model import volume
 from hvd_gradcomp.core.layout import Layout
@@ -82,13 +83,30 @@ class ScaleComCompressor(ResidualTopK):
         gradient, _ = self.clipped(ops, context, gradient, extra)
         if self.sends_all(context.layout, context.size):
             return self._all(ops, context, gradient, state)
-        return patterns.aggregate_by_leader(self, ops, context, gradient, state)
+        return self._by_leader(ops, context, gradient, state)
 
     def sends_all(self, layout: Layout, ranks: int) -> bool:
         """Return True if dense gradients take fewer bytes than indices and selected values."""
         chosen = volume("broadcast", self.choice_bytes(layout), ranks)
         values = volume("allreduce", 4.0 * (self.capacity(layout) + 1), ranks)
         return chosen + values > volume("allreduce", 4.0 * layout.elements, ranks)
+
+    def _by_leader(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
+        """Broadcast the leader's indices, and allreduce all ranks' values there."""
+        layout, leader = context.layout, context.step % context.size
+        finite, gradient = patterns.check_storable(ops, gradient)
+
+        def choice() -> Tensor:
+            return self.choose(ops, context, gradient, state)
+
+        size = self.choice_bytes(layout)
+        buffer = yield from patterns.from_leader(ops, context, leader, choice, size)
+        index = self.chosen(ops, context, ops.reshape(buffer, (1, -1)))
+        values = self.values(ops, layout, gradient, state, index)
+        values = ops.concat((values, patterns.poison(ops, finite)))
+        total = yield Allreduce(values, context.prescale, context.postscale)
+        total = patterns.strip_poison(ops, total)
+        return self.commit_all(ops, layout, gradient, state, index, total)
 
     def _all(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         r = state.memory.r

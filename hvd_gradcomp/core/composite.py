@@ -11,6 +11,11 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops
 
 
+def _any_child(name: str) -> bool:
+    """Return a property of a composite: True if the attribute of any child is true."""
+    return derived(lambda self: any(getattr(child, name) for child in self.children.values()))
+
+
 class Composite(Compressor):
     """Compressor that delegates to child compressors and combines their results.
 
@@ -41,24 +46,13 @@ class Composite(Compressor):
         return max(child.block for child in self.children.values())
 
     @derived
-    def outputs_first(self) -> bool:
-        return any(child.outputs_first for child in self.children.values())
-
-    @derived
     def max_bucket(self) -> int:
         return min(child.max_bucket for child in self.children.values())
 
-    @derived
-    def whole_model(self) -> bool:
-        return any(child.whole_model for child in self.children.values())
-
-    @derived
-    def uses_moments(self) -> bool:
-        return any(child.uses_moments for child in self.children.values())
-
-    @derived
-    def needs_execution_order(self) -> bool:
-        return any(child.needs_execution_order for child in self.children.values())
+    outputs_first = _any_child("outputs_first")
+    whole_model = _any_child("whole_model")
+    uses_moments = _any_child("uses_moments")
+    needs_execution_order = _any_child("needs_execution_order")
 
     @derived
     def moments(self) -> str:

@@ -6,39 +6,15 @@ Each family has its own program: `codecs.sparse`, `codecs.quantized`, `codecs.li
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Switch
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
-from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.compressor import Compressor, Context
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
 from hvd_gradcomp.ops.interface.header import Weighing
 
 LARGEST = (2.0 - 2.0**-20) * 2.0**127  # a bit below float32's: sums are rounded on their way
-
-
-class Leading(Protocol):
-    """Codec methods that `aggregate_by_leader` calls."""
-
-    def choice_bytes(self, layout: Layout) -> int:
-        """Return the bytes of `choose`."""
-
-    def choose(self, ops: Ops, context: Context, gradient: Tensor, state: State) -> Tensor:
-        """Return the leader's payload: which elements travel."""
-
-    def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
-        """Return the choice from its payload [1, bytes]; the next two methods get it as `index`."""
-
-    def values(
-        self, ops: Ops, layout: Layout, gradient: Tensor, state: State, index: Tensor
-    ) -> Tensor:
-        """Return this rank's values at the indices."""
-
-    def commit_all(
-        self, ops: Ops, layout: Layout, gradient: Tensor, state: State, index: Tensor, total: Tensor
-    ) -> tuple[Tensor, Any]:
-        """Return the mean, and the state without what was sent."""
 
 
 def check_finite(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
@@ -117,27 +93,6 @@ def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     if header.intact is None:
         return ops.full((context.size,), weight, "float32")
     return ops.weigh(weight, header.intact)
-
-
-def aggregate_by_leader(
-    codec: Leading, ops: Ops, context: Context, gradient: Tensor, state: State
-) -> Program:
-    """Let one rank after the other choose the elements that travel, and sum their values.
-
-    Each step has a broadcast of the leader's indices and an allreduce of all ranks' values there.
-    """
-    layout, turn = context.layout, context.step % context.size
-    finite, gradient = check_storable(ops, gradient)
-
-    def chosen() -> Tensor:
-        return codec.choose(ops, context, gradient, state)
-
-    buffer = yield from from_leader(ops, context, turn, chosen, codec.choice_bytes(layout))
-    index = codec.chosen(ops, context, ops.reshape(buffer, (1, -1)))
-    values = ops.concat((codec.values(ops, layout, gradient, state, index), poison(ops, finite)))
-    total = yield Allreduce(values, context.prescale, context.postscale)
-    total = strip_poison(ops, total)
-    return codec.commit_all(ops, layout, gradient, state, index, total)
 
 
 def from_leader(

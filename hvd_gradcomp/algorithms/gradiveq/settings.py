@@ -95,12 +95,12 @@ class GradiVeQSettings(Clipping, Composite, registered=False):
         if isinstance(self.sampling, str):
             validate.one_of(self, "sampling", tuple(SAMPLING))
         for name in ("between", "others"):
-            one = getattr(self, name)
-            if one.correction is not None or one.uses_moments:
+            compressor = getattr(self, name)
+            if compressor.correction is not None or compressor.uses_moments:
                 raise TypeError(
                     "GradiVeQCompressor: what sampling= or other= names takes over momentum or "
                     "uses second moments; give it to the layers by hvd_gradcomp.partition instead. "
-                    f"Got {one}"
+                    f"Got {compressor}"
                 )
 
     @property

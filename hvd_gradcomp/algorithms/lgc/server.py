@@ -35,11 +35,8 @@ def program(
     selected = vectors.accumulate_and_select(lgc, ops, context, finite, gradient, state)
     state = state._replace(memory=selected.memory, hint=selected.hint)
     if compress:
-        return (
-            yield from exchange_with_server(
-                lgc, ops, context, finite, selected.index, gradient, state
-            )
-        )
+        index = selected.index
+        return (yield from compressed_step(lgc, ops, context, finite, index, gradient, state))
     layout_parts = lgc.parts(layout)
     parts, index, _ = lgc.coding.encode(ops, layout, layout_parts, selected.index, context.step)
     parts["values"] = vectors.values_to_send(lgc, ops, state, index)
@@ -60,7 +57,7 @@ def program(
     return mean, state
 
 
-def exchange_with_server(
+def compressed_step(
     lgc: LGCSettings,
     ops: Ops,
     context: Context,
@@ -192,10 +189,8 @@ def reconstruct(
     choice = wire.unpack_body(ops, lgc.code_parts(layout), wire.bodies_of(extra))
     choice = {name: part[0] for name, part in choice.items()}
     places = ops.sort(lgc.coding.decode(ops, layout, choice, capacity))
-    unit, code = (
-        vectors.unit(lgc, ops, layout, places, choice),
-        ops.reshape(choice["code"], (1, -1)),
-    )
+    unit = vectors.unit(lgc, ops, layout, places, choice)
+    code = ops.reshape(choice["code"], (1, -1))
     channels = [vectors.at(ops, *innovation, places) for innovation in innovations]
     decoded = autoencoder.decode(
         ops, state.decoder, code, ops.stack([vectors.to_units(ops, x, unit) for x in channels])
