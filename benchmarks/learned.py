@@ -99,7 +99,7 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
             lambda d=state.decoder, c=code, j=channel: autoencoder.decode(ops, d, c, j)
         )
         rows[f"LGC {title}, training step, {ranks} ranks"] = lambda c=compressor, s=state, f=loss: (
-            training.learned(c, ops, s, 0, f)
+            training.train_step(c, ops, s, 0, f)
         )
     return rows
 

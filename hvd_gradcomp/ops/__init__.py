@@ -48,7 +48,7 @@ class Ops(
         word_passes: `ops.torch.fused.WordPasses`, or its counterpart for another framework or a
             GPU; None if there is none.
         largest_passes: likewise for `ops.torch.fused.LargestPasses`.
-        climb: a fused `CapacitySchedule.climb`; None if plain ops are as good.
+        climb: a fused `CapacitySchedule.next_level`; None if plain ops are as good.
     """
 
     dynamic_shapes: bool

@@ -154,7 +154,7 @@ def test_adam_is_as_printed(ops):
     network = [[(np.zeros(5), np.zeros(0))] for _ in range(3)]
     adams = [plain.Adam() for _ in range(3)]
     for step in range(4):
-        state = training.learned(compressor, ops, state, step, loss)
+        state = training.train_step(compressor, ops, state, step, loss)
         assert float(state.loss) == 0.5
         for _ in range(2):
             for i, adam in enumerate(adams):
@@ -166,7 +166,7 @@ def test_adam_is_as_printed(ops):
         np.testing.assert_allclose(
             np.asarray(state.decoder)[head], network[head + 1][0][0], rtol=1e-4
         )
-    anew = training.learned(compressor, ops, state, 0, loss)
+    anew = training.train_step(compressor, ops, state, 0, loss)
     away = np.asarray(anew.encoder) - np.asarray(state.encoder)
     np.testing.assert_allclose(np.abs(away), 0.04, rtol=1e-3, err_msg="no moments of another time")
 
@@ -475,7 +475,7 @@ def test_it_is_trained_again_every_so_often(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_exact_feedback_does_not_choose_the_same_again_and_again(pattern, monkeypatch):
     """Of what is selected, the share that has come back in the ten steps before."""
-    taken_in, answered = vectors.taken_in, server.answered
+    taken_in, answered = vectors.accumulate_and_select, server.decode_answer
     chosen: list[tuple[int, set[int]]] = []
     came: dict[int, set[int]] = {}
 
@@ -493,8 +493,8 @@ def test_exact_feedback_does_not_choose_the_same_again_and_again(pattern, monkey
         came[context.step] = set(found[0].tolist())
         return found
 
-    monkeypatch.setattr(vectors, "taken_in", taking)
-    monkeypatch.setattr(server, "answered", answering)
+    monkeypatch.setattr(vectors, "accumulate_and_select", taking)
+    monkeypatch.setattr(server, "decode_answer", answering)
 
     def share(feedback, one_place=False):
         chosen.clear()
@@ -764,8 +764,8 @@ def test_a_perfect_autoencoder_loses_nothing(pattern, monkeypatch):
         truth.setdefault("mine", []).append(made)
         return made
 
-    original = vectors.measured
-    monkeypatch.setattr(vectors, "measured", measured)
+    original = vectors.to_units
+    monkeypatch.setattr(vectors, "to_units", measured)
 
     def decode(ops, parameters, code, innovation=None):
         if innovation is None:  # the mean first, then a rank's own
@@ -794,8 +794,8 @@ def test_a_perfect_autoencoder_loses_nothing(pattern, monkeypatch):
         truth.setdefault("values", []).append(values)
         return chosen(lgc, ops, layout, index, values)
 
-    answer, chosen = server.reconstructed, vectors.innovation
-    monkeypatch.setattr(server, "reconstructed", reconstructed)
+    answer, chosen = server.reconstruct, vectors.innovation
+    monkeypatch.setattr(server, "reconstruct", reconstructed)
     monkeypatch.setattr(vectors, "innovation", innovation)
     monkeypatch.setattr(autoencoder, "decode", decode)
     step(5)

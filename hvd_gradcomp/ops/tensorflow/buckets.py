@@ -18,7 +18,7 @@ class Buckets(Base):
 
     @property
     def climb(self) -> Any:
-        """`CapacitySchedule.climb` in a graph, as one custom op in place of sixty ops."""
+        """`CapacitySchedule.next_level` in a graph, as one custom op in place of sixty ops."""
         return None if self.native is None or tf.executing_eagerly() else self._climb
 
     def _climb(self, capacities: Sequence[int], patience: int, state: Sequence[Tensor]) -> Any:
