@@ -54,7 +54,7 @@ class StepInputs(NamedTuple):
     ops: Ops
     context: Context
     gradient: Tensor
-    state: Any
+    state: State
     moment: Tensor | None = None
 
 

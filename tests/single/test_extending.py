@@ -190,7 +190,7 @@ class Coarse(QuantizedCompressor):
     def add_decoded(self, ops, row_groups, payload, into):
         codes, scale = payload["codes"], payload["scale"]
         return ops.add_levels(
-            row_groups, into.base, into.room, codes, scale, self.bits, into.weights
+            row_groups, into.base, into.scratch, codes, scale, self.bits, into.weights
         )
 
 

@@ -107,7 +107,7 @@ def test_ranks_a_commit_apart_go_back_to_the_one_they_share(caplog):
     for rank in ranks:
         advanced(rank)
     # Rank 1 heard from all and saved; rank 2 was still waiting when rank 0 died.
-    ranks[1]._note([seat(rank) for rank in ranks])
+    ranks[1]._record_members([seat(rank) for rank in ranks])
     ranks[1].save()
     for rank in ranks[1:]:
         rank.restore()
