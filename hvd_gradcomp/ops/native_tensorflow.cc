@@ -188,7 +188,7 @@ REGISTER_OP("GradcompAddSigns")
     .Attr("from_zero: bool")
     .SHAPE(c->set_output(0, c->input(0)));
 
-// `CapacitySchedule.next_level`; the state is a `CapacityState`.
+// `Ladder.climb`; the state is that of `LadderState`.
 REGISTER_OP("GradcompClimb")
     .Input("state: fields * int64")
     .Output("rung: int64")
