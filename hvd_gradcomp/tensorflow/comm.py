@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Gather, Inside, goes_as_sum
 from hvd_gradcomp.ops.tensorflow import ASSERTION, assertion
+from hvd_gradcomp.runtime import errors, typed_json
+from hvd_gradcomp.tensorflow import stall_inspector
+from hvd_gradcomp.tensorflow.variables import keep_local, new_variable
 
 
 class HorovodBackend:
@@ -72,29 +78,131 @@ def _how(name: str, group: Any) -> dict[str, Any]:
     return {"name": name, "ignore_name_scope": True, "process_set": group}
 
 
-def asked_in_branch(request: Any, taken: tf.Tensor) -> Any:
+def requested_in_branch(request: Any, taken: tf.Tensor) -> Any:
     """Return the same request, of a tensor that depends on whether its branch is taken.
 
     A rank that only receives passes a constant. TensorFlow's graph optimizer moves what depends on
     constants alone out of its branch, and then this rank submits when others do not.
     """
     if isinstance(request, Inside):
-        return request._replace(request=asked_in_branch(request.request, taken))
+        return request._replace(request=requested_in_branch(request.request, taken))
     if not isinstance(request, (Broadcast, Gather)):
         return request
     tensor = request.tensor
     return request._replace(tensor=tf.where(taken, tensor, tf.zeros_like(tensor)))
 
 
-def sum_of_bits(x: tf.Tensor) -> tf.Tensor:
+class TrafficCounter:
+    """Counter of this rank's traffic and steps, in variables; see `runtime.collectives`.
+
+    Args:
+        make_variable: creates the counters, for an owner that saves them.
+        layers: the number of layers.
+
+    Attributes:
+        variables: the counters, by name.
+        summed: a checksum of the previous step's replies that are equal on all ranks; 0 for none.
+    """
+
+    def __init__(self, make_variable: Callable[[str, tf.Tensor], tf.Variable], layers: int) -> None:
+        zero = tf.constant(0, tf.int64)
+        self.summed = new_variable("gradcomp_summed", zero)
+        self.variables = {
+            name: keep_local(make_variable(f"gradcomp_{name}", value))
+            for name, value in {
+                "exchanges": zero,
+                "skipped": zero,
+                "bytes_sent": zero,
+                "bytes_received": zero,
+                "unbucketed": tf.zeros((layers,), tf.int64),
+            }.items()
+        }
+        self.checksums: list[tf.Tensor] = []  # of the replies in the step that is traced
+
+    def sent(self, tensor: tf.Tensor) -> None:
+        """Count the bytes passed to a collective."""
+        self.variables["bytes_sent"].assign_add(_bytes_of(tensor))
+
+    def received(self, tensor: tf.Tensor) -> None:
+        """Count the bytes returned by a collective."""
+        self.variables["bytes_received"].assign_add(_bytes_of(tensor))
+
+    def heard(self, reply: tf.Tensor) -> None:
+        """Record a reply that is bit-identical on all ranks."""
+        self.checksums.append(_sum_of_bits(reply))
+
+    def count_unbucketed(self, place: int, values: tf.Tensor) -> None:
+        """Count the values of a layer that were sent outside of the buckets."""
+        layers = self.variables["unbucketed"]
+        here = tf.one_hot(place, layers.shape[0], dtype=tf.int64)
+        layers.assign_add(here * tf.size(values, tf.int64))
+
+    def end_step(self, finite: tf.Tensor) -> None:
+        """Count a step, as skipped unless it was finite, and keep its checksum."""
+        self.summed.assign(tf.add_n(self.checksums) if self.checksums else 0)
+        exchanged = tf.cast(finite, tf.int64)
+        self.variables["exchanges"].assign_add(exchanged)
+        self.variables["skipped"].assign_add(1 - exchanged)
+
+    def discard_step(self) -> None:
+        """Count the last step as skipped instead."""
+        one = tf.constant(1, tf.int64)
+        self.variables["exchanges"].assign_sub(one)
+        self.variables["skipped"].assign_add(one)
+
+
+def _sum_of_bits(x: tf.Tensor) -> tf.Tensor:
     """Return a checksum that any flipped bit changes; an int64 scalar."""
     kinds = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
     return tf.reduce_sum(tf.cast(tf.bitcast(x, kinds[x.dtype.size]), tf.int64))
 
 
-def bytes_of(tensor: tf.Tensor) -> tf.Tensor:
+def _bytes_of(tensor: tf.Tensor) -> tf.Tensor:
     """Return the bytes of a tensor; a constant if its shape is known."""
     known = tensor.shape.num_elements()
     if known is not None:
         return tf.constant(known * tensor.dtype.size, tf.int64)
     return tf.size(tensor, tf.int64) * tensor.dtype.size
+
+
+def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
+    """Gather every rank's item of a kind on all ranks, outside of traces; see `typed_json`."""
+
+    def gather(data: tf.Tensor, title: str) -> Any:
+        every = mpi_ops.allgather(
+            data, name=f"{name}.{title}", ignore_name_scope=True, process_set=process_set
+        )
+        return every.numpy()
+
+    def allgather(mine: bytes) -> Iterator[bytes]:
+        lengths = gather(tf.constant([len(mine)], tf.int32), "sz")
+        data, start = gather(tf.io.decode_raw(mine, tf.uint8), "t").tobytes(), 0
+        for length in lengths.tolist():
+            yield data[start : start + length]
+            start += length
+
+    return typed_json.gathered(item, kind, allgather, process_set.ranks)
+
+
+def takes_part(process_set: Any) -> bool:
+    """Return True if this rank belongs to the process set.
+
+    `ProcessSet.included()` returns False wherever `horovod.torch` is imported after Horovod for
+    TensorFlow, and then stock Horovod trains without reducing.
+    """
+    if process_set is horovod.global_process_set:
+        return True
+    return horovod.rank() in (process_set.ranks or ())
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Raise Horovod's failures as its own exception, with their likely cause."""
+    try:
+        with stall_inspector.translated():
+            yield
+    except (tf.errors.UnknownError, tf.errors.FailedPreconditionError) as error:
+        if "Horovod" not in error.message:
+            raise
+        reason = error.message.rpartition("\n\n")[2]  # after the place in the graph
+        raise HorovodInternalError(errors.explained(what, reason)) from error

@@ -16,6 +16,7 @@ from horovod.tensorflow import mpi_ops
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.tensorflow import stall_inspector
+from hvd_gradcomp.tensorflow.buckets import BucketPlanner
 
 # Actions of a rank that submits a message; see `checkpoint_barrier` and `uneven_inputs`.
 STEPPING, SAVING, JOINED = 1, 2, 3
@@ -65,35 +66,85 @@ class SyncMessage(NamedTuple):
         return tf.stack([*head, self.steps, self.summed, *counters])
 
 
-def gather(word: SyncMessage, name: str, process_set: Any) -> tf.Tensor:
-    """Gather the messages of all ranks, one a row: compared fields, rows, and the report round.
+class StepSync:
+    """Exchange of the messages of one reducer.
 
     Args:
-        word: this rank's.
-        name: the same on all ranks.
+        planner: names the reducer, and has the states' counters and the layers apart.
         process_set: the ranks.
+        steps: exchanges so far.
+        summed: a checksum of the previous step's replies.
     """
-    rounds = stall_inspector.rounds(process_set)
-    mine = tf.concat((word.compared(), tf.stack([*word.rows, tf.identity(rounds.told)])), 0)
-    table = tf.one_hot([process_set.rank()], process_set.size(), dtype=tf.int64, axis=0) * mine
-    with stall_inspector.marked():
-        everybody = mpi_ops._allreduce(
-            table, op=horovod.Sum, name=name, ignore_name_scope=True, process_set=process_set
-        )
-    rounds.due.assign(tf.reduce_max(everybody[:, -1]))
-    return everybody
+
+    def __init__(
+        self, planner: BucketPlanner, process_set: Any, steps: tf.Variable, summed: tf.Variable
+    ) -> None:
+        self._planner, self.process_set = planner, process_set
+        self._steps, self._summed = steps, summed
+
+    @property
+    def name(self) -> str:
+        """Return the name of the collective that carries the messages."""
+        return f"{self._planner.name}.step"
+
+    @property
+    def size(self) -> int:
+        """Return the number of integers in a message."""
+        return FIELDS + len(self._planner.counters) + len(self._planner.apart)
+
+    def _message(self, does: int, kinds: int, rows: Sequence[tf.Tensor]) -> SyncMessage:
+        steps, summed = tf.identity(self._steps), tf.identity(self._summed)
+        return SyncMessage(does, kinds, steps, summed, self._planner.counters, rows)
+
+    def _gather(self, message: SyncMessage) -> tf.Tensor:
+        """Gather the messages of all ranks, one a row: compared fields, rows, report round."""
+        ranks, rounds = self.process_set, stall_inspector.rounds(self.process_set)
+        told = tf.identity(rounds.told)
+        mine = tf.concat((message.compared(), tf.stack([*message.rows, told])), 0)
+        table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * mine
+        with stall_inspector.marked():
+            everybody = mpi_ops._allreduce(
+                table, op=horovod.Sum, name=self.name, ignore_name_scope=True, process_set=ranks
+            )
+        rounds.due.assign(tf.reduce_max(everybody[:, -1]))
+        return everybody
+
+    def gather_joined(self) -> tf.Tensor:
+        """Gather the messages of all ranks; this one's says that it has joined."""
+        none = [tf.constant(0, tf.int64)] * len(self._planner.apart)
+        return self._gather(self._message(JOINED, 0, none))
+
+    def check_step(
+        self,
+        kinds: int,
+        rows: list[tf.Tensor],
+        everybody: tf.Tensor | None,
+        ops: TensorFlowOps,
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Fail, on all ranks, unless they are in the same step and phase; a no-op for one rank.
+
+        Args:
+            kinds: a checksum of this rank's gradients.
+            rows: of this rank's sparse gradients of layers apart.
+            everybody: the messages of all ranks; None requests them.
+            ops: the tensor operations.
+
+        Returns:
+            The checks, and the maximum over ranks of each of `rows`.
+        """
+        if self.process_set.size() == 1:
+            return [], rows
+        message = self._message(STEPPING, kinds, rows)
+        if everybody is None:
+            everybody = self._gather(message)
+        most = tf.unstack(tf.reduce_max(everybody[:, -1 - len(rows) : -1], 0), len(rows))
+        return [_check(message, everybody, ops)], most
 
 
-def most_rows(word: SyncMessage, everybody: tf.Tensor) -> list[tf.Tensor]:
-    """Return the maximum over ranks, for each of `word.rows`."""
-    count = len(word.rows)
-    return tf.unstack(tf.reduce_max(everybody[:, -1 - count : -1], 0), count)
-
-
-def check(word: SyncMessage, everybody: tf.Tensor, ops: TensorFlowOps) -> tf.Tensor:
+def _check(message: SyncMessage, everybody: tf.Tensor, ops: TensorFlowOps) -> tf.Tensor:
     """Fail, on all ranks, unless they are in the same step and phase, or have joined."""
-    mine = word.compared()
-    everybody = everybody[:, : FIELDS - 1 + len(word.counters)]
+    mine = message.compared()
+    everybody = everybody[:, : FIELDS - 1 + len(message.counters)]
     joined = (everybody[:, 0] == 0) | (everybody[:, 0] == JOINED)
     alike = joined[:, None] | (everybody == mine)
     summed = alike[:, 3] | (everybody[:, 3] == 0) | (mine[3] == 0)

@@ -12,17 +12,12 @@ import tensorflow as tf
 from hvd_gradcomp.algorithms.schedule import EGCCorrection
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
-from hvd_gradcomp.tensorflow.engine import (
-    LOGGER,
-    distributed_in,
-    gather_objects,
-    living,
-    optimizer_of,
-    takes_part,
-)
+from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.stats_writer import StatsWriter as StatsWriter
+from hvd_gradcomp.tensorflow.reducer import LOGGER, living
+from hvd_gradcomp.tensorflow.reducers import optimizer_of, reducer_in
 from hvd_gradcomp.tensorflow.stats import verify
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
@@ -107,7 +102,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._broadcast()
         if not self._exchanges and takes_part(self.process_set) and self.process_set.size() > 1:
             self._exchanges = True
-            if not any(engine.agreed for engine in living):
+            if not any(reducer.agreed for reducer in living):
                 LOGGER.warning(
                     "the first batch of fit has exchanged nothing through hvd_gradcomp: with a "
                     "train_step of its own, %s needs hvd.DistributedGradientTape there, or a "
@@ -360,7 +355,7 @@ class VerifyCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         del batch, logs
         self._batches += 1
-        taking_part = getattr(distributed_in(self.model.optimizer), "_gradcomp", None) is not None
+        taking_part = reducer_in(self.model.optimizer) is not None
         if self._batches % self.every == 0 and taking_part:
             verify(self.model.optimizer)
 
