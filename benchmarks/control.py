@@ -77,7 +77,7 @@ def tensorflow_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
     import tensorflow as tf
 
     import hvd_gradcomp.tensorflow as hvd
-    from hvd_gradcomp.tensorflow import comm, step_sync
+    from hvd_gradcomp.tensorflow import counters, step_sync
 
     x = tf.random.normal((BATCH, SHAPES[0][0]))
 
@@ -102,7 +102,7 @@ def tensorflow_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
                 )
                 stack.enter_context(unchecked)
                 zero = tf.constant(0, tf.int64)
-                stack.enter_context(mock.patch.object(comm, "_sum_of_bits", lambda _: zero))
+                stack.enter_context(mock.patch.object(counters, "_sum_of_bits", lambda _: zero))
             step()
         return step, weights
 

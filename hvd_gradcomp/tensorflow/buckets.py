@@ -29,7 +29,7 @@ MakeVariable = Callable[[str, tf.Tensor], tf.Variable]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """Layers that are exchanged together, and their compressor's state on this rank.
 

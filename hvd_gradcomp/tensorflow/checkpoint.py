@@ -252,7 +252,7 @@ def _exchange(
         for path, value in _state(reducer, number, bucket, mode).items():
             # With hosts, only the leaders have the replicated state.
             add(f"{number}.{path}", value, not hosts and is_replicated(bucket.compressor, path))
-    for title, counter in reducer.traffic.variables.items():
+    for title, counter in reducer.counters.local.items():
         if title in _ALIKE or mode == "sharded":
             value = _array(counter)
         else:
@@ -330,7 +330,7 @@ def _summed(
 def _commit(items: Iterable[Any]) -> None:
     """Commit the last exchanges: no rollback may pass the loaded checkpoint."""
     for reducer in filter(None, map(_reducer_of, items)):
-        reducer.commit()
+        reducer.counters.commit()
 
 
 def _waits(item: Any) -> bool:
@@ -434,7 +434,7 @@ def _restored_exchange(
             state = resizing.resized(compressor, reducer.ops, state, saved["steps"], size)
             tensors = [x for _, x in leaves(state)]
         plan += zip(bucket.variables, tensors)
-    for title, variable in reducer.traffic.variables.items():
+    for title, variable in reducer.counters.local.items():
         array = arrays[f"{name}/{title}"]
         same = mode == "sharded" or title in _ALIKE
         plan.append((variable, array if same else _share(array, size, size_then)))

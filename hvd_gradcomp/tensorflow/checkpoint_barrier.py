@@ -67,12 +67,9 @@ def _submit(
     messages: dict[_Message, Future[Any]], wanted: Iterable[_Message], process_set: Any
 ) -> None:
     """Submit the messages that were not submitted yet."""
-    rank, ranks = process_set.rank(), process_set.size()
     for name, size in wanted:
         if (name, size) not in messages:
-            mine = tf.one_hot(0, size, on_value=SAVING, off_value=0, dtype=tf.int64)
-            table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * mine
-            messages[name, size] = summed(table, name, process_set)
+            messages[name, size] = submitted(SAVING, name, size, process_set)
 
 
 def _pending(messages: dict[_Message, Future[Any]], process_set: Any) -> list[Future[Any]]:
@@ -96,6 +93,19 @@ def _check(table: Any, process_set: Any) -> None:
             f"{listed}. Call save_checkpoint and load_checkpoint on all ranks, between the same "
             "two steps"
         )
+
+
+def submitted(action: int, name: str, size: int, process_set: Any) -> Future[Any]:
+    """Submit a sync message of a rank that is not in a step; see `step_sync`.
+
+    Args:
+        action: of this rank, `SAVING` or `JOINED`.
+        name, size: of the messages.
+        process_set: the ranks.
+    """
+    mine = tf.one_hot(0, size, on_value=action, off_value=0, dtype=tf.int64)
+    table = tf.one_hot([process_set.rank()], process_set.size(), dtype=tf.int64, axis=0) * mine
+    return summed(table, name, process_set)
 
 
 def summed(tensor: tf.Tensor, name: str, process_set: Any) -> Future[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Gather, Inside, 
 from hvd_gradcomp.ops.tensorflow import ASSERTION, assertion
 from hvd_gradcomp.runtime import errors, typed_json
 from hvd_gradcomp.tensorflow import stall_inspector
-from hvd_gradcomp.tensorflow.variables import keep_local, new_variable
 
 
 class HorovodBackend:
@@ -90,79 +89,6 @@ def requested_in_branch(request: Any, taken: tf.Tensor) -> Any:
         return request
     tensor = request.tensor
     return request._replace(tensor=tf.where(taken, tensor, tf.zeros_like(tensor)))
-
-
-class TrafficCounter:
-    """Counter of this rank's traffic and steps, in variables; see `runtime.collectives`.
-
-    Args:
-        make_variable: creates the counters, for an owner that saves them.
-        layers: the number of layers.
-
-    Attributes:
-        variables: the counters, by name.
-        summed: a checksum of the previous step's replies that are equal on all ranks; 0 for none.
-    """
-
-    def __init__(self, make_variable: Callable[[str, tf.Tensor], tf.Variable], layers: int) -> None:
-        zero = tf.constant(0, tf.int64)
-        self.summed = new_variable("gradcomp_summed", zero)
-        self.variables = {
-            name: keep_local(make_variable(f"gradcomp_{name}", value))
-            for name, value in {
-                "exchanges": zero,
-                "skipped": zero,
-                "bytes_sent": zero,
-                "bytes_received": zero,
-                "unbucketed": tf.zeros((layers,), tf.int64),
-            }.items()
-        }
-        self.checksums: list[tf.Tensor] = []  # of the replies in the step that is traced
-
-    def sent(self, tensor: tf.Tensor) -> None:
-        """Count the bytes passed to a collective."""
-        self.variables["bytes_sent"].assign_add(_bytes_of(tensor))
-
-    def received(self, tensor: tf.Tensor) -> None:
-        """Count the bytes returned by a collective."""
-        self.variables["bytes_received"].assign_add(_bytes_of(tensor))
-
-    def heard(self, reply: tf.Tensor) -> None:
-        """Record a reply that is bit-identical on all ranks."""
-        self.checksums.append(_sum_of_bits(reply))
-
-    def count_unbucketed(self, place: int, values: tf.Tensor) -> None:
-        """Count the values of a layer that were sent outside of the buckets."""
-        layers = self.variables["unbucketed"]
-        here = tf.one_hot(place, layers.shape[0], dtype=tf.int64)
-        layers.assign_add(here * tf.size(values, tf.int64))
-
-    def end_step(self, finite: tf.Tensor) -> None:
-        """Count a step, as skipped unless it was finite, and keep its checksum."""
-        self.summed.assign(tf.add_n(self.checksums) if self.checksums else 0)
-        exchanged = tf.cast(finite, tf.int64)
-        self.variables["exchanges"].assign_add(exchanged)
-        self.variables["skipped"].assign_add(1 - exchanged)
-
-    def discard_step(self) -> None:
-        """Count the last step as skipped instead."""
-        one = tf.constant(1, tf.int64)
-        self.variables["exchanges"].assign_sub(one)
-        self.variables["skipped"].assign_add(one)
-
-
-def _sum_of_bits(x: tf.Tensor) -> tf.Tensor:
-    """Return a checksum that any flipped bit changes; an int64 scalar."""
-    kinds = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
-    return tf.reduce_sum(tf.cast(tf.bitcast(x, kinds[x.dtype.size]), tf.int64))
-
-
-def _bytes_of(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the bytes of a tensor; a constant if its shape is known."""
-    known = tensor.shape.num_elements()
-    if known is not None:
-        return tf.constant(known * tensor.dtype.size, tf.int64)
-    return tf.size(tensor, tf.int64) * tensor.dtype.size
 
 
 def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:

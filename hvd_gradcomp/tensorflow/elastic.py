@@ -117,7 +117,7 @@ class Variables(ObjectState):
     def _reducers(self) -> list[GraphReducer]:
         """Return the optimizer's reducer, and those of tapes over these variables."""
         owned = reducer_in(self._distributed)
-        taped = [each.reducer for each in reducers_over(self._variables)]
+        taped = [reducer for reducer, _ in reducers_over(self._variables)]
         return taped if owned is None else [owned, *taped]
 
     def _tracked(self) -> list[tf.Variable]:
@@ -133,12 +133,12 @@ class Variables(ObjectState):
 
     def restore(self) -> None:
         known = {id(v) for v, _ in self._copies}
-        taped = [each.reducer for each in reducers_over(self._variables)]
+        taped = [reducer for reducer, _ in reducers_over(self._variables)]
         drop_reducers(reducer for reducer in taped if id(reducer.steps) not in known)
         for variable, value in self._copies:
             variable.assign(value)
         for reducer in self._reducers():
-            reducer.commit()
+            reducer.counters.commit()
         ObjectState.restore(self)
 
     def sync(self) -> None:

@@ -16,22 +16,23 @@ from hvd_gradcomp.runtime.collectives import CollectiveRunner
 from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.runtime.program_runner import ProgramRunner, known, run
 from hvd_gradcomp.tensorflow import comm
+from hvd_gradcomp.tensorflow.counters import ExchangeCounters
 
 
 class ProgramTracer:
     """Runner of programs to their ends, round by round.
 
     Args:
-        traffic: counts what they send.
+        counters: of what they send.
         participants: the ranks.
         ops: the tensor operations, which collect whether gradients were finite.
     """
 
     def __init__(
-        self, traffic: comm.TrafficCounter, participants: Participants, ops: TensorFlowOps
+        self, counters: ExchangeCounters, participants: Participants, ops: TensorFlowOps
     ) -> None:
-        self._runner = CollectiveRunner(comm.HorovodBackend(), traffic, participants)
-        self._traffic, self._ops = traffic, ops
+        self._runner = CollectiveRunner(comm.HorovodBackend(), counters, participants)
+        self._counters, self._ops = counters, ops
 
     def finish(
         self, programs: Sequence[ProgramRunner], requests: list[Any], names: Sequence[str]
@@ -80,7 +81,7 @@ class ProgramTracer:
             reply, finite, summed = tf.switch_case(tf.cast(index, tf.int32), branches)
             if self._ops.verdicts is not None:
                 self._ops.verdicts.append(finite)
-            self._traffic.checksums.append(summed)
+            self._counters.checksums.append(summed)
             return reply
         if taken is not None:
             request = comm.requested_in_branch(request, taken)
@@ -94,17 +95,17 @@ class ProgramTracer:
     def _branch(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
         """Run a branch to its end; return its result, finiteness and checksum."""
         rounds = itertools.count()
-        ops, traffic = self._ops, self._traffic
-        outside, checksums = ops.verdicts, traffic.checksums
+        ops, counters = self._ops, self._counters
+        outside, checksums = ops.verdicts, counters.checksums
         ops.verdicts = None if outside is None else []
-        traffic.checksums = [tf.constant(0, tf.int64)]
+        counters.checksums = [tf.constant(0, tf.int64)]
         try:
             result = run(
                 program, lambda r: self.perform(r, name, f"{path}.{next(rounds)}", taken), known
             )
-            return result, self.verdict(), tf.add_n(traffic.checksums)
+            return result, self.verdict(), tf.add_n(counters.checksums)
         finally:
-            ops.verdicts, traffic.checksums = outside, checksums
+            ops.verdicts, counters.checksums = outside, checksums
 
     def verdict(self) -> tf.Tensor:
         """Return True if all gradients so far were finite, unless that has raised already."""

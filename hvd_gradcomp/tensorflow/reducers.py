@@ -37,13 +37,6 @@ class _Entry(NamedTuple):
         return all(ref() is not None for ref in self.sources)
 
 
-class TapedReducer(NamedTuple):
-    """Reducer of tapes over some of a list of variables."""
-
-    reducer: GraphReducer
-    places: list[int]  # of its sources in the list
-
-
 _known: dict[_Key, _Entry] = {}
 
 
@@ -92,11 +85,11 @@ def reducer_of_variables(variables: Sequence[Any]) -> GraphReducer | None:
     return found[-1] if found else None
 
 
-def reducers_over(variables: Sequence[Any]) -> list[TapedReducer]:
-    """Return the reducers whose sources are all among these variables."""
+def reducers_over(variables: Sequence[Any]) -> list[tuple[GraphReducer, list[int]]]:
+    """Return the reducers whose sources are all among these variables, and the sources' places."""
     places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
     return [
-        TapedReducer(entry.reducer, [places[i] for i in key.sources])
+        (entry.reducer, [places[i] for i in key.sources])
         for key, entry in _known.items()
         if entry.reducer is not None and entry.is_live and all(i in places for i in key.sources)
     ]

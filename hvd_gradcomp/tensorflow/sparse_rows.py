@@ -16,7 +16,7 @@ from hvd_gradcomp.planning import worth
 from hvd_gradcomp.runtime import naming
 from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.tensorflow.buckets import Bucket, BucketPlanner
-from hvd_gradcomp.tensorflow.comm import TrafficCounter
+from hvd_gradcomp.tensorflow.counters import ExchangeCounters
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.variables import new_variable
 
@@ -39,8 +39,8 @@ class SparseRows:
         options: of the exchange.
         planner: plans the buckets, without the layers whose rows are gathered.
         participants: the ranks.
-        traffic: counts what is sent.
         ops: the tensor operations.
+        counters: of what is sent.
         tables: places of layers whose gradients are expected to be sparse.
     """
 
@@ -49,12 +49,12 @@ class SparseRows:
         options: ExchangeOptions,
         planner: BucketPlanner,
         participants: Participants,
-        traffic: TrafficCounter,
         ops: TensorFlowOps,
+        counters: ExchangeCounters,
         tables: Collection[int],
     ) -> None:
         self._options, self._planner, self._participants = options, planner, participants
-        self._traffic, self._ops = traffic, ops
+        self._ops, self._counters = ops, counters
         self._decided: set[int] = set()  # places of sparse gradients with a choice
         self._choices: dict[int, tf.Variable] = {}  # of the layers apart
         self._rows: dict[int, tf.Tensor] = {}  # of these in this step, the maximum over ranks
@@ -255,7 +255,7 @@ class SparseRows:
         if self._options.averages:
             ranks = self._participants.process_set.size()
             values = values / tf.cast(ranks, values.dtype)
-        self._traffic.count_unbucketed(place, gradient.values)
+        self._counters.count_unbucketed(place, gradient.values)
         if self._ops.verdicts is not None:  # all ranks see all values
             self._ops.verdicts.append(self._ops.finite(values))
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -268,6 +268,6 @@ class SparseRows:
             ignore_name_scope=True,
             process_set=self._participants.process_set,
         )
-        self._traffic.sent(wire)
-        self._traffic.received(reply)
+        self._counters.sent(wire)
+        self._counters.received(reply)
         return tf.cast(reply, rows.dtype)

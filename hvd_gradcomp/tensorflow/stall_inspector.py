@@ -58,7 +58,7 @@ _STOCK_INIT, _STOCK_SHUTDOWN = mpi_ops.init, mpi_ops.shutdown
 _marking = threading.local()  # whether collectives of this thread are recorded
 
 
-class _Set(NamedTuple):
+class RankSet(NamedTuple):
     """Ranks of a process set, as `StallChannel` needs them."""
 
     process_set_id: int
@@ -190,7 +190,7 @@ class _StallInspector:
         if key not in self._sites:
             with tf.init_scope(), tf.device("/cpu:0"):
                 turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradcomp_waits")
-            asked = PendingOp(name, _Set(process_set, []), lambda: False, shown=shown)
+            asked = PendingOp(name, RankSet(process_set, []), lambda: False, shown=shown)
             self._sites[key] = _Site(asked, turn)
         return self._sites[key]
 
@@ -199,7 +199,7 @@ class _StallInspector:
         """Record an eager collective while it blocks."""
         self._start()
         number = next(self._numbers)
-        ranks, thread = _Set(process_set, []), threading.get_ident()
+        ranks, thread = RankSet(process_set, []), threading.get_ident()
         self._calls[number] = PendingOp(name, ranks, lambda: False, thread, shown)
         try:
             yield
@@ -270,7 +270,7 @@ class _StallInspector:
         if not ranks or len(ranks) == 1 or horovod.rank() not in ranks:
             return None
         if number not in self._watches or self._watches[number][0] != ranks:
-            watch = stall_inspector.StallChannel(_Set(number, ranks), self._tell, self._members)
+            watch = stall_inspector.StallChannel(RankSet(number, ranks), self._tell, self._members)
             self._watches[number] = ranks, watch
         return self._watches[number][1]
 
@@ -282,7 +282,7 @@ class _StallInspector:
             LOGGER.debug("Horovod has ended; process sets are those from before")
         return self._sets
 
-    def _tell(self, table: list[list[int]], name: str, process_set: _Set) -> _Answer:
+    def _tell(self, table: list[list[int]], name: str, process_set: RankSet) -> _Answer:
         self.rounds(process_set.process_set_id).said += 1
         return _summed(table, name, process_set)
 
@@ -297,7 +297,7 @@ class _StallInspector:
             self._ended.set()
 
 
-def _summed(table: list[list[int]], name: str, process_set: _Set) -> _Answer:
+def _summed(table: list[list[int]], name: str, process_set: RankSet) -> _Answer:
     def total() -> tf.Tensor:
         return _STOCK.horovod_allreduce(
             tf.constant(table, tf.int64),

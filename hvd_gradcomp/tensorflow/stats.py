@@ -31,15 +31,15 @@ def compression_stats(source: Any) -> CompressionStats:
 
 def stats_of(reducer: GraphReducer) -> CompressionStats:
     """Return a reducer's totals since the start; read from the device."""
-    planner, traffic = reducer.planner, reducer.traffic.variables
+    planner, local = reducer.planner, reducer.counters.local
     gathered, leads = reducer.rows.gathered, reducer.participants.leads
     used = [bucket for bucket in planner.buckets if not gathered.intersection(bucket.places)]
     planned = {name for bucket in used for name in bucket.layout.names}
     led = [bucket for bucket in used if leads(bucket.leader)]
     of_others = planned - {name for bucket in led for name in bucket.layout.names}
-    names = [name for name, _, _ in reducer.layers]
-    unbucketed = zip(names, traffic["unbucketed"].numpy().tolist())
-    steps = int(traffic["exchanges"])
+    names, norm = [name for name, _, _ in reducer.layers], reducer.exchange.norm
+    unbucketed = zip(names, local["unbucketed"].numpy().tolist())
+    steps = int(local["exchanges"])
     return runtime_stats.stats(
         [
             runtime_stats.BucketTotals(
@@ -51,14 +51,14 @@ def stats_of(reducer: GraphReducer) -> CompressionStats:
             for bucket in led
         ],
         runtime_stats.Counters(
-            *(int(traffic[name]) for name in ("bytes_sent", "bytes_received", "skipped"))
+            *(int(local[name]) for name in ("bytes_sent", "bytes_received", "skipped"))
         ),
         steps=steps,
         order=names,
         beside={name: sent for name, sent in unbucketed if name not in of_others},
         unplanned={name: prod(shape) for name, shape, _ in reducer.layers if name not in planned},
         norm=lambda x: float(tf.norm(x)),
-        gradient_norms=[] if reducer.norm is None else [reducer.norm.read()],
+        gradient_norms=[] if norm is None else [norm.read()],
     )
 
 

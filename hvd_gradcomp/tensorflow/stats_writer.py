@@ -58,5 +58,6 @@ class StatsWriter(reports.StatsWriter):
         self._request_norm()
 
     def _request_norm(self) -> None:
-        if self.reads and self.due and self._reducer.norm is not None:
-            self._reducer.norm.request()
+        norm = self._reducer.exchange.norm
+        if self.reads and self.due and norm is not None:
+            norm.request()

@@ -7,7 +7,7 @@ as well: a rank that has joined there adds a row of zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -17,10 +17,11 @@ from hvd_gradcomp.core import wire
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.tensorflow import stall_inspector
 from hvd_gradcomp.tensorflow.buckets import BucketPlanner
+from hvd_gradcomp.tensorflow.counters import ExchangeCounters
 
 # Actions of a rank that submits a message; see `checkpoint_barrier` and `uneven_inputs`.
 STEPPING, SAVING, JOINED = 1, 2, 3
-FIELDS = 5  # of a message, besides counters and rows
+_HEAD = 4  # integers of a message before the states'
 _OTHER_CALL = (
     "rank {ranks} saves or loads a checkpoint while others train; call save_checkpoint and "
     "load_checkpoint on all ranks, between the same two steps"
@@ -40,47 +41,24 @@ _OTHER_PHASE = (
 )
 
 
-class SyncMessage(NamedTuple):
-    """Row of one rank, scalars of int64.
-
-    Attributes:
-        does: `STEPPING`, `SAVING` or `JOINED`.
-        kinds: a checksum of which layers have a gradient, and of which kind.
-        steps: exchanges so far.
-        summed: a checksum of the previous step's replies; 0 for none.
-        counters: integers of the states that are equal on all ranks; they tell the phase.
-        rows: of sparse gradients; they may differ between ranks.
-    """
-
-    does: int
-    kinds: int
-    steps: tf.Tensor
-    summed: tf.Tensor
-    counters: Sequence[tf.Tensor]
-    rows: Sequence[tf.Tensor]
-
-    def compared(self) -> tf.Tensor:
-        """Return the fields that must be equal on all ranks."""
-        head = [tf.constant(self.does, tf.int64), tf.constant(self.kinds, tf.int64)]
-        counters = [tf.cast(counter, tf.int64) for counter in self.counters]
-        return tf.stack([*head, self.steps, self.summed, *counters])
-
-
 class StepSync:
     """Exchange of the messages of one reducer.
 
+    A message is a row of int64: action; checksum of which layers have a gradient, and of which
+    kind; exchanges so far; checksum of the previous step's replies, 0 for none; integers of the
+    states that are equal on all ranks, which tell the phase. Then, what may differ between ranks:
+    rows of sparse gradients, and the report round.
+
     Args:
-        planner: names the reducer, and has the states' counters and the layers apart.
+        planner: names the reducer, and has the states' integers and the layers apart.
         process_set: the ranks.
-        steps: exchanges so far.
-        summed: a checksum of the previous step's replies.
+        counters: of the steps.
     """
 
     def __init__(
-        self, planner: BucketPlanner, process_set: Any, steps: tf.Variable, summed: tf.Variable
+        self, planner: BucketPlanner, process_set: Any, counters: ExchangeCounters
     ) -> None:
-        self._planner, self.process_set = planner, process_set
-        self._steps, self._summed = steps, summed
+        self._planner, self.process_set, self._counters = planner, process_set, counters
 
     @property
     def name(self) -> str:
@@ -90,17 +68,19 @@ class StepSync:
     @property
     def size(self) -> int:
         """Return the number of integers in a message."""
-        return FIELDS + len(self._planner.counters) + len(self._planner.apart)
+        return _HEAD + len(self._planner.counters) + len(self._planner.apart) + 1
 
-    def _message(self, does: int, kinds: int, rows: Sequence[tf.Tensor]) -> SyncMessage:
-        steps, summed = tf.identity(self._steps), tf.identity(self._summed)
-        return SyncMessage(does, kinds, steps, summed, self._planner.counters, rows)
+    def _compared(self, action: int, kinds: int) -> tf.Tensor:
+        """Return the part of a message that must be equal on all ranks."""
+        head = [tf.constant(action, tf.int64), tf.constant(kinds, tf.int64)]
+        step = [tf.identity(self._counters.steps), tf.identity(self._counters.summed)]
+        counters = [tf.cast(counter, tf.int64) for counter in self._planner.counters]
+        return tf.stack([*head, *step, *counters])
 
-    def _gather(self, message: SyncMessage) -> tf.Tensor:
-        """Gather the messages of all ranks, one a row: compared fields, rows, report round."""
+    def _gather(self, compared: tf.Tensor, rows: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Gather the messages of all ranks."""
         ranks, rounds = self.process_set, stall_inspector.rounds(self.process_set)
-        told = tf.identity(rounds.told)
-        mine = tf.concat((message.compared(), tf.stack([*message.rows, told])), 0)
+        mine = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.told)])), 0)
         table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * mine
         with stall_inspector.marked():
             everybody = mpi_ops._allreduce(
@@ -112,14 +92,10 @@ class StepSync:
     def gather_joined(self) -> tf.Tensor:
         """Gather the messages of all ranks; this one's says that it has joined."""
         none = [tf.constant(0, tf.int64)] * len(self._planner.apart)
-        return self._gather(self._message(JOINED, 0, none))
+        return self._gather(self._compared(JOINED, 0), none)
 
     def check_step(
-        self,
-        kinds: int,
-        rows: list[tf.Tensor],
-        everybody: tf.Tensor | None,
-        ops: TensorFlowOps,
+        self, kinds: int, rows: list[tf.Tensor], everybody: tf.Tensor | None, ops: TensorFlowOps
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Fail, on all ranks, unless they are in the same step and phase; a no-op for one rank.
 
@@ -134,27 +110,20 @@ class StepSync:
         """
         if self.process_set.size() == 1:
             return [], rows
-        message = self._message(STEPPING, kinds, rows)
+        mine = self._compared(STEPPING, kinds)
         if everybody is None:
-            everybody = self._gather(message)
+            everybody = self._gather(mine, rows)
         most = tf.unstack(tf.reduce_max(everybody[:, -1 - len(rows) : -1], 0), len(rows))
-        return [_check(message, everybody, ops)], most
-
-
-def _check(message: SyncMessage, everybody: tf.Tensor, ops: TensorFlowOps) -> tf.Tensor:
-    """Fail, on all ranks, unless they are in the same step and phase, or have joined."""
-    mine = message.compared()
-    everybody = everybody[:, : FIELDS - 1 + len(message.counters)]
-    joined = (everybody[:, 0] == 0) | (everybody[:, 0] == JOINED)
-    alike = joined[:, None] | (everybody == mine)
-    summed = alike[:, 3] | (everybody[:, 3] == 0) | (mine[3] == 0)
-    alike = tf.concat((alike[:, :3], alike[:, 4:]), 1)
-    return ops.require(
-        {
+        everybody = everybody[:, : mine.shape[0]]
+        joined = (everybody[:, 0] == 0) | (everybody[:, 0] == JOINED)
+        alike = joined[:, None] | (everybody == mine)
+        summed = alike[:, 3] | (everybody[:, 3] == 0) | (mine[3] == 0)
+        alike = tf.concat((alike[:, :3], alike[:, 4:]), 1)
+        facts = {
             _OTHER_CALL: everybody[:, 0] != SAVING,
             _OTHER_GRADIENTS: alike[:, 1],
             wire.OTHER_STEP: alike[:, 2],
             _OTHER_PHASE: tf.reduce_all(alike, 1),
             _OTHER_SUMS: summed,
         }
-    )
+        return [ops.require(facts)], most

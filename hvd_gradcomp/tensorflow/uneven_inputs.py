@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -14,6 +14,7 @@ from hvd_gradcomp.tensorflow import checkpoint_barrier
 from hvd_gradcomp.tensorflow.comm import explained, gather_objects
 from hvd_gradcomp.tensorflow.reducer import GraphReducer, living
 from hvd_gradcomp.tensorflow.reducers import drop_stale
+from hvd_gradcomp.tensorflow.stall_inspector import RankSet
 from hvd_gradcomp.tensorflow.step_sync import JOINED
 
 
@@ -80,18 +81,9 @@ def _message_of(reducer: GraphReducer) -> _Message:
     return reducer.sync.name, reducer.sync.size, int(reducer.process_set.process_set_id)
 
 
-class _ProcessSet(NamedTuple):
-    """A process set as Horovod's operations use it."""
-
-    process_set_id: int
-
-
 def _submit(name: str, size: int, process_set: int) -> Future[Any]:
     """Submit the sync message of a rank that has joined, for a reducer that it does not have."""
     ranks = list(mpi_ops._basics._get_process_set_ids_and_ranks()[process_set])
     if horovod.rank() not in ranks:
         return checkpoint_barrier.started(lambda: None)
-    row = tf.one_hot(0, size, on_value=JOINED, off_value=0, dtype=tf.int64)
-    place = ranks.index(horovod.rank())
-    table = tf.one_hot([place], len(ranks), dtype=tf.int64, axis=0) * row
-    return checkpoint_barrier.summed(table, name, _ProcessSet(process_set))
+    return checkpoint_barrier.submitted(JOINED, name, size, RankSet(process_set, ranks))

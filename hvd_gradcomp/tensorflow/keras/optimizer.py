@@ -416,7 +416,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
                 "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
             )
         if self._options.nonfinite is None:  # also where this was built by itself before
-            self._skips = reducer.undoes = True
+            self._skips = reducer.exchange.undoes = True
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             variables = self._given_or_all(trainable_variables)

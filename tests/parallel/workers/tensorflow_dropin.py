@@ -245,7 +245,7 @@ def resumed(folder):
         else:
             model = compiled(network(build=compressor is LGC), compressor)
         fit(model)
-        said += reducer_of(model).keeps_local
+        said += reducer_of(model).planner.keeps_local
         hvd.verify(model.optimizer)
         replicas[f"trains on from rank 0: {compressor!r}"] = weights(model)
         assert int(reducer_of(model).steps) == 54

@@ -116,7 +116,7 @@ def main(folder: str) -> None:
 
     @hvd.elastic.run
     def train(state):
-        assert all(reducer.postscale == 1 / hvd.size() for reducer in state._reducers())
+        assert all(reducer.exchange.scales == (1, 1 / hvd.size()) for reducer in state._reducers())
         diary.note("start", batch=state.batch, rank=hvd.rank(), size=hvd.size(), **kept(state))
         if hvd.size() == 2 and state.batch > 0 and state.joined is None:
             state.joined = state.batch
