@@ -187,9 +187,9 @@ def _ranks(process_set: Any) -> Ranks:
         return gather_objects(item, kind, name, process_set)
 
     def broadcast(data: bytes) -> bytes:
-        mine = np.frombuffer(data, np.uint8)
-        given = horovod.broadcast(mine, root, name=f"{name}.data", process_set=process_set)
-        return given.numpy().tobytes()
+        own = np.frombuffer(data, np.uint8)
+        received = horovod.broadcast(own, root, name=f"{name}.data", process_set=process_set)
+        return received.numpy().tobytes()
 
     return Ranks(process_set.rank(), process_set.size(), gather, broadcast)
 
@@ -293,10 +293,10 @@ def _state(reducer: GraphReducer, number: int, bucket: Bucket, mode: str) -> Arr
 
 def _of_leader(name: str, leader: int, inside: Any, state: Arrays) -> Arrays:
     """Return the state of a bucket on its host's leader, on all ranks of the host."""
-    mine = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
-    everybody = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)
+    own = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
+    gathered = gather_objects(own, dict[str, tuple[list[int], str]], name, inside)
     root, received = (inside.ranks or range(inside.size()))[leader], {}
-    for path, (shape, dtype) in everybody[leader].items():
+    for path, (shape, dtype) in gathered[leader].items():
         x = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
         if inside.rank() == leader:
             x = state[path]

@@ -57,8 +57,8 @@ def barrier(process_set: Any) -> None:
     if begin.exception():
         _pending(messages, process_set)  # raises the reason, if they have it
     begin.result()
-    everybody = gather_objects([*messages], list[_Message], f"{_NAME}.words", process_set)
-    _submit(messages, (message for theirs in everybody for message in theirs), process_set)
+    gathered = gather_objects([*messages], list[_Message], f"{_NAME}.words", process_set)
+    _submit(messages, (message for theirs in gathered for message in theirs), process_set)
     for message in messages.values():
         message.result()
 
@@ -103,8 +103,8 @@ def submitted(action: int, name: str, size: int, process_set: Any) -> Future[Any
         name, size: of the messages.
         process_set: the ranks.
     """
-    mine = tf.one_hot(0, size, on_value=action, off_value=0, dtype=tf.int64)
-    table = tf.one_hot([process_set.rank()], process_set.size(), dtype=tf.int64, axis=0) * mine
+    row = tf.one_hot(0, size, on_value=action, off_value=0, dtype=tf.int64)
+    table = tf.one_hot([process_set.rank()], process_set.size(), dtype=tf.int64, axis=0) * row
     return summed(table, name, process_set)
 
 

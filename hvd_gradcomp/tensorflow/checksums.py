@@ -30,10 +30,10 @@ def check(reducer: GraphReducer, sources: Sequence[Any]) -> None:
     ]
     compared += reducer.planner.replicated
     weights = verify.weights(reducer.ops)
-    mine = tf.stack([verify.digest(reducer.ops, _bytes(x), weights) for _, x in compared])
+    own_digests = tf.stack([verify.digest(reducer.ops, _bytes(x), weights) for _, x in compared])
     process_set = reducer.process_set
     digests = mpi_ops.allgather(
-        mine if reducer.participants.place else mine[None],
+        own_digests if reducer.participants.place else own_digests[None],
         name=f"{reducer.name}.verify",
         ignore_name_scope=True,
         process_set=process_set,
@@ -48,9 +48,11 @@ def check(reducer: GraphReducer, sources: Sequence[Any]) -> None:
             return
         # A rank has the state of the buckets that it leads.
         parameters, rest = names[: len(reducer.layers)], iter(rows)
-        everybody = [{name: next(rest) for name in (*parameters, *own)} for own in reducer.titles]
-        known = list(dict.fromkeys(name for row in everybody for name in row))
-        found = [[row.get(name) for name in known] for row in everybody]
+        rows_of_ranks = [
+            {name: next(rest) for name in (*parameters, *own)} for own in reducer.titles
+        ]
+        known = list(dict.fromkeys(name for row in rows_of_ranks for name in row))
+        found = [[row.get(name) for name in known] for row in rows_of_ranks]
         verify.compare(known, found, ranks, int(steps))
 
     if tf.executing_eagerly():

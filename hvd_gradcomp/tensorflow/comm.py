@@ -100,9 +100,9 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
         )
         return every.numpy()
 
-    def allgather(mine: bytes) -> Iterator[bytes]:
-        lengths = gather(tf.constant([len(mine)], tf.int32), "sz")
-        data, start = gather(tf.io.decode_raw(mine, tf.uint8), "t").tobytes(), 0
+    def allgather(own: bytes) -> Iterator[bytes]:
+        lengths = gather(tf.constant([len(own)], tf.int32), "sz")
+        data, start = gather(tf.io.decode_raw(own, tf.uint8), "t").tobytes(), 0
         for length in lengths.tolist():
             yield data[start : start + length]
             start += length

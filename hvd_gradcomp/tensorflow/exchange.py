@@ -7,6 +7,7 @@ been checked.
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Sequence
@@ -18,23 +19,24 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.collectives import Allreduce, Switch
+from hvd_gradcomp.core.collectives import Allreduce, Gather, Switch
 from hvd_gradcomp.core.compressor import Context, Program, State, leaves, with_leaves
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.runtime import hierarchy, naming
+from hvd_gradcomp.runtime.collectives import CollectiveRunner
 from hvd_gradcomp.runtime.participants import Participants
-from hvd_gradcomp.runtime.program_runner import ProgramRunner, known
+from hvd_gradcomp.runtime.program_runner import ProgramRunner, known, run
+from hvd_gradcomp.tensorflow import comm
 from hvd_gradcomp.tensorflow.buckets import Bucket, BucketPlanner
 from hvd_gradcomp.tensorflow.counters import ExchangeCounters
 from hvd_gradcomp.tensorflow.gradients import GradientNorm, times, values_of
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.program_tracer import ProgramTracer
 from hvd_gradcomp.tensorflow.sparse_rows import SparseRows
 from hvd_gradcomp.tensorflow.step_sync import StepSync
 
 
-class _BucketRun(NamedTuple):
+class _TracedBucket(NamedTuple):
     """Program of a bucket in the step that is traced.
 
     Attributes:
@@ -46,6 +48,100 @@ class _BucketRun(NamedTuple):
     program: ProgramRunner
     before: State
     trained: tf.Tensor | None
+
+
+class ProgramTracer:
+    """Runner of programs to their ends, round by round.
+
+    Args:
+        counters: of what they send.
+        participants: the ranks.
+        ops: the tensor operations, which collect whether gradients were finite.
+    """
+
+    def __init__(
+        self, counters: ExchangeCounters, participants: Participants, ops: TensorFlowOps
+    ) -> None:
+        self._runner = CollectiveRunner(comm.HorovodBackend(), counters, participants)
+        self._counters, self._ops = counters, ops
+
+    def finish(
+        self, programs: Sequence[ProgramRunner], requests: list[Any], names: Sequence[str]
+    ) -> None:
+        """Run all programs from their first requests to their ends.
+
+        Args:
+            programs: of the buckets.
+            requests: the first ones; None of a program that has ended.
+            names: of the buckets.
+        """
+        rounds = 0
+        while any(request is not None for request in requests):
+            due = [request for request in requests if request is not None]
+            # In an eager run, results from other leaders come last.
+            due = [request for request in due if not hierarchy.is_result(request)] or due
+            replies = [
+                self.perform(request, name, rounds) if any(request is d for d in due) else None
+                for name, request in zip(names, requests)
+            ]
+            for bucket, reply in enumerate(replies):
+                if reply is not None:
+                    requests[bucket] = programs[bucket].send(reply)
+            rounds += 1
+
+    def perform(
+        self, request: Any, name: str, path: Any, taken: Any = None, among: Any = None
+    ) -> Any:
+        """Perform a collective, or run the branches of a `Switch`; return its reply.
+
+        Args:
+            request: what a program yields.
+            name: of the bucket.
+            path: the round.
+            taken: true if the branch that requests it is the one that runs.
+            among: the process set, if it is another than the request is for.
+        """
+        if isinstance(request, Switch):
+            index = request.index
+            branches = [
+                lambda branch=branch, i=i: self._branch(
+                    branch(), name, f"{path}.{i}", tf.equal(index, i)
+                )
+                for i, branch in enumerate(request.branches)
+            ]
+            reply, finite, summed = tf.switch_case(tf.cast(index, tf.int32), branches)
+            if self._ops.verdicts is not None:
+                self._ops.verdicts.append(finite)
+            self._counters.checksums.append(summed)
+            return reply
+        if taken is not None:
+            request = comm.requested_in_branch(request, taken)
+        sent = self._runner.submit(request, name, path, among)
+        reply = self._runner.receive(sent)
+        if isinstance(request, Gather):  # counted before its shape is known, see `comm`
+            here = sent.group.rank()
+            reply = tf.reshape(reply, (sum(request.lengths) if request.root == here else 0,))
+        return reply
+
+    def _branch(self, program: Program, name: str, path: str, taken: tf.Tensor) -> Any:
+        """Run a branch to its end; return its result, finiteness and checksum."""
+        rounds = itertools.count()
+        ops, counters = self._ops, self._counters
+        outside, checksums = ops.verdicts, counters.checksums
+        ops.verdicts = None if outside is None else []
+        counters.checksums = [tf.constant(0, tf.int64)]
+        try:
+            result = run(
+                program, lambda r: self.perform(r, name, f"{path}.{next(rounds)}", taken), known
+            )
+            return result, self.verdict(), tf.add_n(counters.checksums)
+        finally:
+            ops.verdicts, counters.checksums = outside, checksums
+
+    def verdict(self) -> tf.Tensor:
+        """Return True if all gradients so far were finite, unless that has raised already."""
+        verdicts, self._ops.verdicts = self._ops.verdicts, None
+        return tf.reduce_all(tf.stack(verdicts)) if verdicts else tf.constant(True)
 
 
 class ExchangeTracer:
@@ -90,34 +186,34 @@ class ExchangeTracer:
         return 1.0 / factor, factor / self._participants.rank_and_size[1]
 
     def trace(
-        self, gradients: list[Any], moments: list[Any], everybody: tf.Tensor | None = None
+        self, gradients: list[Any], moments: list[Any], messages: tf.Tensor | None = None
     ) -> tuple[list[Any], tf.Tensor]:
         """Add an exchange to the graph; return the reduced gradients, and whether they are finite.
 
         Args:
             gradients, moments: of all layers.
-            everybody: messages of all ranks, if they have been exchanged already.
+            messages: of all ranks, if they have been exchanged already.
         """
         # If a leader finds a non-finite gradient, its host has to learn of it first.
         hosts = self._participants.place is not None
         self._ops.verdicts = [] if self.undoes or hosts else None
         dense, sparse, undecided = self._rows.split(gradients)
-        checks = self._check_step(gradients, everybody)
+        checks = self._check_step(gradients, messages)
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             with tf.control_dependencies([_still_valid()]):
                 dense = [None if g is None else tf.identity(g) for g in dense]
-        runs = [
-            self._bucket_run(bucket, gradients, dense, moments, undecided.get(bucket.places[0]))
+        buckets = [
+            self._begin_bucket(bucket, gradients, dense, moments, undecided.get(bucket.places[0]))
             for bucket in self._planner.buckets
         ]
         # In an eager run, all first rounds come before any second one.
-        requests = [run.program.send(None) for run in runs]
+        requests = [each.program.send(None) for each in buckets]
         self._counters.checksums = []
         # Ranks in different phases would deadlock.
         phases = any(isinstance(request, Switch) for request in requests)
         with tf.control_dependencies(checks if phases else []):
             names = [bucket.name for bucket in self._planner.buckets]
-            self._programs.finish([run.program for run in runs], requests, names)
+            self._programs.finish([each.program for each in buckets], requests, names)
         reduced = list(gradients)
         planned = {place for bucket in self._planner.buckets for place in bucket.places}
         # Ranks with gradients of different layers would deadlock.
@@ -132,10 +228,10 @@ class ExchangeTracer:
             facts = {wire.ANY_NOT_FINITE: tf.reshape(finite, (1,))}
             finite = tf.reduce_all(self._ops.require(facts, NonFiniteGradientError))
         # The totals depend on the checks of the payloads: a step that fails leaves no trace.
-        totals = [values_of(run.program.result[0]) for run in runs]
+        totals = [values_of(each.program.result[0]) for each in buckets]
         with tf.control_dependencies([finite, *checks, *totals]):
-            for run in runs:
-                self._end_run(run, finite, dense, reduced)
+            for each in buckets:
+                self._end_bucket(each, finite, dense, reduced)
             self._rows.end_step(finite)
             self._counters.end_step(finite)
         if self.undoes:
@@ -152,7 +248,7 @@ class ExchangeTracer:
         sparse = isinstance(gradient, tf.IndexedSlices) and not self._options.sparse_as_dense
         return ", sparse" if sparse else ""
 
-    def _check_step(self, gradients: Sequence[Any], everybody: tf.Tensor | None) -> list[tf.Tensor]:
+    def _check_step(self, gradients: Sequence[Any], messages: tf.Tensor | None) -> list[tf.Tensor]:
         """Return checks that fail, on all ranks, unless all are in the same step and phase."""
         rows = [
             tf.shape(gradients[p].values, tf.int64)[0]
@@ -161,18 +257,18 @@ class ExchangeTracer:
             for p in self._planner.apart
         ]
         kinds = zlib.crc32(repr([self.kind_of(gradient) for gradient in gradients]).encode())
-        checks, most = self._sync.check_step(kinds, rows, everybody, self._ops)
+        checks, most = self._sync.check_step(kinds, rows, messages, self._ops)
         self._rows.begin_step(most)
         return checks
 
-    def _bucket_run(
+    def _begin_bucket(
         self,
         bucket: Bucket,
         gradients: Sequence[Any],
         dense: Sequence[Any],
         moments: Sequence[Any],
         undecided: tf.IndexedSlices | None,
-    ) -> _BucketRun:
+    ) -> _TracedBucket:
         """Prepare the program of a bucket.
 
         Args:
@@ -194,14 +290,14 @@ class ExchangeTracer:
         if undecided is not None:
             aggregate = partial(self._aggregate, bucket, context, state, extra)
             program = self._rows.gathered_or_compressed(bucket, undecided, state, aggregate)
-            return _BucketRun(bucket, ProgramRunner(program, known), before, None)
+            return _TracedBucket(bucket, ProgramRunner(program, known), before, None)
         trained = self._trained(bucket, gradients)
         if trained is not None:
             zeros = with_leaves(state, [tf.zeros_like(x) for _, x in leaves(state)])
             state = _where(trained, state, zeros)
         flat = bucket.flatten(self._ops, dense, bucket.layout.dtype)
         program = self._aggregate(bucket, context, state, extra, flat)
-        return _BucketRun(bucket, ProgramRunner(program, known), before, trained)
+        return _TracedBucket(bucket, ProgramRunner(program, known), before, trained)
 
     def _aggregate(
         self, bucket: Bucket, context: Context, state: State, extra: Any, flat: tf.Tensor
@@ -223,16 +319,16 @@ class ExchangeTracer:
         ]
         return bucket.flatten(self._ops, ones, "float32") > 0
 
-    def _end_run(
-        self, run: _BucketRun, finite: tf.Tensor, dense: Sequence[Any], reduced: list[Any]
+    def _end_bucket(
+        self, traced: _TracedBucket, finite: tf.Tensor, dense: Sequence[Any], reduced: list[Any]
     ) -> None:
         """Keep the state after a bucket's program, and put its result into `reduced`."""
-        bucket, (total, state) = run.bucket, run.program.result
-        if run.trained is not None:
-            state = _where(run.trained, state, run.before)
+        bucket, (total, state) = traced.bucket, traced.program.result
+        if traced.trained is not None:
+            state = _where(traced.trained, state, traced.before)
         for variable, (_, value) in zip(bucket.variables, leaves(state)):
             variable.assign(tf.where(finite, value, variable) if self.undoes else value)
-        for variable, (_, value) in zip(bucket.previous, leaves(run.before)):
+        for variable, (_, value) in zip(bucket.previous, leaves(traced.before)):
             variable.assign(value)  # no copy: a buffer that is read is not written to
         if isinstance(total, tf.IndexedSlices):
             reduced[bucket.places[0]] = total

@@ -183,10 +183,10 @@ class GraphReducer:
         return reduced
 
     def _run_eagerly(
-        self, gradients: list[Any], moments: list[Any], everybody: tf.Tensor | None
+        self, gradients: list[Any], moments: list[Any], messages: tf.Tensor | None
     ) -> list[Any]:
         with _explained_checks(), comm.explained("the exchange"), stall_inspector.unmarked():
-            reduced, self.finite = self._eager(gradients, moments, everybody)
+            reduced, self.finite = self._eager(gradients, moments, messages)
         return list(reduced)
 
     def take_part(self) -> int:
@@ -202,12 +202,12 @@ class GraphReducer:
         taken = 0
         while True:
             with comm.explained("hvd.join()"):
-                everybody = gather()
-            if tf.reduce_all((everybody[:, 0] == JOINED) | (everybody[:, 0] == 0)):
+                messages = gather()
+            if tf.reduce_all((messages[:, 0] == JOINED) | (messages[:, 0] == 0)):
                 return taken
             taken += 1
             zeros = [zero_like(s, *layer[1:]) for s, layer in zip(self._specs, self.layers)]
-            self._run_eagerly(zeros, [None] * len(zeros), everybody)
+            self._run_eagerly(zeros, [None] * len(zeros), messages)
 
     def _reduce_scaled(
         self, gradients: Sequence[Any], moments: Sequence[Any] | None, scale: tf.Tensor
@@ -247,7 +247,7 @@ class GraphReducer:
         replans = not (self.owned and self.planner.variables)
         if replans:
             self.rows.leave_out(sparse)
-        mine = config_check.describe(
+        own = config_check.describe(
             [
                 (name, shape, f"{dtype}{kind}")
                 for (name, shape, dtype), kind in zip(self.layers, kinds)
@@ -258,8 +258,8 @@ class GraphReducer:
             framework=f"tensorflow {tf.__version__}",
             horovod=horovod_version,
         )
-        everybody = self._gather_objects(mine, config_check.Description)
-        config_check.agree(everybody, self.process_set.ranks)
+        descriptions = self._gather_objects(own, config_check.Description)
+        config_check.agree(descriptions, self.process_set.ranks)
         self.rows.decide(sparse, replans, self._gather_objects)
         if self.process_set.rank() == 0 and not self._judged and self.buckets:
             plan = [(bucket.planned, bucket.layout) for bucket in self.buckets]
@@ -269,8 +269,8 @@ class GraphReducer:
         self._judged = True
         if self.participants.place is not None:
             _ = self.participants.groups  # created while all ranks are here
-            own = [title for title, _ in self.planner.replicated]
-            self.titles = self._gather_objects(own, list[str])
+            titles = [title for title, _ in self.planner.replicated]
+            self.titles = self._gather_objects(titles, list[str])
         self.agreed = True
 
     # -- between exchanges ---------------------------------------------------------------------

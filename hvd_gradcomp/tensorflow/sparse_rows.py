@@ -147,8 +147,8 @@ class SparseRows:
         if self._options.sparse_as_dense is not None or not new:
             return
         left_out, apart = set(planner.left_out), set(planner.apart)
-        mine = [-1 if (n := sparse[p].values.shape[0]) is None else int(n) for p in new]
-        for place, rows in zip(new, zip(*gather(mine, list[int]))):
+        own = [-1 if (n := sparse[p].values.shape[0]) is None else int(n) for p in new]
+        for place, rows in zip(new, zip(*gather(own, list[int]))):
             splits = self._participants.place is None and not planner.assigned[place].whole_model
             if replans and splits and min(rows) < 0:
                 apart.add(place)

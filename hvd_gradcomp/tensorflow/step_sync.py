@@ -80,14 +80,14 @@ class StepSync:
     def _gather(self, compared: tf.Tensor, rows: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gather the messages of all ranks."""
         ranks, rounds = self.process_set, stall_inspector.rounds(self.process_set)
-        mine = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.told)])), 0)
-        table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * mine
+        own = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.told)])), 0)
+        table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * own
         with stall_inspector.marked():
-            everybody = mpi_ops._allreduce(
+            messages = mpi_ops._allreduce(
                 table, op=horovod.Sum, name=self.name, ignore_name_scope=True, process_set=ranks
             )
-        rounds.due.assign(tf.reduce_max(everybody[:, -1]))
-        return everybody
+        rounds.due.assign(tf.reduce_max(messages[:, -1]))
+        return messages
 
     def gather_joined(self) -> tf.Tensor:
         """Gather the messages of all ranks; this one's says that it has joined."""
@@ -95,14 +95,14 @@ class StepSync:
         return self._gather(self._compared(JOINED, 0), none)
 
     def check_step(
-        self, kinds: int, rows: list[tf.Tensor], everybody: tf.Tensor | None, ops: TensorFlowOps
+        self, kinds: int, rows: list[tf.Tensor], messages: tf.Tensor | None, ops: TensorFlowOps
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Fail, on all ranks, unless they are in the same step and phase; a no-op for one rank.
 
         Args:
             kinds: a checksum of this rank's gradients.
             rows: of this rank's sparse gradients of layers apart.
-            everybody: the messages of all ranks; None requests them.
+            messages: those of all ranks; None requests them.
             ops: the tensor operations.
 
         Returns:
@@ -110,17 +110,17 @@ class StepSync:
         """
         if self.process_set.size() == 1:
             return [], rows
-        mine = self._compared(STEPPING, kinds)
-        if everybody is None:
-            everybody = self._gather(mine, rows)
-        most = tf.unstack(tf.reduce_max(everybody[:, -1 - len(rows) : -1], 0), len(rows))
-        everybody = everybody[:, : mine.shape[0]]
-        joined = (everybody[:, 0] == 0) | (everybody[:, 0] == JOINED)
-        alike = joined[:, None] | (everybody == mine)
-        summed = alike[:, 3] | (everybody[:, 3] == 0) | (mine[3] == 0)
+        own = self._compared(STEPPING, kinds)
+        if messages is None:
+            messages = self._gather(own, rows)
+        most = tf.unstack(tf.reduce_max(messages[:, -1 - len(rows) : -1], 0), len(rows))
+        messages = messages[:, : own.shape[0]]
+        joined = (messages[:, 0] == 0) | (messages[:, 0] == JOINED)
+        alike = joined[:, None] | (messages == own)
+        summed = alike[:, 3] | (messages[:, 3] == 0) | (own[3] == 0)
         alike = tf.concat((alike[:, :3], alike[:, 4:]), 1)
         facts = {
-            _OTHER_CALL: everybody[:, 0] != SAVING,
+            _OTHER_CALL: messages[:, 0] != SAVING,
             _OTHER_GRADIENTS: alike[:, 1],
             wire.OTHER_STEP: alike[:, 2],
             _OTHER_PHASE: tf.reduce_all(alike, 1),

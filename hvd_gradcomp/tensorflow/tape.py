@@ -163,13 +163,13 @@ class TapeExchange:
         self,
         target: Any,
         sources: Any,
-        *options: Any,
+        *arguments: Any,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
-        **named: Any,
+        **options: Any,
     ) -> Any:
         """Return reduced gradients, nested like their sources; see `tf.GradientTape.gradient`."""
         nest, plain = self._begin(sources, unconnected_gradients)
-        found = self._stock.gradient(self._tape, target, plain, *options, **named)
+        found = self._stock.gradient(self._tape, target, plain, *arguments, **options)
         reduced = self._with_zeros(found, plain)
         return reduced if nest is None else tf.nest.pack_sequence_as(nest, reduced)
 
@@ -190,14 +190,14 @@ class TapeExchange:
         ]
 
     def get_local_and_global_gradients(
-        self, target: Any, sources: Any, *options: Any, **named: Any
+        self, target: Any, sources: Any, *arguments: Any, **options: Any
     ) -> Any:
         """Return (source, gradient) pairs, of local sources and of the others, as in Horovod."""
         flat = _flattened(sources)[1]
         plain = [plain_variable(source) for source in flat]
         source_of = dict(zip(map(id, plain), flat))
         kinds = self._stock.get_local_and_global_gradients(
-            self._tape, target, plain, *options, **named
+            self._tape, target, plain, *arguments, **options
         )
         return tuple([(source_of[id(s)], g) for s, g in pairs] for pairs in kinds)
 
@@ -241,8 +241,8 @@ def check_seam(tape: tf.GradientTape) -> None:
         raise RuntimeError("this Horovod's tape is built otherwise; install horovod==0.28.1")
 
 
-def _refuse_jacobian(*arguments: Any, **named: Any) -> Any:
-    del arguments, named
+def _refuse_jacobian(*arguments: Any, **options: Any) -> Any:
+    del arguments, options
     raise NotImplementedError(
         "a distributed tape exchanges gradients, which are reduced over ranks; it has no "
         "jacobian, whose rows would each be an exchange. Ask the tf.GradientTape that it was "

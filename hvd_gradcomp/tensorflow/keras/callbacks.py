@@ -437,17 +437,17 @@ def _require_reducing(model: keras.Model, process_set: Any) -> bool:
     if process_set.size() == 1:
         return model.built
     own_step = type(model).train_step is not keras.Model.train_step  # may exchange by itself
-    mine = ("" if own_step else refusal(model.optimizer), model.built)
-    everybody = gather_objects(mine, tuple[str, bool], "gradcomp.fit", process_set)
-    ranks = process_set.ranks or range(len(everybody))
-    found = [f"rank {rank}: {said}" for rank, (said, _) in zip(ranks, everybody) if said]
+    own = ("" if own_step else refusal(model.optimizer), model.built)
+    gathered = gather_objects(own, tuple[str, bool], "gradcomp.fit", process_set)
+    ranks = process_set.ranks or range(len(gathered))
+    found = [f"rank {rank}: {reason}" for rank, (reason, _) in zip(ranks, gathered) if reason]
     if found:
         raise ValueError(
             f"fit would train without an exchange of gradients: {'; '.join(found[:4])}. Compile "
             "the model with hvd.DistributedOptimizer(optimizer, compression=...) on all ranks; "
             "load it with hvd.load_model, after hvd.init()"
         )
-    return all(built for _, built in everybody)
+    return all(built for _, built in gathered)
 
 
 def _built_by(model: keras.Model, iterator: Any) -> bool:
@@ -468,8 +468,8 @@ def _built_by(model: keras.Model, iterator: Any) -> bool:
 
 def _mean(value: Any, name: str, process_set: Any) -> Any:
     """Return the mean over ranks of a number, as a float, or of an array."""
-    given = value.numpy() if hasattr(value, "numpy") else value
+    array = value.numpy() if hasattr(value, "numpy") else value
     mean = horovod.allreduce(
-        tf.constant(given, tf.float64), name=name, op=horovod.Average, process_set=process_set
+        tf.constant(array, tf.float64), name=name, op=horovod.Average, process_set=process_set
     )
     return mean.numpy() if mean.shape.rank else float(mean)

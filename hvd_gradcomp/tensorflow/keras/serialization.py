@@ -70,14 +70,14 @@ def written(compressor: Compressor, options: ExchangeOptions, base: type) -> dic
     except TypeError:  # a compressor of a user's own
         compression = None
     process_set = options.process_set
-    everybody = process_set is horovod.global_process_set
+    is_global = process_set is horovod.global_process_set
     return {
         "compression": compression,
         **vars(options),
         _MARK: __version__,
         "optimizer": keras.saving.get_registered_name(base),
         "op": next(name for name, op in _OPS.items() if op == options.op),
-        "process_set": None if everybody else list(process_set.ranks),
+        "process_set": None if is_global else list(process_set.ranks),
     }
 
 
