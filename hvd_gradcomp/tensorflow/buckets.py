@@ -105,7 +105,7 @@ class BucketPlanner:
         keeps_previous: bool,
     ) -> None:
         self.layers, self.compressor, self.name = list(layers), compressor, name
-        self._participants, self._ops = participants, ops
+        self.participants, self.ops = participants, ops
         self._make_variable, self._keeps_previous = make_variable, keeps_previous
         for layer, _, dtype in self.layers:
             if dtype not in _FLOATS:
@@ -125,7 +125,7 @@ class BucketPlanner:
         """
         self.left_out = sorted(left_out)
         target = GPU_BUCKET_BYTES if tf.config.list_physical_devices("GPU") else BUCKET_BYTES
-        ranks = self._participants.rank_and_size[1]
+        ranks = self.participants.rank_and_size[1]
         self.assigned = assignment.assign(self.compressor, self.layers, ranks, filters_last=True)
         self.apart = [p for p in sorted(apart) if not self.assigned[p].whole_model]
         everywhere = set(range(len(self.layers)))
@@ -151,10 +151,10 @@ class BucketPlanner:
     def _bucket(
         self, number: int, planned: Compressor, layout: Layout, places: list[int]
     ) -> Bucket:
-        place = self._participants.place
+        place = self.participants.place
         leader = 0 if place is None else number % place.slots
-        compressor = planned if self._participants.leads(leader) else NoneCompressor()
-        template = start(compressor, self._ops, layout, self._participants.rank_and_size[1])
+        compressor = planned if self.participants.leads(leader) else NoneCompressor()
+        template = start(compressor, self.ops, layout, self.participants.rank_and_size[1])
         variables = []
         for path, value in leaves(template):
             title = f"gradcomp_{number}_{path.replace('.', '_')}"
@@ -215,7 +215,7 @@ class BucketPlanner:
     @property
     def counters(self) -> list[tf.Variable]:
         """Return the integers of the states that are equal on all ranks; they tell the phase."""
-        if self._participants.place is not None:
+        if self.participants.place is not None:
             return []
         return [
             variable
@@ -228,13 +228,13 @@ class BucketPlanner:
 
     def learned_by_one(self, steps: int) -> list[tuple[tf.Variable, int]]:
         """Return variables whose value on one rank counts for all after `steps`, and that rank."""
-        process_set = self._participants.process_set
+        process_set = self.participants.process_set
         ranks = process_set.ranks or range(process_set.size())
         return [
             (variable, ranks[owner])
             for bucket in self.buckets
             for path, variable in bucket.named_variables()
-            if is_rank_local(variable) and self._participants.place is None
+            if is_rank_local(variable) and self.participants.place is None
             if (owner := learning.owner(bucket.compressor, path, steps)) is not None
         ]
 
@@ -254,7 +254,7 @@ class BucketPlanner:
     def retrain(self, steps: int) -> None:
         """Let the compressors learn anew, from step `steps` on."""
         for bucket in self.buckets:
-            bucket.assign(learning.retrained(bucket.compressor, self._ops, bucket.state, steps))
+            bucket.assign(learning.retrained(bucket.compressor, self.ops, bucket.state, steps))
 
     def resize(self, steps: int) -> set[Compressor]:
         """Adapt the state to another number of ranks.
@@ -265,10 +265,10 @@ class BucketPlanner:
         Raises:
             ValueError: on all ranks, if a compressor cannot work with so many.
         """
-        ranks, anew = self._participants.process_set.size(), set()
+        ranks, anew = self.participants.process_set.size(), set()
         for bucket in self.buckets:
             before = bucket.state
-            after = resized(bucket.compressor, self._ops, before, steps, ranks)
+            after = resized(bucket.compressor, self.ops, before, steps, ranks)
             if after is before:
                 continue
             anew.add(bucket.compressor)

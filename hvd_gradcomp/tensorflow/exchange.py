@@ -150,8 +150,6 @@ class ExchangeTracer:
     Args:
         options: of the exchange.
         planner: of the buckets, with their state.
-        participants: the ranks.
-        ops: the tensor operations.
         counters: of steps and traffic.
         rows: the exchange of sparse gradients.
         sync: the comparison of ranks in each step.
@@ -165,15 +163,14 @@ class ExchangeTracer:
         self,
         options: ExchangeOptions,
         planner: BucketPlanner,
-        participants: Participants,
-        ops: TensorFlowOps,
         counters: ExchangeCounters,
         rows: SparseRows,
         sync: StepSync,
     ) -> None:
-        self._options, self._planner, self._participants = options, planner, participants
-        self._ops, self._counters, self._rows, self._sync = ops, counters, rows, sync
-        self._programs = ProgramTracer(counters, participants, ops)
+        self._options, self._planner, self._counters = options, planner, counters
+        self._rows, self._sync = rows, sync
+        self._participants, self._ops = planner.participants, planner.ops
+        self._programs = ProgramTracer(counters, self._participants, self._ops)
         self.undoes = options.nonfinite != "raise"
         self.norm: GradientNorm | None = None
 
@@ -257,7 +254,7 @@ class ExchangeTracer:
             for p in self._planner.apart
         ]
         kinds = zlib.crc32(repr([self.kind_of(gradient) for gradient in gradients]).encode())
-        checks, most = self._sync.check_step(kinds, rows, messages, self._ops)
+        checks, most = self._sync.check_step(kinds, rows, messages)
         self._rows.begin_step(most)
         return checks
 

@@ -85,22 +85,21 @@ class GraphReducer:
         self.layers, self.compressor, self.options = list(layers), compressor, options
         self._settings, self.owned = f"{options}{settings}", make_variable is not None
         make_variable = make_variable or new_variable
-        self.ops = ops = TensorFlowOps()
+        self.ops = TensorFlowOps()
         self.participants = Participants(options.process_set, options.position, self._make_groups)
         self.planner = BucketPlanner(
             self.layers,
             compressor,
             self.participants,
-            ops,
+            self.ops,
             name or TITLES.take(),
             make_variable,
             keeps_previous=options.rollback and not compressor.is_linear,
         )
         self.counters = ExchangeCounters(make_variable, len(self.layers))
-        shared = options, self.planner, self.participants, ops, self.counters
-        self.rows = SparseRows(*shared, tables)
-        self.sync = StepSync(self.planner, options.process_set, self.counters)
-        self.exchange = ExchangeTracer(*shared, self.rows, self.sync)
+        self.rows = SparseRows(options, self.planner, self.counters, tables)
+        self.sync = StepSync(self.planner, self.counters)
+        self.exchange = ExchangeTracer(options, self.planner, self.counters, self.rows, self.sync)
         self.agreed = self._judged = False
         self.finite: Any = None
         self.sums: list[tf.Variable] = []

@@ -11,10 +11,8 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.core.collectives import Switch
 from hvd_gradcomp.core.compressor import Program, State, leaves, with_leaves
-from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.runtime import naming
-from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.tensorflow.buckets import Bucket, BucketPlanner
 from hvd_gradcomp.tensorflow.counters import ExchangeCounters
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
@@ -38,8 +36,6 @@ class SparseRows:
     Args:
         options: of the exchange.
         planner: plans the buckets, without the layers whose rows are gathered.
-        participants: the ranks.
-        ops: the tensor operations.
         counters: of what is sent.
         tables: places of layers whose gradients are expected to be sparse.
     """
@@ -48,13 +44,11 @@ class SparseRows:
         self,
         options: ExchangeOptions,
         planner: BucketPlanner,
-        participants: Participants,
-        ops: TensorFlowOps,
         counters: ExchangeCounters,
         tables: Collection[int],
     ) -> None:
-        self._options, self._planner, self._participants = options, planner, participants
-        self._ops, self._counters = ops, counters
+        self._options, self._planner, self._counters = options, planner, counters
+        self._participants, self._ops = planner.participants, planner.ops
         self._decided: set[int] = set()  # places of sparse gradients with a choice
         self._choices: dict[int, tf.Variable] = {}  # of the layers apart
         self._rows: dict[int, tf.Tensor] = {}  # of these in this step, the maximum over ranks

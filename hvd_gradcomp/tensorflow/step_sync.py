@@ -7,14 +7,12 @@ as well: a rank that has joined there adds a row of zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.core import wire
-from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.tensorflow import stall_inspector
 from hvd_gradcomp.tensorflow.buckets import BucketPlanner
 from hvd_gradcomp.tensorflow.counters import ExchangeCounters
@@ -51,14 +49,12 @@ class StepSync:
 
     Args:
         planner: names the reducer, and has the states' integers and the layers apart.
-        process_set: the ranks.
         counters: of the steps.
     """
 
-    def __init__(
-        self, planner: BucketPlanner, process_set: Any, counters: ExchangeCounters
-    ) -> None:
-        self._planner, self.process_set, self._counters = planner, process_set, counters
+    def __init__(self, planner: BucketPlanner, counters: ExchangeCounters) -> None:
+        self._planner, self._counters = planner, counters
+        self._process_set = planner.participants.process_set
 
     @property
     def name(self) -> str:
@@ -79,7 +75,7 @@ class StepSync:
 
     def _gather(self, compared: tf.Tensor, rows: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gather the messages of all ranks."""
-        ranks, rounds = self.process_set, stall_inspector.rounds(self.process_set)
+        ranks, rounds = self._process_set, stall_inspector.rounds(self._process_set)
         own = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.told)])), 0)
         table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * own
         with stall_inspector.marked():
@@ -95,7 +91,7 @@ class StepSync:
         return self._gather(self._compared(JOINED, 0), none)
 
     def check_step(
-        self, kinds: int, rows: list[tf.Tensor], messages: tf.Tensor | None, ops: TensorFlowOps
+        self, kinds: int, rows: list[tf.Tensor], messages: tf.Tensor | None
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Fail, on all ranks, unless they are in the same step and phase; a no-op for one rank.
 
@@ -103,12 +99,11 @@ class StepSync:
             kinds: a checksum of this rank's gradients.
             rows: of this rank's sparse gradients of layers apart.
             messages: those of all ranks; None requests them.
-            ops: the tensor operations.
 
         Returns:
             The checks, and the maximum over ranks of each of `rows`.
         """
-        if self.process_set.size() == 1:
+        if self._process_set.size() == 1:
             return [], rows
         own = self._compared(STEPPING, kinds)
         if messages is None:
@@ -126,4 +121,4 @@ class StepSync:
             _OTHER_PHASE: tf.reduce_all(alike, 1),
             _OTHER_SUMS: summed,
         }
-        return [ops.require(facts)], most
+        return [self._planner.ops.require(facts)], most

@@ -265,11 +265,8 @@ class DistributedOptimizerMixin(_KerasOptimizer):
     ) -> None:
         """Set the attributes of an optimizer that can train.
 
-        Args:
-            compressor: of all gradients.
-            options: of the exchange.
-            written: what `get_config` returns of them.
-            taken: settings of the plain optimizer that the compressor has taken over.
+        `written` is what `get_config` returns of the options, and `taken` has settings of the
+        plain optimizer that the compressor has taken over.
         """
         self._begin(written)
         self._taken.update(taken)
