@@ -61,6 +61,7 @@ class GraphReducer:
         planner: of the buckets, with their state.
         participants: the ranks.
         counters: of steps and traffic.
+        steps: exchanges so far, equal on all ranks.
         rows: the exchange of sparse gradients.
         sync: the comparison of ranks in each step.
         exchange: adds an exchange to a graph.
@@ -97,6 +98,7 @@ class GraphReducer:
             keeps_previous=options.rollback and not compressor.is_linear,
         )
         self.counters = ExchangeCounters(make_variable, len(self.layers))
+        self.steps, self.process_set = self.counters.steps, options.process_set
         self.rows = SparseRows(options, self.planner, self.counters, tables)
         self.sync = StepSync(self.planner, self.counters)
         self.exchange = ExchangeTracer(options, self.planner, self.counters, self.rows, self.sync)
@@ -117,16 +119,6 @@ class GraphReducer:
     def buckets(self) -> list[Bucket]:
         """Return the buckets, in the order in which backward fills them."""
         return self.planner.buckets
-
-    @property
-    def process_set(self) -> Any:
-        """Return the ranks that take part."""
-        return self.options.process_set
-
-    @property
-    def steps(self) -> tf.Variable:
-        """Return the number of exchanges so far, equal on all ranks."""
-        return self.counters.steps
 
     @property
     def variables(self) -> list[tf.Variable]:
