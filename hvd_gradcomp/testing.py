@@ -47,15 +47,11 @@ class _Member(Participants):
     """Rank of a world, or of a host in it."""
 
     def __init__(self, across: Group, inside: Group) -> None:
-        self.process_set, self.place = across, None
+        super().__init__(across)
         self._inside = inside
 
     def among(self, request: Any) -> Group:
         return self._inside if isinstance(request, Inside) else self.process_set
-
-    def leader(self, bucket: Any) -> int:
-        del bucket
-        return 0
 
 
 class _Uncounted:

@@ -85,11 +85,13 @@ class CollectiveRunner:
     Args:
         transport: moves the tensors.
         ledger: counts them.
-        seated: selects the process set.
+        participants: selects the process set.
     """
 
-    def __init__(self, transport: Transport, ledger: TrafficCounter, seated: Participants) -> None:
-        self.transport, self.ledger, self._seated = transport, ledger, seated
+    def __init__(
+        self, transport: Transport, ledger: TrafficCounter, participants: Participants
+    ) -> None:
+        self.transport, self.ledger, self._participants = transport, ledger, participants
 
     def submit(
         self, request: Collective, bucket: str, path: object, group: Any = None
@@ -106,7 +108,7 @@ class CollectiveRunner:
             TypeError: the request is no collective.
         """
         name = naming.collective(bucket, request, path)
-        group, counts = group or self._seated.among(request), not isinstance(request, Inside)
+        group, counts = group or self._participants.among(request), not isinstance(request, Inside)
         inner: Any = request.request if isinstance(request, Inside) else request
         if not isinstance(inner, (Allgather, Allreduce, Alltoall, Broadcast, Gather)):
             raise TypeError(f"{inner!r} is no collective; {bucket} has asked for it")
@@ -130,7 +132,7 @@ class CollectiveRunner:
     def receive(self, sent: PendingCollective) -> Tensor:
         """Return the reply to a submitted collective once it has arrived."""
         reply = self.transport.wait(sent.pending)
-        if isinstance(sent.request, (Allreduce, Broadcast)) and self._seated.place is None:
+        if isinstance(sent.request, (Allreduce, Broadcast)) and self._participants.place is None:
             self.ledger.heard(reply)
         if sent.counts and _root(sent.request) != sent.group.rank():
             self.ledger.received(reply)

@@ -10,7 +10,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.runtime.config_check import MismatchError
-from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, GraphReducer, gather_objects, living
+from hvd_gradcomp.tensorflow.comm import gather_objects
+from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer, living
 from hvd_gradcomp.tensorflow.variables import is_rank_local, plain_variable
 
 _TRAVEL = frozenset({"uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bool"})
@@ -59,26 +60,26 @@ def broadcast_variables(
     if inplace or not tf.executing_eagerly():
         return horovod.broadcast_variables(shared, root_rank, process_set, inplace)
     places = {key: place for place, key in enumerate(plain)}
-    engines = sorted(
-        (engine for engine in living if id(engine.steps) in plain),
-        key=lambda engine: places[id(engine.steps)],
+    reducers = sorted(
+        (reducer for reducer in living if id(reducer.steps) in plain),
+        key=lambda reducer: places[id(reducer.steps)],
     )
-    rolls = _agreed(shared, engines, process_set)
+    rolls = _agreed(shared, reducers, process_set)
     ranks = list(process_set.ranks or range(process_set.size()))
     root = rolls[ranks.index(root_rank)]
     TITLES.continue_from(max(roll.number for roll in rolls))
     anew = []
-    for place, engine in enumerate(engines):
+    for place, reducer in enumerate(reducers):
         step = root.steps[place]
         others = [rank for rank, roll in zip(ranks, rolls) if roll.steps[place] != step]
-        engine.rename(root.names[place])
+        reducer.rename(root.names[place])
         if horovod.rank() in others:
-            engine.forget()
-        owned = engine.learned_by_one(step)
+            reducer.forget()
+        owned = reducer.planner.learned_by_one(step)
         shared += [variable for variable, _ in owned]
         if others and any(owner != root_rank for _, owner in owned):
-            anew.append(engine)
-        if others and engine.keeps_local and horovod.rank() == root_rank:
+            anew.append(reducer)
+        if others and reducer.planner.keeps_local and horovod.rank() == root_rank:
             LOGGER.warning(
                 "all ranks go on from step %d of rank %d, with what all have in common. What a "
                 "rank had kept back is rank %d's alone: rank%s %s begin%s with nothing. "
@@ -105,27 +106,27 @@ def broadcast_variables(
             variable.assign(value if travels else tf.bitcast(value, variable.dtype))
 
     tf.function(copy, autograph=False)()  # all at the same time
-    for engine in anew:
-        engine.retrain()
+    for reducer in anew:
+        reducer.retrain()
     return None
 
 
 def _agreed(
-    shared: Sequence[tf.Variable], engines: Sequence[GraphReducer], process_set: Any
+    shared: Sequence[tf.Variable], reducers: Sequence[GraphReducer], process_set: Any
 ) -> list[_Roll]:
     """Gather what all ranks want to broadcast, and require that it is the same.
 
     Raises:
         MismatchError: on all ranks, if it differs: some ranks would deadlock.
     """
-    mine = _Roll(
+    own = _Roll(
         [f"{v.dtype.name} {tuple(v.shape)}" for v in shared],
-        [engine.name for engine in engines],
-        [repr(engine.compressor) for engine in engines],
-        [int(engine.steps) for engine in engines],
+        [reducer.name for reducer in reducers],
+        [repr(reducer.compressor) for reducer in reducers],
+        [int(reducer.steps) for reducer in reducers],
         TITLES.number,
     )
-    rolls: list[_Roll] = gather_objects(mine, _Roll, "gradcomp.broadcast.roll", process_set)
+    rolls: list[_Roll] = gather_objects(own, _Roll, "gradcomp.broadcast.roll", process_set)
     first, *ranks = process_set.ranks or range(len(rolls))
     for rank, roll in zip(ranks, rolls[1:]):
         for ours, theirs, what in (

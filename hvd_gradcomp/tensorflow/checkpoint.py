@@ -19,17 +19,15 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from safetensors import numpy as safetensors
 
-from hvd_gradcomp.checkpoint import files, schema
-from hvd_gradcomp.checkpoint.files import Ranks, Takeover
-from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.core.compressor import is_replicated, leaves
-from hvd_gradcomp.tensorflow.checkpoint_barrier import meet
-from hvd_gradcomp.tensorflow.engine import (
-    GraphReducer,
-    distributed_in,
-    gather_objects,
-    optimizer_of,
-)
+from hvd_gradcomp.checkpoint import files
+from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
+from hvd_gradcomp.core.compressor import is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.protocols import learning, resizing
+from hvd_gradcomp.tensorflow.buckets import Bucket
+from hvd_gradcomp.tensorflow.checkpoint_barrier import barrier
+from hvd_gradcomp.tensorflow.comm import gather_objects
+from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
+from hvd_gradcomp.tensorflow.reducers import distributed_in, optimizer_of, reducer_in
 from hvd_gradcomp.tensorflow.variables import is_own, is_rank_local, plain_variable
 
 Arrays = dict[str, np.ndarray]
@@ -95,14 +93,14 @@ def save_checkpoint(
                 shared[f"{name}/{place}"] = _array(variable)
             elif mode == "sharded":
                 own[f"{name}/{place}"] = _array(variable)
-        engine, optimizer = _engine_of(item), distributed_in(_optimizer_of(item))
+        reducer, optimizer = _reducer_of(item), distributed_in(_optimizer_of(item))
         if mode == "consolidated" and int(getattr(optimizer, "pass_of_step", 0)):
             raise CheckpointError(
                 f"{name} has accumulated part of a step's gradients, which belong to their rank: "
                 "save consolidated checkpoints after the last pass of a step"
             )
-        if engine is not None:
-            entry["exchange"] = _exchange(engine, mode, f"{name}/exchange", shared, own)
+        if reducer is not None:
+            entry["exchange"] = _exchange(reducer, mode, f"{name}/exchange", shared, own)
     meta |= {"mode": mode, "size": ranks.size}
     files.write(
         folder,
@@ -181,7 +179,7 @@ def load_checkpoint(
 
 def _ranks(process_set: Any) -> Ranks:
     """Return the ranks that save or load together, once all of them do."""
-    meet(process_set)
+    barrier(process_set)
     name = "gradcomp.checkpoint"
     root = process_set.ranks[0] if process_set.ranks else 0
 
@@ -189,9 +187,9 @@ def _ranks(process_set: Any) -> Ranks:
         return gather_objects(item, kind, name, process_set)
 
     def broadcast(data: bytes) -> bytes:
-        mine = np.frombuffer(data, np.uint8)
-        given = horovod.broadcast(mine, root, name=f"{name}.data", process_set=process_set)
-        return given.numpy().tobytes()
+        own = np.frombuffer(data, np.uint8)
+        received = horovod.broadcast(own, root, name=f"{name}.data", process_set=process_set)
+        return received.numpy().tobytes()
 
     return Ranks(process_set.rank(), process_set.size(), gather, broadcast)
 
@@ -204,8 +202,8 @@ def _optimizer_of(item: Any) -> Any:
     return item if getattr(item, "optimizer", None) is None else optimizer_of(item)
 
 
-def _engine_of(item: Any) -> GraphReducer | None:
-    return getattr(distributed_in(_optimizer_of(item)), "_gradcomp", None)
+def _reducer_of(item: Any) -> GraphReducer | None:
+    return reducer_in(_optimizer_of(item))
 
 
 def _variables(item: Any) -> list[Any] | None:
@@ -218,8 +216,8 @@ def _variables(item: Any) -> list[Any] | None:
     optimizer = _optimizer_of(item)
     if optimizer is not item:
         found += optimizer.variables
-    engine = _engine_of(item)
-    exchanged = set() if engine is None else {id(v) for v in engine.everything}
+    reducer = _reducer_of(item)
+    exchanged = set() if reducer is None else {id(v) for v in reducer.variables}
     kept = {id(plain_variable(v)): v for v in found}
     return [v for key, v in kept.items() if key not in exchanged and v.name != "gradcomp_rank"]
 
@@ -242,64 +240,74 @@ def _array(variable: Any) -> np.ndarray:
 
 
 def _exchange(
-    engine: GraphReducer, mode: str, name: str, shared: Arrays, own: Arrays
+    reducer: GraphReducer, mode: str, name: str, shared: Arrays, own: Arrays
 ) -> dict[str, Any]:
     """Add the state of an exchange to the arrays, and return its description."""
 
     def add(title: str, value: np.ndarray, alike: bool) -> None:
         (shared if alike or mode == "consolidated" else own)[f"{name}/{title}"] = value
 
-    for bucket, one in enumerate(engine.compressors):
-        # With hosts, only the leaders have the replicated state.
-        replicated = {
-            path: is_replicated(one, path) for path, _ in leaves(engine.templates[bucket])
-        }
-        for path, value in _state(engine, bucket, mode).items():
-            add(f"{bucket}.{path}", value, engine.place is None and replicated[path])
-    for title, counter in engine.counters.items():
+    hosts = reducer.participants.place is not None
+    for number, bucket in enumerate(reducer.buckets):
+        for path, value in _state(reducer, number, bucket, mode).items():
+            # With hosts, only the leaders have the replicated state.
+            add(f"{number}.{path}", value, not hosts and is_replicated(bucket.compressor, path))
+    for title, counter in reducer.counters.local.items():
         if title in _ALIKE or mode == "sharded":
             value = _array(counter)
         else:
-            value = _summed(engine, title, counter, engine.process_set)
+            value = _summed(reducer, title, counter, reducer.process_set)
         add(title, value, title in _ALIKE)
-    saved = schema.describe(engine.compressor, engine.layouts, int(engine.steps))
-    return {**saved, "hosts": engine.place and engine.place.hosts}
+    layouts = reducer.planner.layouts
+    return {
+        "format": files.FORMAT,
+        "compressor": repr(reducer.compressor),
+        "formats": files.formats(reducer.compressor),
+        "steps": int(reducer.steps),
+        "hosts": _hosts(reducer),
+        "buckets": [{"digest": x.digest, "names": list(x.names)} for x in layouts],
+    }
 
 
-def _state(engine: GraphReducer, bucket: int, mode: str) -> Arrays:
+def _hosts(reducer: GraphReducer) -> int | None:
+    place = reducer.participants.place
+    return None if place is None else place.hosts
+
+
+def _state(reducer: GraphReducer, number: int, bucket: Bucket, mode: str) -> Arrays:
     """Return a bucket's tensors by path: this rank's, or those consolidated over all ranks."""
-    state, one, steps = {}, engine.compressors[bucket], int(engine.steps)
-    for (path, _), variable in zip(leaves(engine.templates[bucket]), engine.variables[bucket]):
-        if mode == "sharded" or is_replicated(one, path):
+    state, participants, steps = {}, reducer.participants, int(reducer.steps)
+    for path, variable in bucket.named_variables():
+        if mode == "sharded" or is_replicated(bucket.compressor, path):
             state[path] = _array(variable)
-        else:
-            counts = one.owner(path, steps) in (None, engine.seat[0])
-            among = engine.among(None)
-            state[path] = _summed(engine, f"{bucket}.{path}", variable, among, counts)
-    if mode == "consolidated" and engine.place is not None and engine.place.slots > 1:
-        state = _of_leader(engine, bucket, state)
+            continue
+        owner = learning.owner(bucket.compressor, path, steps)
+        counts = owner in (None, participants.rank_and_size[0])
+        among = participants.among(None)
+        state[path] = _summed(reducer, f"{number}.{path}", variable, among, counts)
+    if mode == "consolidated" and participants.place is not None and participants.place.slots > 1:
+        name, inside = f"{reducer.name}.consolidate.{number}", participants.groups.inside
+        state = _of_leader(name, bucket.leader, inside, state)
     return state
 
 
-def _of_leader(engine: GraphReducer, bucket: int, state: Arrays) -> Arrays:
+def _of_leader(name: str, leader: int, inside: Any, state: Arrays) -> Arrays:
     """Return the state of a bucket on its host's leader, on all ranks of the host."""
-    name, inside = f"{engine.name}.consolidate.{bucket}", engine.groups.inside
-    mine = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
-    everybody = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)
-    leader = engine.leader(bucket)
-    root, given = (inside.ranks or range(inside.size()))[leader], {}
-    for path, (shape, dtype) in everybody[leader].items():
+    own = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
+    gathered = gather_objects(own, dict[str, tuple[list[int], str]], name, inside)
+    root, received = (inside.ranks or range(inside.size()))[leader], {}
+    for path, (shape, dtype) in gathered[leader].items():
         x = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
         if inside.rank() == leader:
             x = state[path]
         data = np.frombuffer(x.tobytes(), np.uint8)
         data = horovod.broadcast(data, root, name=f"{name}.{path}", process_set=inside)
-        given[path] = np.frombuffer(data.numpy().tobytes(), x.dtype).reshape(shape)
-    return given
+        received[path] = np.frombuffer(data.numpy().tobytes(), x.dtype).reshape(shape)
+    return received
 
 
 def _summed(
-    engine: GraphReducer, title: str, variable: tf.Variable, process_set: Any, counts: bool = True
+    reducer: GraphReducer, title: str, variable: tf.Variable, process_set: Any, counts: bool = True
 ) -> np.ndarray:
     """Sum a variable over the ranks that count, in double precision on the way."""
     value = variable.read_value()
@@ -309,7 +317,7 @@ def _summed(
     total = mpi_ops._allreduce(
         tf.reshape(wide, (-1,)),
         op=horovod.Sum,
-        name=f"{engine.name}.consolidate.{title}",
+        name=f"{reducer.name}.consolidate.{title}",
         ignore_name_scope=True,
         process_set=process_set,
     )
@@ -321,8 +329,8 @@ def _summed(
 
 def _commit(items: Iterable[Any]) -> None:
     """Commit the last exchanges: no rollback may pass the loaded checkpoint."""
-    for engine in filter(None, map(_engine_of, items)):
-        engine.commit()
+    for reducer in filter(None, map(_reducer_of, items)):
+        reducer.counters.commit()
 
 
 def _waits(item: Any) -> bool:
@@ -374,15 +382,15 @@ def _restored(
     described = [_described(v) for v in variables]
     if described != saved["variables"]:
         raise CheckpointError(_difference(saved["variables"], described))
-    engine, exchange = _engine_of(item), saved.get("exchange")
+    reducer, exchange = _reducer_of(item), saved.get("exchange")
     plan: list[tuple[Any, Any]] = []
-    if engine is None or exchange is None:
-        if engine is not exchange:
+    if reducer is None or exchange is None:
+        if reducer is not exchange:
             there, here = ("not ", "") if exchange is None else ("", "not ")
             raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
     else:
-        schema.check_exchange(exchange, engine.compressor, engine.layouts)
-        plan += _restored_exchange(engine, exchange, f"{name}/exchange", arrays, mode, size)
+        files.check_exchange(exchange, reducer.compressor, reducer.planner.layouts)
+        plan += _restored_exchange(reducer, exchange, f"{name}/exchange", arrays, mode, size)
     for place, variable in enumerate(variables):
         key = f"{name}/{place}"
         if key in arrays:
@@ -397,32 +405,47 @@ def _restored(
 
 
 def _restored_exchange(
-    engine: GraphReducer,
+    reducer: GraphReducer,
     saved: dict[str, Any],
     name: str,
     arrays: Arrays,
     mode: str,
     size_then: int,
 ) -> list[tuple[Any, Any]]:
-    rank, hosts = engine.process_set.rank(), saved.get("hosts")
+    rank, hosts = reducer.process_set.rank(), saved.get("hosts")
     if mode == "sharded":
-        schema.check_hosts(hosts, engine.place and engine.place.hosts)
-    size, holders = engine.seat[1], hosts or size_then
+        files.check_hosts(hosts, _hosts(reducer))
+    size, holders = reducer.participants.rank_and_size[1], hosts or size_then
     # A sharded part is this rank's own: `files.read` gives each rank its part.
-    origin = schema.Origin(saved["steps"], mode, rank, holders)
+    how = saved["steps"], mode, rank, rank
     plan: list[tuple[Any, Any]] = []
-    for bucket, variables in enumerate(engine.variables):
-        template = engine.templates[bucket]
-        start = dict(leaves(template))
-        stored = {path: tf.constant(arrays[f"{name}/{bucket}.{path}"]) for path in start}
-        compressor = engine.compressors[bucket]
-        state = schema.restore(compressor, engine.ops, template, stored, start, origin, rank, size)
-        plan += zip(variables, (x for _, x in leaves(state)))
-    for title, variable in engine.counters.items():
+    for number, bucket in enumerate(reducer.buckets):
+        compressor, tensors = bucket.compressor, []
+        for path, start in leaves(bucket.template):
+            source = files.source_of(compressor, path, *how)
+            array = arrays[f"{name}/{number}.{path}"]
+            if source is Source.SHARE:
+                array = _share(array, size, holders)
+            tensors.append(start if source is Source.START else tf.constant(array))
+        if any(tuple(x.shape) != tuple(v.shape) for x, v in zip(tensors, bucket.variables)):
+            # A parameter server's decoder has a head for each rank.
+            LOGGER.warning("%s learns anew: %d ranks exchange now", compressor, size)
+            state = with_leaves(bucket.template, tensors)
+            state = resizing.resized(compressor, reducer.ops, state, saved["steps"], size)
+            tensors = [x for _, x in leaves(state)]
+        plan += zip(bucket.variables, tensors)
+    for title, variable in reducer.counters.local.items():
         array = arrays[f"{name}/{title}"]
         same = mode == "sharded" or title in _ALIKE
-        plan.append((variable, array if same else schema.share(engine.ops, array, size, size_then)))
-    return [*plan, (engine.steps, tf.constant(saved["steps"], engine.steps.dtype))]
+        plan.append((variable, array if same else _share(array, size, size_then)))
+    return [*plan, (reducer.steps, tf.constant(saved["steps"], reducer.steps.dtype))]
+
+
+def _share(total: np.ndarray, size: int, size_then: int) -> np.ndarray:
+    """Return a rank's share of a summed residual, or the mean of a summed count."""
+    if total.dtype.kind == "f":
+        return (total.astype(np.float64) / size).astype(total.dtype)
+    return total // size_then
 
 
 def _difference(saved: Sequence[Any], here: Sequence[Any]) -> str:

@@ -21,17 +21,18 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.tensorflow.engine import gather_objects, living
+from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.tensorflow.comm import gather_objects
+from hvd_gradcomp.tensorflow.reducer import living
 from hvd_gradcomp.tensorflow.step_sync import SAVING, STEPPING
 
 PATIENCE = 10.0  # seconds of waiting before a rank submits its messages
 _NAME = "gradcomp.checkpoint"
 _begun: dict[int, Future[Any]] = {}  # by process set: barriers not yet complete
-_Word = tuple[str, int]  # name and size of a step's message
+_Message = tuple[str, int]  # name and size of a step's message
 
 
-def meet(process_set: Any) -> None:
+def barrier(process_set: Any) -> None:
     """Wait until all ranks are here, to save or to load.
 
     Args:
@@ -42,45 +43,44 @@ def meet(process_set: Any) -> None:
     """
     if process_set.size() == 1:
         return
-    key, words = process_set.process_set_id, dict[_Word, Future[Any]]()
+    key, messages = process_set.process_set_id, dict[_Message, Future[Any]]()
     if key not in _begun:  # a failed call may have left one behind
         _begun[key] = summed(tf.zeros(1), f"{_NAME}.begin", process_set)
     begin = _begun[key]
     wait([begin], PATIENCE)
     if not begin.done():
-        trained = [one for one in living if one.process_set.process_set_id == key]
-        _give(words, ((one.word_name, one.word_size) for one in trained), process_set)
+        syncs = [r.sync for r in living if r.process_set.process_set_id == key]
+        _submit(messages, ((sync.name, sync.size) for sync in syncs), process_set)
     while not begin.done():
-        wait([begin, *_unheard(words, process_set)], return_when=FIRST_COMPLETED)
+        wait([begin, *_pending(messages, process_set)], return_when=FIRST_COMPLETED)
     del _begun[key]
     if begin.exception():
-        _unheard(words, process_set)  # raises the reason, if they have it
+        _pending(messages, process_set)  # raises the reason, if they have it
     begin.result()
-    everybody = gather_objects([*words], list[_Word], f"{_NAME}.words", process_set)
-    _give(words, (word for theirs in everybody for word in theirs), process_set)
-    for word in words.values():
-        word.result()
+    gathered = gather_objects([*messages], list[_Message], f"{_NAME}.words", process_set)
+    _submit(messages, (message for theirs in gathered for message in theirs), process_set)
+    for message in messages.values():
+        message.result()
 
 
-def _give(words: dict[_Word, Future[Any]], those: Iterable[_Word], process_set: Any) -> None:
+def _submit(
+    messages: dict[_Message, Future[Any]], wanted: Iterable[_Message], process_set: Any
+) -> None:
     """Submit the messages that were not submitted yet."""
-    rank, ranks = process_set.rank(), process_set.size()
-    for name, size in those:
-        if (name, size) not in words:
-            mine = tf.one_hot(0, size, on_value=SAVING, off_value=0, dtype=tf.int64)
-            table = tf.one_hot([rank], ranks, dtype=tf.int64, axis=0) * mine
-            words[name, size] = summed(table, name, process_set)
+    for name, size in wanted:
+        if (name, size) not in messages:
+            messages[name, size] = submitted(SAVING, name, size, process_set)
 
 
-def _unheard(words: dict[_Word, Future[Any]], process_set: Any) -> list[Future[Any]]:
+def _pending(messages: dict[_Message, Future[Any]], process_set: Any) -> list[Future[Any]]:
     """Return the messages that are still pending; raise what other ranks have told with theirs.
 
     Replies are read before errors: ranks that have told something may have ended since.
     """
-    told = {word for word in words.values() if word.done()}
-    for word in sorted(told, key=lambda word: word.exception() is not None):
-        _check(word.result(), process_set)
-    return [word for word in words.values() if word not in told]
+    done = {message for message in messages.values() if message.done()}
+    for message in sorted(done, key=lambda message: message.exception() is not None):
+        _check(message.result(), process_set)
+    return [message for message in messages.values() if message not in done]
 
 
 def _check(table: Any, process_set: Any) -> None:
@@ -93,6 +93,19 @@ def _check(table: Any, process_set: Any) -> None:
             f"{listed}. Call save_checkpoint and load_checkpoint on all ranks, between the same "
             "two steps"
         )
+
+
+def submitted(action: int, name: str, size: int, process_set: Any) -> Future[Any]:
+    """Submit a sync message of a rank that is not in a step; see `step_sync`.
+
+    Args:
+        action: of this rank, `SAVING` or `JOINED`.
+        name, size: of the messages.
+        process_set: the ranks.
+    """
+    row = tf.one_hot(0, size, on_value=action, off_value=0, dtype=tf.int64)
+    table = tf.one_hot([process_set.rank()], process_set.size(), dtype=tf.int64, axis=0) * row
+    return summed(table, name, process_set)
 
 
 def summed(tensor: tf.Tensor, name: str, process_set: Any) -> Future[Any]:

@@ -9,54 +9,56 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.monitoring import verify
-from hvd_gradcomp.tensorflow.engine import GraphReducer
+from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
-def check(engine: GraphReducer, sources: Sequence[Any]) -> None:
+def check(reducer: GraphReducer, sources: Sequence[Any]) -> None:
     """Compare variables and replicated state over the ranks of a reducer.
 
     Args:
-        engine: the reducer.
+        reducer: the reducer.
         sources: the variables that it trains, in the order of its layers.
 
     Raises:
         DivergedError: on all ranks, if they differ. In a graph the error is TensorFlow's
             `UnknownError`, with the same message in it.
     """
-    held = [
+    compared = [
         (f"parameter {name}", plain_variable(source))
-        for (name, _, _), source in zip(engine.layers, sources)
+        for (name, _, _), source in zip(reducer.layers, sources)
     ]
-    held += engine.replicated
-    weights = verify.weights(engine.ops)
-    mine = tf.stack([verify.digest(engine.ops, _bytes(x), weights) for _, x in held])
-    process_set = engine.process_set
+    compared += reducer.planner.replicated
+    weights = verify.weights(reducer.ops)
+    own_digests = tf.stack([verify.digest(reducer.ops, _bytes(x), weights) for _, x in compared])
+    process_set = reducer.process_set
     digests = mpi_ops.allgather(
-        mine if engine.place else mine[None],
-        name=f"{engine.name}.verify",
+        own_digests if reducer.participants.place else own_digests[None],
+        name=f"{reducer.name}.verify",
         ignore_name_scope=True,
         process_set=process_set,
     )
-    names = [name for name, _ in held]
+    names = [name for name, _ in compared]
     ranks = process_set.ranks or range(process_set.size())
 
     def compare(digests: tf.Tensor, steps: tf.Tensor) -> None:
         rows = digests.numpy().tolist()
-        if engine.place is None:
+        if reducer.participants.place is None:
             verify.compare(names, rows, ranks, int(steps))
             return
         # A rank has the state of the buckets that it leads.
-        parameters, rest = names[: len(engine.layers)], iter(rows)
-        everybody = [{name: next(rest) for name in (*parameters, *own)} for own in engine.titles]
-        known = list(dict.fromkeys(name for row in everybody for name in row))
-        found = [[row.get(name) for name in known] for row in everybody]
+        parameters, rest = names[: len(reducer.layers)], iter(rows)
+        rows_of_ranks = [
+            {name: next(rest) for name in (*parameters, *own)} for own in reducer.titles
+        ]
+        known = list(dict.fromkeys(name for row in rows_of_ranks for name in row))
+        found = [[row.get(name) for name in known] for row in rows_of_ranks]
         verify.compare(known, found, ranks, int(steps))
 
     if tf.executing_eagerly():
-        compare(digests, engine.steps)
+        compare(digests, reducer.steps)
     else:
-        tf.py_function(compare, [digests, engine.steps], [])
+        tf.py_function(compare, [digests, reducer.steps], [])
 
 
 def _bytes(x: Any) -> tf.Tensor:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Gather, Inside, goes_as_sum
 from hvd_gradcomp.ops.tensorflow import ASSERTION, assertion
+from hvd_gradcomp.runtime import errors, typed_json
+from hvd_gradcomp.tensorflow import stall_inspector
 
 
 class HorovodBackend:
@@ -72,29 +77,58 @@ def _how(name: str, group: Any) -> dict[str, Any]:
     return {"name": name, "ignore_name_scope": True, "process_set": group}
 
 
-def asked_in_branch(request: Any, taken: tf.Tensor) -> Any:
+def requested_in_branch(request: Any, taken: tf.Tensor) -> Any:
     """Return the same request, of a tensor that depends on whether its branch is taken.
 
     A rank that only receives passes a constant. TensorFlow's graph optimizer moves what depends on
     constants alone out of its branch, and then this rank submits when others do not.
     """
     if isinstance(request, Inside):
-        return request._replace(request=asked_in_branch(request.request, taken))
+        return request._replace(request=requested_in_branch(request.request, taken))
     if not isinstance(request, (Broadcast, Gather)):
         return request
     tensor = request.tensor
     return request._replace(tensor=tf.where(taken, tensor, tf.zeros_like(tensor)))
 
 
-def sum_of_bits(x: tf.Tensor) -> tf.Tensor:
-    """Return a checksum that any flipped bit changes; an int64 scalar."""
-    kinds = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
-    return tf.reduce_sum(tf.cast(tf.bitcast(x, kinds[x.dtype.size]), tf.int64))
+def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
+    """Gather every rank's item of a kind on all ranks, outside of traces; see `typed_json`."""
+
+    def gather(data: tf.Tensor, title: str) -> Any:
+        every = mpi_ops.allgather(
+            data, name=f"{name}.{title}", ignore_name_scope=True, process_set=process_set
+        )
+        return every.numpy()
+
+    def allgather(own: bytes) -> Iterator[bytes]:
+        lengths = gather(tf.constant([len(own)], tf.int32), "sz")
+        data, start = gather(tf.io.decode_raw(own, tf.uint8), "t").tobytes(), 0
+        for length in lengths.tolist():
+            yield data[start : start + length]
+            start += length
+
+    return typed_json.gathered(item, kind, allgather, process_set.ranks)
 
 
-def bytes_of(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the bytes of a tensor; a constant if its shape is known."""
-    known = tensor.shape.num_elements()
-    if known is not None:
-        return tf.constant(known * tensor.dtype.size, tf.int64)
-    return tf.size(tensor, tf.int64) * tensor.dtype.size
+def takes_part(process_set: Any) -> bool:
+    """Return True if this rank belongs to the process set.
+
+    `ProcessSet.included()` returns False wherever `horovod.torch` is imported after Horovod for
+    TensorFlow, and then stock Horovod trains without reducing.
+    """
+    if process_set is horovod.global_process_set:
+        return True
+    return horovod.rank() in (process_set.ranks or ())
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Raise Horovod's failures as its own exception, with their likely cause."""
+    try:
+        with stall_inspector.translated():
+            yield
+    except (tf.errors.UnknownError, tf.errors.FailedPreconditionError) as error:
+        if "Horovod" not in error.message:
+            raise
+        reason = error.message.rpartition("\n\n")[2]  # after the place in the graph
+        raise HorovodInternalError(errors.explained(what, reason)) from error

@@ -7,7 +7,8 @@ from typing import Any
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvd_gradcomp.tensorflow.engine import LOGGER, gather_objects, takes_part
+from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
+from hvd_gradcomp.tensorflow.reducer import LOGGER
 
 _INFINITE, _NO_DATASET = int(tf.data.INFINITE_CARDINALITY), -3
 
@@ -39,20 +40,20 @@ def even_batches(
     counts = gather_objects(_count(dataset), int, "gradcomp.batches", process_set)
     ranks = process_set.ranks or range(len(counts))
 
-    def those(number: int) -> str:
+    def ranks_with(number: int) -> str:
         return ", ".join(str(rank) for rank, count in zip(ranks, counts) if count == number)
 
     if _NO_DATASET in counts:
         raise TypeError(
-            f"even_batches takes a tf.data.Dataset, and rank {those(_NO_DATASET)} gives something "
-            "else; with other data give fit the same steps_per_epoch= on all ranks"
+            f"even_batches takes a tf.data.Dataset, and rank {ranks_with(_NO_DATASET)} gives "
+            "something else; with other data give fit the same steps_per_epoch= on all ranks"
         )
     finite = [count for count in counts if count != _INFINITE]
     if not finite:
         return dataset
     fewest = min(finite)
     if fewest == 0:
-        raise ValueError(f"rank {those(0)} has no batch: give each rank a part of the data")
+        raise ValueError(f"rank {ranks_with(0)} has no batch: give each rank a part of the data")
     dropped = [(rank, count - fewest) for rank, count in zip(ranks, counts) if count > fewest]
     if dropped and process_set.rank() == 0:
         LOGGER.warning(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -25,12 +26,23 @@ from horovod.tensorflow.elastic import (
     rank,
 )
 
+from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
-from hvd_gradcomp.tensorflow.engine import TITLES, GraphReducer, distributed_in, gather_objects
+from hvd_gradcomp.tensorflow.comm import gather_objects
+from hvd_gradcomp.tensorflow.reducer import TITLES, GraphReducer
+from hvd_gradcomp.tensorflow.reducers import (
+    distributed_in,
+    drop_reducers,
+    reducer_for,
+    reducer_in,
+    reducers_over,
+)
 from hvd_gradcomp.tensorflow.stall_inspector import init, shutdown
-from hvd_gradcomp.tensorflow.tape import drop_engines, engines_over, reducer_for
 from hvd_gradcomp.tensorflow.variables import plain_variable
+
+if TYPE_CHECKING:
+    from keras.optimizers import Optimizer
 
 __all__ = [
     "HorovodInternalError",
@@ -57,14 +69,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def translated(*arguments: Any, **options: Any) -> Any:
-        with _as_horovod_says():
+        with _horovod_errors():
             return func(*arguments, **options)
 
     return _stock.run(translated)
 
 
 @contextmanager
-def _as_horovod_says() -> Iterator[None]:
+def _horovod_errors() -> Iterator[None]:
     """Raise a HorovodInternalError where TensorFlow reports a broken exchange."""
     try:
         yield
@@ -86,13 +98,15 @@ class Variables(ObjectState):
         kwargs: plain Python objects.
     """
 
-    def __init__(self, variables: Sequence[Any], optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, variables: Sequence[Any], optimizer: Optimizer | None = None, **kwargs: Any
+    ) -> None:
         own = [] if optimizer is None else optimizer.variables
         plain = {id(v): v for v in map(plain_variable, (*variables, *own))}
         self._variables = [v for v in plain.values() if isinstance(v, tf.Variable)]
-        self._reducing = distributed_in(optimizer)
-        for engine in self._engines():
-            if engine.process_set is not horovod.global_process_set:
+        self._distributed = distributed_in(optimizer)
+        for reducer in self._reducers():
+            if reducer.process_set is not horovod.global_process_set:
                 raise ValueError(
                     "elastic training exchanges over all ranks: a process set does not outlive a "
                     "reset. Make DistributedOptimizer without process_set="
@@ -100,15 +114,15 @@ class Variables(ObjectState):
         self._copy()
         ObjectState.__init__(self, bcast_object=_broadcast_object, get_rank=horovod.rank, **kwargs)
 
-    def _engines(self) -> list[GraphReducer]:
+    def _reducers(self) -> list[GraphReducer]:
         """Return the optimizer's reducer, and those of tapes over these variables."""
-        owned = getattr(self._reducing, "_gradcomp", None)
-        taped = [engine for engine, _, _ in engines_over(self._variables)]
+        owned = reducer_in(self._distributed)
+        taped = [reducer for reducer, _ in reducers_over(self._variables)]
         return taped if owned is None else [owned, *taped]
 
     def _tracked(self) -> list[tf.Variable]:
-        of_engines = [v for engine in self._engines() for v in engine.everything]
-        return list({id(v): v for v in (*self._variables, *of_engines)}.values())
+        of_reducers = [v for reducer in self._reducers() for v in reducer.variables]
+        return list({id(v): v for v in (*self._variables, *of_reducers)}.values())
 
     def _copy(self) -> None:
         self._copies = [(v, tf.identity(v)) for v in self._tracked()]
@@ -119,37 +133,36 @@ class Variables(ObjectState):
 
     def restore(self) -> None:
         known = {id(v) for v, _ in self._copies}
-        drop_engines(e for e, _, _ in engines_over(self._variables) if id(e.steps) not in known)
+        taped = [reducer for reducer, _ in reducers_over(self._variables)]
+        drop_reducers(reducer for reducer in taped if id(reducer.steps) not in known)
         for variable, value in self._copies:
             variable.assign(value)
-        for engine in self._engines():
-            engine.commit()
+        for reducer in self._reducers():
+            reducer.counters.commit()
         ObjectState.restore(self)
 
     def sync(self) -> None:
+        ranks = horovod.global_process_set
         taped = [
             (
                 places,
-                engine.compressor,
-                [name for name, _, _ in engine.layers],
-                (engine.left_out, engine.apart, engine.settled),
-                settings,
+                reducer.compressor,
+                replace(reducer.options, process_set=None),
+                [name for name, _, _ in reducer.layers],
+                reducer.rows.choices,
             )
-            for engine, places, settings in engines_over(self._variables)
+            for reducer, places in reducers_over(self._variables)
         ]
-        titles = [engine.name for engine in self._engines()]
-        taped, titles, number = _broadcast_object((taped, titles, TITLES.draw()))
-        for places, compressor, layers, (left_out, apart, settled), settings in taped:
+        names = [reducer.name for reducer in self._reducers()]
+        taped, names, number = _broadcast_object((taped, names, TITLES.draw()))
+        for places, compressor, options, layers, choices in taped:
             sources = [self._variables[place] for place in places]
-            engine = reducer_for(
-                sources, compressor, layers, process_set=horovod.global_process_set, **settings
-            )
-            assert engine is not None
-            engine.leave_out(left_out, apart)
-            engine.settled = settled
-        for engine, title in zip(self._engines(), titles):
-            engine.rename(title)
-        TITLES.continue_from(number)
+            reducer = reducer_for(sources, compressor, replace(options, process_set=ranks), layers)
+            assert reducer is not None
+            reducer.rows.adopt(choices)
+        for reducer, name in zip(self._reducers(), names):
+            reducer.rename(name)
+        TITLES.go_on_from(number)
         broadcast_variables(self._tracked(), 0)
         ObjectState.sync(self)
 
@@ -162,7 +175,7 @@ class Elastic(Membership, Variables):
         self.begin()
 
     def sync(self) -> None:
-        with _as_horovod_says():
+        with _horovod_errors():
             super().sync()
 
     def _gather(self, seat: RankState) -> list[RankState]:
@@ -172,7 +185,12 @@ class Elastic(Membership, Variables):
         return horovod.rank(), horovod.local_rank()
 
     def _squares(self) -> float:
-        return sum(_squares(engine) for engine in self._engines())
+        return sum(
+            float(tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))))
+            for reducer in self._reducers()
+            for bucket in reducer.buckets
+            if (residual := carrying.residual(bucket.compressor, bucket.state)) is not None
+        )
 
     def _committed(self) -> Any:
         return self._copies, self._saved_state
@@ -181,19 +199,20 @@ class Elastic(Membership, Variables):
         self._copies, self._saved_state = copies
 
     def _forget(self) -> None:
-        for engine in self._engines():
-            engine.forget()
+        for reducer in self._reducers():
+            reducer.forget()
 
     def _resize(self) -> None:
-        for engine in self._engines():
-            anew = engine.resize()
-            if horovod.rank() == 0:
-                for one in anew:
+        for reducer in self._reducers():
+            for compressor in reducer.resize():
+                if horovod.rank() == 0:
                     LOGGER.warning(
-                        "%s learns anew: other ranks exchange now, %d of them", one, horovod.size()
+                        "%s learns anew: other ranks exchange now, %d of them",
+                        compressor,
+                        horovod.size(),
                     )
-        if hasattr(self._reducing, "own"):
-            self._reducing.own()
+        if hasattr(self._distributed, "own"):
+            self._distributed.own()
 
 
 class TensorFlowState(Elastic, _stock.TensorFlowState):
@@ -238,7 +257,7 @@ class TensorFlowKerasState(Elastic, _stock.TensorFlowKerasState):
     """
 
     def __init__(
-        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+        self, model: Any, optimizer: Optimizer | None = None, backend: Any = None, **kwargs: Any
     ) -> None:
         del backend
         if not model.built:
@@ -257,12 +276,3 @@ class TensorFlowKerasState(Elastic, _stock.TensorFlowKerasState):
 
 def _broadcast_object(item: Any) -> Any:
     return horovod.broadcast_object(item, name="gradcomp.elastic")
-
-
-def _squares(engine: GraphReducer) -> float:
-    total = 0.0
-    for bucket, compressor in enumerate(engine.compressors):
-        residual = compressor.residual(engine.state_of(bucket))
-        if residual is not None:
-            total += float(tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))))
-    return total

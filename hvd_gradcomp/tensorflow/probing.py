@@ -13,8 +13,8 @@ from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.runtime.program_runner import run
-from hvd_gradcomp.tensorflow.engine import takes_part
-from hvd_gradcomp.tensorflow.tape import with_kernels
+from hvd_gradcomp.tensorflow.comm import takes_part
+from hvd_gradcomp.tensorflow.layers import with_kernels
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 
@@ -85,9 +85,9 @@ class Probe(probe.Probe):
         Raises:
             ValueError: the number of gradients differs from that of the variables.
         """
-        for given in (gradients, moments):
-            if given is not None and len(given) != len(self._index):
-                raise ValueError(f"{len(given)} gradients for {len(self._index)} variables")
+        for values in (gradients, moments):
+            if values is not None and len(values) != len(self._index):
+                raise ValueError(f"{len(values)} gradients for {len(self._index)} variables")
         if not takes_part(self.process_set):
             return
 

@@ -58,7 +58,7 @@ _STOCK_INIT, _STOCK_SHUTDOWN = mpi_ops.init, mpi_ops.shutdown
 _marking = threading.local()  # whether collectives of this thread are recorded
 
 
-class _Set(NamedTuple):
+class RankSet(NamedTuple):
     """Ranks of a process set, as `StallChannel` needs them."""
 
     process_set_id: int
@@ -98,7 +98,7 @@ class ReportRounds:
     Attributes:
         told: the number of this rank's pending round; 0 for none.
         due: the highest such number of any rank, by the last message.
-        said: the rounds in which this rank has reported.
+        reported: the rounds in which this rank has reported.
     """
 
     def __init__(self) -> None:
@@ -107,17 +107,17 @@ class ReportRounds:
                 tf.Variable(0, dtype=tf.int64, trainable=False, name=f"gradcomp_{name}")
                 for name in ("told", "due")
             )
-        self.said = 0
+        self.reported = 0
 
     def drop(self) -> None:
         """Start anew."""
-        self.said = 0
+        self.reported = 0
         self.told.assign(0)
         self.due.assign(0)
 
     def is_due(self, pending: bool) -> bool:
         """Return True if all ranks must report now, given whether this rank's report is pending."""
-        return int(self.due.numpy()) >= self.said + (not pending)
+        return int(self.due.numpy()) >= self.reported + (not pending)
 
 
 class _Answer:
@@ -190,7 +190,7 @@ class _StallInspector:
         if key not in self._sites:
             with tf.init_scope(), tf.device("/cpu:0"):
                 turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradcomp_waits")
-            asked = PendingOp(name, _Set(process_set, []), lambda: False, shown=shown)
+            asked = PendingOp(name, RankSet(process_set, []), lambda: False, shown=shown)
             self._sites[key] = _Site(asked, turn)
         return self._sites[key]
 
@@ -199,7 +199,7 @@ class _StallInspector:
         """Record an eager collective while it blocks."""
         self._start()
         number = next(self._numbers)
-        ranks, thread = _Set(process_set, []), threading.get_ident()
+        ranks, thread = RankSet(process_set, []), threading.get_ident()
         self._calls[number] = PendingOp(name, ranks, lambda: False, thread, shown)
         try:
             yield
@@ -253,7 +253,7 @@ class _StallInspector:
                     watch.check(asked, self._turn)
                 finally:
                     rounds = self.rounds(number)
-                    rounds.told.assign(rounds.said * watch.pending)
+                    rounds.told.assign(rounds.reported * watch.pending)
 
     def _answer(self) -> None:
         """Submit and complete the reports that all ranks must submit, since one has."""
@@ -261,7 +261,7 @@ class _StallInspector:
             watch = self._among(number)
             if watch is not None and rounds.is_due(watch.pending):
                 watch.complete()
-                rounds.said = max(rounds.said, int(rounds.due.numpy()))
+                rounds.reported = max(rounds.reported, int(rounds.due.numpy()))
                 rounds.told.assign(0)
 
     def _among(self, number: int) -> stall_inspector.StallChannel | None:
@@ -270,7 +270,7 @@ class _StallInspector:
         if not ranks or len(ranks) == 1 or horovod.rank() not in ranks:
             return None
         if number not in self._watches or self._watches[number][0] != ranks:
-            watch = stall_inspector.StallChannel(_Set(number, ranks), self._tell, self._members)
+            watch = stall_inspector.StallChannel(RankSet(number, ranks), self._tell, self._members)
             self._watches[number] = ranks, watch
         return self._watches[number][1]
 
@@ -282,8 +282,8 @@ class _StallInspector:
             LOGGER.debug("Horovod has ended; process sets are those from before")
         return self._sets
 
-    def _tell(self, table: list[list[int]], name: str, process_set: _Set) -> _Answer:
-        self.rounds(process_set.process_set_id).said += 1
+    def _tell(self, table: list[list[int]], name: str, process_set: RankSet) -> _Answer:
+        self.rounds(process_set.process_set_id).reported += 1
         return _summed(table, name, process_set)
 
     def _end(self, why: str) -> None:
@@ -297,7 +297,7 @@ class _StallInspector:
             self._ended.set()
 
 
-def _summed(table: list[list[int]], name: str, process_set: _Set) -> _Answer:
+def _summed(table: list[list[int]], name: str, process_set: RankSet) -> _Answer:
     def total() -> tf.Tensor:
         return _STOCK.horovod_allreduce(
             tf.constant(table, tf.int64),
@@ -328,23 +328,23 @@ def _recorded(title: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     kind = title.removeprefix(_PREFIX)
 
     @functools.wraps(stock)
-    def collective(*given: Any, **named: Any) -> Any:
-        process_set = int(named.get("process_set_id", 0))
+    def collective(*arguments: Any, **options: Any) -> Any:
+        process_set = int(options.get("process_set_id", 0))
         if tf.executing_eagerly():
             # Eager collectives pair by kind, not by name.
-            shown = f"{kind} ({named['name']})" if named.get("name") else kind
+            shown = f"{kind} ({options['name']})" if options.get("name") else kind
             with translated(), _watcher.call(kind, shown, process_set):
-                return stock(*given, **named)
+                return stock(*arguments, **options)
         in_function = tf.compat.v1.executing_eagerly_outside_functions()
         if not getattr(_marking, "on", True) or not in_function:
-            return stock(*given, **named)
-        name = f"{kind}.{named.get('name') or 'without a name'}"
-        site = _watcher.site(name, named.get("name") or kind, process_set)
-        inputs = [x for x in tf.nest.flatten([*given]) if isinstance(x, tf.Tensor)]
+            return stock(*arguments, **options)
+        name = f"{kind}.{options.get('name') or 'without a name'}"
+        site = _watcher.site(name, options.get("name") or kind, process_set)
+        inputs = [x for x in tf.nest.flatten([*arguments]) if isinstance(x, tf.Tensor)]
         with tf.control_dependencies(inputs):
             begin = site.begin()
         with tf.control_dependencies([begin]):
-            result = stock(*given, **named)
+            result = stock(*arguments, **options)
         after = result if isinstance(result, tf.Operation) else tf.nest.flatten(result)
         with tf.control_dependencies(after if isinstance(after, list) else [after]):
             site.end()
@@ -392,16 +392,16 @@ def translated() -> Iterator[None]:
 
 
 @functools.wraps(_STOCK_INIT)
-def init(*given: Any, **named: Any) -> Any:
+def init(*arguments: Any, **options: Any) -> Any:
     """Initialize Horovod like its own `init`; records start anew."""
     _watcher.drop()
-    return _STOCK_INIT(*given, **named)
+    return _STOCK_INIT(*arguments, **options)
 
 
 @functools.wraps(_STOCK_SHUTDOWN)
-def shutdown(*given: Any, **named: Any) -> Any:
+def shutdown(*arguments: Any, **options: Any) -> Any:
     """Shut Horovod down like its own `shutdown`; records are dropped."""
-    result = _STOCK_SHUTDOWN(*given, **named)
+    result = _STOCK_SHUTDOWN(*arguments, **options)
     _watcher.drop()
     return result
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import tensorflow as tf
 
+from hvd_gradcomp.core.compressor import with_leaves
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import description
+from hvd_gradcomp.runtime import stats as runtime_stats
 from hvd_gradcomp.tensorflow import checksums
-from hvd_gradcomp.tensorflow.engine import GraphReducer, distributed_in
-from hvd_gradcomp.tensorflow.tape import engine_of_variables
+from hvd_gradcomp.tensorflow.reducer import GraphReducer
+from hvd_gradcomp.tensorflow.reducers import distributed_in, reducer_of
 
 
 def compression_stats(source: Any) -> CompressionStats:
@@ -23,7 +26,40 @@ def compression_stats(source: Any) -> CompressionStats:
     Raises:
         TypeError: nothing was exchanged for it.
     """
-    return reducer_of(source).stats()
+    return stats_of(reducer_of(source))
+
+
+def stats_of(reducer: GraphReducer) -> CompressionStats:
+    """Return a reducer's totals since the start; read from the device."""
+    planner, local = reducer.planner, reducer.counters.local
+    gathered, leads = reducer.rows.gathered, reducer.participants.leads
+    used = [bucket for bucket in planner.buckets if not gathered.intersection(bucket.places)]
+    planned = {name for bucket in used for name in bucket.layout.names}
+    led = [bucket for bucket in used if leads(bucket.leader)]
+    of_others = planned - {name for bucket in led for name in bucket.layout.names}
+    names, norm = [name for name, _, _ in reducer.layers], reducer.exchange.norm
+    unbucketed = zip(names, local["unbucketed"].numpy().tolist())
+    steps = int(local["exchanges"])
+    return runtime_stats.stats(
+        [
+            runtime_stats.BucketTotals(
+                bucket.layout,
+                bucket.compressor,
+                with_leaves(bucket.template, bucket.variables),
+                steps,
+            )
+            for bucket in led
+        ],
+        runtime_stats.Counters(
+            *(int(local[name]) for name in ("bytes_sent", "bytes_received", "skipped"))
+        ),
+        steps=steps,
+        order=names,
+        beside={name: sent for name, sent in unbucketed if name not in of_others},
+        unplanned={name: prod(shape) for name, shape, _ in reducer.layers if name not in planned},
+        norm=lambda x: float(tf.norm(x)),
+        gradient_norms=[] if norm is None else [norm.read()],
+    )
 
 
 def describe(source: Any) -> str:
@@ -41,9 +77,10 @@ def describe(source: Any) -> str:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    engine = reducer_of(source)
+    reducer = reducer_of(source)
+    ranks = reducer.participants.rank_and_size[1]
     return description.describe(
-        engine.compressor, engine.layers, len(engine.layouts), engine.seat[1], filters_last=True
+        reducer.compressor, reducer.layers, len(reducer.buckets), ranks, filters_last=True
     )
 
 
@@ -106,23 +143,7 @@ def verify(source: Any) -> None:
             is TensorFlow's `UnknownError`, with the same message in it.
         TypeError: as in `compression_stats`.
     """
-    engine = reducer_of(source)
-    given = isinstance(source, (list, tuple))
-    checksums.check(engine, source if given else distributed_in(source)._gradcomp_sources)
-
-
-def reducer_of(source: Any) -> GraphReducer:
-    """Return the reducer of an optimizer, a tape or a list of variables.
-
-    Raises:
-        TypeError: as in `compression_stats`.
-    """
-    engine = getattr(distributed_in(source), "_gradcomp", None)
-    if engine is None and isinstance(source, (list, tuple)):
-        engine = engine_of_variables(source)
-    if engine is None:
-        raise TypeError(
-            f"no exchange is known for {type(source).__name__}: pass the optimizer or tape that "
-            "hvd_gradcomp.tensorflow made, or the list of variables, after the first step"
-        )
-    return engine
+    reducer, variables = reducer_of(source), source
+    if not isinstance(source, (list, tuple)):
+        variables = distributed_in(source).exchanged_variables
+    checksums.check(reducer, variables)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as horovod
 
 from hvd_gradcomp.monitoring import reports
-from hvd_gradcomp.tensorflow.stats import reducer_of
+from hvd_gradcomp.tensorflow.reducers import reducer_of
+from hvd_gradcomp.tensorflow.stats import stats_of
 
 
 class StatsWriter(reports.StatsWriter):
@@ -40,21 +42,22 @@ class StatsWriter(reports.StatsWriter):
     def __init__(
         self, source: Any, every: int = 100, writers: Sequence[reports.Writer] = ()
     ) -> None:
-        self._engine = reducer_of(source)
+        self._reducer = reducer_of(source)
         super().__init__(
-            self._engine.stats,
+            partial(stats_of, self._reducer),
             rank=horovod.rank(),
-            first=self._engine.process_set.rank() == 0,
+            first=self._reducer.process_set.rank() == 0,
             writers=writers,
             every=every,
         )
-        self._engine.watch()
-        self._ask()
+        self._reducer.watch()
+        self._request_norm()
 
     def step(self) -> None:
         super().step()
-        self._ask()
+        self._request_norm()
 
-    def _ask(self) -> None:
-        if self.reads and self.due:
-            self._engine.measure()
+    def _request_norm(self) -> None:
+        norm = self._reducer.exchange.norm
+        if self.reads and self.due and norm is not None:
+            norm.request()

@@ -10,25 +10,20 @@ functions are marked, except for the one that calls what the user has recorded.
 
 from __future__ import annotations
 
-import gc
-import re
-import sys
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.variance import weight_of_passes
-from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.core.layers import Layer, Weight, convolving
-from hvd_gradcomp.tensorflow.engine import LOGGER, TITLES, GraphReducer, check, takes_part
+from hvd_gradcomp.tensorflow.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
+from hvd_gradcomp.tensorflow.reducers import reducer_for
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
-_said: set[Compressor] = set()
-_known: dict[Any, tuple[list[Any], GraphReducer | None]] = {}
+_warned: set[Compressor] = set()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -100,15 +95,23 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         TypeError: `compression` is no compressor.
         MismatchError: at the first `gradient`, on all ranks, if they differ in what they train.
     """
-    compressor = check(
-        "DistributedGradientTape", op, groups, num_groups, compression, process_set, hierarchical
+    options = ExchangeOptions(
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        process_set=process_set,
+        hierarchical=hierarchical,
+        nonfinite=nonfinite,
+        rollback=rollback,
+    )
+    compressor = options.resolve_compressor(
+        compression, "DistributedGradientTape", groups, num_groups
     )
     if moments is None and getattr(compressor, "moments", "step") in ("sample", "microbatch"):
         raise ValueError(
             "the compressor needs moments= here: a tape sees neither samples nor micro-batches. "
             f"hvd.microbatch_gradients computes them. Got {compressor}"
         )
-    policy = _policy(nonfinite, loss_scale)
     tape = horovod.DistributedGradientTape(
         gradtape,
         device_dense=device_dense,
@@ -119,98 +122,132 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    check_seam(tape)
+    TapeExchange(compressor, options, moments, loss_scale).attach(tape)
+    return tape
 
-    paths: dict[int, str] = {}  # what Keras calls a variable
-    moment_of: dict[int, Any] = {}
-    fills = False  # whether a source without a gradient gets zeros
+
+class TapeExchange:
+    """Exchange in the place of that of one of Horovod's tapes.
+
+    Args:
+        compressor: of all gradients.
+        options: of the exchange.
+        moments: one for each source, or None.
+        loss_scale: factor of the loss, or None.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        options: ExchangeOptions,
+        moments: Sequence[Any] | None,
+        loss_scale: Any,
+    ) -> None:
+        self._compressor, self._moments, self._loss_scale = compressor, moments, loss_scale
+        self._options = options.with_policy(scaled=loss_scale is not None)
+        self._paths: dict[int, str] = {}  # what Keras calls a variable
+        self._moment_of: dict[int, Any] = {}
+        self._fills = False  # whether a source without a gradient gets zeros
+
+    def attach(self, tape: Any) -> None:
+        """Replace the exchange of a tape; see `check_seam`."""
+        check_seam(tape)
+        self._tape, self._stock = tape, type(tape)
+        tape._allreduce_grads, tape.discard_step = self.exchange, self.discard_step
+        tape.jacobian = tape.batch_jacobian = _refuse_jacobian
+        tape.gradient = self.gradient
+        tape.get_local_and_global_gradients = self.get_local_and_global_gradients
+        tape.register_local_source = self.register_local_source
 
     def gradient(
+        self,
         target: Any,
         sources: Any,
-        *options: Any,
+        *arguments: Any,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
-        **named: Any,
+        **options: Any,
     ) -> Any:
-        nest, plain = prepared(sources, unconnected_gradients)
-        reduced = filled(type(tape).gradient(tape, target, plain, *options, **named), plain)
+        """Return reduced gradients, nested like their sources; see `tf.GradientTape.gradient`."""
+        nest, plain = self._begin(sources, unconnected_gradients)
+        found = self._stock.gradient(self._tape, target, plain, *arguments, **options)
+        reduced = self._with_zeros(found, plain)
         return reduced if nest is None else tf.nest.pack_sequence_as(nest, reduced)
 
     @tf.autograph.experimental.do_not_convert
-    def prepared(sources: Any, unconnected: Any) -> tuple[Any, list[Any]]:
-        nonlocal fills
+    def _begin(self, sources: Any, unconnected: Any) -> tuple[Any, list[Any]]:
         nest, flat = _flattened(sources)
         plain = [plain_variable(source) for source in flat]
-        paths.update((id(p), s.path) for p, s in zip(plain, flat) if p is not s)
-        moment_of.update(zip(map(id, plain), tf.nest.flatten(moments or ())))
-        fills = tf.UnconnectedGradients(unconnected) == tf.UnconnectedGradients.ZERO
+        self._paths.update((id(p), s.path) for p, s in zip(plain, flat) if p is not s)
+        self._moment_of.update(zip(map(id, plain), tf.nest.flatten(self._moments or ())))
+        self._fills = tf.UnconnectedGradients(unconnected) == tf.UnconnectedGradients.ZERO
         return nest, plain
 
     @tf.autograph.experimental.do_not_convert
-    def filled(gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    def _with_zeros(self, gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         return [
-            tf.zeros(s.shape, s.dtype) if g is None and fills else g
+            tf.zeros(s.shape, s.dtype) if g is None and self._fills else g
             for g, s in zip(gradients, sources)
         ]
 
-    def parted(target: Any, sources: Any, *options: Any, **named: Any) -> Any:
-        _, flat = _flattened(sources)
-        plain = {id(plain_variable(source)): source for source in flat}
-        kinds = type(tape).get_local_and_global_gradients(
-            tape, target, [plain_variable(source) for source in flat], *options, **named
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """Return (source, gradient) pairs, of local sources and of the others, as in Horovod."""
+        flat = _flattened(sources)[1]
+        plain = [plain_variable(source) for source in flat]
+        source_of = dict(zip(map(id, plain), flat))
+        kinds = self._stock.get_local_and_global_gradients(
+            self._tape, target, plain, *arguments, **options
         )
-        return tuple([(plain[id(s)], g) for s, g in pairs] for pairs in kinds)
+        return tuple([(source_of[id(s)], g) for s, g in pairs] for pairs in kinds)
 
-    def register(source: Any) -> None:
-        type(tape).register_local_source(tape, plain_variable(source))
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of a source to its rank, as in Horovod."""
+        self._stock.register_local_source(self._tape, plain_variable(source))
 
     @tf.autograph.experimental.do_not_convert
-    def exchange(gradients: Any, sources: Any, use_generic_names: bool = False) -> list[Any]:
+    def exchange(self, gradients: Any, sources: Any, use_generic_names: bool = False) -> list[Any]:
         """Exchange the gradients that Horovod's own has not taken out as local."""
         del use_generic_names  # everything is named by bucket
         if not sources:
             return []
-        if moments is None:
-            _say_once(compressor)
-        engine = reducer_for(
-            sources,
-            compressor,
-            [paths.get(id(source)) for source in sources],
-            op=op,
-            predivide=gradient_predivide_factor,
-            process_set=process_set,
-            sparse_as_dense=sparse_as_dense,
-            hierarchical=hierarchical,
-            nonfinite=policy,
-            rollback=rollback,
-        )
-        tape._gradcomp, tape._gradcomp_sources = engine, sources
-        gradients = filled(gradients, sources)
-        if engine is None:
+        if self._moments is None:
+            _warn_once(self._compressor)
+        names = [self._paths.get(id(source)) for source in sources]
+        reducer = reducer_for(sources, self._compressor, self._options, names)
+        self._tape._gradcomp, self._tape.exchanged_variables = reducer, sources
+        gradients = self._with_zeros(gradients, sources)
+        if reducer is None:
             return gradients
-        of_sources = None if moments is None else [moment_of.get(id(s)) for s in sources]
-        return engine.reduce(gradients, of_sources, loss_scale)
-
-    def refused(*arguments: Any, **named: Any) -> Any:
-        del arguments, named
-        raise NotImplementedError(
-            "a distributed tape exchanges gradients, which are reduced over ranks; it has no "
-            "jacobian, whose rows would each be an exchange. Ask the tf.GradientTape that it was "
-            "made from, and reduce what you need of the result with hvd.allreduce"
-        )
+        moments = None if self._moments is None else [self._moment_of.get(id(s)) for s in sources]
+        return reducer.reduce(gradients, moments, self._loss_scale)
 
     @tf.autograph.experimental.do_not_convert
-    def discard_step() -> None:
-        if not hasattr(tape, "_gradcomp"):
+    def discard_step(self) -> None:
+        """Discard the exchange of this tape; see `hvd.discard_step`."""
+        if not hasattr(self._tape, "_gradcomp"):
             raise RuntimeError("discard_step() leaves out a step: call it after gradient()")
-        if tape._gradcomp is not None:
-            tape._gradcomp.discard()
+        if self._tape._gradcomp is not None:
+            self._tape._gradcomp.discard()
 
-    tape._allreduce_grads, tape.discard_step = exchange, discard_step
-    tape.jacobian = tape.batch_jacobian = refused
-    tape.gradient, tape.get_local_and_global_gradients = gradient, parted
-    tape.register_local_source = register
-    return tape
+
+def check_seam(tape: tf.GradientTape) -> None:
+    """Require that a tape of Horovod's lets its exchange be replaced, as 0.28.1's does.
+
+    Raises:
+        RuntimeError: its exchange is no attribute that could be replaced.
+    """
+    if not hasattr(tape, "_allreduce_grads"):
+        raise RuntimeError("this Horovod's tape is built otherwise; install horovod==0.28.1")
+
+
+def _refuse_jacobian(*arguments: Any, **options: Any) -> Any:
+    del arguments, options
+    raise NotImplementedError(
+        "a distributed tape exchanges gradients, which are reduced over ranks; it has no "
+        "jacobian, whose rows would each be an exchange. Ask the tf.GradientTape that it was "
+        "made from, and reduce what you need of the result with hvd.allreduce"
+    )
 
 
 @tf.autograph.experimental.do_not_convert
@@ -262,13 +299,14 @@ def PartialDistributedGradientTape(  # noqa: N802 - the name that users of Horov
     return tape
 
 
-def layers_in(given: Any) -> list[Any]:
+def layers_in(local_layers: Any) -> list[Any]:
     """Return the layers that `local_layers=` names.
 
     Raises:
         ValueError: it contains something else.
     """
-    layers = [] if given is None else [given] if hasattr(given, "trainable_weights") else [*given]
+    several = not hasattr(local_layers, "trainable_weights")
+    layers = [] if local_layers is None else [*local_layers] if several else [local_layers]
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise ValueError(f"local_layers= takes layers of Keras, got {layer!r}")
@@ -296,162 +334,6 @@ def _flattened(sources: Any) -> tuple[Any, list[Any]]:
         plain = isinstance(sources, (list, tuple)) and not any(map(tf.nest.is_nested, sources))
         return None if plain else sources, flat
     return None, [*sources]  # a view of a dictionary, say
-
-
-def check_seam(tape: tf.GradientTape) -> None:
-    """Require that a tape of Horovod's lets its exchange be replaced, as 0.28.1's does.
-
-    Raises:
-        RuntimeError: its exchange is no attribute that could be replaced.
-    """
-    if not hasattr(tape, "_allreduce_grads"):
-        raise RuntimeError("this Horovod's tape is built otherwise; install horovod==0.28.1")
-
-
-def reducer_for(
-    sources: Sequence[Any],
-    compressor: Compressor,
-    names: Sequence[str | None] | None = None,
-    *,
-    process_set: Any,
-    **settings: Any,
-) -> GraphReducer | None:
-    """Return the reducer of these sources and settings, created when they are first seen.
-
-    None on a rank that is not in the process set.
-
-    Raises:
-        RuntimeError: within a graph of TensorFlow 1.
-    """
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        raise RuntimeError(
-            "gradients are computed in a graph of TensorFlow 1, which a session runs: nothing "
-            "would initialize the state of compressors there. Compute them eagerly or in a "
-            "tf.function, or use stock Horovod"
-        )
-    identity = tuple(_identity(source) for source in sources)
-    key = (identity, compressor, process_set.process_set_id, tuple(sorted(settings.items())))
-    if key in _known and all(ref() is not None for ref in _known[key][0]):
-        return _known[key][1]
-    drop_stale()
-    plain = [plain_variable(source) for source in sources]
-    refs = [weakref.ref(p) for p in plain if isinstance(p, tf.Variable)]
-    name = TITLES.take()  # taken on all ranks, or later names would differ
-    engine = None
-    if takes_part(process_set):
-        layers = named_layers(sources, names)
-        engine = GraphReducer(layers, compressor, process_set=process_set, name=name, **settings)
-    _known[key] = (refs, engine)
-    return engine
-
-
-def _say_once(compressor: Compressor) -> None:
-    """Log once where second moments come from, if none were given."""
-    automatic = getattr(compressor, "moments", "") == "auto"
-    if automatic and compressor not in _said and horovod.rank() == 0:
-        LOGGER.warning(
-            "the compressor takes each step as one sample (moments='step'): a tape sees no "
-            "samples. hvd.microbatch_gradients computes moments of micro-batches, to be passed as "
-            "moments=. It is %s",
-            compressor,
-        )
-        _said.add(compressor)
-
-
-def engine_of_variables(variables: Sequence[Any]) -> GraphReducer | None:
-    """Return the newest reducer whose sources are these variables, or None."""
-    identity = tuple(_identity(v) for v in variables)
-    for (known, *_), (_, engine) in reversed(list(_known.items())):
-        if known == identity:
-            return engine
-    return None
-
-
-def engines_over(variables: Sequence[Any]) -> list[tuple[GraphReducer, list[int], dict[str, Any]]]:
-    """Return the reducers whose sources are all among these: (reducer, places, settings)."""
-    places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
-    return [
-        (engine, [places[i] for i in identity], dict(settings))
-        for (identity, _, _, settings), (refs, engine) in _known.items()
-        if engine is not None and all(i in places for i in identity)
-        if all(ref() is not None for ref in refs)
-    ]
-
-
-def drop_stale() -> None:
-    """Drop the reducers of variables that no longer exist."""
-    for stale in [k for k, (refs, _) in _known.items() if any(ref() is None for ref in refs)]:
-        del _known[stale]
-
-
-def drop_engines(engines: Iterable[GraphReducer]) -> None:
-    """Drop reducers as if nobody had asked for them."""
-    dropped = {id(engine) for engine in engines}
-    for key in [key for key, (_, engine) in _known.items() if id(engine) in dropped]:
-        del _known[key]
-
-
-def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = None) -> list[Layer]:
-    """Return each source's (name, shape, dtype), equal on all ranks; `names` take precedence.
-
-    Keras numbers layers as they are made (`dense_7`), so ranks that made different models before
-    would disagree: the numbers are left out, and the place makes names unique. A model that was
-    loaded from a file calls its layers without its own name, so only the last two parts count.
-    """
-    layers: list[Layer] = []
-    seen: set[str] = set()
-    for place, source in enumerate(sources):
-        given = (names[place] if names else None) or getattr(source, "path", None)
-        name = str(given or getattr(source, "name", None) or "source")
-        name = re.sub(r"_\d+(?=/|$)", "", name.partition(":")[0])
-        name = "/".join(name.split("/")[-2:])
-        if name in seen:
-            name = f"{name}.{place}"
-        seen.add(name)
-        shape = tf.TensorShape(source.shape)
-        if not shape.is_fully_defined():
-            raise ValueError(f"{name} has shape {shape}; a fixed one is needed")
-        layers.append((name, tuple(shape.as_list()), tf.as_dtype(source.dtype).name))
-    return with_kernels(layers, sources)
-
-
-def with_kernels(layers: Sequence[Layer], sources: Sequence[Any]) -> list[Layer]:
-    """Return the layers with `convolves` set for each source that a Keras layer holds."""
-    kernels = _kernels([s for s, (_, shape, _) in zip(sources, layers) if len(shape) > 2])
-    found: list[Layer] = []
-    for layer, source in zip(layers, sources):
-        known = kernels.get(id(plain_variable(source)))
-        found.append(layer if known is None else Weight(*layer, convolves=known))
-    return found
-
-
-@tf.autograph.experimental.do_not_convert
-def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
-    """Return for each source that a Keras layer holds if it belongs to a convolution.
-
-    Tapes and optimizers do not know layers, so all live objects are searched for them. The type is
-    checked, not the object: some objects load what they stand for on access.
-    """
-    found: dict[int, bool] = {}
-    keras = sys.modules.get("keras")
-    wanted = {id(plain_variable(source)) for source in sources}
-    if keras is None or not wanted:
-        return found
-    for layer in gc.get_objects():
-        kind = type(layer)
-        if not issubclass(kind, keras.layers.Layer) or getattr(layer, "_layers", None):
-            continue  # a container's weights are its layers'
-        known = convolving(kind)
-        for weight in () if known is None else getattr(layer, "weights", ()):
-            place = id(plain_variable(weight))
-            if place in wanted:
-                found[place] = known or found.get(place, False)
-    return found
-
-
-def _identity(source: Any) -> Any:
-    source = plain_variable(source)
-    return id(source) if isinstance(source, tf.Variable) else (source.shape, source.dtype)
 
 
 def microbatch_gradients(
@@ -521,30 +403,42 @@ def reduce_gradients(
 
     Arguments and errors as there. State is kept for each list of sources.
     """
-    compressor = check("reduce_gradients", op, None, 0, compression, process_set, hierarchical)
-    if moments is None:
-        _say_once(compressor)
-    engine = reducer_for(
-        sources,
-        compressor,
+    options = ExchangeOptions(
+        sparse_as_dense,
         op=op,
-        predivide=1.0,
         process_set=process_set,
-        sparse_as_dense=sparse_as_dense,
         hierarchical=hierarchical,
-        nonfinite=_policy(nonfinite, loss_scale),
+        nonfinite=nonfinite,
         rollback=rollback,
     )
-    return list(gradients) if engine is None else engine.reduce(gradients, moments, loss_scale)
+    compressor = options.resolve_compressor(compression, "reduce_gradients")
+    if moments is None:
+        _warn_once(compressor)
+    options = options.with_policy(scaled=loss_scale is not None)
+    reducer = reducer_for(sources, compressor, options)
+    return list(gradients) if reducer is None else reducer.reduce(gradients, moments, loss_scale)
+
+
+def _warn_once(compressor: Compressor) -> None:
+    """Log once where second moments come from, if none were given."""
+    automatic = getattr(compressor, "moments", "") == "auto"
+    if automatic and compressor not in _warned and horovod.rank() == 0:
+        LOGGER.warning(
+            "the compressor takes each step as one sample (moments='step'): a tape sees no "
+            "samples. hvd.microbatch_gradients computes moments of micro-batches, to be passed as "
+            "moments=. It is %s",
+            compressor,
+        )
+        _warned.add(compressor)
 
 
 class TapeState(tf.Module):
     """State that tapes over some sources keep from step to step; see `tape_state`."""
 
-    def __init__(self, engine: GraphReducer | None) -> None:
+    def __init__(self, reducer: GraphReducer | None) -> None:
         super().__init__(name="gradcomp")
-        self._gradcomp = engine
-        self.kept = [] if engine is None else engine.everything
+        self._gradcomp = reducer
+        self.kept = [] if reducer is None else reducer.variables
 
 
 def tape_state(
@@ -572,22 +466,17 @@ def tape_state(
         loss_scale: as for the tapes; only whether there is one counts.
         rollback: as for the tapes.
     """
-    engine = reducer_for(
-        sources,
-        check("tape_state", op, None, 0, compression, process_set, hierarchical),
-        op=op,
-        predivide=gradient_predivide_factor,
+    options = ExchangeOptions(
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
         process_set=process_set,
-        sparse_as_dense=sparse_as_dense,
         hierarchical=hierarchical,
-        nonfinite=_policy(nonfinite, loss_scale),
+        nonfinite=nonfinite,
         rollback=rollback,
     )
-    if engine is not None:
-        engine.owned = True
-    return TapeState(engine)
-
-
-def _policy(nonfinite: str | None, loss_scale: Any) -> str:
-    validate.policy(nonfinite)
-    return nonfinite or ("raise" if loss_scale is None else "skip")
+    compressor = options.resolve_compressor(compression, "tape_state")
+    reducer = reducer_for(sources, compressor, options.with_policy(scaled=loss_scale is not None))
+    if reducer is not None:
+        reducer.owned = True
+    return TapeState(reducer)

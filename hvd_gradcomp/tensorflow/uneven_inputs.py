@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp.tensorflow import checkpoint_barrier, tape
-from hvd_gradcomp.tensorflow.engine import GraphReducer, explained, gather_objects, living
+from hvd_gradcomp.tensorflow import checkpoint_barrier
+from hvd_gradcomp.tensorflow.comm import explained, gather_objects
+from hvd_gradcomp.tensorflow.reducer import GraphReducer, living
+from hvd_gradcomp.tensorflow.reducers import drop_stale
+from hvd_gradcomp.tensorflow.stall_inspector import RankSet
 from hvd_gradcomp.tensorflow.step_sync import JOINED
 
 
@@ -36,32 +39,34 @@ def join() -> tf.Tensor:
         DeadlockError: on all ranks, if a rank waits for something else.
         RuntimeError: in a graph that is traced, with a compressor.
     """
-    tape.drop_stale()
+    drop_stale()
     gc.collect()  # so that unreferenced reducers take part on no rank
-    engines = list(living)
-    if all(engine.place is None and engine.compressor.is_linear for engine in engines):
+    reducers = list(living)
+    if all(
+        reducer.participants.place is None and reducer.compressor.is_linear for reducer in reducers
+    ):
         with explained("hvd.join()"):
             return horovod.join()
     if not tf.executing_eagerly():
         raise RuntimeError("hvd.join() waits for other ranks: call it outside of a tf.function")
-    engines = [engine for engine in engines if engine.process_set.size() > 1]
+    reducers = [reducer for reducer in reducers if reducer.process_set.size() > 1]
     everywhere = horovod.global_process_set
     # In parallel: this rank does not know which optimizer the others step next.
     begin = checkpoint_barrier.summed(tf.zeros(1), "gradcomp.join.begin", everywhere)
-    running = [checkpoint_barrier.started(engine.take_part) for engine in engines]
+    running = [checkpoint_barrier.started(reducer.take_part) for reducer in reducers]
     pending = {begin, *running}
     while not begin.done():
         done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
             future.result()
-    mine = {_message_of(engine) for engine in engines}
+    own = {_message_of(reducer) for reducer in reducers}
     with explained("hvd.join()"):
-        everybody = gather_objects(sorted(mine), list[_Message], "gradcomp.join.words", everywhere)
+        gathered = gather_objects(sorted(own), list[_Message], "gradcomp.join.words", everywhere)
     # Reducers that only some ranks have, as of a model that the others have collected.
-    missing = {message for theirs in everybody for message in theirs} - mine
-    given = [_give(*message) for message in sorted(missing)]
+    missing = {message for theirs in gathered for message in theirs} - own
+    submitted = [_submit(*message) for message in sorted(missing)]
     taken = sum(future.result() for future in running)
-    for future in given:
+    for future in submitted:
         future.result()
     with explained("hvd.join()"):
         counts = gather_objects(taken, int, "gradcomp.join", everywhere)
@@ -72,22 +77,13 @@ def join() -> tf.Tensor:
 _Message = tuple[str, int, int]  # the name of a sync message, its size, and its process set
 
 
-def _message_of(engine: GraphReducer) -> _Message:
-    return engine.word_name, engine.word_size, int(engine.process_set.process_set_id)
+def _message_of(reducer: GraphReducer) -> _Message:
+    return reducer.sync.name, reducer.sync.size, int(reducer.process_set.process_set_id)
 
 
-class _ProcessSet(NamedTuple):
-    """A process set as Horovod's operations use it."""
-
-    process_set_id: int
-
-
-def _give(name: str, size: int, process_set: int) -> Future[Any]:
+def _submit(name: str, size: int, process_set: int) -> Future[Any]:
     """Submit the sync message of a rank that has joined, for a reducer that it does not have."""
     ranks = list(mpi_ops._basics._get_process_set_ids_and_ranks()[process_set])
     if horovod.rank() not in ranks:
         return checkpoint_barrier.started(lambda: None)
-    row = tf.one_hot(0, size, on_value=JOINED, off_value=0, dtype=tf.int64)
-    place = ranks.index(horovod.rank())
-    table = tf.one_hot([place], len(ranks), dtype=tf.int64, axis=0) * row
-    return checkpoint_barrier.summed(table, name, _ProcessSet(process_set))
+    return checkpoint_barrier.submitted(JOINED, name, size, RankSet(process_set, ranks))

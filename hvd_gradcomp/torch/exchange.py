@@ -21,12 +21,12 @@ from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import hierarchy, stats
 from hvd_gradcomp.runtime.collectives import CollectiveRunner, PendingCollective, Transport
-from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.torch.amp import GradScalerAdapter
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.moments.sources import Sources
 from hvd_gradcomp.torch.parameters import as_real
+from hvd_gradcomp.torch.participants import Participants
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _SENT, _RECEIVED, _SKIPPED = range(3)  # of a ledger's counters

@@ -559,7 +559,7 @@ def test_pytorch_knows_what_its_modules_are():
 
 def test_keras_knows_what_its_layers_are():
     keras = pytest.importorskip("keras", minversion="3")
-    from hvd_gradcomp.tensorflow.tape import named_layers
+    from hvd_gradcomp.tensorflow.layers import named_layers
 
     class Folded(keras.layers.EinsumDense):
         pass

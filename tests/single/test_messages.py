@@ -100,8 +100,9 @@ def test_moments_are_refused_where_indexing_is_not_seen(version, monkeypatch):
 
 
 def test_a_graph_for_sessions_is_refused():
-    """Nothing would initialize what an engine keeps there."""
+    """Nothing would initialize what a reducer keeps there."""
     tf = pytest.importorskip("tensorflow")
-    tape = pytest.importorskip("hvd_gradcomp.tensorflow.tape")
+    reducers = pytest.importorskip("hvd_gradcomp.tensorflow.reducers")
+    options = pytest.importorskip("hvd_gradcomp.tensorflow.options").ExchangeOptions()
     with tf.Graph().as_default(), pytest.raises(RuntimeError, match=r"^gradients .*tf\.function"):
-        tape.reducer_for([tf.constant(1.0)], NoneCompressor(), process_set=None)
+        reducers.reducer_for([tf.constant(1.0)], NoneCompressor(), options)

@@ -9,31 +9,29 @@ import tensorflow as tf
 
 from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.tensorflow.engine import LOGGER
+from hvd_gradcomp.tensorflow.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reducer import LOGGER
 
 
 class GradientAccumulation:
     """Sums of gradients, and of their squares or moments, over the passes of a step.
 
     Args:
-        count: passes of a step.
-        average: whether sums are divided by it.
-        batch_size: samples that a rank sees in a step; None counts as many.
+        options: of the exchange: passes of a step, whether sums are divided by their number, and
+            samples that a rank sees in a step; None counts as many.
         number: a variable, the passes so far.
         added, squared: variables, one for each gradient.
     """
 
     def __init__(
         self,
-        count: int,
-        average: bool,
-        batch_size: int | None,
+        options: ExchangeOptions,
         number: tf.Variable,
         added: Sequence[tf.Variable],
         squared: Sequence[tf.Variable],
     ) -> None:
-        self._count, self._batch_size = count, batch_size
-        self._share = 1.0 / count if average else 1.0
+        self._passes, self._batch_size = options.backward_passes_per_step, options.batch_size
+        self._share = 1.0 / self._passes if options.average_aggregated_gradients else 1.0
         self._number, self._added, self._squared = number, added, squared
         self._came: set[int] = set()  # places that had a gradient in any pass so far
 
@@ -68,7 +66,7 @@ class GradientAccumulation:
         """Return the second moments of the step; of samples, if those were added."""
         if sampled:
             return [s.value() for s in self._squared]
-        weight = weight_of_passes(self._count, self._batch_size)
+        weight = weight_of_passes(self._passes, self._batch_size)
         return [
             tf.maximum(weight * s.value() + (1.0 - weight) * a.value() * a.value(), 0.0)
             for s, a in zip(self._squared, self._added)
@@ -86,12 +84,11 @@ class MomentSource:
 
     Args:
         compressor: which uses them, or does not.
-        passes: of a step.
-        process_set: the ranks that take part.
+        options: of the exchange.
     """
 
-    def __init__(self, compressor: Compressor, passes: int, process_set: Any) -> None:
-        self._compressor, self._passes, self._process_set = compressor, passes, process_set
+    def __init__(self, compressor: Compressor, options: ExchangeOptions) -> None:
+        self._compressor, self._options = compressor, options
         self._decided = ""
 
     @property
@@ -117,8 +114,9 @@ class MomentSource:
                 "hvd_gradcomp.tensorflow.keras"
             )
         if source == "auto":
-            source = "sample" if moments else "microbatch" if self._passes > 1 else "step"
-            if source == "step" and self._process_set.rank() == 0:
+            several = self._options.backward_passes_per_step > 1
+            source = "sample" if moments else "microbatch" if several else "step"
+            if source == "step" and self._options.process_set.rank() == 0:
                 LOGGER.warning(
                     "the compressor takes each step as one sample (moments='step'): nothing better "
                     "is set up. hvd.track_moments(model) gives per-sample moments, "

@@ -12,17 +12,12 @@ import tensorflow as tf
 from hvd_gradcomp.algorithms.schedule import EGCCorrection
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
-from hvd_gradcomp.tensorflow.engine import (
-    LOGGER,
-    distributed_in,
-    gather_objects,
-    living,
-    optimizer_of,
-    takes_part,
-)
+from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.stats_writer import StatsWriter as StatsWriter
+from hvd_gradcomp.tensorflow.reducer import LOGGER, living
+from hvd_gradcomp.tensorflow.reducers import optimizer_of, reducer_in
 from hvd_gradcomp.tensorflow.stats import verify
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
@@ -107,7 +102,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._broadcast()
         if not self._exchanges and takes_part(self.process_set) and self.process_set.size() > 1:
             self._exchanges = True
-            if not any(engine.agreed for engine in living):
+            if not any(reducer.agreed for reducer in living):
                 LOGGER.warning(
                     "the first batch of fit has exchanged nothing through hvd_gradcomp: with a "
                     "train_step of its own, %s needs hvd.DistributedGradientTape there, or a "
@@ -360,7 +355,7 @@ class VerifyCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         del batch, logs
         self._batches += 1
-        taking_part = getattr(distributed_in(self.model.optimizer), "_gradcomp", None) is not None
+        taking_part = reducer_in(self.model.optimizer) is not None
         if self._batches % self.every == 0 and taking_part:
             verify(self.model.optimizer)
 
@@ -442,17 +437,17 @@ def _require_reducing(model: keras.Model, process_set: Any) -> bool:
     if process_set.size() == 1:
         return model.built
     own_step = type(model).train_step is not keras.Model.train_step  # may exchange by itself
-    mine = ("" if own_step else refusal(model.optimizer), model.built)
-    everybody = gather_objects(mine, tuple[str, bool], "gradcomp.fit", process_set)
-    ranks = process_set.ranks or range(len(everybody))
-    found = [f"rank {rank}: {said}" for rank, (said, _) in zip(ranks, everybody) if said]
+    own = ("" if own_step else refusal(model.optimizer), model.built)
+    gathered = gather_objects(own, tuple[str, bool], "gradcomp.fit", process_set)
+    ranks = process_set.ranks or range(len(gathered))
+    found = [f"rank {rank}: {reason}" for rank, (reason, _) in zip(ranks, gathered) if reason]
     if found:
         raise ValueError(
             f"fit would train without an exchange of gradients: {'; '.join(found[:4])}. Compile "
             "the model with hvd.DistributedOptimizer(optimizer, compression=...) on all ranks; "
             "load it with hvd.load_model, after hvd.init()"
         )
-    return all(built for _, built in everybody)
+    return all(built for _, built in gathered)
 
 
 def _built_by(model: keras.Model, iterator: Any) -> bool:
@@ -473,8 +468,8 @@ def _built_by(model: keras.Model, iterator: Any) -> bool:
 
 def _mean(value: Any, name: str, process_set: Any) -> Any:
     """Return the mean over ranks of a number, as a float, or of an array."""
-    given = value.numpy() if hasattr(value, "numpy") else value
+    array = value.numpy() if hasattr(value, "numpy") else value
     mean = horovod.allreduce(
-        tf.constant(given, tf.float64), name=name, op=horovod.Average, process_set=process_set
+        tf.constant(array, tf.float64), name=name, op=horovod.Average, process_set=process_set
     )
     return mean.numpy() if mean.shape.rank else float(mean)

@@ -10,6 +10,7 @@ from horovod.tensorflow.keras.elastic import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
+from keras.optimizers import Optimizer
 
 from hvd_gradcomp.tensorflow.elastic import Lost, TensorFlowKerasState, run
 
@@ -33,5 +34,5 @@ class KerasState(TensorFlowKerasState, _stock.KerasState):
         kwargs: plain Python objects; they become attributes.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: Any, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
         super().__init__(model, optimizer, **kwargs)

@@ -13,9 +13,9 @@ _STOCK = keras.Model.fit
 
 
 @functools.wraps(_STOCK)
-def _fit(model: keras.Model, *given: Any, **named: Any) -> Any:
+def _fit(model: keras.Model, *arguments: Any, **options: Any) -> Any:
     with translated():
-        return _STOCK(model, *given, **named)
+        return _STOCK(model, *arguments, **options)
 
 
 def translate() -> None:

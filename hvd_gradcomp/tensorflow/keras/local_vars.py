@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from hvd_gradcomp.tensorflow.engine import GraphReducer, poisoned
-from hvd_gradcomp.tensorflow.graph_exchange import times
+from hvd_gradcomp.tensorflow.gradients import poisoned, times
+from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.variables import keep_own, plain_variable
 
 
-def places_of(optimizer: Any, variables: Sequence[Any]) -> list[int]:
+def places_of(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> list[int]:
     """Return the places of some variables among all.
 
     Raises:
@@ -66,19 +67,19 @@ class LocalVariableFilter:
     """Exchange of the gradients that are not this rank's alone.
 
     Args:
-        engine: the reducer.
+        reducer: the reducer.
         exchanged, local: places.
         scale_local: whether local gradients are divided by the number of ranks.
     """
 
     def __init__(
         self,
-        engine: GraphReducer,
+        reducer: GraphReducer,
         exchanged: Sequence[int],
         local: frozenset[int],
         scale_local: bool,
     ) -> None:
-        self._engine, self._exchanged, self._local = engine, list(exchanged), local
+        self._reducer, self._exchanged, self._local = reducer, list(exchanged), local
         self._scale_local = scale_local
 
     def reduce(self, full: list[Any], moments: list[Any] | None, scale: Any) -> list[Any]:
@@ -87,8 +88,8 @@ class LocalVariableFilter:
         if self._local:
             shared = poisoned(shared, [full[i] for i in self._local])
             moments = moments and [moments[i] for i in self._exchanged]
-        reduced = dict(zip(self._exchanged, self._engine.reduce(shared, moments, scale)))
-        ranks = self._engine.process_set.size() if self._scale_local else 1
+        reduced = dict(zip(self._exchanged, self._reducer.reduce(shared, moments, scale)))
+        ranks = self._reducer.process_set.size() if self._scale_local else 1
         return [
             reduced[i] if i in reduced else times(gradient, tf.constant(1.0 / ranks))
             for i, gradient in enumerate(full)

@@ -9,7 +9,7 @@ import keras
 from keras.optimizers import LossScaleOptimizer
 
 
-def scaler_around(optimizer: Any) -> Any:
+def scaler_around(optimizer: keras.optimizers.Optimizer) -> LossScaleOptimizer | None:
     """Return the loss scaler that is calling this optimizer, or None."""
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from hvd_gradcomp.tensorflow.engine import distributed_in
+from hvd_gradcomp.tensorflow.reducers import distributed_in
 
 
 class LayerUse(NamedTuple):

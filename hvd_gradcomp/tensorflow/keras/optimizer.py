@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as horovod
 import keras
@@ -29,19 +28,21 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import tables_of
 from hvd_gradcomp.tensorflow import checksums
-from hvd_gradcomp.tensorflow.engine import (
-    LOGGER,
-    TITLES,
-    GraphReducer,
-    check,
-    distributed_in,
-    takes_part,
-)
+from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
 from hvd_gradcomp.tensorflow.keras.accumulation import GradientAccumulation, MomentSource
 from hvd_gradcomp.tensorflow.keras.local_vars import LocalVariableFilter, local_places, places_of
-from hvd_gradcomp.tensorflow.tape import layers_in, named_layers, variables_of
+from hvd_gradcomp.tensorflow.layers import named_layers
+from hvd_gradcomp.tensorflow.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer
+from hvd_gradcomp.tensorflow.reducers import distributed_in
+from hvd_gradcomp.tensorflow.tape import layers_in, variables_of
 from hvd_gradcomp.tensorflow.variables import keep_local
+
+if TYPE_CHECKING:
+    from keras.optimizers import Optimizer as _KerasOptimizer
+else:  # the mixin comes before a subclass of it
+    _KerasOptimizer = object
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
@@ -123,44 +124,39 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         DivergedError: in `apply`, on all ranks, with `verify_every`.
     """
-    given = {
-        "compression": compression,
-        "sparse_as_dense": sparse_as_dense,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "op": op,
-        "backward_passes_per_step": backward_passes_per_step,
-        "average_aggregated_gradients": average_aggregated_gradients,
-        "process_set": process_set,
-        "scale_local_gradients": scale_local_gradients,
-        "batch_size": batch_size,
-        "hierarchical": hierarchical,
-        "nonfinite": nonfinite,
-        "verify_every": verify_every,
-        "rollback": rollback,
-    }
-    validate.count("verify_every", verify_every)
     del device_dense, device_sparse
+    options = ExchangeOptions(
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        process_set,
+        scale_local_gradients,
+        batch_size,
+        hierarchical,
+        nonfinite,
+        verify_every,
+        rollback,
+    )
+    validate.count("verify_every", verify_every)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"expected a Keras 3 optimizer, got {type(optimizer).__name__}; for other optimizers "
             "use hvd.DistributedGradientTape"
         )
-    compressor = check(
-        "DistributedOptimizer", op, groups, num_groups, compression, process_set, hierarchical
-    )
-    validate.policy(nonfinite)
+    compressor = options.resolve_compressor(compression, "DistributedOptimizer", groups, num_groups)
     if backward_passes_per_step < 1:
         raise ValueError(
             f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
         )
-    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+    inner = _inner_of(optimizer)
     if getattr(inner, "gradient_accumulation_steps", None):
         raise ValueError(
             "gradient_accumulation_steps of the Keras optimizer would exchange every pass; use "
             "backward_passes_per_step= of hvd.DistributedOptimizer instead"
         )
-    source = getattr(compressor, "moments", "")
-    if source == "microbatch" and backward_passes_per_step < 2:
+    if getattr(compressor, "moments", "") == "microbatch" and backward_passes_per_step < 2:
         raise ValueError(
             "moments='microbatch' needs backward_passes_per_step of at least 2, got "
             f"{backward_passes_per_step}"
@@ -168,46 +164,20 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     config = _plain_config(optimizer)
     if name is not None:
         config["name"] = name
-    own, taken = None, {}
+    momentum, taken = None, {}
     if isinstance(inner, keras.optimizers.SGD):
-        held = config["inner_optimizer"]["config"] if inner is not optimizer else config
-        own = (float(held["momentum"]), bool(held["nesterov"]))
-    compressor, gives_up = take_over(compressor, type(inner).__name__, own)
-    if gives_up and own is not None:
-        taken = {"momentum": own[0], "nesterov": own[1]}
+        plain = config["inner_optimizer"]["config"] if inner is not optimizer else config
+        momentum = (float(plain["momentum"]), bool(plain["nesterov"]))
+    base = _base_of(optimizer)
+    written = serialization.written(compressor, options, base)
+    compressor, gives_up = take_over(compressor, type(inner).__name__, momentum)
+    if gives_up and momentum is not None:
+        taken = {"momentum": momentum[0], "nesterov": momentum[1]}
         config = serialization.with_changes(config, {"momentum": 0.0, "nesterov": False})
         LOGGER.info("%s are taken over from %s by the compressor", taken, type(inner).__name__)
-    distributed = _made(_base_of(optimizer), config)
-    distributed._configure(
-        compressor,
-        serialization.written(given, _base_of(optimizer)),
-        taken=taken,
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        batch_size=batch_size,
-        nonfinite=nonfinite,
-        verify_every=verify_every,
-        scale_local=scale_local_gradients,
-        op=op,
-        predivide=gradient_predivide_factor,
-        process_set=process_set,
-        sparse_as_dense=sparse_as_dense,
-        hierarchical=hierarchical,
-        rollback=rollback,
-    )
-    of = distributed.inner_optimizer if inner is not optimizer else distributed
-    for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-        if hasattr(inner, excluded):  # not in the configuration
-            setattr(of, excluded, getattr(inner, excluded))
-    if isinstance(optimizer, DistributedOptimizerMixin):
-        distributed._find_local.extend(optimizer._find_local)
-        distributed._known_local = optimizer._known_local
-    if optimizer.built:
-        distributed.build(optimizer._trainable_variables)
-        # The velocity of an optimizer that gave its momentum up stays behind.
-        held = {str(place): variable for place, variable in enumerate(optimizer.variables)}
-        plain = len(getattr(optimizer, "_plain", held))
-        _take(distributed, held, plain, getattr(optimizer, "_compressor", None) == compressor)
+    distributed = _made(base, config)
+    distributed._configure(compressor, options, written, taken)
+    distributed._continue(optimizer)
     return distributed
 
 
@@ -265,44 +235,18 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
     return distributed
 
 
-class DistributedOptimizerMixin:
+class DistributedOptimizerMixin(_KerasOptimizer):
     """Optimizer mixin that exchanges gradients; it comes before the Keras class."""
 
-    built: bool  # Keras's
     _base: type  # the Keras class
     _gradcomp: GraphReducer | None = None
     _moments: list[Any] | None = None  # left here by `track_moments`, for the next `apply`
     _known_local: frozenset[int] = frozenset()  # places of local variables, from a file
     _refusal: str = ""  # why it cannot train here, if it was read from a file
     _saved: tuple[int | None, bool] = (None, True)  # plain variables in the file; same exchange?
-    _passes = 1
     _reduced_outside = False  # by the loss scaler that is wrapped around this optimizer
     _compressor: Compressor = NoneCompressor()
-    _settings: Any = MappingProxyType({"hierarchical": False})
-
-    def _configure(
-        self,
-        compressor: Compressor,
-        written: dict[str, Any],
-        *,
-        taken: dict[str, Any],
-        passes: int,
-        average_passes: bool,
-        batch_size: int | None,
-        nonfinite: str | None,
-        verify_every: int,
-        scale_local: bool,
-        **settings: Any,
-    ) -> None:
-        self._begin(written)
-        self._taken.update(taken)
-        self._nonfinite = nonfinite
-        self._compressor = compressor
-        self._passes, self._average_passes, self._batch_size = passes, average_passes, batch_size
-        self._verify_every = verify_every
-        self._scale_local = scale_local
-        self._settings = {**settings, "name": TITLES.take()}
-        self._moment_source = MomentSource(compressor, passes, settings["process_set"])
+    _options = ExchangeOptions()
 
     def _begin(self, written: dict[str, Any], refusal: str = "") -> None:
         """Set the attributes that even an optimizer that cannot train has."""
@@ -311,6 +255,39 @@ class DistributedOptimizerMixin:
         self._taken: dict[str, Any] = {}  # settings taken over by the compressor
         self._find_local: list[Callable[[], list[Any]]] = []
         self._when_built: list[Callable[[], None]] = []
+
+    def _configure(
+        self,
+        compressor: Compressor,
+        options: ExchangeOptions,
+        written: dict[str, Any],
+        taken: dict[str, Any],
+    ) -> None:
+        """Set the attributes of an optimizer that can train.
+
+        `written` is what `get_config` returns of the options, and `taken` has settings of the
+        plain optimizer that the compressor has taken over.
+        """
+        self._begin(written)
+        self._taken.update(taken)
+        self._compressor, self._options, self._title = compressor, options, TITLES.take()
+        self._moment_source = MomentSource(compressor, options)
+
+    def _continue(self, source: keras.optimizers.Optimizer) -> None:
+        """Take the variables of the optimizer that this one is made from, and its exceptions."""
+        plain, own = _inner_of(source), _inner_of(self)
+        for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+            if hasattr(plain, excluded):  # not in the configuration
+                setattr(own, excluded, getattr(plain, excluded))
+        if isinstance(source, DistributedOptimizerMixin):
+            self._find_local.extend(source._find_local)
+            self._known_local = source._known_local
+        if source.built:
+            self.build(source._trainable_variables)
+            # The velocity of an optimizer that gave its momentum up stays behind.
+            store = {str(place): variable for place, variable in enumerate(source.variables)}
+            same = getattr(source, "_compressor", None) == self._compressor
+            self._load(store, len(getattr(source, "_plain", store)), same)
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to its rank, as in Horovod.
@@ -344,11 +321,12 @@ class DistributedOptimizerMixin:
     @property
     def pass_of_step(self) -> Any:
         """Return the number of passes accumulated for the next exchange."""
-        return self._pass % self._passes if self._passes > 1 else 0
+        passes = self._options.backward_passes_per_step
+        return self._pass % passes if passes > 1 else 0
 
     def get_config(self) -> dict[str, Any]:
         """Return the optimizer's own configuration, with the wrapper's arguments."""
-        config = serialization.with_changes(super().get_config(), self._taken)  # type: ignore[misc]
+        config = serialization.with_changes(super().get_config(), self._taken)
         written = json.loads(self._written)
         if self.built and not self._refusal:
             written |= {"plain": len(self._plain), "local": sorted(self._local)}
@@ -375,7 +353,7 @@ class DistributedOptimizerMixin:
             with tf.init_scope():  # a model that is not built yet builds this while it is traced
                 self._build(variables, scaled=outer is not None)
         if outer is not None and self._gradcomp is not None:
-            self._reduce_before(outer)
+            self._reduce_before(outer, self._gradcomp)
         ready, self._when_built = list(self._when_built), []
         with tf.init_scope():
             for each in ready:
@@ -383,51 +361,45 @@ class DistributedOptimizerMixin:
 
     @tf.autograph.experimental.do_not_convert
     def _build(self, variables: Sequence[Any], scaled: bool) -> None:
-        super().build(variables)  # type: ignore[misc]
-        self._plain = list(self.variables)  # type: ignore[attr-defined]
+        super().build(variables)
+        self._plain = list(self.variables)
         self._local: frozenset[int] = frozenset()
         if self._refusal:
             return
         self._local = local_places(variables, self._find_local, self._known_local)
         self._exchanged = [i for i in range(len(variables)) if i not in self._local]
-        scaled = scaled or isinstance(self, LossScaleOptimizer)
-        self._skips = (self._nonfinite or ("skip" if scaled else "raise")) == "skip"
-        if not takes_part(self._settings["process_set"]):
+        options = self._options.with_policy(scaled or isinstance(self, LossScaleOptimizer))
+        self._skips = options.nonfinite == "skip"
+        if not takes_part(options.process_set):
             return
         rank = tf.constant(horovod.rank(), tf.int64)
         self._owner = keep_local(self._state_variable("gradcomp_rank", rank))
-        layers = named_layers(variables)
-        self._gradcomp = GraphReducer(
-            [layers[i] for i in self._exchanged],
+        named = named_layers(variables)
+        layers, passes = [named[i] for i in self._exchanged], options.backward_passes_per_step
+        reducer = GraphReducer(
+            layers,
             self._compressor,
+            options,
+            name=self._title,
+            settings=f", backward_passes_per_step={passes}, verify_every={options.verify_every}",
             make_variable=self._state_variable,
-            nonfinite="skip" if self._skips else self._nonfinite or "raise",
-            settings=f", backward_passes_per_step={self._passes}, "
-            f"verify_every={self._verify_every}",
-            tables=[] if self._passes > 1 else tables_of([layers[i] for i in self._exchanged]),
-            **self._settings,
+            tables=[] if passes > 1 else tables_of(layers),
         )
-        self._sharing = LocalVariableFilter(
-            self._gradcomp, self._exchanged, self._local, self._scale_local
+        self._gradcomp = reducer
+        self._filter = LocalVariableFilter(
+            reducer, self._exchanged, self._local, options.scale_local_gradients
         )
-        if self._passes > 1:
+        if passes > 1:
             self._pass = self._state_variable("gradcomp_pass", tf.constant(0, tf.int64))
             zeros = [tf.zeros(v.shape) for v in variables]
             self._added, self._squared = (
                 [keep_local(self._state_variable(f"gradcomp_{name}", z)) for z in zeros]
                 for name in ("added", "squared")
             )
-            self._gradcomp.sums = [*self._added, *self._squared]
-            self._sums = GradientAccumulation(
-                self._passes,
-                self._average_passes,
-                self._batch_size,
-                self._pass,
-                self._added,
-                self._squared,
-            )
+            reducer.sums = [*self._added, *self._squared]
+            self._sums = GradientAccumulation(options, self._pass, self._added, self._squared)
 
-    def _reduce_before(self, outer: Any) -> None:
+    def _reduce_before(self, outer: LossScaleOptimizer, reducer: GraphReducer) -> None:
         """Reduce gradients before a loss scaler checks that this rank's are finite.
 
         It would skip the step on some ranks only, while the others wait for them.
@@ -435,16 +407,16 @@ class DistributedOptimizerMixin:
         Raises:
             ValueError: gradients are accumulated here, which the scaler does not know.
         """
-        if self._passes > 1:
+        if self._options.backward_passes_per_step > 1:
             raise ValueError(
                 "backward_passes_per_step > 1 needs the loss scaler inside: "
                 "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
             )
-        if self._nonfinite is None:  # also where this optimizer was built by itself before
-            self._skips = self._gradcomp.undoes = True  # type: ignore[union-attr]
+        if self._options.nonfinite is None:  # also where this was built by itself before
+            self._skips = reducer.exchange.undoes = True
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            variables = _those(self, trainable_variables)
+            variables = self._given_or_all(trainable_variables)
             reduced = self._exchange(grads, variables, outer.dynamic_scale)
             self._reduced_outside = True
             try:
@@ -458,7 +430,7 @@ class DistributedOptimizerMixin:
 
     def _state_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         """Create one of the optimizer's own variables, so that saving the model saves it."""
-        variable = self.add_variable(  # type: ignore[attr-defined]
+        variable = self.add_variable(
             tuple(value.shape), initializer="zeros", dtype=value.dtype.name, name=name
         )
         variable.assign(value)
@@ -471,7 +443,44 @@ class DistributedOptimizerMixin:
         of its state is, since ranks keep different things.
         """
         plain, same = self._saved
-        _take(self, store, plain or len(self._plain), same)
+        self._load(store, plain or len(self._plain), same)
+
+    def _load(self, store: Mapping[str, Any], plain: int, same: bool) -> None:
+        """Load another optimizer's variables.
+
+        Args:
+            store: the variables, by their place.
+            plain: how many of them are the optimizer's own.
+            same: whether the others are of an exchange like this.
+        """
+
+        def fits(place: int, variable: Any) -> bool:
+            return tuple(store[str(place)].shape) == tuple(variable.shape)
+
+        everything, count = list(self.variables), len(store.keys())
+        pairs = [pair for pair in enumerate(self._plain[:plain]) if fits(*pair)]
+        own = list(enumerate(everything))[len(self._plain) :]
+        same = same and not self._options.hierarchical and count == len(everything)
+        if same and plain == len(self._plain) and all(fits(*pair) for pair in own):
+            pairs += own
+        elif own and count > plain:
+            LOGGER.warning(
+                "what was saved of the exchange is of another compressor or another number of "
+                "ranks, or hierarchical=True: it begins anew"
+            )
+        for place, variable in pairs:
+            variable.assign(store[str(place)])
+        if self._gradcomp is None or int(self._owner) == horovod.rank():
+            return
+        saver = int(self._owner)
+        if horovod.rank() == int(saver == 0):
+            LOGGER.warning(
+                "the optimizer's state was saved by rank %d: what it had kept back is its own, "
+                "other ranks begin with nothing. hvd.save_checkpoint saves what belongs to each",
+                saver,
+            )
+        self.own()
+        self._gradcomp.forget()
 
     def own(self) -> None:
         """Mark the state as this process's, whose rank may have changed."""
@@ -480,7 +489,7 @@ class DistributedOptimizerMixin:
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchange the gradients, then update the variables with the result."""
-        variables = _those(self, trainable_variables)
+        variables = self._given_or_all(trainable_variables)
         if self._refusal:
             raise ValueError(f"this optimizer cannot train: {self._refusal}")
         if not tf.executing_eagerly():
@@ -493,12 +502,12 @@ class DistributedOptimizerMixin:
                 "each, or None where there is none"
             )
         if self._gradcomp is None or self._reduced_outside:
-            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            super().apply(grads, trainable_variables)
             return
         scaler = isinstance(self, LossScaleOptimizer)
         # Keras's own division by either comes after the exchange.
-        scale = self.dynamic_scale if scaler else self.loss_scale_factor  # type: ignore[attr-defined]
-        if self._passes == 1:
+        scale = self.dynamic_scale if scaler else self.loss_scale_factor
+        if self._options.backward_passes_per_step == 1:
             self._update(self._exchange(grads, variables, scale), variables)
             self._verify()
             return
@@ -508,10 +517,10 @@ class DistributedOptimizerMixin:
         def update() -> None:
             sampled = moments is not None
             of_step = self._sums.moments(sampled) if self._moment_source.is_passes else None
-            trained = self._trainable_variables  # type: ignore[attr-defined]
+            trained = self._trainable_variables
             sums = self._sums.sums(full, trained)
             due = [place for place, total in enumerate(sums) if total is not None]
-            reduced = self._sharing.reduce(sums, of_step, scale)
+            reduced = self._filter.reduce(sums, of_step, scale)
             places = list(dict.fromkeys((*places_of(self, variables), *due)))
             self._update([reduced[i] for i in places], [trained[i] for i in places])
             self._sums.clear(due)
@@ -519,22 +528,22 @@ class DistributedOptimizerMixin:
 
         tf.cond(self.pass_of_step == 0, update, lambda: None)
 
+    def _given_or_all(self, variables: Any) -> list[Any]:
+        return list(self._trainable_variables if variables is None else variables)
+
     @tf.autograph.experimental.do_not_convert
     def _exchange(self, grads: Sequence[Any], variables: list[Any], scale: Any) -> list[Any]:
         full, moments = self._placed(grads, variables)
-        reduced = self._sharing.reduce(full, moments, scale)
+        reduced = self._filter.reduce(full, moments, scale)
         return [reduced[i] for i in places_of(self, variables)]
 
     def _update(self, reduced: list[Any], variables: list[Any]) -> None:
         """Apply the result, unless the step is to be skipped and no loss scaler does that."""
-
-        def update() -> None:
-            super(DistributedOptimizerMixin, self).apply(reduced, variables)  # type: ignore[misc]
-
-        if self._skips and not isinstance(self, LossScaleOptimizer):
-            tf.cond(self._gradcomp.finite, update, lambda: None)  # type: ignore[union-attr]
+        apply = super().apply
+        if self._gradcomp is None or not self._skips or isinstance(self, LossScaleOptimizer):
+            apply(reduced, variables)
         else:
-            update()
+            tf.cond(self._gradcomp.finite, lambda: apply(reduced, variables), lambda: None)
 
     def _placed(
         self, grads: Sequence[Any], variables: list[Any]
@@ -543,7 +552,7 @@ class DistributedOptimizerMixin:
         moments, self._moments = self._moments, None
         if self._moment_source.decide(moments) != "sample":
             moments = None
-        full: list[Any] = [None] * len(self._trainable_variables)  # type: ignore[attr-defined]
+        full: list[Any] = [None] * len(self._trainable_variables)
         full_moments = list(full)
         order = places_of(self, variables)
         for place, gradient in zip(order, grads):
@@ -553,14 +562,16 @@ class DistributedOptimizerMixin:
         return full, full_moments if moments else None
 
     def _verify(self) -> None:
-        if self._verify_every and self._gradcomp is not None:
-            engine, sources = self._gradcomp, self._gradcomp_sources
-            due = tf.equal(engine.steps % self._verify_every, 0)
-            tf.cond(due, lambda: checksums.check(engine, sources), lambda: None)
+        reducer, every = self._gradcomp, self._options.verify_every
+        if every and reducer is not None:
+            variables = self.exchanged_variables
+            due = tf.equal(reducer.steps % every, 0)
+            tf.cond(due, lambda: checksums.check(reducer, variables), lambda: None)
 
     @property
-    def _gradcomp_sources(self) -> list[Any]:
-        return [self._trainable_variables[i] for i in self._exchanged]  # type: ignore[attr-defined]
+    def exchanged_variables(self) -> list[Any]:
+        """Return the variables whose gradients are exchanged, in the order of the layers."""
+        return [self._trainable_variables[i] for i in self._exchanged]
 
 
 @keras.saving.register_keras_serializable("hvd_gradcomp", "DistributedOptimizer")
@@ -608,7 +619,7 @@ def load_model(
         options["compression"] = compression
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     objects.update(custom_objects or {})
-    with serialization.in_place_of_what_was_saved(options):
+    with serialization.overriding(options):
         model = keras.models.load_model(filepath, custom_objects=objects)
     if model.optimizer is None:
         return model
@@ -622,7 +633,7 @@ def load_model(
     return model
 
 
-def refusal(optimizer: Any) -> str:
+def refusal(optimizer: keras.optimizers.Optimizer) -> str:
     """Return why training with this optimizer would not exchange gradients; "" if it would."""
     found = distributed_in(optimizer)
     if not isinstance(found, DistributedOptimizerMixin):
@@ -647,8 +658,13 @@ def _class_of(base: type) -> Any:
     return made
 
 
-def _base_of(optimizer: Any) -> type:
+def _base_of(optimizer: keras.optimizers.Optimizer) -> type:
     return getattr(optimizer, "_base", type(optimizer))
+
+
+def _inner_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the optimizer inside a loss scaler, or the optimizer itself."""
+    return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
 
 
 def _made(base: type, config: dict[str, Any]) -> Any:
@@ -656,7 +672,7 @@ def _made(base: type, config: dict[str, Any]) -> Any:
     return super(DistributedOptimizerMixin, cls).from_config(dict(config))
 
 
-def _plain_config(optimizer: Any) -> dict[str, Any]:
+def _plain_config(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """Return the configuration of an optimizer, or of the one that a distributed one was made from.
 
     Raises:
@@ -667,55 +683,12 @@ def _plain_config(optimizer: Any) -> dict[str, Any]:
             "what this LossScaleOptimizer is wrapped around is distributed already: pass its "
             "inner_optimizer to hvd.DistributedOptimizer, or nothing"
         )
-    return serialization.parted(optimizer.get_config())[0]
-
-
-def _take(optimizer: Any, store: Any, plain: int, same: bool) -> None:
-    """Load another optimizer's variables.
-
-    Args:
-        optimizer: a distributed one, built.
-        store: the variables, by their place.
-        plain: how many of them are the optimizer's own.
-        same: whether the others are of an exchange like this.
-    """
-
-    def fits(place: int, variable: Any) -> bool:
-        return tuple(store[str(place)].shape) == tuple(variable.shape)
-
-    mine, held, count = optimizer._plain, list(optimizer.variables), len(store.keys())
-    pairs = [pair for pair in enumerate(mine[:plain]) if fits(*pair)]
-    own = list(enumerate(held))[len(mine) :]
-    same = same and not optimizer._settings["hierarchical"] and count == len(held)
-    if same and plain == len(mine) and all(fits(*pair) for pair in own):
-        pairs += own
-    elif own and count > plain:
-        LOGGER.warning(
-            "what was saved of the exchange is of another compressor or another number of "
-            "ranks, or hierarchical=True: it begins anew"
-        )
-    for place, variable in pairs:
-        variable.assign(store[str(place)])
-    if optimizer._gradcomp is None or int(optimizer._owner) == horovod.rank():
-        return
-    saver = int(optimizer._owner)
-    if horovod.rank() == int(saver == 0):
-        LOGGER.warning(
-            "the optimizer's state was saved by rank %d: what it had kept back is its own, "
-            "other ranks begin with nothing. hvd.save_checkpoint saves what belongs to each",
-            saver,
-        )
-    optimizer.own()
-    optimizer._gradcomp.forget()
-
-
-def _those(optimizer: Any, variables: Any) -> list[Any]:
-    return list(optimizer._trainable_variables if variables is None else variables)
+    return serialization.split_entry(optimizer.get_config())[0]
 
 
 def _restored(config: dict[str, Any], base: Any = None) -> Any:
     """Restore a distributed optimizer; see `DistributedOptimizerMixin.from_config`."""
-    config, written = serialization.parted(config)
+    config, written = serialization.split_entry(config)
     base = base or serialization.named(written.get("optimizer", ""))
     try:
         options = serialization.read(written)

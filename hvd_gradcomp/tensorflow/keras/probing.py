@@ -55,8 +55,8 @@ class ProbeCallback(keras.callbacks.Callback):
         self.probe.step(self._gradients(count) if due else [None] * len(self.probe.taken))
 
     def _gradients(self, count: int) -> list[Any]:
-        given = self._batch(count) if callable(self._batch) else self._batch
-        inputs, targets = given
+        pair = self._batch(count) if callable(self._batch) else self._batch
+        inputs, targets = pair
         weights = [plain_variable(v) for v in self._probed.trainable_variables]
         rest = self._probed.non_trainable_variables
         before = [keras.ops.copy(v.value) for v in rest]

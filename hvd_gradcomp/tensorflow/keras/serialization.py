@@ -13,22 +13,23 @@ import horovod.tensorflow as horovod
 import keras
 
 from hvd_gradcomp import __version__
-from hvd_gradcomp.algorithms.dense import as_compressor
+from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.planning import configuration
+from hvd_gradcomp.tensorflow.options import ExchangeOptions
 
 _OPS = {"Average": horovod.Average, "Sum": horovod.Sum}
 _MARK = "hvd_gradcomp"
-_instead: dict[str, Any] = {}  # replaces saved arguments while `load_model` loads
+_overrides: dict[str, Any] = {}  # replaces saved arguments while `load_model` loads
 
 
 @contextmanager
-def in_place_of_what_was_saved(options: Mapping[str, Any]) -> Iterator[None]:
+def overriding(options: Mapping[str, Any]) -> Iterator[None]:
     """Make `read` return these arguments instead of the saved ones, in this context."""
-    _instead.update(options)
+    _overrides.update(options)
     try:
         yield
     finally:
-        _instead.clear()
+        _overrides.clear()
 
 
 def entry(config: dict[str, Any]) -> str:
@@ -38,7 +39,7 @@ def entry(config: dict[str, Any]) -> str:
     return "gradcomp" if "decay" in config else "decay"
 
 
-def parted(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_entry(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a configuration into one without our entry, and the entry."""
     for name in ("decay", "dynamic", "gradcomp"):
         entry = config.get(name)
@@ -56,22 +57,27 @@ def with_changes(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, A
     return {**config, "inner_optimizer": inner}
 
 
-def written(given: dict[str, Any], base: type) -> dict[str, Any]:
-    """Return the arguments of `DistributedOptimizer` as plain data."""
-    compressor = as_compressor(given["compression"], horovod.Compression)
+def written(compressor: Compressor, options: ExchangeOptions, base: type) -> dict[str, Any]:
+    """Return the arguments of `DistributedOptimizer` as plain data.
+
+    Args:
+        compressor: as the user passed it.
+        options: the other arguments.
+        base: the class of the plain optimizer.
+    """
     try:
         compression = configuration.as_config(compressor)
     except TypeError:  # a compressor of a user's own
         compression = None
-    process_set = given["process_set"]
-    everybody = process_set is horovod.global_process_set
+    process_set = options.process_set
+    is_global = process_set is horovod.global_process_set
     return {
-        **given,
+        "compression": compression,
+        **vars(options),
         _MARK: __version__,
         "optimizer": keras.saving.get_registered_name(base),
-        "compression": compression,
-        "op": next(name for name, op in _OPS.items() if op == given["op"]),
-        "process_set": None if everybody else list(process_set.ranks),
+        "op": next(name for name, op in _OPS.items() if op == options.op),
+        "process_set": None if is_global else list(process_set.ranks),
     }
 
 
@@ -82,7 +88,7 @@ def read(saved: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an argument is not known here.
     """
     known = {k: v for k, v in saved.items() if k not in (_MARK, "optimizer", "plain", "local")}
-    known = {k: v for k, v in known.items() if k not in _instead}
+    known = {k: v for k, v in known.items() if k not in _overrides}
     if saved.get("local", ()) is None:
         raise ValueError(
             "it was saved before it was built, so which of its layers are local is not known: make "
@@ -103,7 +109,7 @@ def read(saved: Mapping[str, Any]) -> dict[str, Any]:
             "hvd.load_model(..., process_set=...)"
         )
     known.pop("process_set", None)
-    return {**known, **_instead}
+    return {**known, **_overrides}
 
 
 def named(name: str) -> type:

@@ -10,9 +10,9 @@ import keras
 
 from hvd_gradcomp.monitoring.reports import Writer
 from hvd_gradcomp.tensorflow import stats_writer
-from hvd_gradcomp.tensorflow.engine import distributed_in, optimizer_of, takes_part
+from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
-from hvd_gradcomp.tensorflow.stats import reducer_of
+from hvd_gradcomp.tensorflow.reducers import distributed_in, optimizer_of, reducer_of
 
 
 class StatsWriter(keras.callbacks.Callback):

@@ -21,8 +21,8 @@ from hvd_gradcomp import (
     StromCompressor,
     after,
 )
-from hvd_gradcomp.tensorflow import engine as engines
 from hvd_gradcomp.tensorflow.keras.callbacks import MetricAverageCallback
+from hvd_gradcomp.tensorflow.reducer import living
 from tests.chaos.workers import trials
 from tests.chaos.workers.trials import Trial
 from tests.parallel.workers.results import digest
@@ -42,7 +42,7 @@ class Tape:
     """Descent by hand, in a graph."""
 
     def __init__(self, compressor: Compressor, outputs: int = 20, **options: Any) -> None:
-        known = set(engines.living)
+        known = set(living)
         shapes = (30, 20), (20, 30), (30, outputs)
         self.weights = [tf.Variable(tf.ones(shape) * 0.1) for shape in shapes]
         self.poison = tf.Variable(0.0)
@@ -59,7 +59,7 @@ class Tape:
 
         self.step = step
         self.train(1)
-        (self.engine,) = set(engines.living) - known
+        (self.reducer,) = set(living) - known
 
     def train(self, steps: int) -> None:
         random = np.random.default_rng(10 + hvd.rank())
@@ -82,7 +82,7 @@ class Fit:
         self.optimizer = hvd.DistributedOptimizer(plain, compression=compressor, **options)
         self.compile()
         self.train(1)
-        self.engine = self.optimizer._gradcomp
+        self.reducer = self.optimizer._gradcomp
 
     def compile(self) -> None:
         self.model.compile(self.optimizer, "mse", jit_compile=False)
@@ -286,11 +286,11 @@ CASES: dict[str, Callable[[Trial], Any]] = {
     "EarlyStopping on one rank, Keras": fitted(_stopping, lambda _: False),
     "validation on one rank, Keras": fitted(_averaging, lambda faulty: not faulty),
     **{
-        f"another step on one rank, {name}": around(lambda t: t.engine.steps.assign_add(1), one)
+        f"another step on one rank, {name}": around(lambda t: t.reducer.steps.assign_add(1), one)
         for name, one in METHODS.items()
     },
-    "another step on one rank, Keras": around(lambda t: t.engine.steps.assign_add(1), how=Fit),
-    "retrain on one rank, LGC": around(lambda t: t.engine.retrain(), METHODS["LGC"]),
+    "another step on one rank, Keras": around(lambda t: t.reducer.steps.assign_add(1), how=Fit),
+    "retrain on one rank, LGC": around(lambda t: t.reducer.retrain(), METHODS["LGC"]),
     "freezing on one rank, Keras": around(frozen, how=Fit),
     "save_checkpoint in other modes": saved(faulty("consolidated", "sharded"), Tape),
     "save_checkpoint in other modes, Keras": saved(faulty("consolidated", "sharded"), Fit),

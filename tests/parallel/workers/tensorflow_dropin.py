@@ -123,11 +123,10 @@ def reducer_of(model):
 def filled(model, steps):
     """As if it had trained: something in everything that its exchange keeps."""
     random = np.random.default_rng(5)
-    engine = reducer_of(model)
-    for some in engine.variables:
-        for v in some:
-            v.assign(tf.cast(random.integers(1, 100, v.shape), v.dtype))
-    engine.steps.assign(steps)
+    reducer = reducer_of(model)
+    for v in reducer.planner.variables:
+        v.assign(tf.cast(random.integers(1, 100, v.shape), v.dtype))
+    reducer.steps.assign(steps)
     model.optimizer.iterations.assign(steps)
     return model
 
@@ -213,28 +212,27 @@ def resumed(folder):
             model = hvd.load_model(path)
         else:
             model.optimizer.build(model.trainable_variables)
-        engine = reducer_of(model)
+        reducer = reducer_of(model)
         hvd.broadcast_variables(model.variables, 0)
         hvd.broadcast_variables(model.optimizer.variables, 0)
-        shared = [v.numpy() for _, v in engine.replicated]
-        own = [v for some in engine.variables for v in some if is_rank_local(v)]
-        learned = {id(v) for v, _ in engine.learned_by_one(7)}
+        shared = [v.numpy() for _, v in reducer.planner.replicated]
+        own = [v for v in reducer.planner.variables if is_rank_local(v)]
+        learned = {id(v) for v, _ in reducer.planner.learned_by_one(7)}
         if hvd.rank() == 1:
-            begun = [pair for template in engine.templates for pair in leaves(template)]
-            held = [v for some in engine.variables for v in some]
-            for v, (field, start) in zip(held, begun):
+            begun = [pair for bucket in reducer.buckets for pair in leaves(bucket.template)]
+            for v, (field, start) in zip(reducer.planner.variables, begun):
                 if is_rank_local(v) and id(v) not in learned:
                     same = np.array_equal(v.numpy(), start.numpy(), equal_nan=True)
                     assert same, (compressor, field, v, start)
-        said += engine.keeps_local
+        said += reducer.planner.keeps_local
         together = [v.numpy() for v in own if id(v) in learned]
         replicas[f"resumed {compressor!r}"] = [
-            int(engine.steps),
+            int(reducer.steps),
             int(model.optimizer.iterations),
-            engine.name,
+            reducer.name,
             digest([*shared, *together, *model.get_weights()]),
         ]
-        assert int(engine.steps) == 7
+        assert int(reducer.steps) == 7
     # Horovod's example: the callback broadcasts what rank 0 has loaded; here others are not built.
     for compressor in (RULES, LGC):
         if hvd.rank() == 0:
@@ -246,7 +244,7 @@ def resumed(folder):
         else:
             model = compiled(network(build=compressor is LGC), compressor)
         fit(model)
-        said += reducer_of(model).keeps_local
+        said += reducer_of(model).planner.keeps_local
         hvd.verify(model.optimizer)
         replicas[f"trains on from rank 0: {compressor!r}"] = weights(model)
         assert int(reducer_of(model).steps) == 54

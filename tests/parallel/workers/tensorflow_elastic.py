@@ -19,8 +19,9 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.core.compressor import is_replicated, leaves
+from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape
-from hvd_gradcomp.tensorflow.tape import engine_of_variables
+from hvd_gradcomp.tensorflow.reducers import reducer_of_variables
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary, open_slot
 
@@ -33,12 +34,12 @@ def batch_of(batch: int, rank: int) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.constant(x), tf.constant(x.reshape(16, 4, 4).mean(2))
 
 
-def state_of(engines):
-    """Names, values and whether they are replicated, of all that engines hold."""
-    for engine in engines:
-        for bucket, compressor in enumerate(engine.compressors):
-            for path, x in leaves(engine.state_of(bucket)):
-                yield x.numpy(), is_replicated(compressor, path)
+def state_of(reducers):
+    """Names, values and whether they are replicated, of all that reducers hold."""
+    for reducer in reducers:
+        for bucket in reducer.buckets:
+            for path, x in leaves(bucket.state):
+                yield x.numpy(), is_replicated(bucket.compressor, path)
 
 
 class Watch(keras.callbacks.Callback):
@@ -69,14 +70,14 @@ class Watch(keras.callbacks.Callback):
 
 def kept(state):
     """What this rank keeps back, as a digest and as a norm."""
-    engines = state._engines()
+    reducers = state._reducers()
     squares = 0.0
-    for engine in engines:
-        for bucket, compressor in enumerate(engine.compressors):
-            residual = compressor.residual(engine.state_of(bucket))
+    for reducer in reducers:
+        for bucket in reducer.buckets:
+            residual = carrying.residual(bucket.compressor, bucket.state)
             if residual is not None:
                 squares += float(np.square(residual.numpy().astype(np.float64)).sum())
-    local = digest(x for x, shared in state_of(engines) if not shared)
+    local = digest(x for x, shared in state_of(reducers) if not shared)
     return {"kept": local, "norm": squares**0.5}
 
 
@@ -115,7 +116,7 @@ def main(folder: str) -> None:
 
     @hvd.elastic.run
     def train(state):
-        assert all(engine.postscale == 1 / hvd.size() for engine in state._engines())
+        assert all(reducer.exchange.scales == (1, 1 / hvd.size()) for reducer in state._reducers())
         diary.note("start", batch=state.batch, rank=hvd.rank(), size=hvd.size(), **kept(state))
         if hvd.size() == 2 and state.batch > 0 and state.joined is None:
             state.joined = state.batch
@@ -149,7 +150,7 @@ def main(folder: str) -> None:
         )
 
     train(state)
-    engine = engine_of_variables(variables)
+    reducer = reducer_of_variables(variables)
     diary.note(
         "end",
         batch=state.batch,
@@ -157,10 +158,10 @@ def main(folder: str) -> None:
         size=hvd.size(),
         lost=state.lost,
         parameters=digest(v.numpy() for v in model.weights),
-        replicated=digest(x for x, shared in state_of(state._engines()) if shared),
-        steps=[int(e.steps) for e in state._engines()],
+        replicated=digest(x for x, shared in state_of(state._reducers()) if shared),
+        steps=[int(e.steps) for e in state._reducers()],
     )
-    assert engine in state._engines()
+    assert reducer in state._reducers()
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def planted(**options):
 
 def other_level():
     model = fit()
-    engine = model.optimizer._gradcomp
+    reducer = model.optimizer._gradcomp
     if hvd.rank() == FAULTY:
-        rung = next(v for v in engine.variables[0] if "rung" in v.name)
+        rung = next(v for v in reducer.buckets[0].variables if "rung" in v.name)
         rung.assign_add(1)
     hvd.verify(model.optimizer)
 

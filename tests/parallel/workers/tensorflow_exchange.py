@@ -17,7 +17,7 @@ import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp.core.collectives import Alltoall
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.tensorflow import engine as engine_module
+from hvd_gradcomp.tensorflow import comm
 from hvd_gradcomp.testing import World
 from tests.parallel.workers.results import digest, errors_of, finish, write
 
@@ -68,7 +68,7 @@ def translated():
 
     Without those that call a user's code.
     """
-    weight, seen, send = tf.Variable(tf.ones((300,))), set(), engine_module.mpi_ops.allgather
+    weight, seen, send = tf.Variable(tf.ones((300,))), set(), comm.mpi_ops.allgather
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=STROM)
     trained = keras.Variable(np.ones(300, "f4"))
 
@@ -90,12 +90,12 @@ def translated():
     def by_optimizer():
         optimizer.apply([trained.value * 2.0], [trained])
 
-    engine_module.mpi_ops.allgather = allgather
+    comm.mpi_ops.allgather = allgather
     try:
         tf.function(by_tape)()
         tf.function(by_optimizer)()
     finally:
-        engine_module.mpi_ops.allgather = send
+        comm.mpi_ops.allgather = send
     assert {"by_tape", "by_optimizer"} <= seen
     return sorted(seen - {"by_tape", "by_optimizer", "gradient", "apply"})
 
@@ -105,7 +105,7 @@ class Damage:
 
     def __init__(self):
         self.on = tf.Variable(0)
-        self.send = engine_module.mpi_ops.allgather
+        self.send = comm.mpi_ops.allgather
 
     def allgather(self, tensor, **options):
         if hvd.rank() == 1 and tensor.dtype == tf.uint8:
@@ -129,29 +129,29 @@ def damaged_payload(graph):
     run = tf.function(step) if graph else step
     expected = tf.errors.InvalidArgumentError if graph else hvd.PayloadError
     message = "nothing was raised"
-    engine_module.mpi_ops.allgather = damage.allgather
+    comm.mpi_ops.allgather = damage.allgather
     try:
         run()
-        engine = hvd_engine([weight])
-        before = [v.numpy() for v in (weight, engine.steps, *engine.variables[0])]
+        reducer = reducer_of([weight])
+        before = [v.numpy() for v in (weight, reducer.steps, *reducer.buckets[0].variables)]
         damage.on.assign(1)
         try:
             run()
         except expected as error:
             message = str(error).partition("assertion failed: ")[2 if graph else 0].splitlines()[0]
-        after = [v.numpy() for v in (weight, engine.steps, *engine.variables[0])]
+        after = [v.numpy() for v in (weight, reducer.steps, *reducer.buckets[0].variables)]
         assert digest(before) == digest(after), "a failed step left a trace"
         damage.on.assign(0)
         run()
     finally:
-        engine_module.mpi_ops.allgather = damage.send
+        comm.mpi_ops.allgather = damage.send
     return [message, digest([weight.numpy()])]
 
 
-def hvd_engine(variables):
-    from hvd_gradcomp.tensorflow.tape import engine_of_variables
+def reducer_of(variables):
+    from hvd_gradcomp.tensorflow.reducers import reducer_of_variables
 
-    return engine_of_variables(variables)
+    return reducer_of_variables(variables)
 
 
 def sparse_gradients():
@@ -282,8 +282,8 @@ def left_out():
 
 
 def kept_by(weights):
-    engine = hvd_engine(weights)
-    return [engine.steps.numpy(), *(v.numpy() for some in engine.variables for v in some)]
+    reducer = reducer_of(weights)
+    return [reducer.steps.numpy(), *(v.numpy() for v in reducer.planner.variables)]
 
 
 def discarded_wrongly():
@@ -317,10 +317,10 @@ def discarded_wrongly():
     )
     variables = [tf.Variable(tf.ones(3))]
     again.apply([tf.ones(3)], variables)
-    kept = [v.numpy() for v in again._gradcomp.variables[0]]
+    kept = [v.numpy() for v in again._gradcomp.buckets[0].variables]
     again.apply([2 * tf.ones(3)], variables)
     again.discard_step()
-    assert digest(kept) == digest(v.numpy() for v in again._gradcomp.variables[0])
+    assert digest(kept) == digest(v.numpy() for v in again._gradcomp.buckets[0].variables)
     with tf.GradientTape() as plain:
         squares = weight * weight
     errors = {
@@ -473,9 +473,10 @@ def outputs_first(exchange):
         for variable, x in zip(given, ranks[hvd.rank()]):
             variable.assign(x)
         found = [as_pytorch_has_it(n, x.numpy()) for n, x in zip(KERNELS, reduced())]
-        engine = hvd_engine(variables)
+        reducer = reducer_of(variables)
         if world is None:
-            (layout,), (places,) = engine.layouts, engine.places
+            (bucket,) = reducer.buckets
+            layout, places = bucket.layout, bucket.places
             assert layout.turned
             layout = Layout(layout.names, layout.shapes, block=layout.block)
             world = World(compressor, TorchOps(), layout, 2)
@@ -485,7 +486,7 @@ def outputs_first(exchange):
             flats.append(world.flat([turned[place] for place in places]))
         expected = world.step(flats)[0]
         assert torch.equal(world.flat([found[place] for place in places]), expected)
-        ((kept,),) = engine.variables
+        (kept,) = reducer.planner.variables
         assert kept.numpy().tobytes() == world.states[hvd.rank()].r.numpy().tobytes()
     requests = [requests[hvd.rank()] for requests in world.traffic]
     leaving = [r.tensor[1:] if isinstance(r, Alltoall) else r.tensor for r in requests]
@@ -547,7 +548,9 @@ def saving(folder):
     # The root's file on all ranks: what belongs to the root stays there.
     hvd.broadcast_object(0)  # both have saved
     shared = hvd_keras.load_model(str(Path(folder, "model0.keras")), compression=compressor)
-    kept = [float(tf.reduce_sum(tf.abs(b[0]))) for b in shared.optimizer._gradcomp.variables]
+    kept = [
+        float(tf.reduce_sum(tf.abs(b.variables[0]))) for b in shared.optimizer._gradcomp.buckets
+    ]
     assert (sum(kept) > 0) == (hvd.rank() == 0), kept
     fitted(shared, 1, x, y)
 
@@ -572,11 +575,11 @@ def broadcast():
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=STROM)
     model.compile(optimizer, "mse")
     fitted(model, 1, *samples())
-    own = [v.numpy() for bucket in optimizer._gradcomp.variables for v in bucket]
+    own = [v.numpy() for v in optimizer._gradcomp.planner.variables]
     if hvd.rank() == 1:
         optimizer.learning_rate = 7.0
     hvd.broadcast_variables(optimizer.variables, root_rank=0)
-    assert digest(own) == digest(v.numpy() for b in optimizer._gradcomp.variables for v in b)
+    assert digest(own) == digest(v.numpy() for v in optimizer._gradcomp.planner.variables)
     assert float(optimizer.learning_rate) == np.float32(0.1)
     return digest([own[0]])
 

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow as hvd
-from hvd_gradcomp.tensorflow.engine import living
 from hvd_gradcomp.tensorflow.keras import DistributedOptimizer
+from hvd_gradcomp.tensorflow.reducer import living
 from tests.parallel.workers.results import digest, errors_of, finish
 
 
@@ -239,7 +239,7 @@ def different_models():
 
 
 def differing(compression, change):
-    """Between two steps rank 0 changes its engine, and rank 1 does not."""
+    """Between two steps rank 0 changes its reducer, and rank 1 does not."""
     known, w = set(living), tf.Variable(tf.ones((3, 3, 32, 64)))
 
     @tf.function
@@ -251,21 +251,21 @@ def differing(compression, change):
 
     for number in range(3):
         if number == 2 and hvd.rank() == 0:
-            (engine,) = set(living) - known
-            change(engine)
+            (reducer,) = set(living) - known
+            change(reducer)
         step()
 
 
 def other_step():
     compression = hvd.after(1, None, hvd.StromCompressor(tau=0.1))
-    differing(compression, lambda engine: engine.steps.assign_sub(2))
+    differing(compression, lambda reducer: reducer.steps.assign_sub(2))
 
 
 def retrained_alone():
     compression = hvd.GradiVeQCompressor(
         ratio=4, warmup_steps=0, sample_steps=2, compress_steps=2, slice_size=64
     )
-    differing(compression, lambda engine: engine.retrain())
+    differing(compression, lambda reducer: reducer.retrain())
 
 
 def xla():
@@ -300,8 +300,9 @@ def frozen_layer():
         return [w.copy() for w in model.layers[0].get_weights()], residual()
 
     def residual():
-        (layout,) = distributed._gradcomp.layouts
-        (vector,) = [v for v in distributed._gradcomp.variables[0] if v.shape == (layout.size,)]
+        (bucket,) = distributed._gradcomp.buckets
+        layout = bucket.layout
+        (vector,) = [v for v in bucket.variables if v.shape == (layout.size,)]
         slots = [
             place for place, shape in enumerate(layout.shapes) if 5 in shape and 2 not in shape
         ]

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
+from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape, buckets
 from tests.methods import SCALECOM
 from tests.parallel.workers.results import digest, errors_of, write
@@ -96,10 +97,10 @@ def fit(model, steps, seed=0, **options):
 
 def residual(model):
     """The sum over ranks of what is not sent yet."""
-    engine, pieces = model.optimizer._gradcomp, []
-    for bucket, (one, layout) in enumerate(zip(engine.compressors, engine.layouts)):
-        own = one.residual(engine.state_of(bucket))
-        pieces.append(tf.zeros((layout.size,)) if own is None else own)
+    reducer, pieces = model.optimizer._gradcomp, []
+    for bucket in reducer.buckets:
+        own = carrying.residual(bucket.compressor, bucket.state)
+        pieces.append(tf.zeros((bucket.layout.size,)) if own is None else own)
     return hvd.allreduce(tf.concat(pieces, 0), op=hvd.Sum, name="residual").numpy()
 
 
@@ -107,7 +108,7 @@ def trained(folder):
     """One training, and what becomes of it when it stops and resumes."""
     model = fitted(DGC)
     fit(model, 3)
-    engine = model.optimizer._gradcomp
+    reducer = model.optimizer._gradcomp
     found = hvd.compression_stats(model.optimizer)
     assert 0 < found.bytes_sent < found.bytes_dense
     hvd.save_checkpoint(f"{folder}/sharded", model=model)
@@ -125,9 +126,9 @@ def trained(folder):
         hvd.load_checkpoint(f"{folder}/sharded", model=fitted(DGC, hierarchical=False))
 
     def diverged():
-        """A level of a bucket that ranks 1 and 3 lead."""
+        """A rung of a bucket that ranks 1 and 3 lead."""
         if hvd.rank() == 3:
-            variables = resumed.optimizer._gradcomp.variables[1]
+            variables = resumed.optimizer._gradcomp.buckets[1].variables
             (rung,) = [v for v in variables if "rung" in v.name]
             rung.assign_add(1)
         hvd.verify(resumed.optimizer)
@@ -138,7 +139,7 @@ def trained(folder):
     spread = fit(model, 2, callbacks=[callback])
     return {
         "layers": list(found.layers),
-        "states": [bool(some) for some in engine.variables],
+        "states": [bool(bucket.variables) for bucket in reducer.buckets],
         "sharded": ends,
         "broadcast": spread,
         "errors": errors_of({"sharded elsewhere": elsewhere, "diverged": diverged}),

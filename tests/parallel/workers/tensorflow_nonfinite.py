@@ -12,7 +12,7 @@ from keras import layers
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp import GradiVeQCompressor
 from hvd_gradcomp.tensorflow import DistributedGradientTape
-from hvd_gradcomp.tensorflow.tape import engine_of_variables
+from hvd_gradcomp.tensorflow.reducers import reducer_of_variables
 from hvd_gradcomp.tensorflow.variables import plain_variable
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, finish
@@ -99,16 +99,16 @@ def by_tape(compressor):
         optimizer.apply(tape.gradient(value, variables), model.trainable_variables)
 
     def everything():
-        engine = engine_of_variables(variables)
-        state = [v for bucket in engine.variables for v in bucket]
-        return [*model.variables, *optimizer.variables, engine.steps, *state]
+        reducer = reducer_of_variables(variables)
+        state = reducer.planner.variables
+        return [*model.variables, *optimizer.variables, reducer.steps, *state]
 
     return alternate(step, everything, lambda: variables, model)
 
 
 def alternate(step, everything, source, model):
     data, unchanged, changed = batches(), [], []
-    step(*next(data), tf.constant(0.0))  # an engine of tapes is made in its first step
+    step(*next(data), tf.constant(0.0))  # a reducer of tapes is made in its first step
     for number in range(1, STEPS):
         if number % 3 == 2:
             before = contents(everything())
