@@ -12,8 +12,6 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.protocols import learning
-from hvd_gradcomp.core.protocols.resizing import resized, start
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.planning import assignment
@@ -154,7 +152,7 @@ class BucketPlanner:
         place = self.participants.place
         leader = 0 if place is None else number % place.slots
         compressor = planned if self.participants.leads(leader) else NoneCompressor()
-        template = start(compressor, self.ops, layout, self.participants.rank_and_size[1])
+        template = compressor.start(self.ops, layout, self.participants.rank_and_size[1])
         variables = []
         for path, value in leaves(template):
             title = f"gradcomp_{number}_{path.replace('.', '_')}"
@@ -235,7 +233,7 @@ class BucketPlanner:
             for bucket in self.buckets
             for path, variable in bucket.named_variables()
             if is_rank_local(variable) and self.participants.place is None
-            if (owner := learning.owner(bucket.compressor, path, steps)) is not None
+            if (owner := bucket.compressor.owner(path, steps)) is not None
         ]
 
     def restore_previous(self) -> None:
@@ -254,7 +252,7 @@ class BucketPlanner:
     def retrain(self, steps: int) -> None:
         """Let the compressors learn anew, from step `steps` on."""
         for bucket in self.buckets:
-            bucket.assign(learning.retrained(bucket.compressor, self.ops, bucket.state, steps))
+            bucket.assign(bucket.compressor.retrained(self.ops, bucket.state, steps))
 
     def resize(self, steps: int) -> set[Compressor]:
         """Adapt the state to another number of ranks.
@@ -268,7 +266,7 @@ class BucketPlanner:
         ranks, anew = self.participants.process_set.size(), set()
         for bucket in self.buckets:
             before = bucket.state
-            after = resized(bucket.compressor, self.ops, before, steps, ranks)
+            after = bucket.compressor.resized(self.ops, before, steps, ranks)
             if after is before:
                 continue
             anew.add(bucket.compressor)

@@ -19,14 +19,14 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from safetensors import numpy as safetensors
 
-from hvd_gradcomp.checkpoint import files
-from hvd_gradcomp.checkpoint.files import CheckpointError, Ranks, Source, Takeover
-from hvd_gradcomp.core.compressor import is_replicated, leaves, with_leaves
-from hvd_gradcomp.core.protocols import learning, resizing
+from hvd_gradcomp.checkpoint import files, schema
+from hvd_gradcomp.checkpoint.files import Ranks, Takeover
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core.compressor import is_replicated, leaves
 from hvd_gradcomp.tensorflow.buckets import Bucket
 from hvd_gradcomp.tensorflow.checkpoint_barrier import barrier
 from hvd_gradcomp.tensorflow.comm import gather_objects
-from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
+from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.reducers import distributed_in, optimizer_of, reducer_in
 from hvd_gradcomp.tensorflow.variables import is_own, is_rank_local, plain_variable
 
@@ -258,15 +258,8 @@ def _exchange(
         else:
             value = _summed(reducer, title, counter, reducer.process_set)
         add(title, value, title in _ALIKE)
-    layouts = reducer.planner.layouts
-    return {
-        "format": files.FORMAT,
-        "compressor": repr(reducer.compressor),
-        "formats": files.formats(reducer.compressor),
-        "steps": int(reducer.steps),
-        "hosts": _hosts(reducer),
-        "buckets": [{"digest": x.digest, "names": list(x.names)} for x in layouts],
-    }
+    saved = schema.describe(reducer.compressor, reducer.planner.layouts, int(reducer.steps))
+    return {**saved, "hosts": _hosts(reducer)}
 
 
 def _hosts(reducer: GraphReducer) -> int | None:
@@ -281,7 +274,7 @@ def _state(reducer: GraphReducer, number: int, bucket: Bucket, mode: str) -> Arr
         if mode == "sharded" or is_replicated(bucket.compressor, path):
             state[path] = _array(variable)
             continue
-        owner = learning.owner(bucket.compressor, path, steps)
+        owner = bucket.compressor.owner(path, steps)
         counts = owner in (None, participants.rank_and_size[0])
         among = participants.among(None)
         state[path] = _summed(reducer, f"{number}.{path}", variable, among, counts)
@@ -389,7 +382,7 @@ def _restored(
             there, here = ("not ", "") if exchange is None else ("", "not ")
             raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
     else:
-        files.check_exchange(exchange, reducer.compressor, reducer.planner.layouts)
+        schema.check_exchange(exchange, reducer.compressor, reducer.planner.layouts)
         plan += _restored_exchange(reducer, exchange, f"{name}/exchange", arrays, mode, size)
     for place, variable in enumerate(variables):
         key = f"{name}/{place}"
@@ -414,38 +407,25 @@ def _restored_exchange(
 ) -> list[tuple[Any, Any]]:
     rank, hosts = reducer.process_set.rank(), saved.get("hosts")
     if mode == "sharded":
-        files.check_hosts(hosts, _hosts(reducer))
+        schema.check_hosts(hosts, _hosts(reducer))
     size, holders = reducer.participants.rank_and_size[1], hosts or size_then
     # A sharded part is this rank's own: `files.read` gives each rank its part.
-    how = saved["steps"], mode, rank, rank
+    origin = schema.Origin(saved["steps"], mode, rank, holders)
     plan: list[tuple[Any, Any]] = []
     for number, bucket in enumerate(reducer.buckets):
-        compressor, tensors = bucket.compressor, []
-        for path, start in leaves(bucket.template):
-            source = files.source_of(compressor, path, *how)
-            array = arrays[f"{name}/{number}.{path}"]
-            if source is Source.SHARE:
-                array = _share(array, size, holders)
-            tensors.append(start if source is Source.START else tf.constant(array))
-        if any(tuple(x.shape) != tuple(v.shape) for x, v in zip(tensors, bucket.variables)):
-            # A parameter server's decoder has a head for each rank.
-            LOGGER.warning("%s learns anew: %d ranks exchange now", compressor, size)
-            state = with_leaves(bucket.template, tensors)
-            state = resizing.resized(compressor, reducer.ops, state, saved["steps"], size)
-            tensors = [x for _, x in leaves(state)]
-        plan += zip(bucket.variables, tensors)
+        start = dict(leaves(bucket.template))
+        stored = {path: tf.constant(arrays[f"{name}/{number}.{path}"]) for path in start}
+        state = schema.restore(
+            bucket.compressor, reducer.ops, bucket.template, stored, start, origin, rank, size
+        )
+        plan += zip(bucket.variables, (x for _, x in leaves(state)))
     for title, variable in reducer.counters.local.items():
         array = arrays[f"{name}/{title}"]
         same = mode == "sharded" or title in _ALIKE
-        plan.append((variable, array if same else _share(array, size, size_then)))
+        plan.append(
+            (variable, array if same else schema.share(reducer.ops, array, size, size_then))
+        )
     return [*plan, (reducer.steps, tf.constant(saved["steps"], reducer.steps.dtype))]
-
-
-def _share(total: np.ndarray, size: int, size_then: int) -> np.ndarray:
-    """Return a rank's share of a summed residual, or the mean of a summed count."""
-    if total.dtype.kind == "f":
-        return (total.astype(np.float64) / size).astype(total.dtype)
-    return total // size_then
 
 
 def _difference(saved: Sequence[Any], here: Sequence[Any]) -> str:

@@ -21,7 +21,7 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp.checkpoint.files import CheckpointError
+from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.tensorflow.comm import gather_objects
 from hvd_gradcomp.tensorflow.reducer import living
 from hvd_gradcomp.tensorflow.step_sync import SAVING, STEPPING

@@ -107,7 +107,7 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
             yield data[start : start + length]
             start += length
 
-    return typed_json.gathered(item, kind, allgather, process_set.ranks)
+    return typed_json.gather(item, kind, allgather, process_set.ranks)
 
 
 def takes_part(process_set: Any) -> bool:
@@ -131,4 +131,4 @@ def explained(what: str) -> Iterator[None]:
         if "Horovod" not in error.message:
             raise
         reason = error.message.rpartition("\n\n")[2]  # after the place in the graph
-        raise HorovodInternalError(errors.explained(what, reason)) from error
+        raise HorovodInternalError(errors.explain(what, reason)) from error

@@ -26,7 +26,6 @@ from horovod.tensorflow.elastic import (
     rank,
 )
 
-from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.comm import gather_objects
@@ -162,7 +161,7 @@ class Variables(ObjectState):
             reducer.rows.adopt(choices)
         for reducer, name in zip(self._reducers(), names):
             reducer.rename(name)
-        TITLES.go_on_from(number)
+        TITLES.continue_from(number)
         broadcast_variables(self._tracked(), 0)
         ObjectState.sync(self)
 
@@ -189,7 +188,7 @@ class Elastic(Membership, Variables):
             float(tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))))
             for reducer in self._reducers()
             for bucket in reducer.buckets
-            if (residual := carrying.residual(bucket.compressor, bucket.state)) is not None
+            if (residual := bucket.compressor.residual(bucket.state)) is not None
         )
 
     def _committed(self) -> Any:

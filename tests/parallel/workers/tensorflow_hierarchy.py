@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.core.protocols import carrying
 from hvd_gradcomp.tensorflow import DistributedGradientTape, buckets
 from tests.methods import SCALECOM
 from tests.parallel.workers.results import digest, errors_of, write
@@ -99,7 +98,7 @@ def residual(model):
     """The sum over ranks of what is not sent yet."""
     reducer, pieces = model.optimizer._gradcomp, []
     for bucket in reducer.buckets:
-        own = carrying.residual(bucket.compressor, bucket.state)
+        own = bucket.compressor.residual(bucket.state)
         pieces.append(tf.zeros((bucket.layout.size,)) if own is None else own)
     return hvd.allreduce(tf.concat(pieces, 0), op=hvd.Sum, name="residual").numpy()
 
@@ -126,7 +125,7 @@ def trained(folder):
         hvd.load_checkpoint(f"{folder}/sharded", model=fitted(DGC, hierarchical=False))
 
     def diverged():
-        """A rung of a bucket that ranks 1 and 3 lead."""
+        """A level of a bucket that ranks 1 and 3 lead."""
         if hvd.rank() == 3:
             variables = resumed.optimizer._gradcomp.buckets[1].variables
             (rung,) = [v for v in variables if "rung" in v.name]
