@@ -26,6 +26,8 @@ from hvd_gradcomp.tuning import advice
 from hvd_gradcomp.tuning.advice import Case, Verdict
 
 if TYPE_CHECKING:
+    import torch
+
     from hvd_gradcomp.tuning.measure import Backward, Gradients
     from hvd_gradcomp.tuning.models import Model
 
@@ -136,7 +138,7 @@ def command(
     horovod = options.started()
     from torch.optim import SGD
 
-    from hvd_gradcomp.torch.engine import gather_objects
+    from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import (
         Backward,
         CompressedExchange,
@@ -267,7 +269,7 @@ def _way(
     """
     import horovod.torch as horovod
 
-    from hvd_gradcomp.torch.engine import gather_objects
+    from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import alone
 
     warm_up = warm_up_rounds(compressor)
@@ -303,7 +305,7 @@ def _takes_over(compressor: Compressor) -> bool:
 
 def _suited(
     compressors: Sequence[Compressor],
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer | None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Compressor]:
     """Pick the compressors that run with an optimizer, with momentum=0 if necessary; in order.
@@ -313,13 +315,13 @@ def _suited(
         optimizer: of `torch.optim`; None if unknown.
         say: called with a message for each compressor that is left out or changed.
     """
-    from hvd_gradcomp.torch.momentum import hand_over
+    from hvd_gradcomp.torch.momentum import resolve_compressor
 
     found: dict[Compressor, None] = {}
     for compressor in compressors:
         try:
             if optimizer is not None:
-                hand_over(optimizer, compressor)
+                resolve_compressor(compressor, optimizer)
         except ValueError as error:
             if not hasattr(compressor, "momentum"):
                 say(f"left out: {error}")

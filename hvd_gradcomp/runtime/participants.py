@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from hvd_gradcomp.core.collectives import Collective, Inside
 from hvd_gradcomp.runtime.hierarchy import Groups, HostPosition
 
 
-class Participants(ABC):
-    """Participants of an exchange.
+class Participants:
+    """Ranks that take part in an exchange, and this rank's position among hosts.
 
-    Attributes:
-        process_set: the ranks that take part; has `rank()`, `size()` and `ranks`, which is None for
-            all ranks.
+    Args:
+        process_set: the ranks; has `rank()`, `size()` and `ranks`, which is None for all ranks.
         place: position of this rank, if only sums of hosts are compressed; see `hierarchy`.
+        make_groups: makes the process sets of hosts, on all ranks together; needed with a `place`.
     """
 
-    process_set: Any
-    place: HostPosition | None
-    _groups: Groups | None = None  # created once all ranks are known to need them
-
-    @abstractmethod
-    def leader(self, bucket: Any) -> int:
-        """Return the slot of the rank that compresses a bucket for its host."""
-
-    def _make_groups(self, place: HostPosition) -> Groups:
-        """Make the process sets of hosts, on all ranks together; only Horovod's have them."""
-        raise NotImplementedError(f"{type(self).__name__} has no hosts, and is at {place}")
+    def __init__(
+        self,
+        process_set: Any,
+        place: HostPosition | None = None,
+        make_groups: Callable[[HostPosition], Groups] | None = None,
+    ) -> None:
+        if place is not None and make_groups is None:
+            raise ValueError("hosts need process sets, which this transport does not have")
+        self.process_set, self.place = process_set, place
+        self._make_groups = make_groups
+        self._groups: Groups | None = None  # made once all ranks are known to need them
 
     @property
-    def seat(self) -> tuple[int, int]:
-        """(rank, size) as compressors see them: numbers of hosts in a hierarchical exchange."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """Return them as compressors see them: those of hosts in a hierarchical exchange."""
         if self.place is not None:
             return self.place.host, self.place.hosts
         return self.process_set.rank(), self.process_set.size()
 
-    def leads(self, bucket: Any) -> bool:
-        """Return True if this rank compresses a bucket and keeps its state."""
-        return self.place is None or self.place.slot == self.leader(bucket)
+    def leads(self, leader: int) -> bool:
+        """Return True if this rank compresses a bucket, and keeps its state.
+
+        Args:
+            leader: slot of the ranks that compress the bucket, one on each host.
+        """
+        return self.place is None or self.place.slot == leader
 
     @property
     def groups(self) -> Groups:
         """The process sets of this rank among hosts; the first access is collective."""
-        assert self.place is not None
+        assert self.place is not None and self._make_groups is not None
         if self._groups is None:
             self._groups = self._make_groups(self.place)
         return self._groups

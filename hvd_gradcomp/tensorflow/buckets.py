@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ UNDECIDED, GATHERED, COMPRESSED = 0, 1, 2  # choices for the rows of a sparse gr
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-class Buckets(Participants):
+class Buckets:
     """Buckets and the state that an exchange keeps from step to step.
 
     Args:
@@ -60,6 +61,8 @@ class Buckets(Participants):
         self.rollback = rollback and not compressor.is_linear
         self.layers, self.compressor, self.op = list(layers), compressor, op
         self.process_set, self.place, self.name = process_set, place, name
+        alive = weakref.proxy(self)
+        self.participants = Participants(process_set, place, lambda at: alive._make_groups(at))
         average = op == horovod.Average
         self.prescale = 1.0 / predivide if average else 1.0
         self.postscale = predivide / self.seat[1] if average else 1.0
@@ -86,6 +89,18 @@ class Buckets(Participants):
             }
         self.sums: list[tf.Variable] = []
         self._plan(left_out, apart)
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """Return (rank, size) as compressors see them."""
+        return self.participants.rank_and_size
+
+    def leads(self, bucket: int) -> bool:
+        """Return True if this rank compresses a bucket and keeps its state."""
+        return self.participants.leads(self.leader(bucket))
+
+    def _make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
+        raise NotImplementedError
 
     def leader(self, bucket: int) -> int:
         """Return the place in its host of the rank that compresses a bucket."""

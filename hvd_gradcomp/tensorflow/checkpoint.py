@@ -282,7 +282,7 @@ def _state(engine: GraphReducer, bucket: int, mode: str) -> Arrays:
             state[path] = _array(variable)
         else:
             counts = learning.owner(one, path, steps) in (None, engine.seat[0])
-            among = engine.among(None)
+            among = engine.participants.among(None)
             state[path] = _summed(engine, f"{bucket}.{path}", variable, among, counts)
     if mode == "consolidated" and engine.place is not None and engine.place.slots > 1:
         state = _of_leader(engine, bucket, state)
@@ -291,7 +291,7 @@ def _state(engine: GraphReducer, bucket: int, mode: str) -> Arrays:
 
 def _of_leader(engine: GraphReducer, bucket: int, state: Arrays) -> Arrays:
     """Return the state of a bucket on its host's leader, on all ranks of the host."""
-    name, inside = f"{engine.name}.consolidate.{bucket}", engine.groups.inside
+    name, inside = f"{engine.name}.consolidate.{bucket}", engine.participants.groups.inside
     mine = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
     everybody = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)
     leader = engine.leader(bucket)

@@ -349,7 +349,7 @@ class GraphReducer(GraphExchange):
                 LOGGER.warning("%s", line)
         self._judged = True
         if self.place is not None:
-            _ = self.groups  # created while all ranks are here
+            _ = self.participants.groups  # created while all ranks are here
             with tf.init_scope():
                 own = [title for title, _ in self.replicated]
                 self.titles = self._gather_objects(own, list[str])

@@ -47,7 +47,7 @@ class GraphExchange(SparseRows):
         super().__init__(layers, compressor, **how)
         self.undoes = undoes
         self.dispatch = CollectiveRunner(
-            comm.HorovodBackend(), weakref.proxy(self), weakref.proxy(self)
+            comm.HorovodBackend(), weakref.proxy(self), self.participants
         )
         self._heard: list[tf.Tensor] = []  # checksums of replies that are equal on all ranks
         self._norm: tf.Variable | None = None  # of the gradient, if somebody watches

@@ -8,25 +8,25 @@ from typing import Any
 from hvd_gradcomp.checkpoint import files
 from hvd_gradcomp.checkpoint.files import CheckpointError, Source
 from hvd_gradcomp.core.compressor import leaves, with_leaves
-from hvd_gradcomp.torch import exchange
-from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 
-def save(run: BucketPlanner) -> dict[str, Any]:
+def save(run: Reducer) -> dict[str, Any]:
     """Return this rank's compressor state."""
-    exchange.synchronized(run)
+    wait_for_copies(run.buckets)
+    planner, process_set = run.planner, run.participants.process_set
     return {
         "format": files.FORMAT,
-        "compressor": repr(run.compressor),
-        "formats": files.formats(run.compressor),
-        "rank": run.process_set.rank(),
-        "size": run.process_set.size(),
+        "compressor": repr(planner.compressor),
+        "formats": files.formats(planner.compressor),
+        "rank": process_set.rank(),
+        "size": process_set.size(),
         "steps": run.steps,
-        "order": list(run.order),
-        "ordered": run.ordered,
-        "counters": list(run.ledger.counters),
+        "order": list(planner.order),
+        "ordered": planner.ordered,
+        "counters": list(run.traffic.counters),
         "buckets": [
             {
                 "digest": bucket.layout.digest,
@@ -38,16 +38,17 @@ def save(run: BucketPlanner) -> dict[str, Any]:
     }
 
 
-def load(run: BucketPlanner, saved: dict[str, Any]) -> None:
+def load(run: Reducer, saved: dict[str, Any]) -> None:
     """Load the state that `save` returned; from another rank's state, only replicated fields.
 
     Raises:
         CheckpointError: it is of another format, compressor, model or number of ranks.
     """
+    planner, process_set = run.planner, run.participants.process_set
     if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
-        run.reorder(saved["order"])
-    files.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
-    rank, size = run.process_set.rank(), run.process_set.size()
+        planner.reorder(saved["order"])
+    files.check_exchange(saved, planner.compressor, [bucket.layout for bucket in run.buckets])
+    rank, size = process_set.rank(), process_set.size()
     if saved["size"] != size:
         raise CheckpointError(files.other_size(saved["size"], size))
     states, left = [], set()
@@ -80,6 +81,6 @@ def load(run: BucketPlanner, saved: dict[str, Any]) -> None:
         bucket.state = state
     run.steps = saved["steps"]
     if saved["rank"] == rank:
-        run.ledger.counters = list(saved["counters"])
-    if not run.ordered:
-        run.order = list(saved["order"])
+        run.traffic.counters = list(saved["counters"])
+    if not planner.ordered:
+        planner.order = list(saved["order"])
