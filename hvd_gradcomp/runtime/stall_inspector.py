@@ -129,6 +129,9 @@ class StallChannel:
             `ready()` and `wait()`; the latter returns an object with `tolist()`, or raises a
             RuntimeError.
         members: the ranks of each process set, by its id.
+
+    Attributes:
+        report: the pending report of this rank, an object of `tell`; None if there is none.
     """
 
     def __init__(
@@ -138,14 +141,14 @@ class StallChannel:
         members: Callable[[], dict[int, Sequence[int]]],
     ) -> None:
         self._set, self._tell, self._members = process_set, tell, members
-        self._pending: Any = None
+        self.report: Any = None
         self._completing = False
         self._before: list[list[int]] | None = None
 
     @property
     def pending(self) -> bool:
         """True if a report of this rank is pending."""
-        return self._pending is not None
+        return self.report is not None
 
     def look(self, asked: Sequence[PendingOp], turn: int = 0) -> None:
         """Report the collectives that this rank waits for, and read other reports; see `word`.
@@ -155,10 +158,10 @@ class StallChannel:
         """
         if self._completing:
             return
-        if self._pending is None:
+        if self.report is None:
             self._say(word(asked, turn))
-        elif self._pending.ready():
-            pending, self._pending = self._pending, None
+        elif self.report.ready():
+            pending, self.report = self.report, None
             try:
                 table = pending.wait().tolist()
             except RuntimeError:  # from Horovod: the pending collectives have failed, too
@@ -169,24 +172,24 @@ class StallChannel:
 
     def complete(self) -> None:
         """Complete a report that only some ranks have submitted; all ranks call it."""
-        if self._pending is None:
+        if self.report is None:
             self._say(busy())
         self._completing = True  # blocks, but not in a deadlock
         try:
-            self._pending.wait()
+            self.report.wait()
         finally:
             self._completing = False
             self.drop()
 
     def drop(self) -> None:
         """Drop the pending report after a restart of Horovod."""
-        self._pending = self._before = None
+        self.report = self._before = None
 
     def _say(self, numbers: list[int]) -> None:
         everybody = [[0] * _WORD for _ in range(self._set.size())]
         everybody[self._set.rank()] = numbers
         name = f"gradcomp.waiting.{self._set.process_set_id}"
-        self._pending = self._tell(everybody, name, self._set)
+        self.report = self._tell(everybody, name, self._set)
 
     def _hear(self, table: list[list[int]]) -> None:
         before, self._before = self._before, table
@@ -210,12 +213,16 @@ class StallInspector:
 
     Args:
         tell, members: see `StallChannel`.
+
+    Attributes:
+        asked: the pending collectives, by key. Handles that are always waited for add and remove
+            theirs; `ask` and `came` are for those that may be dropped.
     """
 
     def __init__(self, tell: Callable[..., Any], members: Callable[..., Any]) -> None:
         self._how = tell, members
         self._watches: dict[int, tuple[Any, StallChannel]] = {}
-        self._asked: dict[Hashable, PendingOp] = {}
+        self.asked: dict[Hashable, PendingOp] = {}
         self._threads: set[int] = set()
         self._since, self._turn = 0.0, 0
         self._looked: tuple[Hashable, ...] = ()
@@ -230,17 +237,17 @@ class StallInspector:
 
     def ask(self, key: Hashable, asked: PendingOp) -> None:
         """Record a submitted collective."""
-        if len(self._asked) > _MOST:  # nobody has waited for the completed ones
-            for known, one in list(self._asked.items()):
+        if len(self.asked) > _MOST:  # nobody has waited for the completed ones
+            for known, one in list(self.asked.items()):
                 if one.ready():
                     self.came(known)
-        self._asked[key] = asked
+        self.asked[key] = asked
         if asked.thread is not None:
             self._threads.add(asked.thread)
 
     def came(self, key: Hashable) -> None:
         """Remove a collective that has completed or failed."""
-        self._asked.pop(key, None)
+        self.asked.pop(key, None)
 
     def look(self) -> None:
         """Report if this rank has waited for `PATIENCE`; costs microseconds before.
@@ -248,13 +255,13 @@ class StallInspector:
         Raises:
             DeadlockError: on all ranks.
         """
-        keys = tuple(self._asked)
+        keys = tuple(self.asked)
         if keys != self._looked:
             self._looked, self._since = keys, time.monotonic()
             self._turn = (self._turn + 1) & 0x7FFFFFFF
         if time.monotonic() - self._since < PATIENCE:
             return
-        coming = [one for one in list(self._asked.values()) if not one.ready()]
+        coming = [one for one in list(self.asked.values()) if not one.ready()]
         if not coming or len(self._threads) > 1:
             return  # another thread may still submit what other ranks wait for
         for process_set, watch in list(self._watches.values()):
@@ -263,6 +270,6 @@ class StallInspector:
 
     def drop(self) -> None:
         """Drop all records after a restart of Horovod."""
-        self._asked.clear()
+        self.asked.clear()
         for _, watch in self._watches.values():
             watch.drop()

@@ -305,7 +305,7 @@ class GradSynchronizer:
         self._versions, self._reduced = GradVersions(), GradVersions()
         self._late = LateGradients(self._versions)
         self.news = self.synchronized = self._warned = False
-        horovod.waiting.among(self._process_set)
+        self._stalls = horovod.waiting.among(self._process_set)
         self._hooks = autograd_hooks.GradHooks(self)
         self._hooks.watch(reducer.parameters)
 
@@ -450,15 +450,15 @@ class GradSynchronizer:
     ) -> Generator[None, None, list[SyncMessage]]:
         """Send this rank's message to all ranks, and return those of all."""
         reducer, sync = self.reducer, self.sync
-        channel, known = horovod.waiting.among(self._process_set), sync.sparse
+        known, told = sync.sparse, self._stalls.report is not None
         layers = len(reducer.planner.ordered_parameters)
         codes = [*usual(layers, known)] if joined else self._codes()
         settings = 0 if joined else digest_of(self._exchange.settings)
-        said = last, sync.ended, codes, settings, reducer.summed, channel.pending, joined
+        said = last, sync.ended, codes, settings, reducer.summed, told, joined
         message = SyncMessage(reducer.steps, *said)
         heads = yield from self.check.exchange_numbers(message.head(known), "end")
         if any_told(heads):
-            channel.complete()
+            self._stalls.complete()
         if not all_set_alike(heads):
             self.check.compare_step(self._exchange.settings)
         rows: Sequence[Sequence[int]] = [usual(layers, known)] * len(heads)

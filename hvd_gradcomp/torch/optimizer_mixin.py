@@ -117,7 +117,7 @@ class DistributedOptimizerMixin:
         if not self.exchanging and dcp.from_checkpoint():
             # It makes the first state, of zeros: exchanged, they would take along what is kept.
             return self._plain().step(closure)
-        self._gradcomp.scaling.check_stepped(self)
+        self._gradcomp.scaling.check_stepped(cast(torch.optim.Optimizer, self))
         loss = self._step(closure)
         verifies = self._verify_every and self._gradcomp.steps % self._verify_every == 0
         # A rank that has joined makes no updates until the end.
@@ -304,7 +304,7 @@ def derived(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any]) -> type:
     """
     cls = type(optimizer)
 
-    def like_it(self: Any, params: Any) -> None:
+    def like_it(self: torch.optim.Optimizer, params: Any) -> None:
         torch.optim.Optimizer.__init__(self, params, dict(optimizer.defaults))
         for name, value in vars(optimizer).items():
             if name in _OF_EACH_OPTIMIZER:

@@ -78,7 +78,7 @@ class Work:
         pause = pauses()
         while not self.ready():
             pause()
-        waiting.came(self.key)
+        waiting.asked.pop(self.key, None)
         result = recorded.synchronize(self.handle)
         self.references.clear()
         return result
@@ -117,7 +117,7 @@ def takes(device: torch.device) -> bool:
 
 def _lend(name: str, process_set: Any, enqueue: Callable[..., int], *arguments: Any) -> Work:
     loan = _unwatched(enqueue, *arguments, name, process_set)
-    waiting.ask(loan.key, stall_inspector.PendingOp(name, process_set, loan.ready))
+    waiting.asked[loan.key] = stall_inspector.PendingOp(name, process_set, loan.ready)
     return loan
 
 
