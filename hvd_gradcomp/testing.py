@@ -43,17 +43,6 @@ class Group(NamedTuple):
         return len(self.ranks)
 
 
-class _Member(Participants):
-    """Rank of a world, or of a host in it."""
-
-    def __init__(self, across: Group, inside: Group) -> None:
-        super().__init__(across)
-        self._inside = inside
-
-    def among(self, request: Any) -> Group:
-        return self._inside if isinstance(request, Inside) else self.process_set
-
-
 class _Uncounted:
     """Traffic counter that discards everything."""
 
@@ -185,9 +174,9 @@ class World:
         self.traffic: list[list[Any]] = []
         self.failures: list[Exception | None] = [None] * size
         everybody = [Group(range(size), rank) for rank in range(size)]
-        self._connect([_Member(group, group) for group in everybody])
+        self._connect([Participants(group) for group in everybody])
 
-    def _connect(self, members: list[_Member]) -> None:
+    def _connect(self, members: list[Participants]) -> None:
         transport, counter = InMemory(self.ops), _Uncounted()
         self._runners = [CollectiveRunner(transport, counter, member) for member in members]
         self._name = naming.bucket("world", 0, self.layout)
@@ -303,13 +292,17 @@ class Hosts(World):
         self.share = 1.0 / slots if average else 1.0
         ranks = range(hosts * slots)
         self._hosts = [list(ranks[host * slots : (host + 1) * slots]) for host in range(hosts)]
-        places = [(host, slot) for host in range(hosts) for slot in range(slots)]
-        self._connect(
-            [
-                _Member(Group(ranks[slot::slots], rank), Group(self._hosts[host], rank))
-                for rank, (host, slot) in enumerate(places)
-            ]
-        )
+        positions = [
+            hierarchy.HostPosition(host, hosts, slot, slots, self.share)
+            for host in range(hosts)
+            for slot in range(slots)
+        ]
+        self._connect([self._member(rank, place) for rank, place in enumerate(positions)])
+
+    def _member(self, rank: int, place: hierarchy.HostPosition) -> Participants:
+        inside = Group(self._hosts[place.host], rank)
+        across = Group(range(self.size * self.slots)[place.slot :: self.slots], rank)
+        return Participants(across, place, lambda _: hierarchy.Groups(inside, across))
 
     def step(self, gradients: Sequence[Tensor], **extra: Sequence[Tensor]) -> list[Tensor]:
         """Run one step of all ranks; gradients and the sequences in `extra` are over ranks.

@@ -60,7 +60,7 @@ def as_compressor(compression: Any, stock: Any) -> Compressor:
     Args:
         compression: a compressor, a compressor class, None, or Horovod's `Compression.none` or
             `.fp16`, which become their counterparts here.
-        stock: the frontend's `Compression` of Horovod.
+        stock: the frontend's `Compression` of Horovod; None without Horovod.
 
     Raises:
         TypeError: `compression` is something else.
@@ -69,8 +69,10 @@ def as_compressor(compression: Any, stock: Any) -> Compressor:
         return compression
     if isinstance(compression, type) and issubclass(compression, Compressor):
         return compression()
-    if compression is None or compression is stock.none:
+    if compression is None or (stock and compression is stock.none):
         return NoneCompressor()
+    if stock is None:
+        raise TypeError(f"compression= takes a compressor of hvd_gradcomp, got {compression!r}")
     if compression is stock.fp16:
         return FP16Compressor()
     raise TypeError(

@@ -25,6 +25,8 @@ from hvd_gradcomp.tuning import advice
 from hvd_gradcomp.tuning.advice import Case, Verdict
 
 if TYPE_CHECKING:
+    import torch
+
     from hvd_gradcomp.tuning.measure import Backward, Gradients
     from hvd_gradcomp.tuning.models import Model
 
@@ -135,7 +137,7 @@ def command(
     horovod = options.started()
     from torch.optim import SGD
 
-    from hvd_gradcomp.torch.engine import gather_objects
+    from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import (
         Backward,
         CompressedExchange,
@@ -266,7 +268,7 @@ def _way(
     """
     import horovod.torch as horovod
 
-    from hvd_gradcomp.torch.engine import gather_objects
+    from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import alone
 
     warm_up = warm_up_rounds(compressor)
@@ -302,7 +304,7 @@ def _takes_over(compressor: Compressor) -> bool:
 
 def _suited(
     compressors: Sequence[Compressor],
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer | None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Compressor]:
     """Pick the compressors that run with an optimizer, with momentum=0 if necessary; in order.
@@ -312,13 +314,13 @@ def _suited(
         optimizer: of `torch.optim`; None if unknown.
         say: called with a message for each compressor that is left out or changed.
     """
-    from hvd_gradcomp.torch.momentum import hand_over
+    from hvd_gradcomp.torch.momentum import resolve_compressor
 
     found: dict[Compressor, None] = {}
     for compressor in compressors:
         try:
             if optimizer is not None:
-                hand_over(optimizer, compressor)
+                resolve_compressor(compressor, optimizer)
         except ValueError as error:
             if not hasattr(compressor, "momentum"):
                 say(f"left out: {error}")

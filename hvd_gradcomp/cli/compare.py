@@ -172,8 +172,10 @@ def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
     """Gather the items of all ranks; see `hvd_gradcomp.runtime.typed_json`."""
     if isinstance(horovod, Distributed):
         return horovod.gather_objects(item, kind)
-    engine = importlib.import_module(f"{horovod.__name__}.engine")
-    found = engine.gather_objects(item, kind, "gradcomp.compare", horovod.global_process_set)
+    title = horovod.__name__
+    place = "comm.horovod" if title == "hvd_gradcomp.torch" else "engine"
+    gather = importlib.import_module(f"{title}.{place}").gather_objects
+    found = gather(item, kind, "gradcomp.compare", horovod.global_process_set)
     return list(found)
 
 

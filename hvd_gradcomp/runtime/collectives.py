@@ -21,7 +21,6 @@ from hvd_gradcomp.core.collectives import (
     Inside,
 )
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.runtime import naming
 from hvd_gradcomp.runtime.participants import Participants
 
 
@@ -107,7 +106,7 @@ class CollectiveRunner:
         Raises:
             TypeError: the request is no collective.
         """
-        name = naming.collective(bucket, request, path)
+        name = name_of(bucket, request, path)
         group, counts = group or self._participants.among(request), not isinstance(request, Inside)
         inner: Any = request.request if isinstance(request, Inside) else request
         if not isinstance(inner, (Allgather, Allreduce, Alltoall, Broadcast, Gather)):
@@ -137,6 +136,23 @@ class CollectiveRunner:
         if sent.counts and _root(sent.request) != sent.group.rank():
             self.ledger.received(reply)
         return reply
+
+
+def name_of(bucket: str, request: Collective, path: object) -> str:
+    """Return the name of one collective of a bucket.
+
+    Args:
+        bucket: the bucket's name.
+        request: the collective.
+        path: the round; inside branches of a graph also the branch and the round in it.
+
+    >>> from hvd_gradcomp.core.collectives import Broadcast
+    >>> name_of("gradcomp.0.bucket3.fc.weight", Broadcast(None, 0), 1)
+    'gradcomp.0.bucket3.fc.weight.broadcast.1'
+    """
+    if isinstance(request, Inside):  # once a step, but in a later round on leaders
+        return f"{bucket}.inside.{request.what}"
+    return f"{bucket}.{type(request).__name__.lower()}.{path}"
 
 
 def _for_others(request: Any) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 
-from hvd_gradcomp.core.collectives import Collective, Inside
 from hvd_gradcomp.core.layout import Layout
 
 
@@ -33,20 +32,3 @@ def bucket(reducer: str, index: int, layout: Layout) -> str:
     first, *others = layout.names
     rest = f"-and-{len(others)}" if others else ""
     return f"{reducer}.bucket{index}.{readable(first)}{rest}"
-
-
-def collective(bucket: str, request: Collective, path: object) -> str:
-    """Return the name of one collective of a bucket.
-
-    Args:
-        bucket: the bucket's name.
-        request: the collective.
-        path: the round; inside branches of a graph also the branch and the round in it.
-
-    >>> from hvd_gradcomp.core.collectives import Broadcast
-    >>> collective("gradcomp.0.bucket3.fc.weight", Broadcast(None, 0), 1)
-    'gradcomp.0.bucket3.fc.weight.broadcast.1'
-    """
-    if isinstance(request, Inside):  # once a step, but in a later round on leaders
-        return f"{bucket}.inside.{request.what}"
-    return f"{bucket}.{type(request).__name__.lower()}.{path}"

@@ -136,6 +136,9 @@ class StallChannel:
             `ready()` and `wait()`; the latter returns an object with `tolist()`, or raises a
             RuntimeError.
         members: the ranks of each process set, by its id.
+
+    Attributes:
+        report: the pending report of this rank, an object of `submit`; None if there is none.
     """
 
     def __init__(
@@ -145,14 +148,14 @@ class StallChannel:
         members: Callable[[], dict[int, Sequence[int]]],
     ) -> None:
         self._set, self._submit, self._members = process_set, submit, members
-        self._pending: Any = None
+        self.report: Any = None
         self._completing = False
         self._before: list[list[int]] | None = None
 
     @property
     def pending(self) -> bool:
         """True if a report of this rank is pending."""
-        return self._pending is not None
+        return self.report is not None
 
     def check(self, operations: Sequence[PendingOp], wait_id: int = 0) -> None:
         """Report the collectives that this rank waits for, and read other reports.
@@ -162,10 +165,10 @@ class StallChannel:
         """
         if self._completing:
             return
-        if self._pending is None:
+        if self.report is None:
             self._report(pack_report(operations, wait_id))
-        elif self._pending.ready():
-            pending, self._pending = self._pending, None
+        elif self.report.ready():
+            pending, self.report = self.report, None
             try:
                 table = pending.wait().tolist()
             except RuntimeError:  # from Horovod: the pending collectives have failed, too
@@ -176,24 +179,24 @@ class StallChannel:
 
     def complete(self) -> None:
         """Complete a report that only some ranks have submitted; all ranks call it."""
-        if self._pending is None:
+        if self.report is None:
             self._report(pack_running())
         self._completing = True  # blocks, but not in a deadlock
         try:
-            self._pending.wait()
+            self.report.wait()
         finally:
             self._completing = False
             self.drop()
 
     def drop(self) -> None:
         """Drop the pending report after a restart of Horovod."""
-        self._pending = self._before = None
+        self.report = self._before = None
 
     def _report(self, numbers: list[int]) -> None:
         table = [[0] * _REPORT_SIZE for _ in range(self._set.size())]
         table[self._set.rank()] = numbers
         name = f"gradcomp.waiting.{self._set.process_set_id}"
-        self._pending = self._submit(table, name, self._set)
+        self.report = self._submit(table, name, self._set)
 
     def _compare(self, table: list[list[int]]) -> None:
         before, self._before = self._before, table
@@ -219,12 +222,16 @@ class StallInspector:
 
     Args:
         submit, members: see `StallChannel`.
+
+    Attributes:
+        operations: the pending collectives, by key. Handles that are always waited for add and
+            remove theirs; `add` and `remove` are for those that may be dropped.
     """
 
     def __init__(self, submit: Callable[..., Any], members: Callable[..., Any]) -> None:
         self._callbacks = submit, members
         self._channels: dict[int, tuple[Any, StallChannel]] = {}
-        self._operations: dict[Hashable, PendingOp] = {}
+        self.operations: dict[Hashable, PendingOp] = {}
         self._threads: set[int] = set()
         self._since, self._wait_id = 0.0, 0
         self._last_keys: tuple[Hashable, ...] = ()
@@ -239,17 +246,17 @@ class StallInspector:
 
     def add(self, key: Hashable, operation: PendingOp) -> None:
         """Record a submitted collective."""
-        if len(self._operations) > _MOST:  # nobody has waited for the completed ones
-            for known, op in list(self._operations.items()):
+        if len(self.operations) > _MOST:  # nobody has waited for the completed ones
+            for known, op in list(self.operations.items()):
                 if op.ready():
                     self.remove(known)
-        self._operations[key] = operation
+        self.operations[key] = operation
         if operation.thread is not None:
             self._threads.add(operation.thread)
 
     def remove(self, key: Hashable) -> None:
         """Remove a collective that has completed or failed."""
-        self._operations.pop(key, None)
+        self.operations.pop(key, None)
 
     def check(self) -> None:
         """Report if this rank has waited for `PATIENCE`; costs microseconds before.
@@ -257,13 +264,13 @@ class StallInspector:
         Raises:
             DeadlockError: on all ranks.
         """
-        keys = tuple(self._operations)
+        keys = tuple(self.operations)
         if keys != self._last_keys:
             self._last_keys, self._since = keys, time.monotonic()
             self._wait_id = (self._wait_id + 1) & 0x7FFFFFFF
         if time.monotonic() - self._since < PATIENCE:
             return
-        waiting = [op for op in list(self._operations.values()) if not op.ready()]
+        waiting = [op for op in list(self.operations.values()) if not op.ready()]
         if not waiting or len(self._threads) > 1:
             return  # another thread may still submit what other ranks wait for
         for process_set, channel in list(self._channels.values()):
@@ -272,6 +279,6 @@ class StallInspector:
 
     def drop(self) -> None:
         """Drop all records after a restart of Horovod."""
-        self._operations.clear()
+        self.operations.clear()
         for _, channel in self._channels.values():
             channel.drop()

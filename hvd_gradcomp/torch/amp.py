@@ -90,7 +90,7 @@ class GradScalerAdapter:
         """Multiply a reduced gradient by the scale, in place, as the scaler expects it."""
         return gradient if self._factor is None else gradient.mul_(self._factor)
 
-    def check_stepped(self, optimizer: Any) -> None:
+    def check_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the scaler that was found steps this optimizer.
 
         Raises:
@@ -107,7 +107,7 @@ class GradScalerAdapter:
         """Return the scaler whose gradients arrive, if known; None or False for none."""
         return next(reversed([*_scaling]), None) if self._given is None else self._given
 
-    def _stage(self, optimizer: Any) -> str:
+    def _stage(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the scaler's stage for the optimizer; "" if not seen since the last update."""
         states = {} if self.scaler is None else self.scaler._per_optimizer_states
         return states[id(optimizer)]["stage"].name if id(optimizer) in states else ""
@@ -117,14 +117,14 @@ def _leave_notes(cls: Any) -> None:
     scale, update = cls.scale, cls.update
 
     @functools.wraps(scale)
-    def noted_scale(self: Any, outputs: Any) -> Any:
+    def noted_scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.is_enabled():
             _scaling.pop(self, None)
             _scaling[self] = None
         return scale(self, outputs)
 
     @functools.wraps(update)
-    def noted_update(self: Any, *arguments: Any, **named: Any) -> None:
+    def noted_update(self: torch.amp.GradScaler, *arguments: Any, **named: Any) -> None:
         _scaling.pop(self, None)
         update(self, *arguments, **named)
 

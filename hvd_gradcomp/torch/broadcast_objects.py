@@ -21,7 +21,7 @@ import torch
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import gather_objects
+from hvd_gradcomp.torch.comm.horovod import gather_objects
 
 _NAME = "gradcomp.handout"
 _PIECE = 64 << 20  # bytes of a broadcast; none takes more than 2**31

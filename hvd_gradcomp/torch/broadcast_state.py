@@ -13,9 +13,9 @@ from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.torch import broadcast_objects
 from hvd_gradcomp.torch.broadcast_objects import RankInfo
 from hvd_gradcomp.torch.bucket import Bucket
-from hvd_gradcomp.torch.engine import HorovodReducer
-from hvd_gradcomp.torch.exchange import LOGGER, synchronized
-from hvd_gradcomp.torch.grad_synchronizer import synchronizers
+from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
+from hvd_gradcomp.torch.optimizer_mixin import distributed
+from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
 
 
 def broadcast_optimizer_state(
@@ -52,7 +52,7 @@ def broadcast_optimizer_state(
 
 
 def hand_out(
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     root_rank: int,
     process_set: Any = horovod.global_process_set,
     elastic: bool = False,
@@ -64,17 +64,19 @@ def hand_out(
         elastic: after an elastic reset: an exchange in flight is aborted, and no warning is logged
             for joining ranks, which begin empty.
     """
-    engine: HorovodReducer | None = getattr(optimizer, "_gradcomp", None)
+    synchronizer = synchronizer_of(optimizer)
 
     def describe() -> RankInfo:
-        if engine is not None and optimizer.exchanging and not elastic:
-            raise RuntimeError("gradients are on their way: call it before backward or after step")
-        if engine is not None:
+        if synchronizer is not None:
+            if synchronizer.exchanging and not elastic:
+                raise RuntimeError(
+                    "gradients are on their way: call it before backward or after step"
+                )
             # Those that were unfrozen since it was made, as in the run that saved.
-            synchronizers[optimizer].join_parameters()
+            synchronizer.join_parameters()
         groups = [len(group["params"]) for group in optimizer.param_groups]
         said = {f"parameter group {place}": f"{n} parameters" for place, n in enumerate(groups)}
-        return RankInfo(said, engine and _exchange_of(engine))
+        return RankInfo(said, synchronizer and _exchange_of(synchronizer))
 
     everybody = broadcast_objects.agreed(
         "broadcast_optimizer_state", describe, Optional[_Exchange], root_rank, process_set
@@ -84,20 +86,24 @@ def hand_out(
     here = horovod.rank()
     nest = None
     if here == root_rank:
-        nest = {"plain": plain_state(optimizer), "exchange": engine and _held(engine)}
+        held = synchronizer and _held(synchronizer.reducer)
+        nest = {"plain": plain_state(optimizer), "exchange": held}
     nest = broadcast_objects.from_root(nest, root_rank, process_set)
     if here != root_rank:
         _put(optimizer, nest["plain"])
-    if engine is None or here not in steps:
+    wrapping = distributed(optimizer)
+    if synchronizer is None or wrapping is None or here not in steps:
         return
-    alone = any(_keeps_alone(bucket, engine.steps) for bucket in engine.buckets)
-    anew = _take(engine, nest["exchange"], keeps=here not in others, all_keep=not others)
-    optimizer.retake_momentum()
+    reducer = synchronizer.reducer
+    alone = any(_keeps_alone(bucket, reducer.steps) for bucket in reducer.buckets)
+    anew = _take(reducer, nest["exchange"], keeps=here not in others, all_keep=not others)
+    synchronizer.compare_again()
+    wrapping.retake_momentum()
     if here == root_rank:
-        _report(engine, root_rank, others if alone and not elastic else [], anew)
+        _report(reducer, root_rank, others if alone and not elastic else [], anew)
 
 
-def hand_out_plain(optimizer: Any, root_rank: int, process_set: Any) -> None:
+def hand_out_plain(optimizer: torch.optim.Optimizer, root_rank: int, process_set: Any) -> None:
     """Broadcast the state of the wrapped optimizer, without that of its exchange."""
     here = horovod.rank() == root_rank
     given = broadcast_objects.from_root(
@@ -105,7 +111,9 @@ def hand_out_plain(optimizer: Any, root_rank: int, process_set: Any) -> None:
     )
     if not here:
         _put(optimizer, given)
-    optimizer.retake_momentum()
+    wrapping = distributed(optimizer)
+    if wrapping is not None:
+        wrapping.retake_momentum()
 
 
 class _Exchange(NamedTuple):
@@ -133,7 +141,7 @@ def _steps_of_peers(exchanges: dict[int, _Exchange | None], root_rank: int) -> d
 
 
 def _report(
-    engine: HorovodReducer, root_rank: int, emptied: list[int], anew: Iterable[Compressor]
+    reducer: Reducer, root_rank: int, emptied: list[int], anew: Iterable[Compressor]
 ) -> None:
     """Log lost state, if any; called on the root."""
     for one in anew:
@@ -143,7 +151,7 @@ def _report(
             "each rank goes on from step %d of rank %d. What the compressor keeps on a rank alone "
             "begins empty where other steps were made (%d of the ranks): no state_dict of rank %d "
             "has it. hvd.save_checkpoint saves it, of all ranks",
-            engine.steps,
+            reducer.steps,
             root_rank,
             len(emptied),
             root_rank,
@@ -153,14 +161,13 @@ def _report(
 # -- the state of any optimizer --------------------------------------------------------------------
 
 
-def plain_state(optimizer: Any) -> dict[str, Any]:
+def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of an optimizer, or of the one that it wraps."""
-    if getattr(optimizer, "_gradcomp", None) is None:
-        return optimizer.state_dict()
-    return optimizer.plain_state_dict()
+    wrapping = distributed(optimizer)
+    return optimizer.state_dict() if wrapping is None else wrapping.plain_state_dict()
 
 
-def _put(optimizer: Any, given: dict[str, Any]) -> None:
+def _put(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
     """Replace the optimizer's state and options, in place.
 
     `load_state_dict` would cast to the parameter's dtype and make new groups, unknown to a
@@ -189,7 +196,7 @@ def _beside(p: torch.Tensor, x: Any) -> Any:
     return x.to(p.device) if isinstance(x, torch.Tensor) and x.is_cuda and p.is_cuda else x
 
 
-def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
+def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
     """Set gradients to zeros, as Horovod does after it has made an optimizer's first state."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         return
@@ -204,34 +211,35 @@ def _zero_gradients(optimizer: Any, model: torch.nn.Module | None) -> None:
 # -- the state of an exchange ----------------------------------------------------------------------
 
 
-def _exchange_of(engine: HorovodReducer) -> _Exchange:
-    said = engine.agreement.description()
-    if engine.compressor.needs_execution_order:
+def _exchange_of(synchronizer: GradSynchronizer) -> _Exchange:
+    said, reducer = synchronizer.check.description(), synchronizer.reducer
+    if reducer.planner.compressor.needs_execution_order:
         del said["buckets"]  # they follow from the order of use, which is handed out
-    process_set = engine.process_set
+    process_set = reducer.participants.process_set
     ranks = tuple(process_set.ranks or range(process_set.size()))
-    return _Exchange(said, ranks, engine.steps)
+    return _Exchange(said, ranks, reducer.steps)
 
 
-def _held(engine: HorovodReducer) -> dict[str, Any]:
+def _held(reducer: Reducer) -> dict[str, Any]:
     """Return the exchange state that this rank can broadcast."""
-    synchronized(engine)
+    wait_for_copies(reducer.buckets)
+    planner, (seat, _) = reducer.planner, reducer.participants.rank_and_size
     return {
-        "steps": engine.steps,
-        "order": list(engine.order),
-        "ordered": engine.ordered,
-        "counted": engine.counted,
-        "seat": engine.seat[0],
+        "steps": reducer.steps,
+        "order": list(planner.order),
+        "ordered": planner.ordered,
+        "counted": reducer.traffic.totals,
+        "seat": seat,
         "buckets": [
             {
                 path: x
                 for path, x in leaves(bucket.state)
-                if _common(bucket.compressor, path, engine.steps, engine.seat[0])
+                if _common(bucket.compressor, path, reducer.steps, seat)
                 or _counts(bucket.compressor, path, x)
             }
-            if engine.leads(bucket)
+            if reducer.leads(bucket)
             else None
-            for bucket in engine.buckets
+            for bucket in reducer.buckets
         ],
     }
 
@@ -256,13 +264,11 @@ def _keeps_alone(bucket: Bucket, steps: int) -> bool:
     )
 
 
-def _take(
-    engine: HorovodReducer, given: dict[str, Any], keeps: bool, all_keep: bool
-) -> list[Compressor]:
+def _take(reducer: Reducer, given: dict[str, Any], keeps: bool, all_keep: bool) -> list[Compressor]:
     """Load the root's exchange state.
 
     Args:
-        engine: of this rank, which may be the root.
+        reducer: of this rank, which may be the root.
         given: the root's state.
         keeps: this rank keeps its own state.
         all_keep: all ranks keep theirs.
@@ -270,45 +276,46 @@ def _take(
     Returns:
         Compressors that retrain, because the rank that had learned for all loses its state.
     """
+    planner, ranks = reducer.planner, reducer.participants.rank_and_size[1]
     if given["ordered"]:
-        engine.reorder(given["order"])
-    elif engine.compressor.needs_execution_order:
-        if engine.ordered:
-            engine.unorder()
-        engine.order = list(given["order"])
-    engine.steps = given["steps"]
+        planner.reorder(given["order"])
+    elif planner.compressor.needs_execution_order:
+        if planner.ordered:
+            planner.unorder()
+        planner.order = list(given["order"])
+    reducer.steps = given["steps"]
     if not keeps:
-        engine.counted = given["counted"]
+        reducer.traffic.totals = given["counted"]
     anew: dict[Compressor, None] = {}
-    for bucket, fields in zip(engine.buckets, given["buckets"]):
-        one, steps, seat = bucket.compressor, engine.steps, given["seat"]
+    for bucket, fields in zip(reducer.buckets, given["buckets"]):
+        one, steps, seat = bucket.compressor, reducer.steps, given["seat"]
         # With hosts the root does not lead all buckets: those who do have it in common, or begin.
         stays = keeps and (fields is not None or all_keep)
-        _fill(engine, bucket, fields or {}, seat, stays)
+        _fill(reducer, bucket, fields or {}, seat, stays)
         alone = [path for path, _ in leaves(bucket.state) if not is_replicated(one, path)]
         before = bucket.state
         if all_keep:
             continue
         if any(one.owner(path, steps) not in (None, seat) for path in alone):
-            bucket.state = one.resized(bucket.ops, bucket.state, steps, engine.seat[1])
+            bucket.state = one.resized(bucket.ops, bucket.state, steps, ranks)
         elif fields is None:
             bucket.state = one.retrained(bucket.ops, bucket.state, steps)
         if bucket.state is not before:
             anew[one] = None
-    engine.compare_again()
     return [*anew]
 
 
 def _fill(
-    engine: HorovodReducer, bucket: Bucket, fields: dict[str, torch.Tensor], seat: int, stays: bool
+    reducer: Reducer, bucket: Bucket, fields: dict[str, torch.Tensor], seat: int, stays: bool
 ) -> None:
     """Set a bucket's state to the root's; the rest stays if `stays`, else it is reset."""
     one, state = bucket.compressor, bucket.state
     if not stays:
-        state = one.start(bucket.ops, bucket.layout, engine.seat[1])
+        ranks = reducer.participants.rank_and_size[1]
+        state = one.start(bucket.ops, bucket.layout, ranks)
     values = [
         fields[path].to(x.device)
-        if path in fields and (not stays or _common(one, path, engine.steps, seat))
+        if path in fields and (not stays or _common(one, path, reducer.steps, seat))
         else x
         for path, x in leaves(state)
     ]

@@ -1,38 +1,20 @@
-"""Gradient buckets: memory, compressor state, and planning of a model's buckets."""
+"""Gradient bucket: memory, compressor state, and the layers that are frozen."""
 
 from __future__ import annotations
 
-import glob
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.core.compressor import Compressor, State, leaves
-from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.planning import assignment
-from hvd_gradcomp.runtime import naming
 from hvd_gradcomp.runtime.collectives import PendingCollective
-from hvd_gradcomp.runtime.hierarchy import HostPosition
 from hvd_gradcomp.runtime.program_runner import ProgramRunner
-from hvd_gradcomp.torch.moments import tracker
 
-BUCKET_BYTES = 25 << 20  # large enough to make call and launch overhead negligible
-
-_DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
@@ -139,105 +121,53 @@ class Bucket:
             view.copy_(pieces[name])
         return flat
 
+    def mask_frozen(self, slots: set[int], step: int) -> None:
+        """Exclude frozen layers from a step, before any gradient of the bucket arrives.
 
-def leaving_dense(compressor: Compressor, named_parameters: Named) -> Compressor:
-    """Return the compressor without the layers that `track_moments(..., others="dense")` excludes.
+        They send zeros, with zeros as their state; a bucket without other layers does not start.
+        When a layer returns, the compressor retrains, because it has learned without that layer.
+        """
+        if self.held - slots:
+            self.state = self.compressor.retrained(self.ops, self.state, step)
+        self.held = slots
+        if not slots or len(slots) == len(self.parameters):
+            return
+        self.absent -= slots
+        with torch.no_grad():
+            for vector in (self.flat, self.moment):
+                if vector is not None:
+                    for piece in self._held_in(vector):
+                        piece.zero_()
+            for path, vector in self._vectors(self.state):
+                pieces = self._held_in(vector)
+                self.waiting[path] = [piece.clone() for piece in pieces]
+                for piece in pieces:
+                    piece.zero_()
 
-    They are exchanged dense.
-    """
-    if not compressor.uses_moments or getattr(compressor, "moments", "") not in ("auto", "sample"):
-        return compressor
-    apart = [name for name, p in named_parameters if tracker.is_sent_dense(p)]
-    if not apart:
-        return compressor
-    rules = [(assignment.Named(glob.escape(name)), NoneCompressor()) for name in apart]
-    return assignment.Partition((*rules, (assignment.Named("*"), compressor)))
+    def restore_frozen(self) -> None:
+        """Restore the state of excluded layers, in the current state and its rollback copy."""
+        if not self.waiting:
+            return
+        with torch.no_grad():
+            for state in (self.state, self.before):
+                for path, vector in () if state is None else self._vectors(state):
+                    for piece, value in zip(self._held_in(vector), self.waiting[path]):
+                        piece.copy_(value)
+        self.waiting.clear()
 
+    def _vectors(self, state: State) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors of a state that have one entry for each element of the bucket."""
+        shape = (self.layout.size,)
+        return [(path, x) for path, x in leaves(state) if tuple(x.shape) == shape]
 
-def planned(
-    named_parameters: Named,
-    layers: Sequence[Layer],
-    compressor: Compressor,
-    *,
-    name: str,
-    ranks: int,
-    place: HostPosition | None = None,
-    bucket_bytes: int | None = None,
-    with_moments: bool = False,
-    placed: Collection[Bucket] = (),
-) -> Iterator[Bucket]:
-    """Yield buckets in the order in which backward fills them: last layers first.
-
-    Args:
-        named_parameters: (name, parameter) of all that is reduced.
-        layers: their `Layer` descriptions, in the same order.
-        compressor: assigned to the layers.
-        name: prefix of the buckets' names.
-        ranks: number of ranks that exchange.
-        place: position of this rank among hosts.
-        bucket_bytes: target size of a bucket.
-        with_moments: allocate memory for moments if a compressor uses them.
-        placed: existing buckets; their layers are left out.
-
-    Raises:
-        ValueError: a parameter's dtype is not supported; a compressor cannot take it.
-    """
-    for title, p in named_parameters:
-        if p.dtype not in _DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            raise ValueError(f"{title} has dtype {p.dtype}; what is reduced is {known}")
-    by_name = dict(named_parameters)
-    devices = [p.device for _, p in named_parameters]
-    verbs = {device: TorchOps(device) for device in devices}
-    there = {title for bucket in placed for title in bucket.layout.names}
-    left_out = [at for at, layer in enumerate(layers) if layer[0] in there]
-    target = bucket_bytes or BUCKET_BYTES
-    plan = assignment.plan(compressor, layers, target, devices, left_out, ranks)
-    # If layers may change buckets, once their order is known, slot 0 leads all of them.
-    turns = 1 if place is None or compressor.needs_execution_order else place.slots
-    for index, (one, layout) in enumerate(plan, len(placed)):
-        parameters = [by_name[title] for title in layout.names]
-        ops = verbs[parameters[0].device]
-        moment = ops.zeros((layout.size,)) if one.uses_moments and with_moments else None
-        flat = ops.zeros((layout.size,), layout.dtype)
-        scaled = isinstance(one, LinearCompressor) and one.in_halves(layout)
-        if place is not None and place.slot != index % turns:
-            one = NoneCompressor()  # only the leader has state
-        state = one.start(ops, layout, ranks)
-        title = naming.bucket(name, index, layout)
-        bucket = Bucket(title, layout, one, ops, parameters, flat, moment, state)
-        bucket.leader, bucket.scaled = index % turns, scaled
-        yield bucket
+    def _held_in(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        cut = self.cut(vector)
+        return [cut[slot] for slot in sorted(self.held)]
 
 
-def carry_over(before: Sequence[Bucket], after: Sequence[Bucket]) -> None:
-    """Copy velocities to the new buckets, and residuals where the new compressor has them."""
-    velocities: dict[str, torch.Tensor] = {}
-    residuals: dict[str, torch.Tensor] = {}
-    for bucket in before:
-        for kept, vector in (
-            (velocities, bucket.compressor.velocity(bucket.state)),
-            (residuals, bucket.compressor.residual(bucket.state)),
-        ):
-            if vector is not None:
-                kept.update(zip(bucket.layout.names, bucket.cut(vector)))
-    for bucket in after:
-        one, ops, state = bucket.compressor, bucket.ops, bucket.state
-        if set(bucket.layout.names) <= set(velocities):
-            state = one.with_velocity(state, bucket.joined(velocities))
-        kept_before = set(bucket.layout.names) <= set(residuals)
-        if kept_before and one.residual(state) is not None:
-            nothing = ops.zeros((bucket.layout.size,))
-            state, _ = one.inherit(ops, state, nothing, bucket.joined(residuals))
-        bucket.state = state
-
-
-def as_used(layers: Sequence[Layer], order: Sequence[str]) -> list[str]:
-    """Return layer names in the order of use, with unused layers in the middle."""
-    used = set(order)
-    unused = [name for name, _, _ in layers if name not in used]
-    middle = len(order) // 2
-    return [*order[:middle], *unused, *order[middle:]]
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """View a complex tensor as a real one, [..., 2]; return other tensors as they are."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _references(x: torch.Tensor) -> float:

@@ -1,136 +1,184 @@
-"""Planning of a model's buckets while it trains: layers join, the execution order is learned."""
+"""Planning of a model's buckets while it trains: layers join, the execution order is learned.
+
+A parameter joins the exchange by `optimizer.add_param_group`, or by `requires_grad_(True)` where it
+did not train when the optimizer was made. It gets a bucket beside those that are there, which keep
+their layers and state. All ranks do the same before the same step.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import gc
+import glob
+import logging
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import torch
 
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.core.layers import Layer, Weight, convolving
+from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import assignment, worth
 from hvd_gradcomp.runtime import naming
-from hvd_gradcomp.runtime.collectives import Transport
-from hvd_gradcomp.torch.bucket import (
-    BUCKET_BYTES,
-    Bucket,
-    Named,
-    as_used,
-    carry_over,
-    leaving_dense,
-    planned,
-)
-from hvd_gradcomp.torch.exchange import LOGGER, Reducer, stats_of
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
 from hvd_gradcomp.torch.moments import tracker
-from hvd_gradcomp.torch.moments.sources import Sources, source_of
-from hvd_gradcomp.torch.parameters import layers_of
+from hvd_gradcomp.torch.moments.sources import STORED, source_of
+from hvd_gradcomp.torch.options import ExchangeOptions
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+BUCKET_BYTES = 25 << 20  # large enough to make call and launch overhead negligible
+
+_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 
 
-class Peers(Protocol):
-    """Ranks of an exchange, for statistics and verification."""
+class Plan(NamedTuple):
+    """All that a planner has decided, by reference, for rollback."""
 
-    def global_rank(self) -> int:
-        """Return this rank's number in the whole job."""
-
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Gather the row of every rank, for comparison; all ranks call it."""
-
-    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
-        """Gather the numbers of every rank; their names may differ between ranks."""
+    named: list[tuple[str, torch.nn.Parameter]]
+    layers: list[Layer]
+    used: list[Layer]
+    order: list[str]
+    arrived: list[str] | None
+    buckets: list[Bucket]
 
 
-class BucketPlanner(Reducer):
-    """Reducer that plans its buckets.
+class BucketPlanner:
+    """Planner of a model's buckets.
 
     Args:
         named_parameters: (name, parameter) of everything that is reduced; the order is the same
             on all ranks.
         compressor: assigned to the layers.
-        transport: see `Reducer`.
+        participants: the ranks.
+        options: of the exchange.
         name: prefix of the names of all collectives.
         tracking: the call that sets up per-sample moments, for messages.
-        passes: backward passes for each exchange.
-        batch_size: samples that a rank sees for each exchange, for `moments="microbatch"`.
-        bucket_bytes: target size of a bucket; 25 MiB if None.
-        how: options of `Reducer`.
 
     Attributes:
+        named_parameters, ordered_parameters: in the user's order, which is the same on all ranks.
+        names: of the parameters.
         layers: of the model, in the user's order.
         used: the same layers in planned order.
         order: layer names in execution order, once known.
+        arrived: names of layers in the order in which gradients arrive, while that is to be
+            learned; None if the buckets follow it, or need not.
+        buckets: in the order in which backward fills them.
+        places: the bucket of each parameter, and its slot there; always the same dictionary.
+        source: of second moments; see `source_of`.
+        judged: whether the compressor pays off was asked.
     """
 
     def __init__(
         self,
         named_parameters: Named,
         compressor: Compressor,
-        transport: Transport,
+        participants: Participants,
+        options: ExchangeOptions,
         *,
         name: str,
         tracking: str,
-        passes: int = 1,
-        batch_size: int | None = None,
-        bucket_bytes: int | None = None,
-        **how: Any,
     ) -> None:
-        super().__init__(transport, **how)
         _require_data(named_parameters)
-        self.name = name
+        self.name, self._participants = name, participants
         self.compressor = compressor = leaving_dense(compressor, named_parameters)
         self.order: list[str] = []
-        self._arrived: list[str] | None = [] if compressor.needs_execution_order else None
-        self._named, self._bucket_bytes = list(named_parameters), bucket_bytes
-        self._name_of = {p: name for name, p in named_parameters}
+        self.arrived: list[str] | None = [] if compressor.needs_execution_order else None
+        self._bucket_bytes = options.bucket_bytes
+        self._know(named_parameters)
         self.layers = layers_of(named_parameters)
-        assigned = assignment.assign(compressor, self.layers, self.seat[1])
+        assigned = assignment.assign(compressor, self.layers, self._ranks)
         using = [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
-        tells = self.process_set.rank() == 0
-        source = source_of(compressor, using, passes, tells, tracking)
-        self.sources = Sources(source, batch_size, self.scaling)
-        self._judged = False
-        self.adopt(list(self._plan(self._named)))
-        self.sources.watch(self.buckets)
+        self.source = source_of(compressor, using, options.passes, self._tells, tracking)
+        self.judged = False
+        self.places: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
+        self._adopt(list(self._plan(self.named_parameters)))
 
     @property
-    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the (name, parameter) pairs, in the user's order."""
-        return list(self._named)
+    def _ranks(self) -> int:
+        return self._participants.rank_and_size[1]
 
     @property
-    def ordered_parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters, in an order that is the same on all ranks."""
-        return [p for _, p in self._named]
+    def _tells(self) -> bool:
+        """Return True if this rank logs what all would."""
+        return bool(self._participants.process_set.rank() == 0)
 
-    @property
-    @abstractmethod
-    def peers(self) -> Peers:
-        """Return the ranks that exchange."""
+    def _adopt(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self.places.clear()
+        for bucket in buckets:
+            for slot, p in enumerate(bucket.parameters):
+                self.places[p] = bucket, slot
+
+    def _know(self, named_parameters: Named) -> None:
+        self.named_parameters = list(named_parameters)
+        self.ordered_parameters = [p for _, p in named_parameters]
+        self.names = {p: name for name, p in named_parameters}
 
     def _plan(self, named_parameters: Named, placed: Collection[Bucket] = ()) -> Iterator[Bucket]:
-        """Yield new buckets for these parameters, except for layers that `placed` has already."""
-        known = {layer[0]: layer for layer in self.layers}
-        new = layers_of([pair for pair in named_parameters if pair[0] not in known])
-        known |= {layer[0]: layer for layer in new}
-        self.used = [known[name] for name, _ in named_parameters]
-        return planned(
-            named_parameters,
-            self.used,
-            self.compressor,
-            name=self.name,
-            ranks=self.seat[1],
-            place=self.place,
-            bucket_bytes=self._bucket_bytes,
-            with_moments=self.sources.kept,
-            placed=placed,
-        )
+        """Yield new buckets in the order in which backward fills them: last layers first.
 
-    def add(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        Args:
+            named_parameters: (name, parameter) of all that is reduced.
+            placed: existing buckets; their layers are left out.
+
+        Raises:
+            ValueError: a parameter's dtype is not supported; a compressor cannot take it.
+        """
+        for title, p in named_parameters:
+            if p.dtype not in _DTYPES:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+                raise ValueError(f"{title} has dtype {p.dtype}; what is reduced is {known}")
+        layers = {layer[0]: layer for layer in self.layers}
+        new = layers_of([pair for pair in named_parameters if pair[0] not in layers])
+        layers |= {layer[0]: layer for layer in new}
+        self.used = [layers[name] for name, _ in named_parameters]
+        by_name = dict(named_parameters)
+        devices = [p.device for _, p in named_parameters]
+        verbs = {device: TorchOps(device) for device in devices}
+        there = {title for bucket in placed for title in bucket.layout.names}
+        left_out = [at for at, layer in enumerate(self.used) if layer[0] in there]
+        target, ranks = self._bucket_bytes or BUCKET_BYTES, self._ranks
+        plan = assignment.plan(self.compressor, self.used, target, devices, left_out, ranks)
+        # If layers may change buckets, once their order is known, slot 0 leads all of them.
+        place = self._participants.place
+        turns = 1 if place is None or self.compressor.needs_execution_order else place.slots
+        for index, (one, layout) in enumerate(plan, len(placed)):
+            parameters, leader = [by_name[title] for title in layout.names], index % turns
+            ops = verbs[parameters[0].device]
+            stores = one.uses_moments and self.source in STORED
+            moment = ops.zeros((layout.size,)) if stores else None
+            flat = ops.zeros((layout.size,), layout.dtype)
+            scaled = isinstance(one, LinearCompressor) and one.in_halves(layout)
+            if not self._participants.leads(leader):
+                one = NoneCompressor()  # only the leader has state
+            state = one.start(ops, layout, ranks)
+            title = naming.bucket(self.name, index, layout)
+            bucket = Bucket(title, layout, one, ops, parameters, flat, moment, state)
+            bucket.leader, bucket.scaled = leader, scaled
+            yield bucket
+
+    def add(self, named_parameters: Named, step: int) -> list[Bucket]:
         """Plan buckets for parameters that join, on all ranks before the same step.
 
         The ranks compare their configuration again. Methods that learn start to learn the new
         layers at this step.
+
+        Args:
+            named_parameters: those that join.
+            step: number of exchanges before this one.
+
+        Returns:
+            The new buckets.
 
         Raises:
             ValueError: the compressor orders the layers of the whole model (LGC, or a partition
@@ -150,81 +198,71 @@ class BucketPlanner(Reducer):
             for name, p in named_parameters
             if not tracker.is_tracked(p) and not tracker.is_sent_dense(p)
         ]
-        if self.sources.source == "sample" and untracked:
+        if self.source == "sample" and untracked:
             raise ValueError(
                 "moments='sample' needs hvd.track_moments(model) before its parameters join; not "
                 f"tracked: {', '.join(untracked)}"
             )
-        if self.sources.source == "sample":
+        if self.source == "sample":
             self.compressor = leaving_dense(self.compressor, named_parameters)
-        everything = [*self._named, *named_parameters]
+        everything = [*self.named_parameters, *named_parameters]
         new = list(self._plan(everything, self.buckets))
         for bucket in new:
-            bucket.since = self.steps
-            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
-        self._named = everything
-        self._name_of.update((p, name) for name, p in named_parameters)
+            bucket.since = step
+            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, step)
+        self._know(everything)
         self.layers += self.used[len(self.used) - len(named_parameters) :]
-        self.adopt([*self.buckets, *new])
-        self.sources.watch(new)
+        self._adopt([*self.buckets, *new])
+        return new
 
     @property
-    def known(self) -> tuple[list[Any], dict[Any, str], list[Any]]:
-        """Return the parameters, their names and layers, joined ones included, for rollback."""
-        return list(self._named), dict(self._name_of), list(self.layers)
+    def plan(self) -> Plan:
+        """Return all that was decided, for rollback; joined parameters included."""
+        arrived = None if self.arrived is None else list(self.arrived)
+        decided = list(self.named_parameters), list(self.layers), list(self.used), list(self.order)
+        return Plan(*decided, arrived, list(self.buckets))
 
-    @known.setter
-    def known(self, known: tuple[list[Any], dict[Any, str], list[Any]]) -> None:
-        named, names, layers = known
-        self._named, self._name_of, self.layers = list(named), dict(names), list(layers)
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._know(plan.named)
+        self.layers = list(plan.layers)
+        self.used, self.order = list(plan.used), list(plan.order)
+        self.arrived = None if plan.arrived is None else list(plan.arrived)
+        self._adopt(list(plan.buckets))
 
-    @property
-    def counted(self) -> tuple[list[int], dict[str, int]]:
-        """Return this rank's traffic counters, for rollback."""
-        return list(self.ledger.counters), dict(self.ledger.gathered)
-
-    @counted.setter
-    def counted(self, counted: tuple[list[int], dict[str, int]]) -> None:
-        counters, gathered = counted
-        self.ledger.counters, self.ledger.gathered = list(counters), dict(gathered)
-
-    def stats(self) -> CompressionStats:
-        """Return totals since the start; synchronizes with the device."""
-        return stats_of(self, [name for name, _, _ in self.layers])
-
-    def order_is_known(self) -> None:
+    def fix_order(self) -> None:
         """Fix the execution order; gradients that arrive later are those of unused layers."""
-        if self._arrived is not None and self.steps == 0:
-            self.order, self._arrived = list(dict.fromkeys(self._arrived))[::-1], []
+        assert self.arrived is not None
+        self.order, self.arrived = list(dict.fromkeys(self.arrived))[::-1], []
 
     def unorder(self) -> None:
         """Plan the buckets in the model's order, until a step shows the execution order again."""
-        self._arrived, self.order = [], []
-        self.adopt(list(self._plan(self._named)))
+        self.arrived, self.order = [], []
+        self._adopt(list(self._plan(self.named_parameters)))
 
     def reorder(self, order: Sequence[str]) -> None:
         """Plan the buckets for this execution order, the same on all ranks.
 
         The new buckets inherit velocities, and residuals where their compressor has them.
         """
-        self._arrived, self.order = None, list(order)
-        known, ranks, names = dict(self._named), self.seat[1], as_used(self.layers, order)
+        self.arrived, self.order = None, list(order)
+        known, ranks, names = dict(self.named_parameters), self._ranks, as_used(self.layers, order)
         layers = {layer[0]: layer for layer in self.layers}
         before = assignment.assign(self.compressor, self.used, ranks)
         after = assignment.assign(self.compressor, [layers[name] for name in names], ranks)
         if dict(zip((name for name, _, _ in self.used), before)) == dict(zip(names, after)):
             return
         left = self.buckets
-        self.adopt(list(self._plan([(name, known[name]) for name in names])))
+        self._adopt(list(self._plan([(name, known[name]) for name in names])))
         carry_over(left, self.buckets)
 
-    def judge(self) -> None:
+    def warn_if_unprofitable(self) -> None:
         """Warn once, on one rank, if the compressor does not pay off on this model."""
-        if self._judged or not self.ordered:
+        if self.judged or not self.ordered:
             return
-        self._judged = True
-        if self.process_set.rank() == 0:
-            target, ranks = self._bucket_bytes or BUCKET_BYTES, self.seat[1]
+        self.judged = True
+        if self._tells:
+            target, ranks = self._bucket_bytes or BUCKET_BYTES, self._ranks
             plan = assignment.plan(self.compressor, self.used, target, ranks=ranks)
             for line in worth.warnings(self.compressor, plan, ranks):
                 LOGGER.warning("%s", line)
@@ -238,15 +276,91 @@ class BucketPlanner(Reducer):
     @property
     def ordered(self) -> bool:
         """Return True if the buckets follow the execution order, or need not."""
-        return self._arrived is None
+        return self.arrived is None
 
     @property
     def moments_of_layers(self) -> list[str]:
         """Describe how the per-sample moments of each layer in `used` are found; [] if not used."""
-        if self.sources.source != "sample":
+        if self.source != "sample":
             return []
-        known = dict(self._named)
+        known = dict(self.named_parameters)
         return [tracker.how(known[name]) for name, _, _ in self.used]
+
+
+def leaving_dense(compressor: Compressor, named_parameters: Named) -> Compressor:
+    """Return the compressor without the layers that `track_moments(..., others="dense")` excludes.
+
+    They are exchanged dense.
+    """
+    if not compressor.uses_moments or getattr(compressor, "moments", "") not in ("auto", "sample"):
+        return compressor
+    apart = [name for name, p in named_parameters if tracker.is_sent_dense(p)]
+    if not apart:
+        return compressor
+    rules = [(assignment.Named(glob.escape(name)), NoneCompressor()) for name in apart]
+    return assignment.Partition((*rules, (assignment.Named("*"), compressor)))
+
+
+def carry_over(before: Sequence[Bucket], after: Sequence[Bucket]) -> None:
+    """Copy velocities to the new buckets, and residuals where the new compressor has them."""
+    velocities: dict[str, torch.Tensor] = {}
+    residuals: dict[str, torch.Tensor] = {}
+    for bucket in before:
+        for kept, vector in (
+            (velocities, bucket.compressor.velocity(bucket.state)),
+            (residuals, bucket.compressor.residual(bucket.state)),
+        ):
+            if vector is not None:
+                kept.update(zip(bucket.layout.names, bucket.cut(vector)))
+    for bucket in after:
+        one, ops, state = bucket.compressor, bucket.ops, bucket.state
+        if set(bucket.layout.names) <= set(velocities):
+            state = one.with_velocity(state, bucket.joined(velocities))
+        kept_before = set(bucket.layout.names) <= set(residuals)
+        if kept_before and one.residual(state) is not None:
+            nothing = ops.zeros((bucket.layout.size,))
+            state, _ = one.inherit(ops, state, nothing, bucket.joined(residuals))
+        bucket.state = state
+
+
+def as_used(layers: Sequence[Layer], order: Sequence[str]) -> list[str]:
+    """Return layer names in the order of use, with unused layers in the middle."""
+    used = set(order)
+    unused = [name for name, _, _ in layers if name not in used]
+    middle = len(order) // 2
+    return [*order[:middle], *unused, *order[middle:]]
+
+
+def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Layer]:
+    """Return the `Layer` of each parameter: (name, shape, dtype), a `Weight` if its use is known.
+
+    A complex parameter is described as a real one of shape [..., 2].
+    """
+    kernels = _kernels([p for _, p in named_parameters if p.dim() > 2 and not p.is_complex()])
+    layers: list[Layer] = []
+    for name, p in named_parameters:
+        real = as_real(p.detach())
+        described = name, tuple(real.shape), str(real.dtype).removeprefix("torch.")
+        known = kernels.get(id(p))
+        layers.append(described if known is None else Weight(*described, convolves=known))
+    return layers
+
+
+def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
+    """Return, by id, True if the parameter belongs to a convolution; omit those of unknown modules.
+
+    An optimizer has parameters, not their modules, so all live objects are searched for these. The
+    search inspects types, not objects: some lazy objects load when inspected.
+    """
+    wanted, found = {id(p) for p in parameters}, dict[int, bool]()
+    for module in gc.get_objects() if wanted else ():
+        if not issubclass(type(module), torch.nn.Module):
+            continue
+        for held in module.__dict__.get("_parameters", {}).values():
+            known = convolving(type(module)) if id(held) in wanted else None
+            if known is not None:
+                found[id(held)] = known or found.get(id(held), False)
+    return found
 
 
 def _require_data(named_parameters: Named) -> None:

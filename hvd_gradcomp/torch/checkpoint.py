@@ -17,66 +17,70 @@ from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves
 from hvd_gradcomp.torch import safetensors_file
 from hvd_gradcomp.torch.bucket import Bucket
+from hvd_gradcomp.torch.bucketing import Plan
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import HorovodReducer, gather_objects
-from hvd_gradcomp.torch.exchange import LOGGER, synchronized
-from hvd_gradcomp.torch.grad_synchronizer import synchronizers
+from hvd_gradcomp.torch.comm.horovod import gather_objects
+from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
+from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
 
 
-def save(engine: HorovodReducer, mode: str = "sharded") -> dict[str, Any]:
+def save(reducer: Reducer, mode: str = "sharded") -> dict[str, Any]:
     """Return the exchange's state: this rank's, or if "consolidated", of all; then all call it."""
     checkpoint_files.check_mode(mode)
-    synchronized(engine)
-    names = list(engine.ledger.gathered)
+    wait_for_copies(reducer.buckets)
+    planner, participants, traffic = reducer.planner, reducer.participants, reducer.traffic
+    process_set = participants.process_set
+    names = list(traffic.gathered)
     if mode == "consolidated":
-        names = [name for name, _, _ in engine.layers]  # of as many on all ranks
-    gathered = [engine.ledger.gathered.get(name, 0) for name in names]
-    counters = torch.tensor([*gathered, *engine.counted[0]], device="cpu")
+        names = [name for name, _, _ in planner.layers]  # of as many on all ranks
+    gathered = [traffic.gathered.get(name, 0) for name in names]
+    counters = torch.tensor([*gathered, *traffic.counters], device="cpu")
     if mode == "consolidated":
-        counters = _summed(f"{engine.name}.counters", counters, engine.process_set)
-    saved = schema.describe(engine.compressor, [x.layout for x in engine.buckets], engine.steps)
-    for entry, bucket in zip(saved["buckets"], engine.buckets):
-        entry["state"] = _state(engine, bucket, mode)
+        counters = _summed(f"{planner.name}.counters", counters, process_set)
+    saved = schema.describe(planner.compressor, [x.layout for x in reducer.buckets], reducer.steps)
+    for entry, bucket in zip(saved["buckets"], reducer.buckets):
+        entry["state"] = _state(reducer, bucket, mode)
     return {
         **saved,
         "mode": mode,
-        "rank": engine.process_set.rank(),
-        "size": engine.process_set.size(),
-        "hosts": engine.place and engine.place.hosts,
-        "order": list(engine.order),
-        "ordered": engine.ordered,
+        "rank": process_set.rank(),
+        "size": process_set.size(),
+        "hosts": participants.place and participants.place.hosts,
+        "order": list(planner.order),
+        "ordered": planner.ordered,
         "counters": counters[len(names) :].tolist(),
         "gathered": dict(zip(names, counters.tolist())),
     }
 
 
-def _state(engine: HorovodReducer, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]:
+def _state(reducer: Reducer, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]:
     """Return a bucket's tensors by path: this rank's, or consolidated over all ranks."""
     state, one = {}, bucket.compressor
     for path, x in leaves(bucket.state):
         if mode == "sharded" or is_replicated(one, path):
             state[path] = x.detach().clone()
             continue
-        owner = one.owner(path, engine.steps)
-        if owner not in (None, engine.seat[0]):
+        owner = one.owner(path, reducer.steps)
+        if owner not in (None, reducer.participants.rank_and_size[0]):
             x = torch.zeros_like(x)
-        state[path] = _summed(f"{bucket.name}.{path}", x, engine.among(None))
-    if mode == "consolidated" and engine.place is not None and engine.place.slots > 1:
-        state = _of_leader(engine, bucket, state)
+        state[path] = _summed(f"{bucket.name}.{path}", x, reducer.participants.among(None))
+    place = reducer.participants.place
+    if mode == "consolidated" and place is not None and place.slots > 1:
+        state = _of_leader(reducer, bucket, state)
     return state
 
 
 def _of_leader(
-    engine: HorovodReducer, bucket: Bucket, state: dict[str, torch.Tensor]
+    reducer: Reducer, bucket: Bucket, state: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Broadcast a bucket's state from its leader to all ranks of the host."""
-    name, inside = f"{bucket.name}.consolidated", engine.groups.inside
+    name, inside = f"{bucket.name}.consolidated", reducer.participants.groups.inside
     mine = {path: (list(x.shape), str(x.dtype).partition(".")[2]) for path, x in state.items()}
     kinds = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)[bucket.leader]
     given = {}
     for path, (shape, dtype) in kinds.items():
         x = torch.zeros(shape, dtype=getattr(torch, dtype), device=bucket.flat.device)
-        if engine.leads(bucket):
+        if reducer.leads(bucket):
             x = state[path].contiguous()
         root = (inside.ranks or range(inside.size()))[bucket.leader]
         data = x.reshape(-1).view(torch.uint8)
@@ -92,7 +96,7 @@ def _summed(name: str, x: torch.Tensor, process_set: Any) -> torch.Tensor:
     return total.view(x.shape).to(x.dtype)
 
 
-def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
+def load(reducer: Reducer, saved: dict[str, Any]) -> None:
     """Load a saved state.
 
     From a sharded state of another rank (rank 0's, broadcast to all) only the replicated fields are
@@ -102,14 +106,16 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the state is of another format, compressor, model or number of ranks.
     """
+    planner, participants = reducer.planner, reducer.participants
+    process_set, place = participants.process_set, participants.place
     if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
-        engine.reorder(saved["order"])
-    layouts = [bucket.layout for bucket in engine.buckets]
-    schema.check_exchange(saved, engine.compressor, layouts)
-    rank, size = engine.process_set.rank(), engine.process_set.size()
+        planner.reorder(saved["order"])
+    layouts = [bucket.layout for bucket in reducer.buckets]
+    schema.check_exchange(saved, planner.compressor, layouts)
+    rank, size = process_set.rank(), process_set.size()
     sharded, hosts = saved["mode"] == "sharded", saved.get("hosts")
     if sharded:
-        schema.check_hosts(hosts, engine.place and engine.place.hosts)
+        schema.check_hosts(hosts, place and place.hosts)
         if saved["size"] != size:
             raise CheckpointError(schema.other_size(saved["size"], size))
     if sharded and saved["rank"] != rank:
@@ -122,15 +128,15 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
     else:
         shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
         gathered = saved.get("gathered", {})  # older states have none
-        engine.counted = (
+        reducer.traffic.totals = (
             [count // shares for count in saved["counters"]],
             {name: count // shares for name, count in gathered.items()},
         )
-    size = engine.seat[1]
+    size = participants.rank_and_size[1]
     # An owner is a rank among those that exchange: with hosts, another's state has none.
     saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
     origin = schema.Origin(saved["steps"], saved["mode"], saver, hosts or saved["size"])
-    for bucket, entry in zip(engine.buckets, saved["buckets"]):
+    for bucket, entry in zip(reducer.buckets, saved["buckets"]):
         compressor, start = bucket.compressor, {}
         if compressor.reset_on_merge:
             start = dict(leaves(compressor.start(bucket.ops, bucket.layout, size)))
@@ -142,9 +148,9 @@ def load(engine: HorovodReducer, saved: dict[str, Any]) -> None:
         bucket.state = schema.restore(
             compressor, bucket.ops, bucket.state, stored, start, origin, rank, size
         )
-    engine.steps = saved["steps"]
-    if not engine.ordered:
-        engine.order = list(saved["order"])
+    reducer.steps = saved["steps"]
+    if not planner.ordered:
+        planner.order = list(saved["order"])
 
 
 # -- the way back --------------------------------------------------------------------------------
@@ -154,37 +160,22 @@ class Snapshot(NamedTuple):
     """Whole state of a reducer on one rank, by reference; copy `states` to keep it for long."""
 
     steps: int
-    counted: tuple[list[int], dict[str, int]]
-    order: list[str]
-    arrived: list[str] | None
-    used: Any
-    known: Any
-    buckets: list[Bucket]
+    totals: tuple[list[int], dict[str, int]]
+    plan: Plan
     states: list[State]
 
 
-def snapshot(engine: HorovodReducer) -> Snapshot:
-    """Return the reducer's state for `put_back`."""
-    return Snapshot(
-        engine.steps,
-        engine.counted,
-        list(engine.order),
-        None if engine._arrived is None else list(engine._arrived),
-        engine.used,
-        engine.known,
-        engine.buckets,
-        [bucket.state for bucket in engine.buckets],
-    )
+def snapshot(reducer: Reducer) -> Snapshot:
+    """Return the reducer's state for `restore`."""
+    states = [bucket.state for bucket in reducer.buckets]
+    return Snapshot(reducer.steps, reducer.traffic.totals, reducer.planner.plan, states)
 
 
-def put_back(engine: HorovodReducer, kept: Snapshot) -> None:
+def restore(reducer: Reducer, kept: Snapshot) -> None:
     """Restore a reducer from a snapshot; no exchange may be in flight."""
-    engine.steps, engine.counted = kept.steps, kept.counted
-    engine.order = list(kept.order)
-    engine._arrived = None if kept.arrived is None else list(kept.arrived)
-    engine.used, engine.known = kept.used, kept.known
-    engine.adopt(kept.buckets)
-    for bucket, state in zip(engine.buckets, kept.states):
+    reducer.steps, reducer.traffic.totals = kept.steps, kept.totals
+    reducer.planner.plan = kept.plan
+    for bucket, state in zip(reducer.buckets, kept.states):
         bucket.state = state
 
 
@@ -195,7 +186,7 @@ def make_rollback(item: Any) -> Callable[[], None]:
         item: a module, an optimizer, or any other object with a `state_dict`.
     """
     if isinstance(item, torch.optim.Optimizer):
-        return _way_back_of_optimizer(item)
+        return _rollback_of_optimizer(item)
     kept, known = copy.deepcopy(item.state_dict()), set(getattr(item, "__dict__", ()))
 
     def undo() -> None:
@@ -206,18 +197,19 @@ def make_rollback(item: Any) -> Callable[[], None]:
     return undo
 
 
-def _way_back_of_optimizer(optimizer: Any) -> Callable[[], None]:
+def _rollback_of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Save by reference: loading makes new tensors, and `load_state_dict` would cast old ones."""
-    engine: HorovodReducer | None = getattr(optimizer, "_gradcomp", None)
-    kept = None if engine is None else snapshot(engine)
+    synchronizer = synchronizer_of(optimizer)
+    reducer = None if synchronizer is None else synchronizer.reducer
+    kept = None if reducer is None else snapshot(reducer)
     state = optimizer.state
     held = {p: dict(x) if isinstance(x, dict) else x for p, x in state.items()}
     groups, options = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
     members = list(groups)
 
     def undo() -> None:
-        if engine is not None and kept is not None:
-            put_back(engine, kept)
+        if reducer is not None and kept is not None:
+            restore(reducer, kept)
         state.clear()
         state.update(held)
         for group, values in zip(members, options):
@@ -267,8 +259,7 @@ def save_checkpoint(
     own: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for name, item in objects.items():
-        engine = getattr(item, "_gradcomp", None)
-        if not isinstance(engine, HorovodReducer):
+        if synchronizer_of(item) is None:
             shared[name] = item.state_dict() if hasattr(item, "state_dict") else item
             continue
         shared[name] = item.state_dict(mode=mode)
@@ -319,9 +310,10 @@ def load_checkpoint(
         for name, item in objects.items():
             if own is not None and name in own:
                 states[name] = {**states[name], "gradcomp": own[name]}
-            if isinstance(getattr(item, "_gradcomp", None), HorovodReducer):
+            synchronizer = synchronizer_of(item)
+            if synchronizer is not None:
                 # As loading does; a rollback leaves out what joins here.
-                synchronizers[item].join_parameters()
+                synchronizer.join_parameters()
         undos: list[Callable[[], None]] = []
 
         def take() -> dict[str, Any]:

@@ -8,20 +8,21 @@ import torch
 
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.reducer import Reducer
 
 
-def check(engine: BucketPlanner) -> None:
-    """Compare parameters and replicated state over the ranks of an exchange.
+def check(reducer: Reducer) -> None:
+    """Compare parameters and replicated state over the ranks of a reducer.
 
     Raises:
         DivergedError: on all ranks, if they differ.
     """
     parameters: dict[str, torch.Tensor] = {}
-    for bucket in engine.buckets:
+    for bucket in reducer.buckets:
         parameters.update(zip(bucket.layout.names, bucket.parameters))
-    held = [(f"parameter {name}", parameters[name].detach()) for name, _, _ in engine.layers]
-    for place, bucket in enumerate(engine.buckets):
+    names = [name for name, _, _ in reducer.planner.layers]
+    held = [(f"parameter {name}", parameters[name].detach()) for name in names]
+    for place, bucket in enumerate(reducer.buckets):
         held += verify.replicated(place, bucket.compressor, bucket.layout, bucket.state)
     if not held:
         return  # nothing trains, on any rank
@@ -29,17 +30,17 @@ def check(engine: BucketPlanner) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # copies of state to the host may be pending
     mine = torch.stack([_digest(x).to(device) for _, x in held])
-    process_set = engine.process_set
+    process_set = reducer.participants.process_set
     names = [name for name, _ in held]
-    if engine.place is None:
-        digests = engine.peers.gather_rows(mine.cpu()).tolist()
+    if reducer.participants.place is None:
+        digests = reducer.transport.gather_rows(mine.cpu()).tolist()
     else:  # a rank has only the state of buckets that it leads
         own = dict(zip(names, mine.tolist()))
-        everybody = engine.peers.gather_named(own)
+        everybody = reducer.transport.gather_objects(own, dict[str, int], "verify")
         names = list(dict.fromkeys(name for one in everybody for name in one))
         digests = [[one.get(name) for name in names] for one in everybody]
     ranks = process_set.ranks or range(process_set.size())
-    verify.compare(names, digests, ranks, engine.steps)
+    verify.compare(names, digests, ranks, reducer.steps)
 
 
 def _digest(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,22 +27,25 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import Compressor, leaves
 from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.runtime import config_check, errors
+from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.config_check import MismatchError
-from hvd_gradcomp.torch import dcp, ddp_checkpoint, exchange, inspection, momentum
-from hvd_gradcomp.torch.bucketing import BucketPlanner
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, Work
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.torch import dcp, ddp_checkpoint, inspection
+from hvd_gradcomp.torch.bucket import Named, as_real
+from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.tracker import track_moments
-from hvd_gradcomp.torch.parameters import as_real, layers_of
+from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
+from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.probing import Probe
+from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.stats_writer import StatsWriter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 
@@ -70,8 +72,6 @@ __all__ = [
 ]
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-_WHO = "torch.distributed"  # in messages
-_VERIFY = -1  # said in the place of a step
 # By model, and by parameters of models whose hook was given a compressor. Weak: no model lives on.
 _states: weakref.WeakKeyDictionary[Any, CompressionState] = weakref.WeakKeyDictionary()
 _models: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -162,126 +162,6 @@ hook.__annotations__.update(
 )
 
 
-class _Peers:
-    """Ranks of a model; see `bucketing.Peers`."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        said = _said_by_all(self._group, [_VERIFY, 0, 0], "verify")
-        if any(step != _VERIFY for step, *_ in said.values()):
-            raise _out_of_step(said)
-        return Work.of(dist.all_gather, row.to(self._group.device), self._group).wait()
-
-    def gather_named(self, numbers: dict[str, int]) -> list[dict[str, int]]:
-        return self._group.gather_objects(numbers, dict[str, int])
-
-
-def _said_by_all(group: ProcessGroup, words: list[int], what: str) -> dict[int, list[int]]:
-    """Gather three numbers by rank, so that ranks notice if they begin different collectives."""
-    mine = torch.tensor(words, device=group.device)
-    with errors.explain_errors(RuntimeError, what, _WHO):
-        every = Work.of(dist.all_gather, mine, group).wait().tolist()
-    return dict(zip(group.ranks, every))
-
-
-def _out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
-    """Return an error that lists the step of each rank."""
-    verifying = [str(rank) for rank, (step, *_) in said.items() if step == _VERIFY]
-    if verifying:
-        return OutOfStepError(
-            f"rank {', '.join(verifying)} calls verify, and the other ranks are in backward: call "
-            "it on all ranks, between the same two steps"
-        )
-    listed = {rank: tuple(words[:2]) for rank, words in said.items()}
-    return OutOfStepError(
-        "the ranks are in different steps, or only some of them use a GradScaler: load the same "
-        f"checkpoint on all ranks. By rank (step, whether it can be undone): {listed}"
-    )
-
-
-class _DDPReducer(BucketPlanner):
-    """Reducer of a model over `torch.distributed`."""
-
-    def _explained(self, what: str) -> AbstractContextManager[None]:
-        return errors.explain_errors(RuntimeError, what, _WHO)
-
-    @property
-    def peers(self) -> _Peers:
-        return _Peers(self.process_set)
-
-    def watch_order(self) -> list[Any]:
-        """Register hooks that record the order of the layers in the first backward."""
-        alive = weakref.ref(self)
-
-        def seen(name: str) -> Any:
-            def hook(_: torch.Tensor) -> None:
-                there = alive()
-                if there is not None and there._arrived is not None:
-                    there._arrived.append(name)
-
-            return hook
-
-        return [] if self.ordered else [p.register_hook(seen(name)) for name, p in self._named]
-
-    def begin(self) -> bool:
-        """Begin a step; return True if a non-finite gradient rolls it back."""
-        self._begin_step()
-        for bucket in self.buckets:
-            bucket.refresh()
-        return self._undoes
-
-    def follow(self, undoes: bool) -> None:
-        """Adopt the policy for non-finite gradients of the ranks that still have batches."""
-        if self.nonfinite is None:
-            self._policy = "skip" if undoes else "raise"
-
-    def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Take a gradient; start the program of its bucket if it was the last one."""
-        if parameter not in self.parameters:
-            raise ValueError(_fixed_by_ddp(f"one of shape {tuple(parameter.shape)}"))
-        self._copy_to_bucket(parameter, gradient)
-
-    def finish(self) -> None:
-        """Run all programs to their ends, in the same order on all ranks.
-
-        Raises:
-            NonFiniteGradientError: on all ranks.
-            Exception: an error of one of this rank's programs.
-        """
-        absent = [b.layout.names[slot] for b in self.buckets for slot in sorted(b.absent)]
-        if absent:
-            raise ValueError(_fixed_by_ddp(", ".join(absent)))
-        self.order_is_known()
-        while running := [bucket for bucket in self.buckets if bucket.stack is not None]:
-            self._resume(running)
-            others = [e for e in self.errors if not isinstance(e, NonFiniteGradientError)]
-            if others:  # what this rank does not ask for, the others must not wait for
-                raise others[0]
-        self._end_step()
-
-    def take(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the reduced gradient, after `finish`."""
-        return self._taken(parameter)
-
-    def end(self) -> None:
-        """End the step, after all results were taken."""
-        self.sources.end_step()
-        self.scaling.end_step()
-        for bucket in self.buckets:
-            bucket.result = None
-
-    def fail(self) -> None:
-        """End a failed step, and drop its moments and its loss scale."""
-        self.end()
-        self.sources.forget()
-        self.scaling.forget()
-
-
 class _NoState:
     """Placeholder of a `CompressionState` in a copy of a model, which has no hook."""
 
@@ -347,8 +227,10 @@ class CompressionState:
                 "ddp.compress on what DistributedDataParallel(...) returns, before torch.compile"
             )
         self._group = ProcessGroup(process_group or model.process_group)
-        named, gives_up = _reduced(model), False
+        self._transport = C10dBackend(self._group, "ddp")
+        named: Named = _reduced(model)
         compressor: Any = compression
+        own: tuple[float, bool] | None = None
         refused: Exception | None = None  # by this rank; the others must hear of it
         try:
             if nonfinite not in (None, "raise", "propagate"):
@@ -356,23 +238,13 @@ class CompressionState:
                     f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
                     "cannot leave out the optimizer's step. A GradScaler does, by itself"
                 )
-            compressor, gives_up = _with_momentum(compression, optimizer)
-            self._run = _DDPReducer(
-                named,
-                compressor,
-                C10dBackend(),
-                name="ddp",
-                tracking="ddp.track_moments(module) before DistributedDataParallel",
-                passes=backward_passes_per_step,
-                batch_size=batch_size,
-                bucket_bytes=bucket_bytes,
-                process_set=self._group,
-                prescale=1.0,
-                postscale=1.0 / self._group.size(),
-                nonfinite=nonfinite,
-                rollback=rollback,
-                scaler=scaler,
+            options = ExchangeOptions(
+                backward_passes_per_step, batch_size, bucket_bytes, nonfinite, rollback, scaler
             )
+            if isinstance(compression, _Given):
+                compression = compression.compressor()
+            compressor, own = resolve_compressor(compression, optimizer)
+            self._run = self._make_reducer(named, compressor, options)
         except (TypeError, ValueError) as error:
             refused = error
         settings = f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}, {rollback=}"
@@ -384,7 +256,7 @@ class CompressionState:
                     [] if refused else [bucket.layout for bucket in self._run.buckets],
                     settings,
                     framework=f"torch {torch.__version__.partition('+')[0]}",
-                    horovod=f"none, torch.distributed's {self._group.backend}",
+                    horovod=self._transport.version,
                 ),
                 "what is refused": str(refused or "nothing"),
             },
@@ -393,9 +265,10 @@ class CompressionState:
         config_check.agree(every, self._group.ranks)
         if refused:
             raise refused
-        self._hooks = self._run.watch_order()
-        if gives_up:
-            _take_over(optimizer, self._run)
+        self._hooks = _watch_order(self._run.planner)
+        if own is not None:
+            assert optimizer is not None
+            _take_over(optimizer, MomentumTransfer(optimizer, *own), self._run)
         self._model = weakref.ref(model)
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
         self._error: Exception | None = None
@@ -404,6 +277,21 @@ class CompressionState:
         inspection.know(self, self._run)
         if model not in _states:
             self._belongs_to(model)
+
+    def _make_reducer(
+        self, named: Named, compressor: Compressor, options: ExchangeOptions
+    ) -> Reducer:
+        participants = Participants(self._group)
+        planner = BucketPlanner(
+            named,
+            compressor,
+            participants,
+            options,
+            name=self._transport.name,
+            tracking="ddp.track_moments(module) before DistributedDataParallel",
+        )
+        scales = {"prescale": 1.0, "postscale": 1.0 / self._group.size()}
+        return Reducer(planner, self._transport, participants, options, **scales)
 
     def _belongs_to(self, model: DistributedDataParallel) -> None:
         """Register this state as that of the model."""
@@ -422,7 +310,7 @@ class CompressionState:
             LOGGER.warning(
                 "what a compressor keeps is not saved with its model, or with its state as an "
                 "object: save state.state_dict(), each rank its own, to go on from there. It is %s",
-                self._run.compressor,
+                self._run.planner.compressor,
             )
         return _NoState, ()
 
@@ -444,7 +332,7 @@ class CompressionState:
             if self._error is None:
                 self._give(buffer, pairs)
             if bucket.is_last() and self._error is None:
-                self._run.finish()
+                self._finish()
         except Exception as error:
             self._fail(error)
         if bucket.is_last():
@@ -462,23 +350,25 @@ class CompressionState:
                 "the exchange of an earlier step has failed, and what was kept is lost: start all "
                 "ranks again, from a checkpoint"
             )
-        undoes = self._run.begin()
-        mine = [self._run.steps, int(undoes), int(self._joined)]
-        said = _said_by_all(self._group, mine, "the beginning of a step")
+        run, planner = self._run, self._run.planner
+        run.begin_step()
+        mine = [run.steps, int(run.undoes), int(self._joined)]
+        said = self._transport.gather_words(mine, "the beginning of a step")
         every = list(said.values())
         # Who has joined has no loss that a GradScaler could have scaled.
         words = {(step, undone) for step, undone, joined in every if not joined}
         if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
-            raise _out_of_step(said)
+            raise out_of_step(said)
         if self._joined:
-            self._run.follow(any(undone for _, undone in words))
+            run.follow(any(undone for _, undone in words))
         self._taking_part = sum(not joined for *_, joined in every)
-        if not self._run.ordered and self._run.steps > 0:
-            for one in self._hooks:
-                one.remove()
-            orders = self._group.gather_objects(self._run.order, list[str])
-            self._run.reorder(next(filter(None, orders), []))  # who had joined has seen none
-        self._run.judge()
+        if planner.arrived is not None and run.steps > 0:
+            for handle in self._hooks:
+                handle.remove()
+            orders = self._group.gather_objects(planner.order, list[str])
+            planner.reorder(next(filter(None, orders), []))  # who had joined has seen none
+        if not planner.judged:
+            planner.warn_if_unprofitable()
 
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
         if buffer.is_sparse:
@@ -487,7 +377,29 @@ class CompressionState:
                 "the embedding with sparse=False, or use hvd.DistributedOptimizer"
             )
         for p, gradient in pairs:
-            self._run.give(p, gradient)
+            if p not in self._run.planner.places:
+                raise ValueError(_fixed_by_ddp(f"one of shape {tuple(p.shape)}"))
+            self._run.mark_ready(p, gradient)
+
+    def _finish(self) -> None:
+        """Run all programs to their ends, in the same order on all ranks.
+
+        Raises:
+            NonFiniteGradientError: on all ranks.
+            Exception: an error of one of this rank's programs.
+        """
+        run, planner = self._run, self._run.planner
+        absent = [b.layout.names[slot] for b in run.buckets for slot in sorted(b.absent)]
+        if absent:
+            raise ValueError(_fixed_by_ddp(", ".join(absent)))
+        if planner.arrived is not None and run.steps == 0:
+            planner.fix_order()
+        while running := run.running:
+            run.resume(running)
+            others = [e for e in run.errors if not isinstance(e, NonFiniteGradientError)]
+            if others:  # what this rank does not ask for, the others must not wait for
+                raise others[0]
+        run.end_exchange()
 
     def _hand_out(self) -> None:
         """Return the reduced gradients to DDP; raise an error only after its backward has ended.
@@ -502,7 +414,7 @@ class CompressionState:
         if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
             factor = self._group.size() / max(self._taking_part, 1)
         for p, gradient in given if error is None else ():
-            gradient.copy_(self._run.take(p))
+            gradient.copy_(self._run.reduced_grad(p))
             if factor != 1.0:
                 gradient.mul_(factor)
         for future, buffer, _ in waiting:
@@ -510,12 +422,14 @@ class CompressionState:
                 (buffer._values() if buffer.is_sparse else buffer).fill_(float("nan"))
             future.set_result(buffer)
         if error is not None:
-            self._run.fail()
+            self._run.end_step()
+            self._run.sources.forget()
+            self._run.scaling.forget()
             if self._joined:
                 raise error
             _after_backward(lambda: _raise(error))
             return
-        self._run.end()
+        self._run.end_step()
         if self._joined or self._run.undone or model is None:
             return
         if model.find_unused_parameters or model.static_graph:
@@ -553,7 +467,7 @@ class CompressionState:
             RuntimeError: nothing was exchanged since the last call, or rollback is False.
         """
         run = self._run
-        if not run.discard() and not (run.compressor.is_linear and run.steps):
+        if not run.discard() and not (run.planner.compressor.is_linear and run.steps):
             raise RuntimeError(
                 "discard_step() restores the state from before the last exchange: call it once, "
                 "after backward(), and make ddp.compress without rollback=False"
@@ -561,7 +475,7 @@ class CompressionState:
 
     def retrain(self) -> None:
         """Retrain the compressor, from the next step on; all ranks call it."""
-        exchange.retrain(self._run)
+        self._run.retrain()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the compressor's state of this rank; each rank saves its own."""
@@ -613,51 +527,40 @@ def _fixed_by_ddp(which: str) -> str:
     )
 
 
-def _with_momentum(
-    compression: Any, optimizer: torch.optim.Optimizer | None
-) -> tuple[Compressor, bool]:
-    """Return (the compressor with its momentum set, True if it takes over the optimizer's)."""
-    if isinstance(compression, _Given):
-        compression = compression.compressor()
-    if compression is None:
-        return NoneCompressor(), False
-    if isinstance(compression, type) and issubclass(compression, Compressor):
-        compression = compression()
-    if not isinstance(compression, Compressor):
-        raise TypeError(f"compression= takes a compressor of hvd_gradcomp, got {compression!r}")
-    if optimizer is not None:
-        return momentum.hand_over(optimizer, compression)
-    correction = compression.correction
-    if correction is not None and correction[0] is None:
-        raise ValueError(
-            "the compressor corrects momentum: pass optimizer=, whose momentum it takes over; or "
-            "give the compressor momentum=0.9 and the optimizer none; or momentum=0 to go without. "
-            f"Got {compression}"
-        )
-    return compression, False
+def _watch_order(planner: BucketPlanner) -> list[Any]:
+    """Register hooks that record the order of the layers in the first backward."""
+    alive = weakref.ref(planner)
+
+    def seen(name: str) -> Any:
+        def hook(_: torch.Tensor) -> None:
+            there = alive()
+            if there is not None and there.arrived is not None:
+                there.arrived.append(name)
+
+        return hook
+
+    named = [] if planner.ordered else planner.named_parameters
+    return [p.register_hook(seen(name)) for name, p in named]
 
 
-def _take_over(optimizer: Any, run: _DDPReducer) -> None:
+def _take_over(optimizer: torch.optim.Optimizer, transfer: MomentumTransfer, run: Reducer) -> None:
     """Take over the momentum of SGD, which steps without it; its `state_dict` still shows it."""
-    own = momentum.momentum_of(optimizer)
-    assert own is not None
-    taken = momentum.MomentumTransfer(optimizer, *own)
 
     def copied(protocol: Any) -> Any:
         """Restore the momentum in a copy, for a model that exchanges gradients uncompressed."""
         del protocol
-        state = taken.restored(torch.optim.Optimizer.__getstate__(optimizer))
+        state = transfer.restored(torch.optim.Optimizer.__getstate__(optimizer))
         return object.__new__, (type(optimizer),), state
 
     def before_step(*_: Any) -> None:
-        taken.check()
+        transfer.check()
         if not run.undone and not dcp.from_checkpoint():  # which steps to make a first state
-            taken.decay()
+            transfer.decay()
 
-    optimizer.__reduce_ex__ = copied  # where `copy` and `pickle` look for it first
+    vars(optimizer)["__reduce_ex__"] = copied  # where `copy` and `pickle` look for it first
     optimizer.register_step_pre_hook(before_step)
-    optimizer.register_state_dict_post_hook(lambda _, state: taken.restored(state))
-    optimizer.register_load_state_dict_post_hook(lambda _: taken.take())
+    optimizer.register_state_dict_post_hook(lambda _, state: transfer.restored(state))
+    optimizer.register_load_state_dict_post_hook(lambda _: transfer.take())
 
 
 class _Given:

@@ -8,38 +8,39 @@ from typing import Any
 from hvd_gradcomp.checkpoint import schema
 from hvd_gradcomp.checkpoint.schema import CheckpointError, Source
 from hvd_gradcomp.core.compressor import leaves, with_leaves
-from hvd_gradcomp.torch import exchange
-from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 
-def save(run: BucketPlanner) -> dict[str, Any]:
+def save(run: Reducer) -> dict[str, Any]:
     """Return this rank's compressor state."""
-    exchange.synchronized(run)
-    saved = schema.describe(run.compressor, [x.layout for x in run.buckets], run.steps)
+    wait_for_copies(run.buckets)
+    planner, process_set = run.planner, run.participants.process_set
+    saved = schema.describe(planner.compressor, [x.layout for x in run.buckets], run.steps)
     for entry, bucket in zip(saved["buckets"], run.buckets):
         entry["state"] = {path: x.detach().clone() for path, x in leaves(bucket.state)}
     return {
         **saved,
-        "rank": run.process_set.rank(),
-        "size": run.process_set.size(),
-        "order": list(run.order),
-        "ordered": run.ordered,
-        "counters": list(run.ledger.counters),
+        "rank": process_set.rank(),
+        "size": process_set.size(),
+        "order": list(planner.order),
+        "ordered": planner.ordered,
+        "counters": list(run.traffic.counters),
     }
 
 
-def load(run: BucketPlanner, saved: dict[str, Any]) -> None:
+def load(run: Reducer, saved: dict[str, Any]) -> None:
     """Load the state that `save` returned; from another rank's state, only replicated fields.
 
     Raises:
         CheckpointError: it is of another format, compressor, model or number of ranks.
     """
+    planner, process_set = run.planner, run.participants.process_set
     if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
-        run.reorder(saved["order"])
-    schema.check_exchange(saved, run.compressor, [bucket.layout for bucket in run.buckets])
-    rank, size = run.process_set.rank(), run.process_set.size()
+        planner.reorder(saved["order"])
+    schema.check_exchange(saved, planner.compressor, [bucket.layout for bucket in run.buckets])
+    rank, size = process_set.rank(), process_set.size()
     if saved["size"] != size:
         raise CheckpointError(schema.other_size(saved["size"], size))
     states, left = [], set()
@@ -72,6 +73,6 @@ def load(run: BucketPlanner, saved: dict[str, Any]) -> None:
         bucket.state = state
     run.steps = saved["steps"]
     if saved["rank"] == rank:
-        run.ledger.counters = list(saved["counters"])
-    if not run.ordered:
-        run.order = list(saved["order"])
+        run.traffic.counters = list(saved["counters"])
+    if not planner.ordered:
+        planner.order = list(saved["order"])

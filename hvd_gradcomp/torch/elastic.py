@@ -21,9 +21,10 @@ from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.broadcast_objects import from_root
 from hvd_gradcomp.torch.broadcast_state import hand_out, plain_state
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import TITLES, HorovodReducer, gather_objects
-from hvd_gradcomp.torch.exchange import synchronized
+from hvd_gradcomp.torch.comm.horovod import TITLES, gather_objects
+from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
 from hvd_gradcomp.torch.optimizer import scales
+from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
 
 __all__ = [
     "ElasticSampler",
@@ -65,7 +66,7 @@ class TorchState(Membership, _StockState):
     ) -> None:
         super().__init__(model, optimizer, **kwargs)
         for name, handler in self._handlers.items():
-            if isinstance(getattr(handler.value, "_gradcomp", None), HorovodReducer):
+            if synchronizer_of(handler.value) is not None:
                 self._handlers[name] = CompressedOptimizer(handler.value)
             elif type(handler) is ModelStateHandler:
                 self._handlers[name] = Model(handler.value)
@@ -85,7 +86,7 @@ class TorchState(Membership, _StockState):
         return [h for h in self._handlers.values() if isinstance(h, CompressedOptimizer)]
 
     def _squares(self) -> float:
-        return sum(_squares(handler.engine) for handler in self._compressed())
+        return sum(_squares(handler.reducer) for handler in self._compressed())
 
     def _committed(self) -> Any:
         # A handler binds new copies when it saves, so a shallow copy of it keeps the old ones.
@@ -123,9 +124,9 @@ class Model(StateHandler):
 class CompressedOptimizer(StateHandler):
     """Handler of an optimizer of this package."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        if self.engine.process_set is not horovod.global_process_set:
+        if self.reducer.participants.process_set is not horovod.global_process_set:
             raise ValueError(
                 "elastic training exchanges over all ranks: a process set does not outlive a "
                 "reset. Make DistributedOptimizer without process_set="
@@ -133,37 +134,39 @@ class CompressedOptimizer(StateHandler):
         self.save()
 
     @property
-    def engine(self) -> HorovodReducer:
-        return self.value._gradcomp
+    def _synchronizer(self) -> GradSynchronizer:
+        found = synchronizer_of(self.value)
+        assert found is not None
+        return found
+
+    @property
+    def reducer(self) -> Reducer:
+        return self._synchronizer.reducer
 
     def save(self) -> None:
-        engine = self.engine
-        synchronized(engine)
+        wait_for_copies(self.reducer.buckets)
         self._saved_plain = copy.deepcopy(plain_state(self.value))
-        kept = checkpoint.snapshot(engine)
+        kept = checkpoint.snapshot(self.reducer)
         self._saved = kept._replace(states=[_cloned(state) for state in kept.states])
 
     def restore(self) -> None:
-        engine, saved = self.engine, self._saved
-        engine.abandon()
-        checkpoint.put_back(
-            engine, saved._replace(states=[_cloned(state) for state in saved.states])
-        )
+        self._synchronizer.abandon()
+        states = [_cloned(state) for state in self._saved.states]
+        checkpoint.restore(self.reducer, self._saved._replace(states=states))
         # `load_state_dict` keeps tensors by reference; those of the commit must not change.
         self.value.load_state_dict(copy.deepcopy(self._saved_plain))
 
     def sync(self) -> None:
-        engine = self.engine
-        name, number = from_root((engine.name, TITLES.draw()))
-        engine.rename(name)
+        name, number = from_root((self.reducer.transport.name, TITLES.draw()))
+        self.reducer.rename(name)
         TITLES.continue_from(number)
         hand_out(self.value, 0, elastic=True)
-        engine.abandon()
+        self._synchronizer.abandon()
 
     def forget(self) -> None:
         """Reset this rank's own state, but not replicated fields, to that before the first step."""
-        ranks = self.engine.process_set.size()
-        for bucket in self.engine.buckets:
+        ranks = self.reducer.participants.process_set.size()
+        for bucket in self.reducer.buckets:
             fresh = leaves(bucket.compressor.start(bucket.ops, bucket.layout, ranks))
             values = [
                 x if is_replicated(bucket.compressor, path) else new
@@ -173,31 +176,31 @@ class CompressedOptimizer(StateHandler):
 
     def resize(self) -> None:
         """Adapt scales and compressor state to the number of ranks."""
-        engine, optimizer = self.engine, self.value
-        ranks = engine.process_set.size()
-        engine.prescale, engine.postscale = scales(
+        reducer, optimizer = self.reducer, self.value
+        ranks = reducer.participants.process_set.size()
+        reducer.prescale, reducer.postscale = scales(
             optimizer.op, optimizer.gradient_predivide_factor, ranks
         )
         anew = set()
-        for bucket in engine.buckets:
+        for bucket in reducer.buckets:
             one = bucket.compressor
-            resized = one.resized(bucket.ops, bucket.state, engine.steps, ranks)
+            resized = one.resized(bucket.ops, bucket.state, reducer.steps, ranks)
             if resized is not bucket.state:
                 anew.add(one)
             bucket.state = resized
         if horovod.rank() == 0:
             for one in anew:
                 LOGGER.warning("%s learns anew: other ranks exchange now, %d of them", one, ranks)
-        engine.abandon()
+        self._synchronizer.abandon()
 
 
 def _cloned(state: State) -> State:
     return with_leaves(state, [x.detach().clone() for _, x in leaves(state)])
 
 
-def _squares(engine: HorovodReducer) -> float:
+def _squares(reducer: Reducer) -> float:
     total = 0.0
-    for bucket in engine.buckets:
+    for bucket in reducer.buckets:
         residual = bucket.compressor.residual(bucket.state)
         if residual is not None:
             total += float(residual.double().square().sum())

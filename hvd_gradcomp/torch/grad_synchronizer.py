@@ -9,7 +9,7 @@ messages of `step_sync` do not let end before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +17,19 @@ import torch
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.torch import autograd_hooks
 from hvd_gradcomp.torch.comm import horovod
-from hvd_gradcomp.torch.engine import HorovodReducer
-from hvd_gradcomp.torch.exchange import LOGGER
-from hvd_gradcomp.torch.grad_versions import GradVersions
-from hvd_gradcomp.torch.late_grads import LateGradients
+from hvd_gradcomp.torch.late_grads import GradVersions, LateGradients
 from hvd_gradcomp.torch.moments import tracker
-from hvd_gradcomp.torch.sparse_grads import all_zero, no_rows
+from hvd_gradcomp.torch.reducer import LOGGER, Reducer
+from hvd_gradcomp.torch.sparse_grads import SparseGradients, all_zero, no_rows
 from hvd_gradcomp.torch.step_sync import (
     CHANGED,
     HERE,
     LATE,
     SPARSE,
+    ConfigCheck,
     GradientChangedError,
     OutOfStepError,
+    StepSync,
     SyncMessage,
     all_plain,
     all_set_alike,
@@ -39,6 +39,65 @@ from hvd_gradcomp.torch.step_sync import (
     read,
     usual,
 )
+
+
+class TrainedParameters:
+    """Parameters of an optimizer: their names, and the passes that each lacks in a step.
+
+    Args:
+        names: of the parameters; new ones are added.
+        groups: returns the optimizer's parameter groups.
+        passes: backward passes per step.
+
+    Attributes:
+        left: passes that are missing, by parameter.
+    """
+
+    def __init__(
+        self,
+        names: dict[torch.nn.Parameter, str],
+        groups: Callable[[], list[dict[str, Any]]],
+        passes: int,
+    ) -> None:
+        self.names, self._groups, self.passes = names, groups, passes
+        self.left = dict.fromkeys(names, passes)
+
+    def begin(self) -> None:
+        """Begin a step: all passes are missing."""
+        for p in self.left:
+            self.left[p] = self.passes
+
+    def outside(self, known: Collection[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Return the parameters that train and are not among the known ones."""
+        return [
+            p
+            for group in self._groups()
+            for p in group["params"]
+            if p.requires_grad and p not in known
+        ]
+
+    def name_last_group(self) -> list[torch.nn.Parameter]:
+        """Name the new parameters of the last group, as it says or by place; return them.
+
+        Raises:
+            ValueError: a name belongs to another parameter.
+        """
+        *_, group = groups = self._groups()
+        count = len(group["params"])
+        titles = group.get("param_names") or [f"group.{len(groups) - 1}.{i}" for i in range(count)]
+        new = {p: name for p, name in zip(group["params"], titles) if p not in self.names}
+        taken = set(self.names.values())
+        for name in new.values():
+            if name in taken:
+                raise ValueError(f"add_param_group: {name} names another parameter already")
+        self.names.update(new)
+        self.left.update(dict.fromkeys(new, self.passes))
+        return [*new]
+
+    def forget(self, parameters: Collection[torch.nn.Parameter]) -> None:
+        """Forget these parameters."""
+        for p in parameters:
+            del self.names[p], self.left[p]
 
 
 class Taken(NamedTuple):
@@ -56,54 +115,209 @@ class Taken(NamedTuple):
 _IN_BUCKET = Taken(True, None)
 
 
+class StepExchange:
+    """Exchange of the gradients of one step after another, by a reducer.
+
+    Args:
+        reducer: of the buckets.
+        sparse: gathers rows.
+        check: compares the ranks.
+
+    Attributes:
+        taken: by parameter; None while passes of an unfinished step are missing.
+    """
+
+    def __init__(self, reducer: Reducer, sparse: SparseGradients, check: ConfigCheck) -> None:
+        self._reducer, self._sparse, self._check = reducer, sparse, check
+        self.taken: dict[torch.nn.Parameter, Taken | None] = {}
+        self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
+
+    @property
+    def travelling(self) -> bool:
+        """Return True if gradients were taken that are not reduced yet."""
+        return any(taken is not None for taken in self.taken.values())
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return the settings that must be equal on all ranks in this step; {} before it begins."""
+        if self._frozen is None:
+            return {}
+        reducer = self._reducer
+        frozen = [name for name, p in reducer.planner.named_parameters if p in self._frozen]
+        scaled = any(bucket.scaled for bucket in reducer.buckets)
+        return {
+            "the loss scale, in which gradients are added up": str(reducer.scaling.known * scaled),
+            "parameters that are frozen": ", ".join(frozen) or "none",
+            "a gradient that is not finite (nonfinite=, or a loss scaler)": reducer.policy,
+        }
+
+    def begin(self) -> Set[torch.nn.Parameter]:
+        """Begin a step, unless it has begun; return its frozen parameters."""
+        if self._frozen is None:
+            reducer, planner = self._reducer, self._reducer.planner
+            reducer.commit()
+            self._check.agree()
+            if planner.arrived is not None and reducer.steps > 0:
+                planner.reorder(self._check.gather(planner.order, list[str])[0])
+            if not planner.judged:
+                planner.warn_if_unprofitable()
+            reducer.begin_step()
+            self._frozen = {p for p in planner.places if not p.requires_grad}
+            if self._frozen:
+                reducer.sources.forget(self._frozen)
+            for bucket in reducer.buckets:
+                held = {slot for slot, p in enumerate(bucket.parameters) if p in self._frozen}
+                bucket.mask_frozen(held, reducer.steps)
+        return self._frozen
+
+    def is_gathered(self, p: torch.nn.Parameter) -> bool:
+        """Return True if the gradient of a parameter was taken, and its rows are gathered."""
+        taken = self.taken.get(p)
+        return taken is not None and not taken.dense and p.grad is not None and p.grad.is_sparse
+
+    def take(self, p: torch.nn.Parameter) -> None:
+        """Hand a gradient to the reducer, zeros where there is none; sparse ones to Horovod."""
+        if p.grad is None:
+            p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
+        if not p.grad.is_sparse:
+            self._put(p, p.grad)
+            self.taken[p] = _IN_BUCKET
+            return
+        name = self._reducer.planner.names[p]
+        if self._sparse.is_gathered(p):
+            self._put(p, self._sparse.in_bucket(name, p, p.grad))
+            self.taken[p] = Taken(False, self._sparse.gather(name, p.grad))
+        else:
+            self._put(p, self._sparse.as_dense(name, p.grad))
+            self.taken[p] = _IN_BUCKET
+
+    def _put(self, p: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        if p in self.begin():
+            return  # frozen between forward and backward
+        planner = self._reducer.planner
+        if planner.arrived is not None:
+            planner.arrived.append(planner.names[p])
+        self._reducer.mark_ready(p, gradient)
+
+    def fill_up(self, sync: StepSync) -> list[torch.nn.Parameter]:
+        """Take zeros for what has not come, and return those parameters."""
+        planner, frozen, missing = self._reducer.planner, self.begin(), []
+        for place, p in enumerate(planner.ordered_parameters):
+            if p not in frozen and self.taken.get(p) is None:
+                missing.append(p)
+                if p.grad is None and place in sync.sparse - sync.both:
+                    p.grad = no_rows(p)
+                self.take(p)
+        for place in sorted(sync.both):
+            self._make_dense(planner.ordered_parameters[place])
+        for p in self.taken:
+            if p.grad is None:  # dropped since it was taken, after a backward that has failed
+                p.grad = torch.zeros_like(p)
+        return missing
+
+    def _make_dense(self, p: torch.nn.Parameter) -> None:
+        """Let a gradient be dense on all ranks that is sparse on some and dense on others."""
+        taken = self.taken[p]
+        rows = None if taken is None else taken.rows
+        if rows is not None:
+            p.grad = torch.zeros_like(p)
+        else:
+            rows = self._sparse.gather(self._reducer.planner.names[p], no_rows(p))
+        self.taken[p] = Taken(True, rows)
+
+    def finish(self) -> Iterator[None]:
+        """Run the exchange to its end; `p.grad` is reduced then. Yield while waiting."""
+        try:
+            yield from self._reducer.finalize()
+            for p, taken in self.taken.items():
+                assert taken is not None
+                self._deliver(p, taken)
+            self.taken.clear()
+        finally:
+            self.end()
+
+    def _deliver(self, p: torch.nn.Parameter, taken: Taken) -> None:
+        """Put the reduced gradient into `p.grad`, which stays the same tensor.
+
+        If the parameter is not contiguous, the gradient has its strides: fused optimizers iterate
+        over both in memory order.
+        """
+        assert p.grad is not None
+        rows = None if taken.rows is None else taken.rows()
+        if not taken.dense:
+            p.grad.zero_().add_(rows)
+            return
+        reduced = self._reducer.reduced_grad(p)
+        if p.is_contiguous():
+            reduced = reduced.to(p.grad.dtype)
+        else:
+            empty = torch.empty_like(p, dtype=p.grad.dtype, requires_grad=False)
+            reduced = empty.copy_(reduced)
+        if rows is not None:
+            reduced = reduced.add(rows)
+        if p.grad.is_sparse:  # it was compressed as a dense one
+            p.grad.zero_().add_(reduced.to_sparse())
+        else:
+            p.grad.set_(reduced)
+
+    def end(self) -> None:
+        """End a step after all results were taken."""
+        self._frozen = None
+        self._reducer.end_step()
+
+    def abandon(self) -> None:
+        """Abort an exchange, e.g. after another rank's end; the ranks compare again."""
+        self._frozen = None
+        self._check.reached = False
+        self._reducer.forget_sums()
+        self._reducer.abort()
+
+
 class GradSynchronizer:
     """Hands one optimizer's gradients to a reducer as they arrive, and puts the reduced ones back.
 
     Args:
         reducer: exchanges the buckets.
-        names: of the parameters; new ones are added.
-        param_groups: returns those of the optimizer.
-        passes: backward passes per step.
+        parameters: of the optimizer.
+        check: compares the ranks.
+        sparse: gathers the rows of sparse gradients.
         average: gradients are averaged, not summed.
-        sparse_as_dense: compress sparse gradients, and do not gather their rows.
 
     Attributes:
         news: a gradient has arrived since the last round of messages.
         synchronized: `synchronize` has ended the exchange, and `step` was not called yet.
+        sync: rounds of messages.
     """
 
     def __init__(
         self,
-        reducer: HorovodReducer,
-        names: dict[torch.nn.Parameter, str],
-        param_groups: Callable[[], list[dict[str, Any]]],
+        reducer: Reducer,
+        parameters: TrainedParameters,
+        check: ConfigCheck,
+        sparse: SparseGradients,
         *,
-        passes: int,
         average: bool,
-        sparse_as_dense: bool,
     ) -> None:
-        self.reducer, self.sync = reducer, reducer.sync
-        self._names, self._param_groups, self._passes = names, param_groups, passes
-        self._average, self._sparse_as_dense = average, sparse_as_dense
-        self._passes_left = dict.fromkeys(names, passes)
-        # None while passes of an unfinished step are missing.
-        self._taken: dict[torch.nn.Parameter, Taken | None] = {}
+        self.reducer, self.sync, self.check = reducer, StepSync(), check
+        self._trained, self._names, self._average = parameters, parameters.names, average
+        self._exchange = StepExchange(reducer, sparse, check)
+        self._process_set = reducer.participants.process_set
         self._versions, self._reduced = GradVersions(), GradVersions()
         self._late = LateGradients(self._versions)
         self.news = self.synchronized = self._warned = False
-        horovod.waiting.among(reducer.process_set)
+        self._stalls = horovod.waiting.among(self._process_set)
         self._hooks = autograd_hooks.GradHooks(self)
         self._hooks.watch(reducer.parameters)
 
     @property
     def exchanging(self) -> bool:
         """Return True from the first gradient of a step to the end of `step`."""
-        return bool(self._taken) or self.sync.ended
+        return bool(self._exchange.taken) or self.sync.ended
 
     @property
     def travelling(self) -> bool:
         """Return True if gradients were taken that are not reduced yet."""
-        return any(taken is not None for taken in self._taken.values())
+        return self._exchange.travelling
 
     @property
     def reduced(self) -> bool:
@@ -112,13 +326,14 @@ class GradSynchronizer:
 
     def set_passes(self, passes: int) -> None:
         """Set the number of backward passes per step."""
-        self._passes = passes
-        self._passes_left = dict.fromkeys(self._names, passes)
+        self._trained.passes = passes
+        self._trained.begin()
 
     # -- a gradient arrives ------------------------------------------------------------------
 
     def arrive(self, p: torch.nn.Parameter) -> None:
         """Handle a pass that has added to the gradient of a parameter."""
+        left = self._trained.left
         if p.grad is not None and p.grad.requires_grad:
             raise AssertionError(
                 f"the gradient of {self._names[p]} requires a gradient itself: "
@@ -135,7 +350,7 @@ class GradSynchronizer:
                 f"the gradient of {self._names[p]} was gone before it could be "
                 "exchanged: a hook of the parameter steps or clears it. Step after backward()"
             )
-        if self.sync.ended or self._passes_left[p] <= 0:
+        if self.sync.ended or left[p] <= 0:
             if not self.sync.ended or self._versions.holds(p):
                 raise AssertionError(
                     "Gradients were computed more than backward_passes_per_step times before call "
@@ -145,10 +360,10 @@ class GradSynchronizer:
         elif self.synchronized and not self._reduced.holds(p):
             self.drop()
         self.synchronized = False
-        self._passes_left[p] -= 1
-        self._taken[p] = None
-        if self._passes_left[p] == 0:
-            self._take(p)
+        left[p] -= 1
+        self._exchange.taken[p] = None
+        if left[p] == 0:
+            self._exchange.take(p)
             autograd_hooks.finish_after_backward(self)
         self._versions.note(p)
 
@@ -156,39 +371,19 @@ class GradSynchronizer:
         """Handle an error of `arrive`: the scaler may live on in its traceback."""
         self.reducer.scaling.forget()
 
-    def _take(self, p: torch.nn.Parameter) -> None:
-        """Hand a gradient to the reducer, zeros where there is none; sparse ones to Horovod."""
-        if p.grad is None:
-            p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
-        if self._is_gathered(p):
-            self.reducer.mark_sparse_ready(p, p.grad)
-            self._taken[p] = Taken(False, self._gather_rows(p, p.grad))
-            return
-        if p.grad.is_sparse:
-            self.reducer.say_rows_are_compressed(p)
-        self.reducer.mark_ready(p, p.grad.to_dense() if p.grad.is_sparse else p.grad)
-        self._taken[p] = _IN_BUCKET
-
-    def _is_gathered(self, p: torch.nn.Parameter) -> bool:
-        return p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense
-
-    def _gather_rows(self, p: torch.nn.Parameter, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        group = self.reducer.process_set
-        return horovod.sparse_allreduce(rows, self._names[p], group, self._average)
-
     # -- the exchange ends -------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """End the exchange, where it has not ended with backward; see the optimizer's."""
         if self.synchronized and not self.exchanging:
             return  # a second exchange would add to the residual what was exchanged
-        gone = all(p.grad is None for p in self._taken)
-        if gone and self.travelling and self.reducer.process_set.size() == 1:
+        gone = all(p.grad is None for p in self._exchange.taken)
+        if gone and self.travelling and self._process_set.size() == 1:
             self.abort()  # `model.zero_grad()` after a backward that has failed
         self.check_mixed()
         horovod.complete([self.finishing(last=True)])
         self.begin()
-        self._reduced.only(self.reducer.parameters)
+        self._reduced.only(self.reducer.planner.places)
         self.synchronized = True
 
     def finishing(self, last: bool, joined: bool = False) -> Generator[None, None, bool]:
@@ -201,18 +396,18 @@ class GradSynchronizer:
         Returns:
             Whether there was an exchange: False where all ranks have joined.
         """
-        reducer, sync = self.reducer, self.sync
+        planner, sync = self.reducer.planner, self.sync
         try:
             while not sync.closed:
                 self.news = False
                 self.join_parameters()
-                reducer.agreement.agree()
+                self.check.agree()
                 messages = yield from self._exchange_messages(last, joined)
                 if all(message.joined for message in messages):
                     return False
                 ended = sync.ended
-                names = [self._names[p] for p in reducer.ordered_parameters]
-                ranks = reducer.process_set.ranks or range(len(messages))
+                names = [self._names[p] for p in planner.ordered_parameters]
+                ranks = self._process_set.ranks or range(len(messages))
                 try:
                     late = sync.receive(messages, names, ranks)
                 except GradientChangedError:
@@ -220,11 +415,11 @@ class GradSynchronizer:
                         yield from self._end()
                     raise
                 except OutOfStepError:
-                    reducer.abandon()
+                    self.abandon()
                     raise
                 if sync.ended and not ended:
                     yield from self._end()
-                yield from self._add_late([reducer.ordered_parameters[i] for i in late])
+                yield from self._add_late([planner.ordered_parameters[i] for i in late])
                 if self.sync.closed:
                     self._clear_unused()
                 if not last:
@@ -248,96 +443,55 @@ class GradSynchronizer:
         if self.sync.closed and self.sync.mixed and changed:
             name = self._names[changed[0]]
             self.begin()
-            raise GradientChangedError(changed_alone(name, self.reducer.process_set.rank()))
+            raise GradientChangedError(changed_alone(name, self._process_set.rank()))
 
     def _exchange_messages(
         self, last: bool, joined: bool
     ) -> Generator[None, None, list[SyncMessage]]:
         """Send this rank's message to all ranks, and return those of all."""
         reducer, sync = self.reducer, self.sync
-        channel, known = horovod.waiting.among(reducer.process_set), sync.sparse
-        codes = [*usual(len(reducer.ordered_parameters), known)] if joined else self._codes()
-        settings = 0 if joined else digest_of(reducer.in_step)
-        said = last, sync.ended, codes, settings, reducer.summed, channel.pending, joined
+        known, told = sync.sparse, self._stalls.report is not None
+        layers = len(reducer.planner.ordered_parameters)
+        codes = [*usual(layers, known)] if joined else self._codes()
+        settings = 0 if joined else digest_of(self._exchange.settings)
+        said = last, sync.ended, codes, settings, reducer.summed, told, joined
         message = SyncMessage(reducer.steps, *said)
-        heads = yield from reducer.agreement.exchange_flags(message.head(known), "end")
+        heads = yield from self.check.exchange_numbers(message.head(known), "end")
         if any_told(heads):
-            channel.complete()
+            self._stalls.complete()
         if not all_set_alike(heads):
-            reducer.compare_step()
-        layers: Sequence[Sequence[int]] = [usual(len(codes), known)] * len(heads)
+            self.check.compare_step(self._exchange.settings)
+        rows: Sequence[Sequence[int]] = [usual(layers, known)] * len(heads)
         if not all_plain(heads):
-            layers = yield from reducer.agreement.exchange_flags(codes, "end.layers")
-        return read(heads, layers)
+            rows = yield from self.check.exchange_numbers(codes, "end.layers")
+        return read(heads, rows)
 
     def _codes(self) -> list[int]:
-        return [self._code(p) for p in self.reducer.ordered_parameters]
+        return [self._code(p) for p in self.reducer.planner.ordered_parameters]
 
     def _code(self, p: torch.nn.Parameter) -> int:
-        taken = self._taken.get(p) is not None
-        here = taken or self.sync.ended or not p.requires_grad
-        sparse = taken and self._is_gathered(p)
+        here = self.sync.ended or self._exchange.taken.get(p) is not None or not p.requires_grad
+        sparse = self._exchange.is_gathered(p)
         changed = self._versions.has_changed(p)
         return HERE * here | SPARSE * sparse | LATE * (p in self._late) | CHANGED * changed
 
     def _end(self) -> Iterator[None]:
         """End the exchange, with zeros for what has not come; `p.grad` is reduced then."""
-        reducer, sync = self.reducer, self.sync
-        reducer.order_is_known()
-        frozen = reducer.begin()
-        self._skip(frozen)
-        order = reducer.ordered_parameters
-        missing = []
-        for place, p in enumerate(order):
-            if p not in frozen and self._taken.get(p) is None:
-                missing.append(p)
-                if p.grad is None and place in sync.sparse - sync.both:
-                    p.grad = no_rows(p)
-                self._take(p)
-        for place in sorted(sync.both):
-            self._make_dense(order[place])
-        for p in self._taken:
-            if p.grad is None:  # dropped since it was taken, after a backward that has failed
-                p.grad = torch.zeros_like(p)
-        try:
-            yield from reducer.finishing()
-            self._deliver()
-        finally:
-            reducer.clear()
+        planner, exchange = self.reducer.planner, self._exchange
+        if planner.arrived is not None and self.reducer.steps == 0:
+            planner.fix_order()
+        for p in exchange.begin():  # frozen: so the optimizer leaves them alone
+            p.grad = None
+            exchange.taken.pop(p, None)
+            self._trained.left[p] = self._trained.passes
+        missing = exchange.fill_up(self.sync)
+        yield from exchange.finish()
         self.synchronized = False
-        for p in order:
-            self._passes_left[p] = 0
-        self._versions.only(order)
-        if not sync.closed:
+        for p in planner.ordered_parameters:
+            self._trained.left[p] = 0
+        self._versions.only(planner.ordered_parameters)
+        if not self.sync.closed:
             self._late.watch(missing)
-
-    def _make_dense(self, p: torch.nn.Parameter) -> None:
-        """Let a gradient be dense on all ranks that is sparse on some and dense on others."""
-        taken = self._taken[p]
-        rows = None if taken is None else taken.rows
-        if rows is not None:
-            p.grad = torch.zeros_like(p)
-        else:
-            rows = self._gather_rows(p, no_rows(p))
-        self._taken[p] = Taken(True, rows)
-
-    def _deliver(self) -> None:
-        """Put the reduced gradients into `p.grad`, which stays the same tensor."""
-        for p, taken in self._taken.items():
-            assert taken is not None and p.grad is not None
-            rows = None if taken.rows is None else self.reducer.gathered(taken.rows())
-            if not taken.dense:
-                assert rows is not None
-                p.grad.zero_().add_(rows)
-                continue
-            reduced = self.reducer.reduced_grad(p)
-            if rows is not None:
-                reduced = reduced.add(rows)
-            if p.grad.is_sparse:  # it was compressed as a dense one
-                p.grad.zero_().add_(reduced.to_sparse())
-            else:
-                p.grad.set_(reduced)
-        self._taken.clear()
 
     def _add_late(self, late: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         named = [(self._names[p], p) for p in late]
@@ -349,17 +503,10 @@ class GradSynchronizer:
         So the optimizer neither decays these layers nor moves them by its momentum.
         """
         for place in self.sync.unused:
-            p = self.reducer.ordered_parameters[place]
+            p = self.reducer.planner.ordered_parameters[place]
             if p.grad is not None and all_zero(p.grad):
                 p.grad = None
                 self._versions.forget(p)
-
-    def _skip(self, frozen: Set[torch.nn.Parameter]) -> None:
-        """Drop the gradients of frozen parameters, so that the optimizer leaves these alone."""
-        for p in frozen:
-            p.grad = None
-            self._taken.pop(p, None)
-            self._passes_left[p] = self._passes
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -367,11 +514,10 @@ class GradSynchronizer:
         """Begin a step: nothing has arrived."""
         autograd_hooks.forget(self)
         self._late.forget()
-        self._taken.clear()
+        self._exchange.taken.clear()
         self._versions.clear()
         self.sync.begin()
-        for p in self._passes_left:
-            self._passes_left[p] = self._passes
+        self._trained.begin()
 
     def drop(self, asked: bool = False) -> None:
         """Begin a step; if the last one was reduced and not applied, roll its exchange back.
@@ -383,7 +529,7 @@ class GradSynchronizer:
         if self.reduced and not reducer.undone:
             undone = reducer.discard()
             keeps = any(True for bucket in reducer.buckets for _ in leaves(bucket.state))
-            if keeps and not (asked or self._warned) and reducer.process_set.rank() == 0:
+            if keeps and not (asked or self._warned) and self._process_set.rank() == 0:
                 LOGGER.warning(
                     "gradients that were reduced were dropped, without step(): %s. The compressor "
                     "is %s",
@@ -391,7 +537,7 @@ class GradSynchronizer:
                     "rollback=False to DistributedOptimizer"
                     if undone
                     else "with rollback=False what it keeps of that step goes with later gradients",
-                    reducer.compressor,
+                    reducer.planner.compressor,
                 )
             self._warned = True
         self.begin()
@@ -399,8 +545,23 @@ class GradSynchronizer:
 
     def abort(self) -> None:
         """End an exchange that has failed: the next backward begins a step."""
-        self.reducer.abort()
+        self.reducer.scaling.forget()
+        if self.reducer.started:
+            self.abandon()
+        else:
+            self._exchange.end()
         self.begin()
+
+    def abandon(self) -> None:
+        """Abort what is on its way, e.g. after another rank's end; the ranks compare again."""
+        self._exchange.abandon()
+        self.sync.forget()
+
+    def compare_again(self) -> None:
+        """Repeat the configuration check before the next step."""
+        self.check.reached = False
+        self.reducer.forget_sums()
+        self.sync.forget()
 
     def clear(self, asked: bool) -> None:
         """Drop gradients for `zero_grad`, reduced ones and those of an unfinished step.
@@ -411,7 +572,7 @@ class GradSynchronizer:
         Raises:
             AssertionError: other ranks wait for the gradients that are being exchanged.
         """
-        if self.travelling and self.reducer.process_set.size() == 1:
+        if self.travelling and self._process_set.size() == 1:
             self.abort()  # a backward that has failed; nobody waits for the rest of it
         if self.travelling:
             raise AssertionError(
@@ -435,8 +596,9 @@ class GradSynchronizer:
         reducer.joined = True
         try:
             while True:
-                for p in reducer.parameters:
-                    if p not in self._taken:  # what passes of an unfinished step have brought
+                for p in reducer.planner.places:
+                    # What passes of an unfinished step have brought stays.
+                    if p not in self._exchange.taken:
                         p.grad = None
                         tracker.discard(p)
                 if not (yield from self.finishing(last=True, joined=True)):
@@ -452,46 +614,38 @@ class GradSynchronizer:
         """Add parameters to the exchange that train now and are not in it yet.
 
         Raises:
-            ValueError: the compressor cannot take them in; see `HorovodReducer.add`.
+            ValueError: the compressor cannot take them in; see `BucketPlanner.add`.
         """
-        reducer = self.reducer
-        new = [
-            p
-            for group in self._param_groups()
-            for p in group["params"]
-            if p.requires_grad and p not in reducer.parameters
-        ]
+        new = self._trained.outside(self.reducer.planner.places)
         if new:
-            reducer.add([(self._names[p], p) for p in new])
+            self.reducer.add([(self._names[p], p) for p in new])
+            self.check.reached = False
             self._hooks.watch(new)
 
-    def add_group(self, group: dict[str, Any]) -> None:
-        """Name the parameters of a new group, as it says or by place, and let them join.
+    def add_last_group(self) -> None:
+        """Name the parameters of the optimizer's last group, and let them join.
 
         Raises:
             ValueError: a name belongs to another parameter, or see `join_parameters`; the names
                 are as before.
         """
-        place = len(self._param_groups()) - 1
-        count = len(group["params"])
-        titles = group.get("param_names") or [f"group.{place}.{i}" for i in range(count)]
-        new = {p: name for p, name in zip(group["params"], titles) if p not in self._names}
-        taken = set(self._names.values())
-        for name in new.values():
-            if name in taken:
-                raise ValueError(f"add_param_group: {name} names another parameter already")
-        self._names.update(new)
-        self._passes_left.update(dict.fromkeys(new, self._passes))
+        new = self._trained.name_last_group()
         try:
             self.join_parameters()
         except ValueError:
-            for p in new:
-                del self._names[p], self._passes_left[p]
+            self._trained.forget(new)
             raise
 
 
-synchronizers: weakref.WeakKeyDictionary[Any, GradSynchronizer] = weakref.WeakKeyDictionary()
+synchronizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, GradSynchronizer] = (
+    weakref.WeakKeyDictionary()
+)
 """Those of the distributed optimizers of this rank."""
+
+
+def synchronizer_of(item: Any) -> GradSynchronizer | None:
+    """Return the synchronizer of a distributed optimizer; None of everything else."""
+    return synchronizers.get(item) if isinstance(item, torch.optim.Optimizer) else None
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Callable[[], list[dict[str, Any]]]:

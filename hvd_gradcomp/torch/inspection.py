@@ -13,28 +13,26 @@ import torch
 
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import description
-from hvd_gradcomp.torch import checksums, exchange
-from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch import checksums
+from hvd_gradcomp.torch.reducer import Reducer
 
-_exchanges: weakref.WeakKeyDictionary[Any, BucketPlanner] = weakref.WeakKeyDictionary()
-
-
-def know(source: Any, run: BucketPlanner) -> None:
-    """Register the exchange of a model or a state; the last registration counts."""
-    _exchanges[source] = run
+_reducers: weakref.WeakKeyDictionary[Any, Reducer] = weakref.WeakKeyDictionary()
 
 
-def exchange_of(source: Any) -> BucketPlanner:
-    """Return the exchange of an optimizer, a model or a state.
+def know(source: Any, reducer: Reducer) -> None:
+    """Register the reducer of an optimizer, a model or a state; the last registration counts."""
+    _reducers[source] = reducer
+
+
+def reducer_of(source: Any) -> Reducer:
+    """Return the reducer of an optimizer, a model or a state.
 
     Raises:
         TypeError: it has none.
     """
-    found = getattr(source, "_gradcomp", None)
-    if found is None:  # a compiled model is registered by its inner one
-        inside = getattr(source, "_orig_mod", source)
-        hashable = isinstance(inside, torch.nn.Module) or type(inside).__hash__ is not None
-        found = _exchanges.get(inside) if hashable and hasattr(inside, "__weakref__") else None
+    inside = getattr(source, "_orig_mod", source)  # a compiled model is registered by its inner one
+    hashable = isinstance(inside, torch.nn.Module) or type(inside).__hash__ is not None
+    found = _reducers.get(inside) if hashable and hasattr(inside, "__weakref__") else None
     if found is None:
         raise TypeError(
             f"{type(source).__name__} exchanges nothing compressed here: pass the optimizer "
@@ -55,7 +53,7 @@ def compression_stats(source: Any) -> CompressionStats:
     Raises:
         TypeError: it is none of these.
     """
-    return exchange_of(source).stats()
+    return reducer_of(source).stats()
 
 
 def describe(source: Any) -> str:
@@ -74,9 +72,10 @@ def describe(source: Any) -> str:
     Raises:
         TypeError: it is none of these.
     """
-    run = exchange_of(source)
+    reducer = reducer_of(source)
+    planner, (_, ranks) = reducer.planner, reducer.participants.rank_and_size
     return description.describe(
-        run.compressor, run.used, len(run.buckets), run.seat[1], run.moments_of_layers
+        planner.compressor, planner.used, len(planner.buckets), ranks, planner.moments_of_layers
     )
 
 
@@ -91,7 +90,7 @@ def retrain(source: Any) -> None:
     Raises:
         TypeError: it is none of these.
     """
-    exchange.retrain(exchange_of(source))
+    reducer_of(source).retrain()
 
 
 def verify(source: Any) -> None:
@@ -107,4 +106,4 @@ def verify(source: Any) -> None:
         DivergedError: on all ranks, naming the first tensor that differs, and where.
         TypeError: it is none of these.
     """
-    checksums.check(exchange_of(source))
+    checksums.check(reducer_of(source))

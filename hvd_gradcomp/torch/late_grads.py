@@ -1,17 +1,63 @@
-"""Late gradients: contributions to already reduced gradients, which are summed uncompressed."""
+"""What happens to gradients after they were taken or reduced: changes, and late contributions.
+
+A late gradient is a contribution to an already reduced gradient; it is summed uncompressed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from hvd_gradcomp.torch.bucket import as_real
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import HorovodReducer
-from hvd_gradcomp.torch.grad_versions import GradVersions
 from hvd_gradcomp.torch.moments import tracker
-from hvd_gradcomp.torch.parameters import as_real
+from hvd_gradcomp.torch.reducer import Reducer
+
+_Version = tuple[Any, int]  # the tensor, and how often it was written to
+
+
+class GradVersions:
+    """Versions of gradients that were taken or reduced."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.nn.Parameter, _Version] = {}
+
+    def note(self, p: torch.nn.Parameter) -> None:
+        """Record the current gradient of a parameter and its version."""
+        assert p.grad is not None
+        self._known[p] = p.grad, p.grad._version
+
+    def forget(self, p: torch.nn.Parameter) -> None:
+        """Forget the recorded gradient of a parameter."""
+        self._known.pop(p, None)
+
+    def only(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Record the gradients of these parameters, and no others."""
+        self.clear()
+        for p in parameters:
+            if p.grad is not None:
+                self.note(p)
+
+    def holds(self, p: torch.nn.Parameter) -> bool:
+        """Return True if `p.grad` is the recorded tensor, even if modified since."""
+        return p in self._known and p.grad is self._known[p][0]
+
+    def changed(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradient was replaced or modified."""
+        return [p for p in self._known if self.has_changed(p)]
+
+    def has_changed(self, p: torch.nn.Parameter) -> bool:
+        """Return True if the parameter's recorded gradient was replaced or modified."""
+        if p not in self._known:
+            return False
+        gradient, version = self._known[p]
+        return p.grad is not gradient or gradient._version != version
+
+    def clear(self) -> None:
+        """Forget all recorded gradients."""
+        self._known.clear()
 
 
 class LateGradients:
@@ -56,7 +102,7 @@ class LateGradients:
 
     def add_up(
         self,
-        reducer: HorovodReducer,
+        reducer: Reducer,
         late: Collection[tuple[str, torch.nn.Parameter]],
         average: bool,
     ) -> Iterator[None]:
@@ -67,15 +113,16 @@ class LateGradients:
             late: parameters that have one on some rank, by name.
             average: divide by the number of ranks.
         """
-        group = reducer.process_set
+        group = reducer.participants.process_set
         postscale = 1.0 / group.size() if average else 1.0
         works = []
         for name, p in late:
             mine = self._brought.pop(p, None)
             real = as_real(torch.zeros_like(p) if mine is None else mine)
             mine = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
-            reducer.count(mine)
-            title = f"{reducer.name}.late.{name}"
+            reducer.traffic.sent(mine)
+            reducer.traffic.received(mine)
+            title = f"{reducer.transport.name}.late.{name}"
             work = comm_horovod.allreduce(mine.contiguous(), title, group, 1.0, postscale)
             works.append((name, p, work))
         poisoned = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.compressor import Compressor
 
@@ -50,7 +51,7 @@ class MomentumTransfer:
         momentum, nesterov: its original values.
     """
 
-    def __init__(self, optimizer: Any, momentum: float, nesterov: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, momentum: float, nesterov: bool) -> None:
         self.optimizer, self.momentum, self.nesterov = optimizer, momentum, nesterov
         self.take()
 
@@ -108,8 +109,37 @@ class MomentumTransfer:
             velocity.mul_(self.momentum).add_(p, alpha=decay)
 
 
-def hand_over(optimizer: torch.optim.Optimizer, compressor: Compressor) -> tuple[Compressor, bool]:
-    """Return (the compressor with its momentum set, True if it takes over the optimizer's)."""
-    if (compressor.correction or (0.0,))[0] == 0:
-        return compressor, False
-    return take_over(compressor, type(optimizer).__name__, momentum_of(optimizer))
+def resolve_compressor(
+    compression: Any, optimizer: torch.optim.Optimizer | None, stock: Any = None
+) -> tuple[Compressor, tuple[float, bool] | None]:
+    """Return the compressor that a `compression=` argument stands for, with its momentum decided.
+
+    Args:
+        compression: see `as_compressor`.
+        optimizer: whose gradients are exchanged; None if it is not known.
+        stock: Horovod's `Compression`, if there is Horovod.
+
+    Returns:
+        The compressor, and the (momentum, nesterov) that it takes over from the optimizer; None if
+        it takes none over.
+
+    Raises:
+        TypeError: `compression` is no compressor.
+        ValueError: the compressor corrects momentum, and the optimizer has none to hand over, or
+            a different one, or is not known.
+    """
+    compressor = as_compressor(compression, stock)
+    wanted = compressor.correction
+    if optimizer is None:
+        if wanted is not None and wanted[0] is None:
+            raise ValueError(
+                "the compressor corrects momentum: pass optimizer=, whose momentum it takes over; "
+                "or give the compressor momentum=0.9 and the optimizer none; or momentum=0 to go "
+                f"without. Got {compressor}"
+            )
+        return compressor, None
+    if wanted is None or wanted[0] == 0:
+        return compressor, None
+    own = momentum_of(optimizer)
+    compressor, gives_up = take_over(compressor, type(optimizer).__name__, own)
+    return compressor, own if gives_up else None

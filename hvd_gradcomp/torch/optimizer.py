@@ -15,13 +15,18 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.runtime import hierarchy
-from hvd_gradcomp.torch import momentum
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import TITLES, HorovodReducer
+from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, TrainedParameters, groups_of
+from hvd_gradcomp.torch.momentum import LOGGER, MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.optimizer_mixin import class_of, derived
+from hvd_gradcomp.torch.options import ExchangeOptions
+from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.sparse_grads import SparseGradients
+from hvd_gradcomp.torch.step_sync import ConfigCheck
 
 _SEAM = ("_register_hooks", "synchronize", "step", "zero_grad")
 
@@ -135,23 +140,18 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         op=op,
         allowed=(horovod.Average, horovod.Sum),
     )
-    validate.policy(nonfinite)
-    if not isinstance(rollback, bool):
-        raise ValueError(f"rollback must be True or False, got {rollback!r}")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    place = None
-    if hierarchical:
-        place = hierarchy.place_of(mpi_ops, process_set, op == horovod.Average)
-    compressor = as_compressor(compression, horovod.Compression)
-    compressor, gives_up = momentum.hand_over(optimizer, compressor)
+    options = ExchangeOptions(
+        backward_passes_per_step, batch_size, bucket_bytes, nonfinite, rollback, scaler
+    )
+    average = op == horovod.Average
+    place = hierarchy.place_of(mpi_ops, process_set, average) if hierarchical else None
+    compressor, own = resolve_compressor(compression, optimizer, horovod.Compression)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
-    validate.count("backward_passes_per_step", backward_passes_per_step, low=1)
     factor = gradient_predivide_factor
-    if factor != 1.0 and op != horovod.Average:
+    if factor != 1.0 and not average:
         raise ValueError("gradient_predivide_factor splits an average: it needs op=hvd.Average")
-    title = TITLES.take()
+    name = comm_horovod.TITLES.take()
     if not process_set.included():
         alone: torch.optim.Optimizer = derived(optimizer, {})(
             optimizer.param_groups,
@@ -181,43 +181,46 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     distributed.defaults = dict(optimizer.defaults)  # for groups that join; Horovod set the class's
     distributed.state.update(optimizer.state)  # loaded earlier; Horovod starts with none
     settings = (
-        f"op={'Average' if op == horovod.Average else 'Sum'}, backward_passes_per_step="
+        f"op={'Average' if average else 'Sum'}, backward_passes_per_step="
         f"{backward_passes_per_step}, gradient_predivide_factor={factor}, "
         f"sparse_as_dense={sparse_as_dense}, bucket_bytes={bucket_bytes}, "
         f"hierarchical={hierarchical}, nonfinite={nonfinite}, rollback={rollback}, "
         f"verify_every={verify_every}"
     )
-    ranks = process_set.size() if place is None else place.hosts
-    prescale, postscale = scales(op, factor, ranks)
-    engine = HorovodReducer(
+    transport = comm_horovod.HorovodBackend(name, process_set)
+    participants = Participants(process_set, place, transport.make_groups)
+    planner = BucketPlanner(
         _reduced(distributed, named_parameters),
         compressor,
-        name=title,
-        prescale=prescale,
-        postscale=postscale,
-        process_set=process_set,
-        passes=backward_passes_per_step,
-        batch_size=batch_size,
-        bucket_bytes=bucket_bytes,
-        nonfinite=nonfinite,
-        rollback=rollback,
-        scaler=scaler,
-        place=place,
-        settings=settings,
-        chose_rows=compresses_rows and sparse_as_dense is None,
+        participants,
+        options,
+        name=name,
+        tracking="hvd.track_moments(model) before DistributedOptimizer",
     )
-    takeover = None
-    if gives_up:
-        own = momentum.momentum_of(distributed)
-        assert own is not None
-        takeover = momentum.MomentumTransfer(distributed, *own)
+    prescale, postscale = scales(op, factor, participants.rank_and_size[1])
+    reducer = Reducer(
+        planner, transport, participants, options, prescale=prescale, postscale=postscale
+    )
+    transfer = None
+    if own is not None:
+        transfer = MomentumTransfer(distributed, *own)
         if process_set.rank() == 0:
-            momentum.LOGGER.info(
+            LOGGER.info(
                 "momentum=%g, nesterov=%s are taken over from %s by the compressor",
                 *own,
                 type(optimizer).__name__,
             )
-    distributed._exchange_by(engine, takeover, verify_every)
+    by_default = sparse_as_dense is None
+    synchronizer = GradSynchronizer(
+        reducer,
+        TrainedParameters(
+            distributed._parameter_names, groups_of(distributed), backward_passes_per_step
+        ),
+        ConfigCheck(reducer, settings),
+        SparseGradients(reducer, average=average, as_dense=compresses_rows, by_default=by_default),
+        average=average,
+    )
+    distributed._exchange_by(synchronizer, transfer, verify_every)
     return distributed
 
 
@@ -242,21 +245,6 @@ def check_seam(cls: type) -> None:
             f"this Horovod's optimizer is built otherwise than 0.28.1's (no {missing}): "
             "hvd_gradcomp cannot take part in it. Install horovod==0.28.1"
         )
-
-
-def reducer_of(optimizer: Any) -> HorovodReducer:
-    """Return the reducer of an optimizer.
-
-    Raises:
-        TypeError: the optimizer was not made by `hvd_gradcomp.torch.DistributedOptimizer`.
-    """
-    engine = getattr(optimizer, "_gradcomp", None)
-    if engine is None:
-        raise TypeError(
-            f"{type(optimizer).__name__} exchanges nothing compressed here: pass the optimizer "
-            "that hvd_gradcomp.torch.DistributedOptimizer returned, on a rank of its process set"
-        )
-    return engine
 
 
 def _reduced(

@@ -6,17 +6,17 @@ A gradient that is changed where that cannot be honoured is an error on all rank
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp.torch import checkpoint, checksums, dcp
+from hvd_gradcomp.torch import checkpoint, checksums, dcp, inspection
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import HorovodReducer
-from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, groups_of, synchronizers
+from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of, synchronizers
 from hvd_gradcomp.torch.moments.dynamo import interpreted
+from hvd_gradcomp.torch.momentum import MomentumTransfer
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _STOCK: Any = _stock._DistributedOptimizer
@@ -45,17 +45,18 @@ class DistributedOptimizerMixin:
     process_set: Any
     sparse_as_dense: bool
 
-    def _exchange_by(self, reducer: HorovodReducer, takeover: Any, verify_every: int) -> None:
+    def _exchange_by(
+        self,
+        synchronizer: GradSynchronizer,
+        transfer: MomentumTransfer | None,
+        verify_every: int,
+    ) -> None:
         """Begin to reduce gradients. Horovod has set up the rest of the optimizer."""
-        self._gradcomp, self._takeover, self._verify_every = reducer, takeover, verify_every
-        self._synchronizer = synchronizers[self] = GradSynchronizer(
-            reducer,
-            self._parameter_names,
-            groups_of(self),
-            passes=self.backward_passes_per_step,
-            average=self.op == horovod.Average,
-            sparse_as_dense=self.sparse_as_dense,
-        )
+        self._gradcomp, self._synchronizer = synchronizer.reducer, synchronizer
+        self._transfer, self._verify_every = transfer, verify_every
+        optimizer = cast(torch.optim.Optimizer, self)
+        synchronizers[optimizer] = synchronizer
+        inspection.know(optimizer, synchronizer.reducer)
 
     def _plain(self) -> Any:
         """Return the wrapped optimizer's methods, by `super()`; this class may be subclassed."""
@@ -74,8 +75,8 @@ class DistributedOptimizerMixin:
         lineage = type(self).__mro__
         wrapped = lineage[lineage.index(self._own_class()) + 2]
         state = torch.optim.Optimizer.__getstate__(self)
-        if self._takeover is not None:
-            state = self._takeover.restored(state)
+        if self._transfer is not None:
+            state = self._transfer.restored(state)
         return object.__new__, (wrapped,), state
 
     def _register_hooks(self) -> None:
@@ -93,8 +94,8 @@ class DistributedOptimizerMixin:
 
     def retake_momentum(self) -> None:
         """Hand the momentum to the compressor again, after something has set the optimizer's."""
-        if self._takeover is not None:
-            self._takeover.take()
+        if self._transfer is not None:
+            self._transfer.take()
 
     # -- what a user calls -------------------------------------------------------------------
 
@@ -111,16 +112,16 @@ class DistributedOptimizerMixin:
     @interpreted
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the reduced gradients; end the exchange first if it has not ended."""
-        if self._takeover is not None:
-            self._takeover.check()
+        if self._transfer is not None:
+            self._transfer.check()
         if not self.exchanging and dcp.from_checkpoint():
             # It makes the first state, of zeros: exchanged, they would take along what is kept.
             return self._plain().step(closure)
-        self._gradcomp.scaling.check_stepped(self)
+        self._gradcomp.scaling.check_stepped(cast(torch.optim.Optimizer, self))
         loss = self._step(closure)
         verifies = self._verify_every and self._gradcomp.steps % self._verify_every == 0
         # A rank that has joined makes no updates until the end.
-        if verifies and not self._gradcomp.sync.joined:
+        if verifies and not self._synchronizer.sync.joined:
             checksums.check(self._gradcomp)
         return loss
 
@@ -165,14 +166,14 @@ class DistributedOptimizerMixin:
         """Reduce a loss as gradients are: by their own losses, ranks would search apart."""
         mine = torch.as_tensor(loss).detach()
         average = 1.0 / self.process_set.size() if self.op == horovod.Average else 1.0
-        name, wide = f"{self._gradcomp.name}.loss", mine.double().reshape(1)
+        name, wide = f"{self._gradcomp.transport.name}.loss", mine.double().reshape(1)
         work = comm_horovod.allreduce(wide, name, self.process_set, 1.0, average)
         total: torch.Tensor = work.wait()
         return total.to(mine.dtype).reshape(mine.shape)
 
     def _decay(self) -> None:
-        if self._takeover is not None and not self._gradcomp.undone:
-            self._takeover.decay()
+        if self._transfer is not None and not self._gradcomp.undone:
+            self._transfer.decay()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -214,7 +215,7 @@ class DistributedOptimizerMixin:
                 "discard_step() leaves out a step whose gradients are reduced: call it after "
                 "backward(), or after synchronize(), and before step()"
             )
-        if not self._gradcomp.rollback and not self._gradcomp.compressor.is_linear:
+        if not self._gradcomp.rollback and not self._gradcomp.planner.compressor.is_linear:
             raise RuntimeError(
                 "discard_step() needs the state from before the exchange: make "
                 "DistributedOptimizer without rollback=False"
@@ -238,7 +239,7 @@ class DistributedOptimizerMixin:
         self._plain().add_param_group(param_group)
         try:
             self.retake_momentum()
-            self._synchronizer.add_group(self.param_groups[-1])
+            self._synchronizer.add_last_group()
         except ValueError:
             self.param_groups.pop()
             raise
@@ -253,8 +254,8 @@ class DistributedOptimizerMixin:
         See `hvd.save_checkpoint` for the two modes; all ranks call it for "consolidated".
         """
         plain = self.plain_state_dict()
-        if self._takeover is not None:
-            plain = self._takeover.restored(plain)
+        if self._transfer is not None:
+            plain = self._transfer.restored(plain)
         if dcp.from_checkpoint():
             dcp.warn_of_loss(self._gradcomp.buckets)
         return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
@@ -303,7 +304,7 @@ def derived(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any]) -> type:
     """
     cls = type(optimizer)
 
-    def like_it(self: Any, params: Any) -> None:
+    def like_it(self: torch.optim.Optimizer, params: Any) -> None:
         torch.optim.Optimizer.__init__(self, params, dict(optimizer.defaults))
         for name, value in vars(optimizer).items():
             if name in _OF_EACH_OPTIMIZER:
@@ -314,3 +315,8 @@ def derived(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any]) -> type:
     between = type(cls.__name__, (cls,), {"__init__": like_it})
     methods = {**vars(_STOCK), **ours, "__module__": _stock.__name__}
     return type(cls.__name__, (between,), methods)
+
+
+def distributed(item: Any) -> DistributedOptimizerMixin | None:
+    """Return a distributed optimizer as what it is; None of everything else."""
+    return cast(DistributedOptimizerMixin, item) if synchronizer_of(item) is not None else None

@@ -20,8 +20,8 @@ from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import run
+from hvd_gradcomp.torch.bucketing import layers_of
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
-from hvd_gradcomp.torch.parameters import layers_of
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 _HOST = torch.device("cpu")
@@ -193,7 +193,8 @@ class _OfDistributed:
     def __init__(self, group: Any) -> None:
         self.takes_part = dist.get_rank(group) >= 0
         if self.takes_part:
-            self._group, self._transport = ProcessGroup(group), C10dBackend()
+            self._group = ProcessGroup(group)
+            self._transport = C10dBackend(self._group, "probe")
 
     def rank(self) -> int:
         return self._group.rank()

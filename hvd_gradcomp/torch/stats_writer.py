@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_gradcomp.monitoring import reports
-from hvd_gradcomp.torch.inspection import exchange_of
+from hvd_gradcomp.torch.inspection import reducer_of
 
 
 class StatsWriter(reports.StatsWriter):
@@ -41,11 +41,11 @@ class StatsWriter(reports.StatsWriter):
         every: int = 100,
         writers: Sequence[reports.Writer] = (),
     ) -> None:
-        engine = exchange_of(source)
+        reducer = reducer_of(source)
         super().__init__(
-            engine.stats,
-            rank=engine.peers.global_rank(),
-            first=engine.process_set.rank() == 0,
+            reducer.stats,
+            rank=reducer.transport.global_rank(),
+            first=reducer.participants.process_set.rank() == 0,
             writers=writers,
             every=every,
         )

@@ -21,12 +21,18 @@ all ranks:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.runtime import config_check, errors
+from hvd_gradcomp.torch.reducer import Reducer
 
 # Flags of a layer's code.
 HERE = 1  # its gradient has been taken
@@ -34,6 +40,10 @@ SPARSE = 2  # and is sparse
 LATE = 4  # it came after the exchange had ended
 CHANGED = 8  # it was changed since it was taken or reduced
 
+_ALIKE = (
+    "Freeze and thaw the same parameters on all ranks, before the same step, and scale the loss on "
+    "all of them or on none"
+)
 _KIND = HERE | SPARSE
 _LAST, _ENDED, _PLAIN, _SPEAKS, _TOLD, _JOINED = 1, 2, 4, 8, 16, 32
 
@@ -254,3 +264,94 @@ class StepSync:
         late = any(code & LATE for word in words for code in word.layers)
         if self.mixed or late:
             raise GradientChangedError(changed_alone(name, rank))
+
+
+class ConfigCheck:
+    """Comparison of what the ranks of a reducer do, before training and in each step.
+
+    Args:
+        reducer: of this rank.
+        settings: that must be equal on all ranks, besides those of the reducer.
+
+    Attributes:
+        reached: the ranks have agreed, and nothing has changed since.
+    """
+
+    def __init__(self, reducer: Reducer, settings: str) -> None:
+        self._reducer, self._settings = reducer, settings
+        self.reached = False
+
+    def description(self) -> config_check.Description:
+        """Describe everything that must be equal on all ranks."""
+        reducer, planner = self._reducer, self._reducer.planner
+        return config_check.describe(
+            planner.layers,
+            planner.compressor,
+            [bucket.layout for bucket in planner.buckets],
+            self._settings,
+            framework=f"torch {torch.__version__.partition('+')[0]}",
+            horovod=reducer.transport.version,
+        )
+
+    def agree(self) -> None:
+        """Compare the descriptions of all ranks, once before the first collective."""
+        if self.reached:
+            return
+        mine, reducer = self.description(), self._reducer
+        if not reducer.planner.compressor.is_linear:  # sums are the same in every step
+            mine = {**mine, config_check.STEP: str(reducer.steps)}
+        every = self.gather(mine, config_check.Description)
+        participants = reducer.participants
+        config_check.agree(every, participants.process_set.ranks)
+        if participants.place is not None:
+            with self._named("the exchange of what the ranks train"):
+                _ = participants.groups  # all ranks are here together
+        self.reached = True
+
+    def compare_step(self, settings: Mapping[str, str]) -> None:
+        """Compare the settings of this step over the ranks; all ranks call it.
+
+        Raises:
+            MismatchError: on all ranks, naming the difference.
+        """
+        every = self.gather(dict(settings), dict[str, str])
+        ranks = self._reducer.participants.process_set.ranks or range(len(every))
+        begun = {rank: each for rank, each in zip(ranks, every) if each}
+        config_check.agree(list(begun.values()), list(begun), _ALIKE)
+
+    def gather(self, item: Any, kind: Any) -> list[Any]:
+        """Gather an item of type `kind` from every rank."""
+        with self._named("the exchange of what the ranks train"):
+            return self._reducer.transport.gather_objects(item, kind, "handshake")
+
+    def _named(self, what: str) -> AbstractContextManager[None]:
+        transport = self._reducer.transport
+        return errors.explain_errors(transport.failure, what, transport.library)
+
+    def exchange_numbers(
+        self, numbers: Sequence[int], what: str
+    ) -> Generator[None, None, list[list[int]]]:
+        """Exchange a row of numbers below 2**31, of equal length on all ranks; yield while waiting.
+
+        An allreduce with a row for each rank, rather than an allgather, works with `hvd.join()`.
+        """
+        reducer, transport = self._reducer, self._reducer.transport
+        process_set = reducer.participants.process_set
+        size = process_set.size()
+        if size == 1:
+            return [list(numbers)]
+        everybody = torch.zeros(size, len(numbers), dtype=torch.int32, device="cpu")
+        everybody[process_set.rank()] = torch.tensor(numbers, device="cpu")
+        try:
+            with self._named(f"the end of step {reducer.steps}'s exchange"):
+                title = f"{transport.name}.{what}"
+                work = transport.allreduce(Allreduce(everybody), title, process_set)
+                while not work.ready():
+                    if not reducer.poll():
+                        yield
+                return transport.wait(work).tolist()
+        except transport.failure:
+            reducer.poll()
+            if reducer.errors:  # which name what was on its way
+                raise reducer.errors[0] from None
+            raise

@@ -11,9 +11,8 @@ from hvd_gradcomp.runtime import errors
 from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
 from hvd_gradcomp.torch.broadcast_state import hand_out_plain
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.engine import gather_objects
+from hvd_gradcomp.torch.comm.horovod import gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import synchronizers
-from hvd_gradcomp.torch.optimizer import reducer_of
 
 
 def join(device: int = -1) -> int:
@@ -39,27 +38,35 @@ def join(device: int = -1) -> int:
         DeadlockError: on all ranks, if a rank waits for something else.
     """
     gc.collect()  # what nobody refers to takes part in nothing, on any rank
-    optimizers = sorted(synchronizers, key=lambda one: reducer_of(one).name)
-    engines = [reducer_of(one) for one in optimizers]
-    made = {engine.name: engine.steps for engine in engines}
+    optimizers = sorted(synchronizers.items(), key=lambda pair: pair[1].reducer.transport.name)
+    reducers = [synchronizer.reducer for _, synchronizer in optimizers]
+    made = {reducer.transport.name: reducer.steps for reducer in reducers}
     with errors.explain_errors(HorovodInternalError, "hvd.join()"):
-        if all(engine.place is None and engine.compressor.is_linear for engine in engines):
+        if all(
+            reducer.participants.place is None and reducer.planner.compressor.is_linear
+            for reducer in reducers
+        ):
             last = int(horovod.join(device))
             everybody = _gathered(made)
-            for engine in engines:  # all go on from the same step
-                engine.steps = max(steps.get(engine.name, 0) for steps in everybody)
-                engine.compare_again()
+            for _, synchronizer in optimizers:  # all go on from the same step
+                reducer = synchronizer.reducer
+                name = reducer.transport.name
+                reducer.steps = max(steps.get(name, 0) for steps in everybody)
+                synchronizer.compare_again()
         else:
             # Side by side: which optimizer the others step next is not known here.
-            comm_horovod.complete([synchronizers[one].take_part() for one in optimizers])
+            comm_horovod.complete([synchronizer.take_part() for _, synchronizer in optimizers])
             everybody = _gathered(made)
             ranks = range(len(everybody))
             last = max(ranks, key=lambda rank: (sum(everybody[rank].values()), rank))
-        for one, engine in zip(optimizers, engines):
-            among = one.process_set.ranks or range(len(everybody))
-            root = max(among, key=lambda rank: (everybody[rank].get(engine.name, 0), rank))
-            broadcast_parameters(engine.named_parameters, root, process_set=one.process_set)
-            hand_out_plain(one, root, one.process_set)
+        for optimizer, synchronizer in optimizers:
+            reducer = synchronizer.reducer
+            name, process_set = reducer.transport.name, reducer.participants.process_set
+            among = process_set.ranks or range(len(everybody))
+            root = max(among, key=lambda rank: (everybody[rank].get(name, 0), rank))
+            named = reducer.planner.named_parameters
+            broadcast_parameters(named, root, process_set=process_set)
+            hand_out_plain(optimizer, root, process_set)
     return last
 
 

@@ -13,22 +13,27 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
 import horovod.torch as horovod
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
-from hvd_gradcomp.core.collectives import Allgather, Allreduce, Collective, Gather, goes_as_sum
+from hvd_gradcomp.core.collectives import Allreduce, Gather, goes_as_sum
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import KINDS, Link, volume
 from hvd_gradcomp.core.cost_model import Bucket as Cost
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.worth import idle
-from hvd_gradcomp.runtime.collectives import PendingCollective
+from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.torch.bucket import Bucket
-from hvd_gradcomp.torch.engine import TITLES, HorovodReducer
+from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.comm.horovod import TITLES, HorovodBackend, complete
 from hvd_gradcomp.torch.moments import tracker
+from hvd_gradcomp.torch.options import ExchangeOptions
+from hvd_gradcomp.torch.reducer import Backend, Reducer
+from hvd_gradcomp.torch.step_sync import ConfigCheck
 from hvd_gradcomp.tuning.models import Model, ModelError, shapes
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
@@ -37,7 +42,6 @@ _LEARNED = 10_000  # a step at which learning methods are past their warm-up
 _SHIFTS = 1 << 20
 
 Layers = Sequence[tuple[str, tuple[int, ...]]]
-Kind = TypeVar("Kind", bound=HorovodReducer)
 
 
 # -- gradients -------------------------------------------------------------------------------
@@ -173,19 +177,24 @@ class Times(NamedTuple):
     total: float
 
 
-class TimedReducer(HorovodReducer):
-    """Reducer that measures how long it waits."""
+class _Timed:
+    """Transport of Horovod that measures how long it waits."""
 
-    waited = 0.0
+    def __init__(self, transport: HorovodBackend) -> None:
+        self._transport, self.waited = transport, 0.0
 
-    def _wait(self, bucket: Bucket) -> torch.Tensor:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def wait(self, pending: Any) -> torch.Tensor:
         start = time.perf_counter()
-        reply = super()._wait(bucket)
+        reply = self._transport.wait(pending)
         self.waited += time.perf_counter() - start
         return reply
 
-    def finishing(self) -> Iterator[None]:
-        for _ in super().finishing():
+    def timed(self, waits: Iterator[None]) -> Iterator[None]:
+        """Measure the pauses of a generator that yields while it waits for other ranks."""
+        for _ in waits:
             start = time.perf_counter()
             yield
             self.waited += time.perf_counter() - start
@@ -238,23 +247,28 @@ class CompressedExchange(Exchange):
         self, compressor: Compressor, layers: Layers, source: Gradients | None = None
     ) -> None:
         ranks, self._source = horovod.global_process_set, source
-        self._engine = reducer_of(compressor, layers, TimedReducer, ranks, self._squares())
-        self._parameters = [p for _, p in self._engine.named_parameters]
+        self._transport = _Timed(HorovodBackend(TITLES.take(), ranks))
+        transport = cast(Backend, self._transport)
+        self._reducer = reducer_of(compressor, layers, transport, ranks, self._squares())
+        self._parameters = self._reducer.planner.ordered_parameters
+        self._check = ConfigCheck(self._reducer, "")
 
     def stats(self) -> CompressionStats:
-        return self._engine.stats()
+        return self._reducer.stats()
 
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
-        engine, before = self._engine, self._engine.waited
+        reducer, before = self._reducer, self._transport.waited
         _supply(self._parameters, self._squares())
+        self._check.agree()
+        _begin(reducer)
         for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
-            engine.mark_ready(p, gradient)
+            reducer.mark_ready(p, gradient)
         given = time.perf_counter()
-        engine.finish()
+        complete([self._transport.timed(reducer.finalize())])
         for p in self._parameters:
-            engine.reduced_grad(p)
-        engine.clear()
-        return given, engine.waited - before
+            reducer.reduced_grad(p)
+        reducer.end_step()
+        return given, self._transport.waited - before
 
     def _squares(self) -> Sequence[torch.Tensor]:
         return () if self._source is None else self._source.squares
@@ -306,10 +320,10 @@ def measure(way: Exchange, gradients: Gradients, rounds: int, warm_up: int = 0) 
 def reducer_of(
     compressor: Compressor,
     layers: Layers,
-    kind: type[Kind],
+    transport: Backend,
     process_set: Any,
     squares: Sequence[torch.Tensor] = (),
-) -> Kind:
+) -> Reducer:
     """Make the reducer of a compressor; a method that learns is set past its learning phase.
 
     A momentum that it would take over from an optimizer is 0.9: there is no optimizer here.
@@ -322,25 +336,40 @@ def reducer_of(
         compressor = compressor.corrected(0.9, False)
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
     _supply((p for _, p in named), squares)
+    participants, options = Participants(process_set), ExchangeOptions(rollback=False)
     try:
-        engine = kind(
+        planner = BucketPlanner(
             named,
             compressor,
-            name=TITLES.take(),
-            prescale=1.0,
-            postscale=1.0 / process_set.size(),
-            process_set=process_set,
+            participants,
+            options,
+            name=transport.name,
+            tracking="hvd.track_moments(model) before DistributedOptimizer",
+        )
+        postscale = 1.0 / process_set.size()
+        reducer = Reducer(
+            planner, transport, participants, options, prescale=1.0, postscale=postscale
         )
     except ValueError as error:
         raise UnmeasurableError(str(error)) from error
-    if idle(compressor, [(bucket.compressor, bucket.layout) for bucket in engine.buckets]):
+    if idle(compressor, [(bucket.compressor, bucket.layout) for bucket in reducer.buckets]):
         raise UnmeasurableError(f"{brief(compressor)}: it would compress none of these layers")
-    for bucket in engine.buckets:
+    for bucket in reducer.buckets:
         before = bucket.state
         bucket.state = bucket.compressor.rehearsed(bucket.ops, bucket.layout, before, _LEARNED)
         if bucket.state is not before:
-            engine.steps = _LEARNED  # measure the compressed phase
-    return engine
+            reducer.steps = _LEARNED  # measure the compressed phase
+    return reducer
+
+
+def _begin(reducer: Reducer) -> None:
+    """Begin a step, as a host does."""
+    planner = reducer.planner
+    if planner.arrived is not None and reducer.steps > 0:
+        planner.reorder(planner.order)
+    if not planner.judged:
+        planner.warn_if_unprofitable()
+    reducer.begin_step()
 
 
 # -- a rank's own work -----------------------------------------------------------------------
@@ -376,69 +405,99 @@ class _Imagined:
         return True
 
 
-class _Answered:
+class _Answered(NamedTuple):
     """Handle of a collective that has completed already."""
+
+    reply: torch.Tensor
 
     def ready(self) -> bool:
         return True
 
 
-class _AloneReducer(HorovodReducer):
-    """Reducer whose collectives immediately return this rank's own payloads.
+class _Echo:
+    """Transport that immediately returns this rank's own payloads.
+
+    Args:
+        compressor: whose exchange is measured.
+        ranks: number of ranks.
 
     Attributes:
-        asks, marks: by bucket, the (kind, bytes) of its collectives, and pairs of times when its
-            work began and ended.
+        asked: (kind, bytes) of the collectives since the last call of `take`.
+        waited: seconds in which replies were made.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.forget()
+    library, version = "Horovod", ""
+    failure: type[Exception] = HorovodInternalError
 
-    def forget(self) -> None:
-        self.asks: dict[str, list[tuple[str, float]]] = {b.name: [] for b in self.buckets}
-        self.marks: dict[str, list[float]] = {b.name: [] for b in self.buckets}
+    def __init__(self, compressor: Compressor, ranks: int) -> None:
+        self.name, self._compressor, self._ranks = TITLES.take(), compressor, ranks
+        self.asked: list[tuple[str, float]] = []
+        self.waited = 0.0
 
-    def cost(self, bucket: Bucket, first: float, ready: Mapping[str, float]) -> Cost:
-        """Return the cost of a bucket's last step; `first` is the time to its first collective."""
-        marks = self.marks[bucket.name][2:]  # the first pair is in `first`
-        rest = (end - start for start, end in zip(marks[::2], marks[1::2]))
-        asks = tuple(self.asks[bucket.name])
-        asked = getattr(bucket.compressor, "exchange", "auto") != "auto"  # chosen by the user
-        dense = math.inf if asked else 4.0 * bucket.layout.elements
-        return Cost(max(ready[name] for name in bucket.layout.names), (first, *rest), asks, dense)
+    def take(self) -> list[tuple[str, float]]:
+        """Return the collectives that were asked for, and forget them."""
+        asked, self.asked = self.asked, []
+        return asked
 
-    def _gather_objects(self, item: Any, kind: Any) -> list[Any]:
-        del kind
-        return [item] * self.process_set.size()
+    def check(self, named_parameters: Any) -> None:
+        """Do nothing: all tensors stay here."""
 
-    def _step_program(self, bucket: Bucket, reply: Any) -> None:
-        marks = self.marks[bucket.name]
-        marks.append(time.perf_counter())
-        super()._step_program(bucket, reply)
-        marks.append(time.perf_counter())
+    def global_rank(self) -> int:
+        return int(horovod.rank())
 
-    def _submit(self, bucket: Bucket, request: Collective) -> PendingCollective:
-        if isinstance(request, Gather):
-            raise UnmeasurableError(
-                f"{type(self.compressor).__name__}: its ranks have different parts to play, so "
-                "what it takes cannot be measured by one rank alone"
-            )
-        tensor = request.tensor  # type: ignore[union-attr]
-        size = float(tensor.numel() * tensor.element_size())
-        half = isinstance(request, Allreduce) and tensor.dtype in (torch.float16, torch.bfloat16)
-        kind = "allreduce16" if half else type(request).__name__.lower()
-        self.asks[bucket.name].append((kind, size))
-        return PendingCollective(request, self.process_set, True, _Answered())
+    def gather_objects(self, item: Any, kind: Any, what: str) -> list[Any]:
+        del kind, what
+        return [item] * self._ranks
 
-    def _wait(self, bucket: Bucket) -> torch.Tensor:
-        assert bucket.sent is not None
-        request: Any = bucket.sent.request
-        bucket.sent = None
-        if isinstance(request, Allgather):
-            return request.tensor.expand(self.process_set.size(), *request.tensor.shape).clone()
-        tensor: torch.Tensor = request.tensor.clone()
-        return tensor
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        return row.expand(self._ranks, *row.shape)
+
+    def _answer(self, kind: str, tensor: torch.Tensor, copies: int = 0) -> _Answered:
+        self.asked.append((kind, float(tensor.numel() * tensor.element_size())))
+        return _Answered(tensor.expand(copies, *tensor.shape) if copies else tensor)
+
+    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
+        del name, group
+        return self._answer("allgather", tensor, self._ranks)
+
+    def allreduce(self, request: Allreduce, name: str, group: Any) -> _Answered:
+        del name, group
+        half = request.tensor.dtype in (torch.float16, torch.bfloat16)
+        return self._answer("allreduce16" if half else "allreduce", request.tensor)
+
+    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
+        del name, group
+        return self._answer("alltoall", tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Answered:
+        del root, name, group
+        return self._answer("broadcast", tensor)
+
+    def gather(self, request: Gather, name: str, group: Any) -> _Answered:
+        raise UnmeasurableError(
+            f"{type(self._compressor).__name__}: its ranks have different parts to play, so what "
+            "it takes cannot be measured by one rank alone"
+        )
+
+    def wait(self, pending: _Answered) -> torch.Tensor:
+        start = time.perf_counter()
+        reply = pending.reply.clone()
+        self.waited += time.perf_counter() - start
+        return reply
+
+
+def _cost(bucket: Bucket, work: Sequence[float], asks: Any, ready: Mapping[str, float]) -> Cost:
+    """Return the cost of a bucket's step.
+
+    Args:
+        bucket: of the reducer.
+        work: seconds to the first collective, and between the later ones.
+        asks: its collectives.
+        ready: when the gradient of each layer is there.
+    """
+    asked = getattr(bucket.compressor, "exchange", "auto") != "auto"  # chosen by the user
+    dense = math.inf if asked else 4.0 * bucket.layout.elements
+    return Cost(max(ready[name] for name in bucket.layout.names), tuple(work), tuple(asks), dense)
 
 
 class Alone(NamedTuple):
@@ -475,36 +534,42 @@ def alone(
         UnmeasurableError: the compressor does not take these layers, or its ranks have different
             roles (a parameter server).
     """
-    engine = reducer_of(
-        compressor, gradients.layers, _AloneReducer, _Imagined(ranks), gradients.squares
-    )
-    parameters = [p for _, p in engine.named_parameters]
-    there = dict(
-        zip((name for name, _ in engine.named_parameters), ready or [0.0] * len(parameters))
-    )
+    transport = _Echo(compressor, ranks)
+    squares = gradients.squares
+    reducer = reducer_of(compressor, gradients.layers, transport, _Imagined(ranks), squares)
+    parameters, names = reducer.planner.ordered_parameters, reducer.planner.names
+    there = dict(zip(names.values(), ready or [0.0] * len(parameters)))
     costs = []
-    before = engine.stats()
+    before = reducer.stats()
     for turn in range(warm_up + rounds):
-        before = engine.stats() if turn == warm_up else before
+        before = reducer.stats() if turn == warm_up else before
         tensors = gradients.draw()
         _supply(parameters, gradients.squares)
         horovod.barrier()
-        engine.forget()
-        laid: dict[str, float] = {}
+        transport.take()
+        _begin(reducer)
+        work: dict[str, list[float]] = {bucket.name: [0.0] for bucket in reducer.buckets}
+        asks: dict[str, list[tuple[str, float]]] = {bucket.name: [] for bucket in reducer.buckets}
         for p, gradient in zip(reversed(parameters), reversed(tensors)):
             start = time.perf_counter()
-            engine.mark_ready(p, gradient)
-            name = engine.bucket_of(p).name
-            laid[name] = laid.get(name, 0.0) + time.perf_counter() - start
-        engine.finish()
+            reducer.mark_ready(p, gradient)
+            bucket, _ = reducer.planner.places[p]
+            work[bucket.name][0] += time.perf_counter() - start
+            asks[bucket.name] += transport.take()
+        while running := reducer.running:
+            for bucket in running:
+                start, waited = time.perf_counter(), transport.waited
+                reducer.resume([bucket])
+                spent = time.perf_counter() - start - (transport.waited - waited)
+                work[bucket.name].append(spent)
+                asks[bucket.name] += transport.take()
+        complete([reducer.finalize()])
         for p in parameters:
-            engine.reduced_grad(p)
-        engine.clear()
+            reducer.reduced_grad(p)
+        reducer.end_step()
         if turn >= warm_up:
-            costs.append(
-                [engine.cost(bucket, laid[bucket.name], there) for bucket in engine.buckets]
-            )
-    return Alone(costs, (engine.stats() - before).element_ratio)
+            costs.append([_cost(b, work[b.name], asks[b.name], there) for b in reducer.buckets])
+    return Alone(costs, (reducer.stats() - before).element_ratio)
 
 
 # -- the link --------------------------------------------------------------------------------

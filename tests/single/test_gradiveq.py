@@ -524,7 +524,7 @@ def test_a_layer_is_a_convolution_by_what_it_belongs_to():
 
 @normalizes_weights
 def test_pytorch_knows_what_its_modules_are():
-    from hvd_gradcomp.torch.parameters import layers_of
+    from hvd_gradcomp.torch.bucketing import layers_of
 
     class Odd(torch.nn.Module):
         def __init__(self):

@@ -183,8 +183,6 @@ def test_nobody_touches_the_private_names_of_another_module():
     allowed = {
         "distributed._parameter_names",  # Horovod's
         "distributed._exchange_by",
-        "self.value._gradcomp",
-        "there._arrived",  # of its own base
     }
     found = [use for use in house.private_accesses(TREES) if use.split(": ")[1] not in allowed]
     assert not found
@@ -195,14 +193,11 @@ def test_a_class_has_no_subclass_or_several():
     reasons = {
         "algorithms.gradiveq.settings": "settings, which are read without the algorithm",
         "algorithms.lgc.settings": "settings, which are read without the algorithm",
+        "runtime.collectives": "a protocol, which a host's transport extends by what it needs",
         "ops": "operations by subject, a file a subject, for each framework",
         "tensorflow.elastic": "a class of Horovod's with a state of ours",
         "tensorflow.keras.callbacks": "as in Horovod",
-        "runtime.participants": "a rank of the world in memory chooses among groups",
         "testing": "asked by its users to be derived from",
-        # To be replaced by a reducer that is handed its parts, as `torch.grad_synchronizer` is.
-        "torch.exchange": "",
-        "torch.participants": "",
     }
     for name in house.only_heirs(TREES):
         module = name.removeprefix("hvd_gradcomp.").rpartition(".")[0]
@@ -212,8 +207,8 @@ def test_a_class_has_no_subclass_or_several():
 def test_types_are_said():
     """What takes anything switches the type checker off. These numbers go down only."""
     text = "\n".join((ROOT / module).read_text() for module in MODULES)
-    assert text.count("self: Any") <= 49
-    assert text.count("optimizer: Any") <= 23
+    assert text.count("self: Any") <= 46
+    assert text.count("optimizer: Any") <= 10
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from hvd_gradcomp.core.collectives import Allreduce, Gather
-from hvd_gradcomp.runtime import typed_json
+from hvd_gradcomp.runtime import errors, typed_json
+from hvd_gradcomp.torch.step_sync import OutOfStepError
 
+_VERIFY = -1  # said in the place of a step
 _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -113,8 +115,65 @@ class Work:
         return self._shaped()
 
 
+def out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
+    """Return an error that lists the step of each rank; see `C10dBackend.gather_words`."""
+    verifying = [str(rank) for rank, (step, *_) in said.items() if step == _VERIFY]
+    if verifying:
+        return OutOfStepError(
+            f"rank {', '.join(verifying)} calls verify, and the other ranks are in backward: call "
+            "it on all ranks, between the same two steps"
+        )
+    listed = {rank: tuple(words[:2]) for rank, words in said.items()}
+    return OutOfStepError(
+        "the ranks are in different steps, or only some of them use a GradScaler: load the same "
+        f"checkpoint on all ranks. By rank (step, whether it can be undone): {listed}"
+    )
+
+
 class C10dBackend:
-    """Transport over `torch.distributed`; see `Transport`."""
+    """Transport over `torch.distributed`; see `Backend`.
+
+    Args:
+        group: the ranks.
+        name: prefix of the names of buckets; collectives have none here.
+    """
+
+    library = "torch.distributed"
+    failure: type[Exception] = RuntimeError
+
+    def __init__(self, group: ProcessGroup, name: str) -> None:
+        self.name, self._group = name, group
+        self.version = f"none, torch.distributed's {group.backend}"
+
+    def check(self, named_parameters: Any) -> None:
+        """Do nothing: `DistributedDataParallel` has taken the parameters already."""
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def gather_objects(self, item: Any, kind: Any, what: str) -> list[Any]:
+        del what
+        return self._group.gather_objects(item, kind)
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        said = self.gather_words([_VERIFY, 0, 0], "verify")
+        if any(step != _VERIFY for step, *_ in said.values()):
+            raise out_of_step(said)
+        return Work.of(dist.all_gather, row.to(self._group.device), self._group).wait()
+
+    def gather_words(self, words: list[int], what: str) -> dict[int, list[int]]:
+        """Gather three numbers by rank, so that ranks notice if they begin different things.
+
+        Args:
+            words: the step, if it can be undone, and if this rank has joined.
+            what: begins, for errors.
+        """
+        mine = torch.tensor(words, device=self._group.device)
+        try:
+            every = Work.of(dist.all_gather, mine, self._group).wait().tolist()
+        except RuntimeError as error:
+            raise RuntimeError(errors.explain(what, str(error), self.library)) from error
+        return dict(zip(self._group.ranks, every))
 
     def allgather(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name

@@ -17,11 +17,14 @@ from typing import Any
 
 import horovod.torch as horovod
 import torch
+from horovod import __version__ as horovod_version
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from hvd_gradcomp.core.collectives import Allreduce, Gather, goes_as_sum
 from hvd_gradcomp.ops import PayloadError
-from hvd_gradcomp.runtime import stall_inspector
+from hvd_gradcomp.runtime import hierarchy, stall_inspector, typed_json
+from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.torch.comm import recorded
 
 # Seconds between two polls. Horovod's cycle is one millisecond, and a poll takes time from the core
@@ -29,6 +32,7 @@ from hvd_gradcomp.torch.comm import recorded
 # adds at most a sixteenth to the wait.
 _SHORTEST, _LONGEST = 50e-6, 1e-3
 _LONG = 1.0  # seconds of waiting before the deadlock check begins
+TITLES = UniqueNames("gradcomp")  # of reducers
 SEAM = ("_allgather_async", "_allreduce_async", "_alltoall_async", "_broadcast_async")
 
 
@@ -74,8 +78,8 @@ class Work:
         pause = pauses()
         while not self.ready():
             pause()
-        waiting.remove(self.key)
-        result = horovod.synchronize(self.handle)
+        waiting.operations.pop(self.key, None)
+        result = recorded.synchronize(self.handle)
         self.references.clear()
         return result
 
@@ -113,7 +117,7 @@ def takes(device: torch.device) -> bool:
 
 def _lend(name: str, process_set: Any, enqueue: Callable[..., int], *arguments: Any) -> Work:
     loan = _unwatched(enqueue, *arguments, name, process_set)
-    waiting.add(loan.key, stall_inspector.PendingOp(name, process_set, loan.ready))
+    waiting.operations[loan.key] = stall_inspector.PendingOp(name, process_set, loan.ready)
     return loan
 
 
@@ -208,8 +212,60 @@ class _AsyncReply:
         return self._shaped(reply)
 
 
+def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
+    """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
+
+    def gather(mine: bytes) -> Iterator[bytes]:
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
+        # Named as on TensorFlow, should another rank run that.
+        lengths = allgather(length, f"{name}.sz", process_set).wait()
+        everything = allgather(data, f"{name}.t", process_set).wait()
+        return (piece.numpy().tobytes() for piece in everything.split(lengths.tolist()))
+
+    return typed_json.gather(item, kind, gather, process_set.ranks)
+
+
 class HorovodBackend:
-    """Transport over Horovod; see `Transport`. Its handles have `ready()`."""
+    """Transport over Horovod; see `Backend`.
+
+    Args:
+        name: prefix of the names of collectives.
+        process_set: the ranks.
+    """
+
+    library, version = "Horovod", horovod_version
+    failure: type[Exception] = HorovodInternalError
+
+    def __init__(self, name: str, process_set: Any) -> None:
+        self.name, self._set = name, process_set
+
+    def check(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        for name, p in named_parameters:
+            if not takes(p.device):
+                raise ValueError(
+                    f"{name} is on {p.device}, and this Horovod was built without collectives for "
+                    "tensors there. Build it for this PyTorch with HOROVOD_GPU_OPERATIONS=NCCL "
+                    "(hvd-gradcomp build-horovod), or train on the CPU"
+                )
+
+    def global_rank(self) -> int:
+        return int(mpi_ops.rank())
+
+    def gather_objects(self, item: Any, kind: Any, what: str) -> list[Any]:
+        return gather_objects(item, kind, f"{self.name}.{what}", self._set)
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        every: torch.Tensor = mpi_ops.allgather(row[None], f"{self.name}.verify", self._set)
+        return every
+
+    def make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
+        """Make the process sets of hosts, on all ranks together; see `Participants`."""
+
+        def gather(item: Any, kind: Any) -> list[Any]:
+            return self.gather_objects(item, kind, "handshake")
+
+        return hierarchy.groups_of(mpi_ops, place, gather)
 
     def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _AsyncReply:
         own, ranks = tensor.contiguous(), group.size()

@@ -32,6 +32,9 @@ _PREFIXES = {  # of the names by which Horovod matches collectives, by enqueuein
 STOCK: dict[str, Callable[..., Any]] = {name: getattr(mpi_ops, name) for name in _PREFIXES}
 """Horovod's own functions that enqueue, which record nothing."""
 
+synchronize: Callable[[int], Any] = mpi_ops.synchronize
+"""Horovod's own function that waits for a handle."""
+
 _REPLACED = {name: getattr(mpi_ops, name) for name in ("synchronize", "barrier", "shutdown")}
 _unnamed: dict[tuple[str, int], int] = {}  # count of unnamed ones, by prefix and process set
 
@@ -44,7 +47,7 @@ def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> 
         pauses: makes a function to call between two polls; see `comm.horovod.pauses`.
     """
 
-    def synchronize(handle: int) -> Any:
+    def wait(handle: int) -> Any:
         if handle in mpi_ops._handle_map:
             pause = pauses()
             try:
@@ -52,13 +55,13 @@ def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> 
                     pause()
             finally:
                 waiting.remove(_key(handle))
-        return _REPLACED["synchronize"](handle)
+        return synchronize(handle)
 
     def barrier(process_set: Any = mpi_ops.global_process_set) -> None:
         key = _key(object())
         waiting.add(key, PendingOp("barrier", process_set, lambda: False, _thread()))
         try:
-            _REPLACED["barrier"](process_set)  # enqueues, and calls the `synchronize` above
+            _REPLACED["barrier"](process_set)  # enqueues, and calls the `wait` above
         finally:
             waiting.remove(key)
 
@@ -70,7 +73,7 @@ def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> 
     for name, stock in STOCK.items():
         setattr(mpi_ops, name, _recorded(waiting, stock, _PREFIXES[name]))
     ours: dict[str, Callable[..., Any]] = {
-        "synchronize": synchronize,
+        "synchronize": wait,
         "barrier": barrier,
         "shutdown": shutdown,
     }

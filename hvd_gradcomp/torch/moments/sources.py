@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ import torch
 from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.torch.amp import GradScalerAdapter
-from hvd_gradcomp.torch.bucket import Bucket, Named
+from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
 from hvd_gradcomp.torch.moments import tracker
-from hvd_gradcomp.torch.parameters import as_real
 
 LOGGER = logging.getLogger("hvd_gradcomp")
+STORED = ("sample", "microbatch")  # sources whose moments buckets store; a step's are its squares
 
 
 def source_of(
@@ -67,24 +67,22 @@ class Sources:
 
     Args:
         source: the result of `source_of`.
+        places: the bucket of each parameter, and its slot there.
         batch_size: samples that a rank sees for each exchange, for micro-batches.
         scaling: of the loss.
-
-    Attributes:
-        places: the bucket of each parameter, and its slot there.
     """
 
-    def __init__(self, source: str, batch_size: int | None, scaling: GradScalerAdapter) -> None:
-        self.source = source
-        self.places: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
+    def __init__(
+        self,
+        source: str,
+        places: Mapping[torch.nn.Parameter, tuple[Bucket, int]],
+        batch_size: int | None,
+        scaling: GradScalerAdapter,
+    ) -> None:
+        self.source, self._places = source, places
         self._batch_size, self._scaling = batch_size, scaling
         self._counted: dict[torch.nn.Parameter, int] = {}
         self._made = 0  # passes of this step; a layer contributes zero to passes that do not use it
-
-    @property
-    def kept(self) -> bool:
-        """Return True if buckets store moments; those of a step follow from the gradient."""
-        return self.source in ("sample", "microbatch")
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
         """Register hooks on parameters that need the moments of micro-batches."""
@@ -105,7 +103,7 @@ class Sources:
         return hook
 
     def _add_square(self, parameter: torch.nn.Parameter, contribution: torch.Tensor) -> None:
-        bucket, slot = self.places[parameter]
+        bucket, slot = self._places[parameter]
         square = bucket.moment_views[slot]
         dense = contribution.to_dense() if contribution.is_sparse else contribution
         dense = as_real(dense.detach()).to(square.dtype)
@@ -119,8 +117,6 @@ class Sources:
 
     def give(self, bucket: Bucket, slot: int) -> None:
         """Copy the moment of a layer into the bucket, which has the layer's gradient already."""
-        if not bucket.moment_views:
-            return
         parameter, view = bucket.parameters[slot], bucket.moment_views[slot]
         if self.source == "sample":
             moment = tracker.take(parameter, bucket.views[slot])

@@ -688,7 +688,7 @@ def fails_in_backward(model, state):
     def refuse(*_):
         raise ValueError("sparse=False")
 
-    state._run.give = refuse
+    state._run.mark_ready = refuse
     backward(model, 5)
 
 

@@ -135,7 +135,7 @@ def beside_a_sparse_method() -> float:
         optimizer.step()
         got = got + model.third.weight.grad.double()
     given, engine = sum(contributions), optimizer._gradcomp
-    bucket, slot = engine._places[model.third.weight]
+    bucket, slot = engine.planner.places[model.third.weight]
     kept = bucket.cut(bucket.compressor.residual(bucket.state))[slot].double()
     lost = hvd.allreduce(given - got - kept, name="lost")
     return float(lost.abs().max() / given.abs().max())

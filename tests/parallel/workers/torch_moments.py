@@ -89,7 +89,7 @@ def step():
     """What the compressor is given for these layers is the square of the gradient."""
     model, tracker, optimizer = made(Experts, "step")
     given = {}
-    bucket, slot = optimizer._gradcomp._places[model.memory.weight_hh_l0]
+    bucket, slot = optimizer._gradcomp.planner.places[model.memory.weight_hh_l0]
     start = optimizer._gradcomp._launch
 
     def watched(bucket_):

@@ -37,7 +37,7 @@ def mean_over_ranks(x):
 
 
 def residual_of(optimizer, p):
-    bucket, slot = optimizer._gradcomp._places[p]
+    bucket, slot = optimizer._gradcomp.planner.places[p]
     return bucket.cut(bucket.compressor.residual(bucket.state))[slot].clone()
 
 

@@ -1,0 +1,478 @@
+"""Reducer that runs the programs of a model's buckets, while gradients arrive.
+
+A bucket's program starts when the last of its gradients has arrived, so its communication overlaps
+with the backward of earlier layers. `finalize` resumes the programs until all have ended. Horovod's
+optimizer and the hook of `DistributedDataParallel` say when gradients are there, and where the
+reduced ones go; what else differs between the two is in their `Backend`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+
+from hvd_gradcomp.core.collectives import Collective
+from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime import errors, hierarchy, stats
+from hvd_gradcomp.runtime.collectives import CollectiveRunner, PendingCollective, Transport
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
+from hvd_gradcomp.torch.amp import GradScalerAdapter
+from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
+from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.moments.sources import Sources
+from hvd_gradcomp.torch.options import ExchangeOptions
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+_SENT, _RECEIVED, _SKIPPED = range(3)  # of the counters
+_PRIME = 2**31 - 1
+
+
+class Backend(Transport, Protocol):
+    """Transport between the ranks of one reducer; its collectives return handles with `ready()`.
+
+    Attributes:
+        name: prefix of the names of collectives.
+        library: that moves the tensors, for messages.
+        version: of Horovod, for the configuration check.
+        failure: the class of its errors.
+    """
+
+    name: str
+    library: str
+    version: str
+    failure: type[Exception]
+
+    def check(self, named_parameters: Named) -> None:
+        """Raise a ValueError if there are no collectives for the device of a parameter."""
+
+    def global_rank(self) -> int:
+        """Return this rank's number in the whole job."""
+
+    def gather_objects(self, item: Any, kind: Any, what: str) -> list[Any]:
+        """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Gather the row of every rank, to verify replicas."""
+
+
+class TrafficCounter:
+    """Counter of this rank's traffic.
+
+    Attributes:
+        counters: bytes sent, bytes received, steps skipped.
+        gathered: values of sparse gradients gathered uncompressed, by the layer's name.
+    """
+
+    def __init__(self) -> None:
+        self.counters = [0, 0, 0]
+        self.gathered: dict[str, int] = {}
+        self._heard: list[torch.Tensor] = []
+
+    def sent(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was passed to a collective."""
+        self.counters[_SENT] += tensor.numel() * tensor.element_size()
+
+    def received(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that a collective returned."""
+        self.counters[_RECEIVED] += tensor.numel() * tensor.element_size()
+
+    def skipped(self) -> int:
+        """Count a skipped step; return the number of them."""
+        self.counters[_SKIPPED] += 1
+        return self.counters[_SKIPPED]
+
+    def heard(self, reply: torch.Tensor) -> None:
+        """Checksum a result that must be bit-identical on all ranks."""
+        if not reply.is_cuda:
+            self._heard.append(sum_of_bits(reply))
+
+    def digest(self) -> int:
+        """Return a digest of the results since the last call; 0 for none."""
+        sums, self._heard = self._heard, []
+        return sum(int(x) for x in sums) % _PRIME
+
+    @property
+    def totals(self) -> tuple[list[int], dict[str, int]]:
+        """Return copies of what is counted, for checkpoints and rollback."""
+        return list(self.counters), dict(self.gathered)
+
+    @totals.setter
+    def totals(self, totals: tuple[list[int], dict[str, int]]) -> None:
+        counters, gathered = totals
+        self.counters, self.gathered = list(counters), dict(gathered)
+
+
+class Reducer:
+    """Reducer of one model's gradients.
+
+    Args:
+        planner: plans the buckets.
+        transport: moves tensors.
+        participants: the ranks.
+        options: of the exchange.
+        prescale, postscale: see `Context`.
+
+    Attributes:
+        traffic: of this rank.
+        scaling: of the loss.
+        sources: of second moments.
+        steps: exchanges so far.
+        undone: the last exchange was rolled back.
+        summed: a digest of the sums of the previous exchange; 0 for none.
+        joined: this rank has run out of batches, and contributes only its residuals.
+        started: a program of this step has started, and the exchange has not ended.
+        errors: with which programs of this step have ended.
+        policy: of this step, for non-finite gradients.
+    """
+
+    def __init__(
+        self,
+        planner: BucketPlanner,
+        transport: Backend,
+        participants: Participants,
+        options: ExchangeOptions,
+        *,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        transport.check(planner.named_parameters)
+        self.planner, self.transport, self.participants = planner, transport, participants
+        self.rollback, self._nonfinite = options.rollback, options.nonfinite
+        self.prescale, self.postscale = prescale, postscale
+        self.scaling, self.traffic = GradScalerAdapter(options.scaler), TrafficCounter()
+        self.sources = Sources(planner.source, planner.places, options.batch_size, self.scaling)
+        self.sources.watch(planner.buckets)
+        self._runner = CollectiveRunner(transport, self.traffic, participants)
+        self.policy = options.nonfinite or "raise"
+        self.joined = self.undone = False
+        self.steps = self.summed = 0
+        self.started = False
+        self._can_discard = False  # the last exchange can still be rolled back
+        self.errors: list[Exception] = []
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Return the buckets, in the order in which backward fills them."""
+        return self.planner.buckets
+
+    @property
+    def parameters(self) -> Set[torch.nn.Parameter]:
+        """Return the parameters that have a place in a bucket."""
+        return self.planner.places.keys()
+
+    def leads(self, bucket: Bucket) -> bool:
+        """Return True if this rank compresses a bucket and keeps its state."""
+        return self.participants.leads(bucket.leader)
+
+    def add(self, named_parameters: Named) -> None:
+        """Add parameters, on all ranks before the same step; see `BucketPlanner.add`."""
+        self.transport.check(named_parameters)
+        self.sources.watch(self.planner.add(named_parameters, self.steps))
+
+    def rename(self, name: str) -> None:
+        """Change the prefix of all names on the timeline."""
+        self.transport.name = name
+        self.planner.rename(name)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Commit the last step; fix the loss scale and the non-finite policy of this one."""
+        self.commit()
+        scaled = self.scaling.begin_step()
+        if not self.joined:  # then other ranks scale their loss, or do not, as before
+            self.policy = self._nonfinite or ("skip" if scaled else "raise")
+        for bucket in self.buckets:
+            bucket.refresh()
+
+    @property
+    def undoes(self) -> bool:
+        """Return True if a step with a non-finite gradient is rolled back."""
+        return self.policy != "raise"
+
+    def follow(self, undoes: bool) -> None:
+        """Adopt the policy for non-finite gradients of the ranks that still have batches."""
+        if self._nonfinite is None:
+            self.policy = "skip" if undoes else "raise"
+
+    def mark_ready(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Copy a gradient into its bucket; start the bucket's program if it was the last one.
+
+        Args:
+            gradient: dense, of the parameter's shape or one number; None stands for zero.
+        """
+        bucket, slot = self.planner.places[parameter]
+        with torch.no_grad():
+            if gradient is None:
+                bucket.views[slot].zero_()
+            else:
+                power = 0 if bucket.scaled else 1
+                self.scaling.unscale(as_real(gradient), bucket.views[slot], power)
+            if bucket.moment_views:
+                self.sources.give(bucket, slot)
+        if bucket.flat.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
+        bucket.absent.discard(slot)
+        if not bucket.absent and bucket.stack is None and bucket.result is None:
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        self.started = True
+        if bucket.streams:
+            here = torch.cuda.current_stream(bucket.flat.device)
+            for stream in bucket.streams - {here}:
+                here.wait_stream(stream)
+            bucket.streams.clear()
+        place, ranks = self.participants.place, self.participants.rank_and_size
+        context = Context(bucket.layout, *ranks, self.steps, self.prescale, self.postscale)
+        extra = {} if bucket.moment is None else {"moment": bucket.moment}
+        if self.undoes or self.rollback:
+            bucket.keep_before()
+        how = bucket.ops, context, bucket.flat, bucket.state
+        with torch.no_grad():
+            if place is None:
+                program = bucket.compressor.aggregate(*how, **extra)
+            else:
+                program = hierarchy.aggregate(
+                    bucket.compressor, *how, place=place, leader=bucket.leader, **extra
+                )
+            bucket.stack = ProgramRunner(program)
+            try:
+                self._step_program(bucket, None)
+            except Exception:
+                bucket.abandon()
+                raise
+
+    def _step_program(self, bucket: Bucket, reply: Any) -> None:
+        """Resume a bucket's program until it requests a collective or ends."""
+        assert bucket.stack is not None
+        bucket.ops.take_turn()
+        request = bucket.stack.send(reply)
+        if request is None:
+            bucket.result, bucket.state = bucket.stack.result
+            bucket.stack, bucket.round = None, 0
+            return
+        try:
+            bucket.sent = self._submit(bucket, request)
+        except self.transport.failure as error:
+            raise self._explained(bucket, error) from error
+        bucket.round += 1
+
+    def _submit(self, bucket: Bucket, request: Collective) -> PendingCollective:
+        return self._runner.submit(request, bucket.name, bucket.round)
+
+    def _wait(self, bucket: Bucket) -> torch.Tensor:
+        assert bucket.sent is not None
+        try:
+            reply: torch.Tensor = self._runner.receive(bucket.sent)
+        except self.transport.failure as error:
+            raise self._explained(bucket, error) from error
+        bucket.sent = None
+        return reply
+
+    def _explained(self, bucket: Bucket, error: Exception) -> Exception:
+        what = f"the exchange of {bucket.name} in step {self.steps}"
+        return self.transport.failure(errors.explain(what, str(error), self.transport.library))
+
+    def resume(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for the buckets' pending collectives, and resume their programs."""
+        for bucket in buckets:
+            try:
+                with torch.no_grad():
+                    self._step_program(bucket, self._wait(bucket))
+            except Exception as error:
+                self.errors.append(error)
+                bucket.abandon()
+
+    @property
+    def running(self) -> list[Bucket]:
+        """Return the buckets whose program has started and not ended."""
+        return [bucket for bucket in self.buckets if bucket.stack is not None]
+
+    def poll(self) -> bool:
+        """Resume the programs whose collective has completed; return True if there were any."""
+        ready = [b for b in self.running if b.sent and b.sent.pending.ready()]
+        self.resume(ready)
+        return bool(ready)
+
+    def finalize(self) -> Iterator[None]:
+        """Run every started program to its end; yield while all wait for other ranks.
+
+        Raises:
+            PayloadError: and the like, from a program; after all other programs have ended, so
+                that no rank waits for this one.
+        """
+        while self.running:
+            if not self.poll():
+                yield
+        if self.started:
+            self.end_exchange()
+
+    def end_exchange(self) -> None:
+        """Commit or roll back the exchange, after all programs have ended."""
+        self.started, found, self.errors = False, self.errors, []
+        if self.undoes:
+            for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
+                try:
+                    ops.raise_found()
+                except NonFiniteGradientError as error:
+                    found.append(error)
+        for bucket in self.buckets:
+            bucket.absent = set(range(len(bucket.parameters)))
+            if found or not self.rollback:
+                bucket.end(undo=bool(found) and self.undoes)
+        others = [e for e in found if not isinstance(e, NonFiniteGradientError)]
+        self.undone = bool(found) and not others and self.undoes
+        self.summed = self.traffic.digest()
+        if self.undone:
+            self._skip(found[0])
+            return
+        self.steps += 1
+        self._can_discard = self.rollback and not found
+        if found:
+            for bucket in self.buckets:
+                bucket.result = None
+            raise (others or found)[0]
+
+    def _skip(self, error: Exception) -> None:
+        """Return NaN gradients on all ranks, which a loss scaler or `step` will see."""
+        count = self.traffic.skipped()
+        expected = self.scaling.scaler is not None or count > 1
+        level = logging.DEBUG if expected else logging.WARNING
+        LOGGER.log(level, "step left out (%d so far): %s", count, error)
+        for bucket in self.buckets:
+            bucket.result = bucket.flat.zero_()  # what lies between the layers has to stay 0
+            for view in bucket.views:
+                view.fill_(float("nan"))
+
+    def reduced_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return the reduced gradient of a parameter, in its shape and its bucket's precision."""
+        bucket, slot = self.planner.places[parameter]
+        if bucket.result is None:
+            raise RuntimeError("a gradient without an exchange; this is a bug in hvd_gradcomp")
+        gradient = bucket.layer(bucket.result, slot)
+        gradient = gradient if bucket.scaled else self.scaling.scale(gradient)
+        return torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+
+    def end_step(self) -> None:
+        """End a step after all results were taken: release them and the frozen parameters."""
+        if self.sources.source:
+            self.sources.end_step()
+        self.scaling.end_step()
+        if self.planner.arrived:  # in a step that was left out, of layers that it had not used
+            self.planner.arrived.clear()
+        for bucket in self.buckets:
+            bucket.result = None
+            if bucket.waiting:
+                bucket.restore_frozen()
+
+    def abort(self) -> None:
+        """Abort an exchange, e.g. after another rank's end."""
+        interrupted, self.started, self.errors = self.started, False, []
+        self._can_discard = False
+        self.sources.forget()
+        if self.planner.arrived:
+            self.planner.arrived.clear()
+        self.scaling.end_step()
+        for bucket in self.buckets:
+            bucket.end(undo=interrupted)
+            bucket.restore_frozen()
+            bucket.abandon()
+            bucket.streams.clear()
+            bucket.result = None
+            bucket.absent = set(range(len(bucket.parameters)))
+
+    def forget_sums(self) -> None:
+        """Forget the sums of the last exchange, which other ranks may not know."""
+        self.traffic.digest()
+        self.summed = 0
+
+    # -- what was exchanged --------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Release the state from before the last exchange, which can then not be discarded."""
+        self._can_discard = False
+        for bucket in self.buckets:
+            bucket.end(undo=False)
+
+    def discard(self) -> bool:
+        """Roll back the last exchange, bit-exactly; all ranks do the same.
+
+        The exchange is counted as skipped, and the next one repeats its step.
+
+        Returns:
+            True if the state is that from before the exchange, also if it was rolled back already.
+        """
+        if self.undone:
+            return True
+        if not self._can_discard:
+            return False
+        self._can_discard = False
+        for bucket in self.buckets:
+            bucket.end(undo=True)
+        self.steps -= 1
+        self.traffic.skipped()
+        return True
+
+    @property
+    def leaves_out(self) -> bool:
+        """Return True if the optimizer must skip the step that was exchanged last."""
+        return self.undone and self.policy == "skip"
+
+    def poisoned(self, what: str) -> None:
+        """Handle a non-finite gradient that was summed outside the buckets, on all ranks.
+
+        Raises:
+            NonFiniteGradientError: if that is the policy; else the step counts as undone.
+        """
+        if not self.undoes:
+            raise NonFiniteGradientError(what)
+        self.undone = True
+
+    def retrain(self) -> None:
+        """Retrain compressors that learn, from the next step on."""
+        self.commit()
+        for bucket in self.buckets:
+            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
+
+    def stats(self) -> CompressionStats:
+        """Return totals since the start; synchronizes with the device."""
+        return stats.stats(
+            [
+                stats.BucketTotals(b.layout, b.compressor, b.state, self.steps - b.since)
+                for b in filter(self.leads, self.buckets)
+            ],
+            stats.Counters(*self.traffic.counters),
+            steps=self.steps,
+            order=[name for name, _, _ in self.planner.layers],
+            beside=self.traffic.gathered,
+            unplanned={},
+            norm=_norm,
+            gradient_norms=[_norm(p.grad) for p in self.parameters if p.grad is not None],
+        )
+
+
+def wait_for_copies(buckets: Collection[Bucket]) -> None:
+    """Wait for pending copies from a GPU to the host."""
+    for device in {bucket.flat.device for bucket in buckets}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """Return a checksum that any flipped bit changes."""
+    data = x.detach().reshape(-1).view(torch.uint8)
+    whole = data.shape[0] // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+
+
+def _norm(x: torch.Tensor) -> float:
+    values = x.detach().coalesce().values() if x.is_sparse else x.detach()
+    dtype = torch.promote_types(values.dtype, torch.float32)  # halves overflow, doubles stay
+    return float(torch.linalg.vector_norm(values, dtype=dtype))
