@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from hvd_gradcomp import ops as tensor_ops
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops import Ops, Tensor, ops_of
 
 
 class LinearCompressor(Compressor):
@@ -58,9 +57,9 @@ class LinearCompressor(Compressor):
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the code that stock Horovod allreduces, and the dtype to restore."""
-        ops = tensor_ops.of(tensor)
+        ops = ops_of(tensor)
         return self.encode(ops, tensor), tensor.dtype
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
         """Restore the dtype after stock Horovod's allreduce."""
-        return tensor_ops.of(tensor).cast(tensor, context)
+        return ops_of(tensor).cast(tensor, context)

@@ -57,7 +57,7 @@ class Ops(
     largest_passes: Any = None
 
 
-def of(tensor: Any) -> Ops:
+def ops_of(tensor: Any) -> Ops:
     """Return the ops of the framework that this tensor belongs to, without importing any other."""
     for base in type(tensor).__mro__:
         root = base.__module__.partition(".")[0]

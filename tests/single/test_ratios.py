@@ -46,7 +46,7 @@ def sent_by(compressor, shapes, ranks, steps=1, gradient=torch.randn):
     world = World(compressor, TorchOps(), layout, ranks)
     for _ in range(steps):
         ledgers = [Counted() for _ in range(ranks)]
-        for dispatch, ledger in zip(world._dispatches, ledgers):
+        for dispatch, ledger in zip(world._runners, ledgers):
             dispatch.ledger = ledger
         world.step([world.flat([gradient(shape) for shape in shapes]) for _ in range(ranks)])
     return ledgers[0].bytes_sent
