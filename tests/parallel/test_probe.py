@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
-from tests.parallel.launch import HOROVODRUN, launch
+from tests.parallel.launch import environment, horovodrun, launch, python
 
 pytestmark = pytest.mark.parallel
 
@@ -96,9 +95,11 @@ def test_tensorflow(tmp_path):
 
 def test_example(tmp_path):
     pytest.importorskip("matplotlib")
-    command = [*HOROVODRUN, "--gloo", "-np", "2", sys.executable, "-m", "examples.probing"]
+    variables = environment()
+    start = python("horovod.torch", variables)
+    command = [*horovodrun(variables), *start, "-m", "examples.probing"]
     command += ["--epochs", "1", "--every", "1", "--png", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "Variance" in done.stdout
     names = {path.name for path in tmp_path.iterdir()}
