@@ -37,11 +37,11 @@ def test_torch(tmp_path):
     assert readings["none, False"] == readings["none, True"]
     assert readings["none, False"] != readings["variance, False"]
     assert results[0]["hooks"] == [4, 0, 0, 4, 0, 0, 4]
+    reads_local_gradients(results, tmp_path)
 
 
-def test_torch_reads_local_gradients(tmp_path):
-    """Against copies that hooks made, where Horovod reduces in place during backward."""
-    results = launch("torch_probe", 2, "gloo", tmp_path)
+def reads_local_gradients(results, folder):
+    """Compare with copies that hooks made, where Horovod reduces in place during backward."""
     ops, local, places = TorchOps(), [r["local"] for r in results], results[0]["places"]
     assert len(local[0]) == 12
     for reading in results[0]["checked"]:
@@ -54,7 +54,7 @@ def test_torch_reads_local_gradients(tmp_path):
         shared = probe.mutual_information(ops, x, y, 32, True)
         assert reading["mutual_information"] == pytest.approx(shared, abs=1e-9)
     for rank in range(2):
-        lines = (tmp_path / f"readings of {rank}").read_text().splitlines()
+        lines = (folder / f"readings of {rank}").read_text().splitlines()
         assert [json.loads(line) for line in lines] == results[0]["checked"]
         assert "pair must be two different ranks in [0, 1]" in results[rank]["errors"]["pair"]
         assert "every must be a whole number" in results[rank]["errors"]["every"]
