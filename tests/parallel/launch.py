@@ -12,9 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.parallel.forkserver import ROOT, python
+
 HOROVODRUN = (sys.executable, "-m", "tests.parallel.horovodrun")
 WORKERS = "tests.parallel.workers"
+# They are started as usual: their ranks differ in the seed of string hashes, and their interpreters
+# end after importing everything themselves.
+FRESH = ("torch_features", "tensorflow_features")
 LOOPBACK = ("localhost", "127.0.0.1", "127.1", "127.0.1")  # four hosts to Horovod, one machine
 
 
@@ -32,6 +36,18 @@ def environment(**variables: str) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         **variables,
     }
+
+
+def horovodrun(variables: Mapping[str, str], *options: str) -> list[str]:
+    """Return the start of a command that runs a program on some ranks, two over gloo by default."""
+    options = options or ("--gloo", "-np", "2")
+    return [*python("horovodrun", variables), *HOROVODRUN[1:], *options]
+
+
+def imports(*words: str) -> str:
+    """Return what a program imports by the framework in its name, or else in its arguments."""
+    tensorflow = any("tensorflow" in word or "keras" in word for word in words)
+    return "horovod.tensorflow" if tensorflow else "horovod.torch"
 
 
 def ranks_on(device: str, ranks: int) -> int:
@@ -139,14 +155,16 @@ def run(
     package: str = WORKERS,
 ) -> str:
     """Runs a worker under `horovodrun` with these options; the end of what was printed."""
-    program = [sys.executable, "-m", f"{package}.{worker}", str(folder), *arguments]
-    command = [*HOROVODRUN, *options, *program]
+    started_in = environment(**variables)
+    start = python("" if worker in FRESH else imports(worker, *arguments), started_in)
+    program = [*start, "-m", f"{package}.{worker}", str(folder), *arguments]
+    command = [*horovodrun(started_in, *options), *program]
     log = folder / "output"
     with log.open("w") as stream:
         job = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(**variables),
+            env=started_in,
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -12,22 +12,26 @@ from pathlib import Path
 import pytest
 
 from hvd_gradcomp.core.cost_model import KINDS
-from tests.parallel.launch import HOROVODRUN, ROOT, environment
+from tests.parallel.launch import ROOT, environment, horovodrun, python
 
 pytestmark = pytest.mark.parallel
 
 WORKER = "tests.parallel.workers.trained"
-PROGRAM = (sys.executable, "-m", "hvd_gradcomp")
 METHODS = ("qsgd", "DGCCompressor(density=0.01)", "ScaleComCompressor()")
 
 
 def command(
     *arguments: str, ranks: int = 2, path: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
+    variables = environment()
+    start = python("horovod.torch", variables)
+    if path is not None:
+        variables["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
+        start = [sys.executable]
     return subprocess.run(
-        [*((*HOROVODRUN, "--gloo", "-np", "2") if ranks == 2 else ()), *PROGRAM, *arguments],
+        [*(horovodrun(variables) if ranks == 2 else ()), *start, "-m", "hvd_gradcomp", *arguments],
         cwd=ROOT,
-        env=environment(**({} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"})),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=200,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.methods import ONE_OF_EACH
-from tests.parallel.launch import ROOT, environment, launch
+from tests.parallel.launch import ROOT, environment, launch, python
 
 pytestmark = pytest.mark.parallel
 # Where importing Horovod is an error.
@@ -48,11 +47,12 @@ ON_TWO = [
 def processes(folder, ranks, *parts):
     """Runs parts of the worker, and fails where a rank does, or is waited for."""
     folder.mkdir(exist_ok=True)
+    variables = environment()
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(folder), str(rank), str(ranks), *parts],
+            [*python("torch", variables), "-c", WORKER, str(folder), str(rank), str(ranks), *parts],
             cwd=ROOT,
-            env=environment(),
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

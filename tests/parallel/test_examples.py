@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from examples import cifar10
-from tests.parallel.launch import HOROVODRUN
+from tests.parallel.launch import environment, horovodrun, imports, python
 
 pytestmark = pytest.mark.parallel
 
 
 def run(*command: str) -> str:
-    full = [*HOROVODRUN, "--gloo", "-np", "2", sys.executable, "-m", *command]
-    done = subprocess.run(full, capture_output=True, text=True, timeout=400)
+    variables = environment()
+    start = python(imports(command[0]), variables)
+    full = [*horovodrun(variables), *start, "-m", *command]
+    done = subprocess.run(full, env=variables, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.methods import OUTSIDE
-from tests.parallel.launch import HOROVODRUN, ROOT, environment, launch
+from tests.parallel.launch import ROOT, environment, horovodrun, launch, python
 
 pytestmark = pytest.mark.parallel
 PROGRAM = (sys.executable, "-m", "hvd_gradcomp")
@@ -110,9 +110,19 @@ def test_replicas_on_tensorflow(kind, tmp_path):
 def test_installed_in_the_command_line(command, installed, tmp_path):
     chosen = [word for name in NAMES for word in ("-c", name)]
     files = ("--json", str(tmp_path / "x.json"))
-    ranks = (*HOROVODRUN, "--gloo", "-np", "2")
-    arguments = (*PROGRAM, command, "-m", f"{MODEL}:factory", "-r", "5", *chosen, *files)
-    done = said(installed, *ranks, *arguments, cwd=ROOT)
+    start = python("horovod.torch", installed)
+    arguments = (
+        "-m",
+        "hvd_gradcomp",
+        command,
+        "-m",
+        f"{MODEL}:factory",
+        "-r",
+        "5",
+        *chosen,
+        *files,
+    )
+    done = said(installed, *horovodrun(installed), *start, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     ways = [row["way"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
     assert ways[1:] == ["PowerSGD()", "RandomK()", "PowerSGD(rank=1)"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
-from tests.parallel.launch import HOROVODRUN, launch
+from tests.parallel.launch import environment, horovodrun, launch, python
 
 pytestmark = pytest.mark.parallel
 
@@ -38,11 +37,11 @@ def test_torch(tmp_path):
     assert readings["none, False"] == readings["none, True"]
     assert readings["none, False"] != readings["variance, False"]
     assert results[0]["hooks"] == [4, 0, 0, 4, 0, 0, 4]
+    reads_local_gradients(results, tmp_path)
 
 
-def test_torch_reads_local_gradients(tmp_path):
-    """Against copies that hooks made, where Horovod reduces in place during backward."""
-    results = launch("torch_probe", 2, "gloo", tmp_path)
+def reads_local_gradients(results, folder):
+    """Compare with copies that hooks made, where Horovod reduces in place during backward."""
     ops, local, places = TorchOps(), [r["local"] for r in results], results[0]["places"]
     assert len(local[0]) == 12
     for reading in results[0]["checked"]:
@@ -55,7 +54,7 @@ def test_torch_reads_local_gradients(tmp_path):
         shared = probe.mutual_information(ops, x, y, 32, True)
         assert reading["mutual_information"] == pytest.approx(shared, abs=1e-9)
     for rank in range(2):
-        lines = (tmp_path / f"readings of {rank}").read_text().splitlines()
+        lines = (folder / f"readings of {rank}").read_text().splitlines()
         assert [json.loads(line) for line in lines] == results[0]["checked"]
         assert "pair must be two different ranks in [0, 1]" in results[rank]["errors"]["pair"]
         assert "every must be a whole number" in results[rank]["errors"]["every"]
@@ -96,9 +95,11 @@ def test_tensorflow(tmp_path):
 
 def test_example(tmp_path):
     pytest.importorskip("matplotlib")
-    command = [*HOROVODRUN, "--gloo", "-np", "2", sys.executable, "-m", "examples.probing"]
+    variables = environment()
+    start = python("horovod.torch", variables)
+    command = [*horovodrun(variables), *start, "-m", "examples.probing"]
     command += ["--epochs", "1", "--every", "1", "--png", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "Variance" in done.stdout
     names = {path.name for path in tmp_path.iterdir()}

@@ -1,0 +1,129 @@
+"""Fork server: a program that it runs is to its launcher what one started as usual is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.parallel.forkserver import python
+from tests.parallel.launch import environment
+from tests.processes import alive
+
+PROGRAM = """
+import os, random, sys
+import tests.processes
+print(sys.argv[1:], sys.stdin.read(), os.getcwd(), os.environ["ONE"], __name__, flush=True)
+print(sorted({"TWO", "THREE"} & {*os.environ}), os.getpgrp() == os.getpid(), file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def start(monkeypatch):
+    monkeypatch.setenv("FORKSERVER", "1")
+    return python("horovodrun", environment())
+
+
+def test_arguments_streams_environment_folder_and_code(start, tmp_path):
+    kinds = {"fork": start, "usual": [sys.executable]}
+    variables = environment(ONE="1", HOROVOD_RANK="3")
+    found = {
+        kind: subprocess.run(
+            [*command, "-c", PROGRAM, "7", "x y"],
+            cwd=tmp_path,
+            env=variables,
+            input="typed",
+            capture_output=True,
+            text=True,
+        )
+        for kind, command in kinds.items()
+    }
+    for done in found.values():
+        assert done.stdout == f"['7', 'x y'] typed {tmp_path} 1 __main__\n"
+        assert done.returncode == 7
+    assert found["fork"].stderr == "[] True\n"
+
+
+def test_modules_and_errors(start):
+    for command in (start, [sys.executable]):
+        done = subprocess.run([*command, "-m", "calendar", "2026", "11"], capture_output=True)
+        assert done.returncode == 0 and b"November 2026" in done.stdout
+        done = subprocess.run([*command, "-c", "1 / 0"], capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.endswith(
+            "ZeroDivisionError: division by zero\n"
+        )
+        done = subprocess.run([*command, "-m", "no_such_module"], capture_output=True, text=True)
+        assert done.returncode == 1 and "No module named no_such_module" in done.stderr
+        ends = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+        assert subprocess.run([*command, "-c", ends]).returncode == -signal.SIGKILL
+
+
+def test_random_numbers_differ(start):
+    seeds = "import random, secrets; print(random.random(), secrets.token_hex())"
+    assert len({subprocess.check_output([*start, "-c", seeds]) for _ in range(3)}) == 3
+
+
+SLEEPS = """
+import os, signal, sys, time
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_it_ends_with_its_client(start, how):
+    job = subprocess.Popen([*start, "-c", SLEEPS, "hears"], stdout=subprocess.PIPE, text=True)
+    child = int(job.stdout.readline())
+    job.send_signal(getattr(signal, how))
+    assert job.wait(20) == -getattr(signal, how)
+    ended(child)
+
+
+def test_signals_are_passed_on(start):
+    job = subprocess.Popen([*start, "-c", SLEEPS, "deaf"], stdout=subprocess.PIPE, text=True)
+    child = int(job.stdout.readline())
+    job.terminate()
+    assert job.stdout.readline() == "heard\n" and alive(child)
+    job.kill()
+    job.wait(20)
+    ended(child)
+
+
+def test_server_and_children_end_with_the_tests():
+    program = """
+import subprocess, time, os
+from tests.parallel.forkserver import _servers, python
+start = python("horovodrun", dict(os.environ))
+sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+job = subprocess.Popen([*start, "-c", sleep], stdout=subprocess.PIPE, text=True)
+(server,) = _servers.values()
+print(job.stdout.readline().strip(), server._process.pid, flush=True)
+time.sleep(100)
+"""
+    tests = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    child, server = map(int, tests.stdout.readline().split())
+    tests.kill()
+    tests.wait(20)
+    ended(child)
+    ended(server)
+
+
+def ended(process: int) -> None:
+    """Wait until a process has ended, not for long."""
+    deadline = time.monotonic() + 20
+    while alive(process):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_switched_off_it_is_the_interpreter():
+    assert python("torch", {**os.environ, "FORKSERVER": "0"}) == [sys.executable]
