@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from hvd_gradcomp import ops as tensor_ops
+import hvd_gradcomp.ops as tensor_ops
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvd_gradcomp import ops as tensor_ops
+import hvd_gradcomp.ops as tensor_ops
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings
 from hvd_gradcomp.core.compressor import Context
