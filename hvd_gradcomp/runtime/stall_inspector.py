@@ -166,7 +166,7 @@ class StallChannel:
         if self._completing:
             return
         if self.report is None:
-            self._report(pack_report(operations, wait_id))
+            self._publish(pack_report(operations, wait_id))
         elif self.report.ready():
             pending, self.report = self.report, None
             try:
@@ -175,12 +175,12 @@ class StallChannel:
                 self._before = None
                 return
             self._compare(table)
-            self._report(pack_report(operations, wait_id))
+            self._publish(pack_report(operations, wait_id))
 
     def complete(self) -> None:
         """Complete a report that only some ranks have submitted; all ranks call it."""
         if self.report is None:
-            self._report(pack_running())
+            self._publish(pack_running())
         self._completing = True  # blocks, but not in a deadlock
         try:
             self.report.wait()
@@ -192,7 +192,7 @@ class StallChannel:
         """Drop the pending report after a restart of Horovod."""
         self.report = self._before = None
 
-    def _report(self, numbers: list[int]) -> None:
+    def _publish(self, numbers: list[int]) -> None:
         table = [[0] * _REPORT_SIZE for _ in range(self._set.size())]
         table[self._set.rank()] = numbers
         name = f"gradcomp.waiting.{self._set.process_set_id}"
