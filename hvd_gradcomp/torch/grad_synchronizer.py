@@ -9,7 +9,7 @@ messages of `step_sync` do not let end before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +31,8 @@ from hvd_gradcomp.torch.step_sync import (
     OutOfStepError,
     StepSync,
     SyncMessage,
-    all_plain,
-    all_set_alike,
-    any_told,
     changed_alone,
     digest_of,
-    read,
     usual,
 )
 
@@ -265,11 +261,9 @@ class StepExchange:
         self._frozen = None
         self._reducer.end_step()
 
-    def abandon(self) -> None:
-        """Abort an exchange, e.g. after another rank's end; the ranks compare again."""
+    def abort(self) -> None:
+        """Abort an exchange."""
         self._frozen = None
-        self._check.reached = False
-        self._reducer.forget_sums()
         self._reducer.abort()
 
 
@@ -419,7 +413,8 @@ class GradSynchronizer:
                     raise
                 if sync.ended and not ended:
                     yield from self._end()
-                yield from self._add_late([planner.ordered_parameters[i] for i in late])
+                named = [(names[i], planner.ordered_parameters[i]) for i in late]
+                yield from self._late.add_up(self.reducer, named, self._average)
                 if self.sync.closed:
                     self._clear_unused()
                 if not last:
@@ -452,19 +447,11 @@ class GradSynchronizer:
         reducer, sync = self.reducer, self.sync
         known, told = sync.sparse, self._stalls.report is not None
         layers = len(reducer.planner.ordered_parameters)
-        codes = [*usual(layers, known)] if joined else self._codes()
+        codes = usual(layers, known) if joined else self._codes()
         settings = 0 if joined else digest_of(self._exchange.settings)
         said = last, sync.ended, codes, settings, reducer.summed, told, joined
         message = SyncMessage(reducer.steps, *said)
-        heads = yield from self.check.exchange_numbers(message.head(known), "end")
-        if any_told(heads):
-            self._stalls.complete()
-        if not all_set_alike(heads):
-            self.check.compare_step(self._exchange.settings)
-        rows: Sequence[Sequence[int]] = [usual(layers, known)] * len(heads)
-        if not all_plain(heads):
-            rows = yield from self.check.exchange_numbers(codes, "end.layers")
-        return read(heads, rows)
+        return (yield from self.check.exchange(message, known, self._exchange, self._stalls))
 
     def _codes(self) -> list[int]:
         return [self._code(p) for p in self.reducer.planner.ordered_parameters]
@@ -492,10 +479,6 @@ class GradSynchronizer:
         self._versions.only(planner.ordered_parameters)
         if not self.sync.closed:
             self._late.watch(missing)
-
-    def _add_late(self, late: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        named = [(self._names[p], p) for p in late]
-        yield from self._late.add_up(self.reducer, named, self._average)
 
     def _clear_unused(self) -> None:
         """Set gradients to None that no rank has used, and for which nothing has arrived.
@@ -554,8 +537,8 @@ class GradSynchronizer:
 
     def abandon(self) -> None:
         """Abort what is on its way, e.g. after another rank's end; the ranks compare again."""
-        self._exchange.abandon()
-        self.sync.forget()
+        self._exchange.abort()
+        self.compare_again()
 
     def compare_again(self) -> None:
         """Repeat the configuration check before the next step."""

@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,7 @@ from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.runtime import config_check, errors
+from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.torch.reducer import Reducer
 
 # Flags of a layer's code.
@@ -266,6 +267,14 @@ class StepSync:
             raise GradientChangedError(changed_alone(name, rank))
 
 
+class Step(Protocol):
+    """Step whose settings ranks compare."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return the settings that must be equal on all ranks; {} before it begins."""
+
+
 class ConfigCheck:
     """Comparison of what the ranks of a reducer do, before training and in each step.
 
@@ -308,7 +317,31 @@ class ConfigCheck:
                 _ = participants.groups  # all ranks are here together
         self.reached = True
 
-    def compare_step(self, settings: Mapping[str, str]) -> None:
+    def exchange(
+        self, message: SyncMessage, sparse: Collection[int], step: Step, stalls: StallChannel
+    ) -> Generator[None, None, list[SyncMessage]]:
+        """Send this rank's message to all ranks, and return those of all; yield while waiting.
+
+        Args:
+            message: of this rank.
+            sparse: layers whose gradients all ranks know to be sparse.
+            step: has the settings that are compared, if their digests differ.
+            stalls: completes a stall report that some rank has sent.
+
+        Raises:
+            MismatchError: on all ranks, if they do not train alike in this step.
+        """
+        heads = yield from self._exchange_numbers(message.head(sparse), "end")
+        if any_told(heads):
+            stalls.complete()
+        if not all_set_alike(heads):
+            self._compare_step(step.settings)
+        rows: Sequence[Sequence[int]] = [usual(len(message.layers), sparse)] * len(heads)
+        if not all_plain(heads):
+            rows = yield from self._exchange_numbers(message.layers, "end.layers")
+        return read(heads, rows)
+
+    def _compare_step(self, settings: Mapping[str, str]) -> None:
         """Compare the settings of this step over the ranks; all ranks call it.
 
         Raises:
@@ -328,7 +361,7 @@ class ConfigCheck:
         transport = self._reducer.transport
         return errors.explain_errors(transport.failure, what, transport.library)
 
-    def exchange_numbers(
+    def _exchange_numbers(
         self, numbers: Sequence[int], what: str
     ) -> Generator[None, None, list[list[int]]]:
         """Exchange a row of numbers below 2**31, of equal length on all ranks; yield while waiting.
