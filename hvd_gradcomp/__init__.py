@@ -6,6 +6,9 @@
 This module imports no framework: the compressors are descriptions, the frontends run them.
 """
 
+from hvd_gradcomp.algorithms.acp_sgd import ACPSGDCompressor
+from hvd_gradcomp.algorithms.chunked_topk import ChunkedTopKCompressor
+from hvd_gradcomp.algorithms.demo import DeMoCompressor
 from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
 from hvd_gradcomp.algorithms.dgc import DGCCompressor
 from hvd_gradcomp.algorithms.egc import EGCCompressor
@@ -13,9 +16,15 @@ from hvd_gradcomp.algorithms.gradient_dropping import GradientDroppingCompressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.hybrid import HybridCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
+from hvd_gradcomp.algorithms.narrow import BF16Compressor, FP8Compressor, Int8Compressor
+from hvd_gradcomp.algorithms.natural import NaturalCompressor
 from hvd_gradcomp.algorithms.onebit import OneBitCompressor
+from hvd_gradcomp.algorithms.powersgd import PowerSGDCompressor
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
+from hvd_gradcomp.algorithms.random_k import RandomKCompressor
 from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
+from hvd_gradcomp.algorithms.sign_sgd import EFSignSGDCompressor
+from hvd_gradcomp.algorithms.signum import SignumCompressor
 from hvd_gradcomp.algorithms.sparse_gd import SparseGDCompressor
 from hvd_gradcomp.algorithms.strom import StromCompressor
 from hvd_gradcomp.algorithms.terngrad import TernGradCompressor
@@ -28,21 +37,32 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.planning.assignment import partition, role, smaller
 
 __all__ = [
+    "ACPSGDCompressor",
+    "BF16Compressor",
+    "ChunkedTopKCompressor",
     "Compressor",
     "DGCCompressor",
+    "DeMoCompressor",
+    "EFSignSGDCompressor",
     "EGCCompressor",
+    "FP8Compressor",
     "FP16Compressor",
     "GradiVeQCompressor",
     "GradientDroppingCompressor",
     "HybridCompressor",
+    "Int8Compressor",
     "JSONLines",
     "LGCCompressor",
+    "NaturalCompressor",
     "NonFiniteGradientError",
     "NoneCompressor",
     "OneBitCompressor",
     "PayloadError",
+    "PowerSGDCompressor",
     "QSGDCompressor",
+    "RandomKCompressor",
     "ScaleComCompressor",
+    "SignumCompressor",
     "SparseGDCompressor",
     "StromCompressor",
     "TensorBoard",

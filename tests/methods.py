@@ -6,8 +6,8 @@ here, once. A test that is about one of them takes it by its name.
 
 from __future__ import annotations
 
-from examples.extending.powersgd import PowerSGDCompressor
-from examples.extending.random_k import RandomKCompressor
+from examples.extending.power_iteration import PowerIterationCompressor
+from examples.extending.random_stretch import RandomStretchCompressor
 from hvd_gradcomp import (
     Compressor,
     DGCCompressor,
@@ -126,10 +126,10 @@ LEARNED: list[Compressor] = [
 ]
 # Of no family, and in no package but the one of docs/extending.md.
 OUTSIDE: list[Compressor] = [
-    PowerSGDCompressor(),
-    PowerSGDCompressor(rank=1, seed=3),
-    RandomKCompressor(every=16),
-    RandomKCompressor(every=2, seed=3),
+    PowerIterationCompressor(),
+    PowerIterationCompressor(rank=1, seed=3),
+    RandomStretchCompressor(every=16),
+    RandomStretchCompressor(every=2, seed=3),
 ]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
 ONE_OF_EACH: list[Compressor] = []

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from math import prod
 
 from hvd_gradcomp.codecs.clipping import Clipping
-from hvd_gradcomp.codecs.quantized import EXCHANGES, Accumulator, Payload, QuantizedCompressor
+from hvd_gradcomp.codecs.quantized import EXCHANGES, Accumulator, FeedbackCompressor, Payload
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Context, Program
-from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 
 @dataclass(frozen=True, repr=False)
-class OneBitCompressor(Clipping, QuantizedCompressor):
+class OneBitCompressor(Clipping, FeedbackCompressor):
     """1-bit SGD: sends signs and two means for each column (Seide et al. 2014).
 
     Each step: `r += g`; an element is sent as the mean of the elements of its column with the same
@@ -51,7 +50,6 @@ class OneBitCompressor(Clipping, QuantizedCompressor):
     max_norm: float | None = None
 
     outputs_first = True
-    error_feedback = True
     bits = 1
     side = ("above", "below")
     seed = 0
@@ -64,17 +62,11 @@ class OneBitCompressor(Clipping, QuantizedCompressor):
         columns = shape[0] if len(shape) > 1 else 1
         return ((columns, prod(shape) // max(columns, 1)),)
 
-    def init(self, ops: Ops, layout: Layout) -> Residual:
-        return Residual(ops.zeros((layout.size,)))
-
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Residual, **extra: Tensor
     ) -> Program:
         gradient, _ = self.clipped(ops, context, gradient, extra)
         return super().aggregate(ops, context, gradient, state)
-
-    def collect(self, ops: Ops, gradient: Tensor, state: Residual) -> Tensor:
-        return ops.accumulate(gradient, state.r)
 
     def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
         del key
@@ -87,20 +79,3 @@ class OneBitCompressor(Clipping, QuantizedCompressor):
         base, scratch, weights = accumulator
         codes, above, below = payload["codes"], payload["above"], payload["below"]
         return ops.add_signs(row_groups, base, scratch, codes, above, below, weights)
-
-    def update_state(
-        self, ops: Ops, row_groups: RowGroups, x: Tensor, payload: Payload, state: Residual
-    ) -> Residual:
-        return Residual(self.subtract_decoded(ops, row_groups, x, state.r, payload))
-
-    def clear_state(self, ops: Ops, state: Residual) -> Residual:
-        return Residual(ops.clear(state.r))
-
-    def inherit(
-        self, ops: Ops, state: Residual, gradient: Tensor, residual: Tensor
-    ) -> tuple[Residual, Tensor]:
-        del ops
-        return Residual(state.r + residual), gradient
-
-    def residual(self, state: Residual) -> Tensor:
-        return state.r

@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
@@ -253,6 +254,41 @@ class Keeping(QuantizedCompressor, registered=False):
         return state._replace(r=self.subtract_decoded(ops, row_groups, there, there, payload))
 
 
+class FeedbackCompressor(QuantizedCompressor):
+    """Base of methods that add their quantization error to the next gradient.
+
+    Without `error_feedback` there is no state.
+    """
+
+    error_feedback = True
+
+    def init(self, ops: Ops, layout: Layout) -> Any:
+        return Residual(ops.zeros((layout.size,))) if self.error_feedback else ()
+
+    def collect(self, ops: Ops, gradient: Tensor, state: State) -> Tensor:
+        return ops.accumulate(gradient, state.r) if self.error_feedback else gradient
+
+    def update_state(
+        self, ops: Ops, row_groups: RowGroups, x: Tensor, payload: Payload, state: State
+    ) -> State:
+        if not self.error_feedback:
+            return state
+        return Residual(self.subtract_decoded(ops, row_groups, x, state.r, payload))
+
+    def clear_state(self, ops: Ops, state: State) -> State:
+        return Residual(ops.clear(state.r)) if self.error_feedback else state
+
+    def inherit(
+        self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
+    ) -> tuple[State, Tensor]:
+        if not self.error_feedback:
+            return super().inherit(ops, state, gradient, residual)
+        return Residual(state.r + residual), gradient
+
+    def residual(self, state: State) -> Tensor | None:
+        return state.r if self.error_feedback else None
+
+
 class LevelsCompressor(QuantizedCompressor):
     """Base of QSGD and TernGrad: levels of one scale for each group, with unbiased rounding."""
 
@@ -322,7 +358,8 @@ def allgather(
     payload = wire.unpack_body(ops, parts, bodies)
     state = codec.update_state(ops, row_groups, x, sent, state)
     weights = patterns.weights_of(ops, context, header)
-    return codec.add_decoded(ops, row_groups, payload, Accumulator(None, gradient, weights)), state
+    total = codec.add_decoded(ops, row_groups, payload, Accumulator(None, gradient, weights))
+    return _check_unbounded(ops, codec, total), state
 
 
 def two_shot(
@@ -377,7 +414,7 @@ def two_shot(
         shard_payloads = {name: part[other : other + 1] for name, part in payload.items()}
         accumulator = Accumulator(None, scratch, weights[other : other + 1])
         pieces.append(codec.add_decoded(ops, cut, shard_payloads, accumulator))
-    return ops.assemble(gradient, pieces), state
+    return _check_unbounded(ops, codec, ops.assemble(gradient, pieces)), state
 
 
 def allreduce(
@@ -396,8 +433,15 @@ def _checked_sides(
     Above 2**126 a scale's reciprocal is denormal, and TensorFlow flushes it to zero. Unusable side
     values are replaced by zeros where the check cannot stop the step.
     """
+    if not codec.side:
+        return sent, finite
     sides, finite = ops.checked_sides([sent[name] for name in codec.side], finite)
     return {**sent, **dict(zip(codec.side, sides))}, finite
+
+
+def _check_unbounded(ops: Ops, codec: QuantizedCompressor, total: Tensor) -> Tensor:
+    """Require a finite sum where no side values have bounded it beforehand."""
+    return total if codec.side else patterns.check_sum(ops, total)
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:

@@ -51,6 +51,17 @@ RESERVED = {  # never reused
     "Partition": 16,
     "GradiVeQCompressor": 17,
     "LGCCompressor": 18,
+    "BF16Compressor": 19,
+    "FP8Compressor": 20,
+    "Int8Compressor": 21,
+    "ChunkedTopKCompressor": 22,
+    "PowerSGDCompressor": 23,
+    "ACPSGDCompressor": 24,
+    "DeMoCompressor": 25,
+    "RandomKCompressor": 26,
+    "EFSignSGDCompressor": 27,
+    "SignumCompressor": 28,
+    "NaturalCompressor": 29,
 }
 _FIRST, _END = 32, 256
 _known: dict[str, type[Any]] = {}

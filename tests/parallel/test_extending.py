@@ -17,7 +17,7 @@ from tests.parallel.launch import ROOT, environment, horovodrun, launch, python
 pytestmark = pytest.mark.parallel
 PROGRAM = (sys.executable, "-m", "hvd_gradcomp")
 MODEL = "tests.parallel.workers.trained"
-NAMES = ("powersgd", "random-k", "PowerSGDCompressor(rank=1)")
+NAMES = ("power-iteration", "random-stretch", "PowerIterationCompressor(rank=1)")
 BROKEN = """
 [build-system]
 requires = ["setuptools>=64"]
@@ -30,7 +30,7 @@ absent = "no_such_module:Compressor"
 clashing = "clashing:StromCompressor"
 dgc = "clashing_not:JUST_A_NUMBER"
 other = "clashing_not:JUST_A_NUMBER"
-powersgd = "elsewhere:PowerSGDCompressor"
+power-iteration = "elsewhere:PowerIterationCompressor"
 [tool.setuptools]
 py-modules = ["clashing", "clashing_not"]
 """
@@ -44,15 +44,15 @@ import numpy as np, keras
 import hvd_gradcomp.tensorflow.keras as hvd
 hvd.init()
 if sys.argv[1] == "save":
-    from powersgd import PowerSGDCompressor
+    from power_iteration import PowerIterationCompressor
     from hvd_gradcomp import after, partition
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(40), keras.layers.Dense(4)])
-    rules = partition({"*kernel*": after(1, None, PowerSGDCompressor(rank=1)), "*": None})
+    rules = partition({"*kernel*": after(1, None, PowerIterationCompressor(rank=1)), "*": None})
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=rules)
     model.compile(optimizer, "mse")
 else:
     model = keras.models.load_model("model.keras")
-    assert "PowerSGDCompressor" in str(model.optimizer.get_config()), model.optimizer
+    assert "PowerIterationCompressor" in str(model.optimizer.get_config()), model.optimizer
 x = np.ones((16, 8), "f4")
 model.fit(x, x[:, :4], epochs=2, verbose=0)
 model.save("model.keras")
@@ -125,12 +125,12 @@ def test_installed_in_the_command_line(command, installed, tmp_path):
     done = said(installed, *horovodrun(installed), *start, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     ways = [row["way"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
-    assert ways[1:] == ["PowerSGD()", "RandomK()", "PowerSGD(rank=1)"]
+    assert ways[1:] == ["PowerIteration()", "RandomStretch()", "PowerIteration(rank=1)"]
 
 
 def test_compare_with_it(installed, tmp_path):
     files = ("--json", str(tmp_path / "x.json"))
-    arguments = ("compare", f"{MODEL}:train", "--steps", "6", "-c", "powersgd", *files)
+    arguments = ("compare", f"{MODEL}:train", "--steps", "6", "-c", "power-iteration", *files)
     done = said(installed, *PROGRAM, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "x.json").read_text())["rows"][1]["element_ratio"] > 2
@@ -139,7 +139,7 @@ def test_compare_with_it(installed, tmp_path):
 def test_help_lists_it_and_imports_nothing(broken):
     done = said(broken, *PROGRAM, "bench", "--help")
     assert done.returncode == 0 and "Error" not in done.stderr
-    assert "lgc-server, powersgd, random-k" in " ".join(done.stdout.split())
+    assert "lgc-server, power-iteration, random-stretch" in " ".join(done.stdout.split())
 
 
 def test_a_saved_model_finds_it(installed, tmp_path):
@@ -152,7 +152,10 @@ def test_what_cannot_be_used_is_one_line(broken):
     program = "from hvd_gradcomp.cli import options; print(*options.chosen([]), sep='\\n')"
     done = said(broken, sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == ["PowerSGDCompressor()", "RandomKCompressor()"]
+    assert done.stdout.splitlines()[-2:] == [
+        "PowerIterationCompressor()",
+        "RandomStretchCompressor()",
+    ]
     lines = sorted(done.stderr.splitlines())
     assert [line.split(": ")[:3] for line in lines] == [
         ["broken-methods 0.3", f"its method {name!r} is left out", why]
@@ -161,7 +164,7 @@ def test_what_cannot_be_used_is_one_line(broken):
             ("clashing", "TypeError"),
             ("dgc", "hvd_gradcomp has one by that name"),
             ("other", "TypeError"),
-            ("powersgd", "gradcomp-examples 1.0 declares another one by that name"),
+            ("power-iteration", "gradcomp-examples 1.0 declares another one by that name"),
         ]
     ]
     assert "clashing.StromCompressor cannot be defined beside hvd_gradcomp" in lines[1]

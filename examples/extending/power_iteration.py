@@ -22,7 +22,7 @@ class Iteration(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PowerSGDCompressor(Compressor):
+class PowerIterationCompressor(Compressor):
     """Sends two thin factors of each layer's matrix, and keeps what they miss for later.
 
     A layer is a matrix M [rows, columns], with its outputs as rows. The ranks add up `M q`, whose

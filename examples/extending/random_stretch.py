@@ -21,7 +21,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RandomKCompressor(Compressor):
+class RandomStretchCompressor(Compressor):
     """Sends one element of each stretch of a layer, and keeps the others for later.
 
     All ranks draw the same places from the step and a seed, so no index travels, and what is sent

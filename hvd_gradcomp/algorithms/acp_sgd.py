@@ -1,0 +1,86 @@
+"""ACP-SGD (Zhang et al. 2023): PowerSGD that sends one of its two factors in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_gradcomp.codecs.factors import (
+    FactorCompressor,
+    Factors,
+    cut,
+    flat,
+    others,
+    rebuilt,
+    transposed,
+    whole,
+)
+from hvd_gradcomp.core import patterns
+from hvd_gradcomp.core.collectives import Allreduce, Switch
+from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class ACPSGDCompressor(FactorCompressor):
+    """Sends one thin factor of each layer's matrix, the two in turn (Zhang et al. 2023).
+
+    Each step, for a layer M [rows, columns] with its outputs as rows: `M += r`. In even steps Q of
+    the step before is orthonormalized, and the mean of `P = M Q` over ranks travels; in odd steps
+    P is, and the mean of `Q = M^T P` travels. The result is `P Q^T`, and r what the rank's own
+    factor misses of its M.
+
+    What travels: half of what PowerSGD sends, by one allreduce. State: r, 4 bytes for each element,
+    and the factors.
+
+    Args:
+        rank, min_ratio, seed, max_norm: as for `PowerSGDCompressor`.
+
+    Differs from the paper: P travels first.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> ACPSGDCompressor(rank=2)
+    ACPSGDCompressor(rank=2, min_ratio=2.0, seed=0)
+    """
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: Factors, **extra: Tensor
+    ) -> Program:
+        layout, found = context.layout, self.matrices(context.layout)
+        gradient, _ = self.clipped(ops, context, gradient, extra)
+        finite, gradient = patterns.check_storable(ops, gradient)
+        there = ops.accumulate(gradient, state.r)
+        matrices, rest = whole(ops, there, found), others(ops, there, found, layout.size)
+        tall = [(m.rows, m.rank) for m in found]
+        wide = [(m.columns, m.rank) for m in found]
+        poison = patterns.poison(ops, finite)
+
+        def exchange(left: bool) -> Generator[Any, Any, tuple[Tensor, ...]]:
+            kept, shapes = (state.q, wide) if left else (state.p, tall)
+            fixed = [ops.orthogonalize(x) for x in cut(ops, kept, shapes)]
+            turned = matrices if left else [transposed(ops, m) for m in matrices]
+            own = [ops.matmul(m, x) for m, x in zip(turned, fixed)]
+            message = ops.concat([flat(ops, own), *rest, poison])
+            total = yield Allreduce(message, context.prescale, context.postscale)
+            total = patterns.strip_poison(ops, total)
+            size = sum(rows * rank for rows, rank in (tall if left else wide))
+            mean = cut(ops, total[:size], tall if left else wide)
+            between, start = [], size
+            for piece in rest:
+                between.append(total[start : start + piece.shape[0]])
+                start += piece.shape[0]
+            sides = [(own, fixed), (mean, fixed)] if left else [(fixed, own), (fixed, mean)]
+            sent, result = (
+                rebuilt(ops, *factors, pieces, ops.zeros((layout.size,)))
+                for factors, pieces in zip(sides, (rest, between))
+            )
+            p, q = sides[1]
+            return result, there - sent, flat(ops, p), flat(ops, q)
+
+        ways = [lambda: exchange(True), lambda: exchange(False)]
+        result, r, p, q = yield Switch(context.step % 2, ways)
+        kept = zip(state, (r, p, q))
+        return result, Factors(*(ops.overwrite(before, after) for before, after in kept))

@@ -1,0 +1,215 @@
+"""Narrow numbers on the wire, sums in float32: bfloat16, 8-bit floats, 8-bit integers.
+
+A ring allreduce in half precision rounds each partial sum, so its error grows with the number of
+ranks. Here the ranks exchange narrow numbers and add them up in float32, in the order of ranks; in
+the two-shot exchange the sum is rounded once more. With any number of ranks the error of the mean
+is that of one rounding before the sum and at most one behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from hvd_gradcomp.codecs.clipping import Clipping
+from hvd_gradcomp.codecs.quantized import (
+    EXCHANGES,
+    Accumulator,
+    FeedbackCompressor,
+    LevelsCompressor,
+    Payload,
+    rows_of_length,
+)
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Context, Program, State
+from hvd_gradcomp.core.row_groups import RowGroups
+from hvd_gradcomp.ops import Ops, Tensor
+
+ROUNDINGS = ("nearest", "stochastic")
+LARGEST_E4M3 = 448.0
+
+
+class _NarrowCompressor(Clipping, FeedbackCompressor):
+    """Base of the three: error feedback, clipping, and the fields that they share."""
+
+    feedback: bool = False
+    rounding: str = "nearest"
+
+    @property
+    def error_feedback(self) -> bool:  # type: ignore[override]
+        return self.feedback
+
+    def validate_common(self) -> None:
+        """Raise a ValueError if a field that all three have is out of range."""
+        validate.one_of(self, "rounding", ROUNDINGS)
+        validate.one_of(self, "exchange", EXCHANGES)
+        validate.boolean(self, "feedback")
+        validate.whole(self, "seed", low=0)
+        self.validate_max_norm()
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
+    ) -> Program:
+        gradient, _ = self.clipped(ops, context, gradient, extra)
+        return super().aggregate(ops, context, gradient, state)
+
+    def chance(self, key: Tensor) -> Tensor | None:
+        """Return the key of the random numbers; None to round to the nearest."""
+        return key if self.rounding == "stochastic" else None
+
+
+@dataclass(frozen=True, repr=False)
+class BF16Compressor(_NarrowCompressor):
+    """bfloat16 on the wire, sums in float32.
+
+    What travels: 2 bytes for each element, by allgather; by alltoall and allgather (two-shot) if
+    that moves fewer bytes. State: none; with feedback 4 bytes for each element.
+
+    Args:
+        rounding: "nearest", ties to even; or "stochastic", which is unbiased.
+        exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes; for a few
+            elements that is an uncompressed allreduce.
+        feedback: whether the rounding error is added to the next gradient.
+        seed: of the private random numbers, which also depend on step, rank and bucket.
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` first; positive; smaller clips more. None clips nothing.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> BF16Compressor()
+    BF16Compressor(rounding='nearest', exchange='auto', feedback=False, seed=0)
+    """
+
+    rounding: str = "nearest"
+    exchange: str = "auto"
+    feedback: bool = False
+    seed: int = 0
+    max_norm: float | None = None
+
+    bits = 16
+    side = ()
+
+    def __post_init__(self) -> None:
+        self.validate_common()
+
+    def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return rows_of_length(prod(shape), max(prod(shape), 1))
+
+    def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
+        return {"codes": ops.encode_floats(row_groups, x, None, 16, self.chance(key))}
+
+    def add_decoded(
+        self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
+    ) -> Tensor:
+        base, scratch, weights = accumulator
+        return ops.add_floats(row_groups, base, scratch, payload["codes"], None, 16, weights)
+
+
+@dataclass(frozen=True, repr=False)
+class FP8Compressor(_NarrowCompressor):
+    """8-bit floats (e4m3: 4 bits of exponent, 3 of mantissa) on the wire, sums in float32.
+
+    Each block of `block_size` neighbours of a layer is divided by its largest magnitude over 448,
+    the largest e4m3 number, and rounded to the nearest, ties to even.
+
+    What travels: 1 byte for each element and one float32 for each block, by allgather; by alltoall
+    and allgather (two-shot) if that moves fewer bytes. State: none; with feedback 4 bytes for each
+    element.
+
+    Args:
+        block_size: elements that share a scale, at least 32; larger sends less and rounds small
+            elements more coarsely.
+        power_of_two: whether scales are rounded up to powers of two, so that scaling is exact.
+        exchange, feedback, max_norm: as for `BF16Compressor`.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> FP8Compressor()
+    FP8Compressor(block_size=256, power_of_two=False, exchange='auto', feedback=False)
+    """
+
+    block_size: int = 256
+    power_of_two: bool = False
+    exchange: str = "auto"
+    feedback: bool = False
+    max_norm: float | None = None
+
+    bits = 8
+    side = ("unit",)
+
+    def __post_init__(self) -> None:
+        validate.whole(self, "block_size", low=32)
+        validate.boolean(self, "power_of_two")
+        self.validate_common()
+
+    def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return rows_of_length(prod(shape), self.block_size)
+
+    def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
+        del key
+        unit = ops.group_maxima(row_groups, x) * (1.0 / LARGEST_E4M3)
+        if self.power_of_two:
+            exponent, _ = ops.split_bits(ops.float_bits(unit) + (1 << 23) - 1, 23)
+            unit = ops.bits_float(exponent * (1 << 23))
+        return {"unit": unit, "codes": ops.encode_floats(row_groups, x, unit, 8, None)}
+
+    def add_decoded(
+        self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
+    ) -> Tensor:
+        base, scratch, weights = accumulator
+        codes, unit = payload["codes"], payload["unit"]
+        return ops.add_floats(row_groups, base, scratch, codes, unit, 8, weights)
+
+
+@dataclass(frozen=True, repr=False)
+class Int8Compressor(_NarrowCompressor, LevelsCompressor):
+    """8-bit integers on the wire, sums in float32.
+
+    Each block of `block_size` neighbours of a layer is divided by its largest magnitude over 127,
+    and rounded. `QSGDCompressor(bits=8)` does the same with unbiased rounding by default.
+
+    What travels: 1 byte for each element and one float32 for each block, by allgather; by alltoall
+    and allgather (two-shot) if that moves fewer bytes. State: none; with feedback 4 bytes for each
+    element.
+
+    Args:
+        block_size: elements that share a scale, at least 32; larger sends less and rounds more
+            coarsely.
+        rounding: "nearest", ties away from zero; or "stochastic", which is unbiased.
+        exchange, feedback, seed, max_norm: as for `BF16Compressor`.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> Int8Compressor()
+    Int8Compressor(block_size=256, rounding='nearest', exchange='auto', feedback=False, seed=0)
+    """
+
+    block_size: int = 256
+    rounding: str = "nearest"
+    exchange: str = "auto"
+    feedback: bool = False
+    seed: int = 0
+    max_norm: float | None = None
+
+    bits = 8
+
+    def __post_init__(self) -> None:
+        validate.whole(self, "block_size", low=32)
+        self.validate_common()
+
+    def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return rows_of_length(prod(shape), self.block_size)
+
+    def scale(self, ops: Ops, row_groups: RowGroups, x: Tensor) -> Tensor:
+        return ops.group_maxima(row_groups, x)
+
+    def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
+        scale = self.scale(ops, row_groups, x)
+        return {
+            "scale": scale,
+            "codes": ops.encode_levels(row_groups, x, scale, 8, self.chance(key)),
+        }

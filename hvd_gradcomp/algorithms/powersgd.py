@@ -1,0 +1,93 @@
+"""PowerSGD (Vogels, Karimireddy, Jaggi 2019): one step of power iteration per gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvd_gradcomp.codecs.factors import (
+    FactorCompressor,
+    Factors,
+    cut,
+    flat,
+    others,
+    rebuilt,
+    transposed,
+    whole,
+)
+from hvd_gradcomp.core import patterns
+from hvd_gradcomp.core.collectives import Allreduce
+from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class PowerSGDCompressor(FactorCompressor):
+    """Sends two thin factors of each layer's matrix (Vogels et al. 2019, Algorithm 1).
+
+    Each step, for a layer M [rows, columns] with its outputs as rows: `M += r`; `P = M Q`, the mean
+    over ranks, orthonormalized; `Q = M^T P`, the mean; the result is `P Q^T`, and r what a rank's
+    own `P (M^T P)^T` misses of its M. Q is kept for the next step.
+
+    What travels: `4 * rank * (rows + columns)` bytes for a matrix, by two allreduces; layers that
+    would not shrink by `min_ratio`, biases first of all, 4 bytes for each element. State: r, 4
+    bytes for each element, and the factors.
+
+    Args:
+        rank: columns of the factors, at least 1; smaller sends less.
+        min_ratio: a layer is sent as it is unless its factors are so many times smaller; at least
+            1.
+        seed: of the first Q, the same on all ranks.
+        max_norm: each rank clips the norm of each layer of its own gradient to
+            `max_norm / sqrt(ranks)` before accumulating; positive; smaller clips more. None clips
+            nothing.
+
+    Differs from the paper: nothing is sent uncompressed at first. Products of matrices round by
+    machine, so ranks on different processors may drift apart by rounding; `verify_every=` notices.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    >>> PowerSGDCompressor()
+    PowerSGDCompressor(rank=4, min_ratio=2.0, seed=0)
+    """
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: Factors, **extra: Tensor
+    ) -> Program:
+        layout, found = context.layout, self.matrices(context.layout)
+        gradient, _ = self.clipped(ops, context, gradient, extra)
+        finite, gradient = patterns.check_storable(ops, gradient)
+        there = ops.accumulate(gradient, state.r)
+        matrices, rest = whole(ops, there, found), others(ops, there, found, layout.size)
+
+        q = cut(ops, state.q, [(m.columns, m.rank) for m in found])
+        own = [flat(ops, [ops.matmul(m, x) for m, x in zip(matrices, q)]), *rest]
+        own = ops.concat([*own, patterns.poison(ops, finite)])
+        total = yield Allreduce(own, context.prescale, context.postscale)
+        total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
+        ends = sum(m.rows * m.rank for m in found)
+        p = cut(ops, total[:ends], [(m.rows, m.rank) for m in found])
+        p = [ops.orthogonalize(x) for x in p]
+        between = _split(total[ends:], rest)
+
+        own = flat(ops, [ops.matmul(transposed(ops, m), x) for m, x in zip(matrices, p)])
+        total = own
+        if found:
+            total = yield Allreduce(own * 1.0, context.prescale, context.postscale)
+            total = patterns.check_sum(ops, total)
+        shapes = [(m.columns, m.rank) for m in found]
+        sent = rebuilt(ops, p, cut(ops, own, shapes), rest, ops.zeros((layout.size,)))
+        r = ops.overwrite(state.r, there - sent)
+        result = rebuilt(ops, p, cut(ops, total, shapes), between, there)
+        return result, Factors(
+            r, ops.overwrite(state.p, flat(ops, p)), ops.overwrite(state.q, total)
+        )
+
+
+def _split(x: Tensor, pieces: list[Tensor]) -> list[Tensor]:
+    """Return x in pieces as long as the given ones."""
+    found, start = [], 0
+    for piece in pieces:
+        found.append(x[start : start + piece.shape[0]])
+        start += piece.shape[0]
+    return found

@@ -1,0 +1,137 @@
+"""Layers as matrices, and their thin factors: the common parts of PowerSGD and ACP-SGD.
+
+A layer is a matrix M [rows, columns] with its outputs as rows; its factors are P [rows, rank] and
+Q [columns, rank], and M is sent as P Q^T. Layers that would not shrink are sent as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from hvd_gradcomp.codecs.clipping import Clipping
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Compressor, Report
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops import Ops, Tensor
+
+
+class Factors(NamedTuple):
+    """State of one bucket."""
+
+    r: Tensor  # float32 [size], what was not sent yet; rank-local
+    p: Tensor  # float32 [rows * rank of all matrices]; replicated
+    q: Tensor  # float32 [columns * rank of all matrices]; replicated
+
+
+class Matrix(NamedTuple):
+    """Layer that is sent by its factors, and where it lies in the bucket."""
+
+    start: int
+    rows: int
+    columns: int
+    rank: int
+
+
+@dataclass(frozen=True, repr=False)
+class FactorCompressor(Clipping, Compressor):
+    """Base of the two methods; see their classes for the arguments."""
+
+    rank: int = 4
+    min_ratio: float = 2.0
+    seed: int = 0
+    max_norm: float | None = None
+
+    block = 1  # no padding
+    outputs_first = True
+    replicated = frozenset({"p", "q"})
+
+    def __post_init__(self) -> None:
+        validate.whole(self, "rank", low=1)
+        validate.real(self, "min_ratio", low=1, closed="[")
+        validate.whole(self, "seed", low=0)
+        self.validate_max_norm()
+
+    def matrix(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
+        """Return (rows, columns, rank) of a layer; None if it is sent as it is."""
+        if len(shape) < 2 or not prod(shape):
+            return None
+        rows, columns = shape[0], prod(shape[1:])
+        rank = min(self.rank, rows, columns)
+        shrinks = (rows + columns) * rank * self.min_ratio <= rows * columns
+        return (rows, columns, rank) if shrinks else None
+
+    def matrices(self, layout: Layout) -> list[Matrix]:
+        """Return the layers that are sent by their factors, in the bucket's order."""
+        shapes = map(self.matrix, layout.with_outputs_first().shapes)
+        return [Matrix(at, *shape) for at, shape in zip(layout.offsets, shapes) if shape]
+
+    def layer_bytes(self, shape: Sequence[int]) -> float:
+        found = self.matrix(shape)
+        return 4 * prod(shape) if found is None else 4 * found[2] * (found[0] + found[1])
+
+    def init(self, ops: Ops, layout: Layout) -> Factors:
+        found = self.matrices(layout)
+        q = ops.uniform(ops.key(0, self.seed), sum(m.columns * m.rank for m in found)) - 0.5
+        p = ops.zeros((sum(m.rows * m.rank for m in found),))
+        return Factors(ops.zeros((layout.size,)), p, q)
+
+    def report(self, layout: Layout, state: Factors, steps: int, since: int = 0) -> Report:
+        found = map(self.matrix, layout.with_outputs_first().shapes)
+        sent = [n if m is None else m[2] * (m[0] + m[1]) for n, m in zip(layout.sizes, found)]
+        return Report([count * (steps - since) for count in sent], state.r)
+
+    def residual(self, state: Factors) -> Tensor:
+        return state.r
+
+    def inherit(
+        self, ops: Ops, state: Factors, gradient: Tensor, residual: Tensor
+    ) -> tuple[Factors, Tensor]:
+        del ops
+        return state._replace(r=state.r + residual), gradient
+
+
+def whole(ops: Ops, x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+    """Return the matrices in a bucket's vector; [rows, columns] each."""
+    return [
+        ops.reshape(x[m.start : m.start + m.rows * m.columns], (m.rows, m.columns))
+        for m in matrices
+    ]
+
+
+def others(ops: Ops, x: Tensor, matrices: Sequence[Matrix], size: int) -> list[Tensor]:
+    """Return what lies between the matrices, in order; one piece more than there are matrices."""
+    ends = [0, *(m.start + m.rows * m.columns for m in matrices)]
+    return [x[end:start] for end, start in zip(ends, [*(m.start for m in matrices), size])]
+
+
+def cut(ops: Ops, x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the matrices of a vector that holds one after another."""
+    found, start = [], 0
+    for shape in shapes:
+        found.append(ops.reshape(x[start : start + prod(shape)], shape))
+        start += prod(shape)
+    return found
+
+
+def flat(ops: Ops, matrices: Sequence[Tensor]) -> Tensor:
+    """Return matrices as one vector."""
+    pieces = [ops.reshape(matrix, (-1,)) for matrix in matrices]
+    return ops.concat(pieces) if pieces else ops.zeros((0,))
+
+
+def transposed(ops: Ops, matrix: Tensor) -> Tensor:
+    """Return the transpose of a matrix."""
+    return ops.transpose(matrix, (1, 0))
+
+
+def rebuilt(
+    ops: Ops, p: Sequence[Tensor], q: Sequence[Tensor], between: Sequence[Tensor], room: Tensor
+) -> Tensor:
+    """Return a bucket's vector of products P Q^T and what lies between them. Donating for room."""
+    pieces = [between[0]]
+    for left, right, rest in zip(p, q, between[1:]):
+        pieces += [ops.reshape(ops.matmul(left, transposed(ops, right)), (-1,)), rest]
+    return ops.assemble(room, pieces)

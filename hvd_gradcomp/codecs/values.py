@@ -1,0 +1,232 @@
+"""Codes of the values that a sparse method sends: float32, or few bits with side values.
+
+Values are coded in groups of neighbours, a group being a run of the payload. Rounding errors are
+not lost: whoever keeps a residual subtracts what was decoded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from hvd_gradcomp.core.row_groups import RowGroups
+from hvd_gradcomp.core.wire import Part
+from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops.interface.bitpack import GROUP
+from hvd_gradcomp.ops.interface.quantization import TINY
+
+_NO_BANDS = RowGroups(())
+MOST_IN_GROUP = 4096  # values that share side values, where there are more
+
+
+class ValueCoding(ABC):
+    """Code of a fixed number of float32 values, which are all finite."""
+
+    @abstractmethod
+    def parts(self, count: int) -> dict[str, Part]:
+        """Return the payload parts for `count` values."""
+
+    @abstractmethod
+    def encode(self, ops: Ops, values: Tensor) -> dict[str, Tensor]:
+        """Encode float32 [count]."""
+
+    @abstractmethod
+    def decode(self, ops: Ops, payload: Mapping[str, Tensor], count: int) -> Tensor:
+        """Decode one rank's parts; float32 [count]."""
+
+
+class Float(ValueCoding):
+    """Floats of 32 bits, or the 16 of bfloat16.
+
+    Args:
+        bits: 32 or 16.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def parts(self, count: int) -> dict[str, Part]:
+        if self.bits == 32:
+            return {"values": Part("float32", count)}
+        return {"values": Part("bytes", 2 * _padded(count, 2))}
+
+    def encode(self, ops: Ops, values: Tensor) -> dict[str, Tensor]:
+        if self.bits == 32:
+            return {"values": values}
+        values = _padded_to(ops, values, 2)
+        return {"values": ops.encode_floats(_NO_BANDS, values, None, 16, None)}
+
+    def decode(self, ops: Ops, payload: Mapping[str, Tensor], count: int) -> Tensor:
+        if self.bits == 32:
+            return payload["values"]
+        room, weight = ops.zeros((_padded(count, 2),)), ops.reals((1.0,))
+        codes = ops.reshape(payload["values"], (1, -1))
+        return ops.add_floats(_NO_BANDS, None, room, codes, None, 16, weight)[:count]
+
+
+class _Grouped(ValueCoding):
+    """Base of codes of `bits` bits with `sides` float32 values for each group.
+
+    Attributes:
+        bits: of a code.
+        sides: number of side values of a group.
+    """
+
+    bits: int
+    sides: int
+
+    def shape(self, count: int) -> tuple[int, int]:
+        """Return (groups, values in each); the last group may have fewer."""
+        groups = max(-(-count // MOST_IN_GROUP), 1)
+        return groups, max(-(-count // groups), 1)
+
+    def parts(self, count: int) -> dict[str, Part]:
+        groups, length = self.shape(count)
+        words = _padded(groups * length, GROUP) // GROUP * self.bits
+        return {
+            "sides": Part("float32", groups * self.sides),
+            "codes": Part("uint32", words),
+        }
+
+    def encode(self, ops: Ops, values: Tensor) -> dict[str, Tensor]:
+        groups, length = self.shape(values.shape[0])
+        real = values.shape[0] - (groups - 1) * length
+        counts = ops.reals([float(length)] * (groups - 1) + [float(real)])
+        rows = ops.reshape(_padded_to(ops, values, groups * length), (groups, length))
+        mask = ops.reshape(ops.arange(groups * length) < values.shape[0], (groups, length))
+        codes, sides = self.encode_groups(ops, rows, mask, ops.reshape(counts, (-1, 1)))
+        flat = _padded_to(ops, ops.reshape(codes, (-1,)), GROUP, "int64")
+        return {"sides": ops.reshape(sides, (-1,)), "codes": ops.pack(flat, self.bits)}
+
+    def decode(self, ops: Ops, payload: Mapping[str, Tensor], count: int) -> Tensor:
+        groups, length = self.shape(count)
+        codes = ops.unpack(payload["codes"], self.bits)[: groups * length]
+        sides = ops.reshape(payload["sides"], (groups, self.sides))
+        values = self.decode_groups(ops, ops.reshape(codes, (groups, length)), sides)
+        return ops.reshape(values, (-1,))[:count]
+
+    @abstractmethod
+    def encode_groups(
+        self, ops: Ops, rows: Tensor, mask: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return codes, int64 [groups, length], and side values, float32 [groups, sides].
+
+        Args:
+            ops: the tensor operations.
+            rows: float32 [groups, length], zero where `mask` is False.
+            mask: bool [groups, length], whether there is a value.
+            counts: float32 [groups, 1], the number of values.
+        """
+
+    @abstractmethod
+    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
+        """Return the values; float32 [groups, length]."""
+
+
+class Codebook(_Grouped):
+    """Bins of equal width, each decoded as the mean of its values.
+
+    As SparseLoCo quantizes (Sarfi et al. 2025): with mean mu and standard deviation s of the group,
+    `2**bits` bins divide mu - 3 s to mu + 3 s; what lies beyond counts to the outermost bins.
+
+    Args:
+        bits: of a code.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.sides = bits, 1 << bits
+
+    def encode_groups(
+        self, ops: Ops, rows: Tensor, mask: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        mean = _sums(ops, rows) / counts
+        apart = ops.where(mask, rows - mean, 0.0)
+        variance = ops.cast(_sums(ops, apart * apart) / counts, "float64")
+        deviation = ops.cast(ops.sqrt(variance), "float32")
+        used = deviation >= TINY
+        bins = 1 << self.bits
+        per_unit = ops.where(used, (bins / 6.0) / ops.where(used, deviation, 1.0), 0.0)
+        height = apart * per_unit + bins / 2.0
+        codes = ops.cast(ops.minimum(ops.maximum(height, 0.0), bins - 1.0), "int64")
+        means = []
+        for code in range(bins):
+            inside = (codes == code) & mask
+            total = _sums(ops, ops.where(inside, rows, 0.0))
+            number = ops.cast(ops.maximum(ops.sum(ops.cast(inside, "int64"), -1), 1), "float32")
+            means.append(total / ops.reshape(number, (-1, 1)))
+        return codes, ops.concat(means)
+
+    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
+        groups, bins = sides.shape[0], 1 << self.bits
+        first = ops.reshape(ops.arange(groups) * bins, (-1, 1))
+        places = ops.reshape(codes + first, (-1,))
+        return ops.reshape(ops.gather(ops.reshape(sides, (-1,)), places), codes.shape)
+
+
+class Levels(_Grouped):
+    """Levels of equal distance up to the group's largest magnitude, rounded to the nearest.
+
+    Args:
+        bits: of a code; there are `2**(bits-1) - 1` levels and a sign.
+    """
+
+    sides = 1
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def encode_groups(
+        self, ops: Ops, rows: Tensor, mask: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        del mask, counts
+        levels = (1 << self.bits - 1) - 1
+        scale = ops.reshape(ops.peaks(rows), (-1, 1))
+        used = scale >= TINY
+        inverse = ops.where(used, levels / ops.where(used, scale, 1.0), 0.0)
+        level = ops.cast(ops.minimum(ops.abs(rows) * inverse + 0.5, float(levels)), "int64")
+        unit = ops.where(used, scale * (1.0 / levels), 0.0)
+        return ops.where(rows < 0, levels - level, levels + level), unit
+
+    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
+        levels = (1 << self.bits - 1) - 1
+        return ops.cast(codes - levels, "float32") * sides
+
+
+class Signs(_Grouped):
+    """One bit: plus or minus the mean magnitude of the group."""
+
+    bits = sides = 1
+
+    def encode_groups(
+        self, ops: Ops, rows: Tensor, mask: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        del mask
+        return ops.cast(rows < 0, "int64"), _sums(ops, ops.abs(rows)) / counts
+
+    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
+        return ops.cast(1 - 2 * codes, "float32") * sides
+
+
+def _sums(ops: Ops, rows: Tensor) -> Tensor:
+    return ops.reshape(ops.sum_of_rows(rows), (-1, 1))
+
+
+def _padded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def _padded_to(ops: Ops, x: Tensor, unit: int, dtype: str = "float32") -> Tensor:
+    """Append zeros up to a multiple of `unit`."""
+    missing = _padded(x.shape[0], unit) - x.shape[0]
+    return ops.concat((x, ops.zeros((missing,), dtype))) if missing else x
+
+
+# By the name that compressors take as `values=`.
+VALUES: dict[str, ValueCoding] = {
+    "float32": Float(32),
+    "bfloat16": Float(16),
+    "int8": Levels(8),
+    "int4": Codebook(4),
+    "int2": Codebook(2),
+    "sign": Signs(),
+}

@@ -1,0 +1,153 @@
+"""The methods of today, one rank and element by element, as ALGORITHMS and their papers say."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+F = np.float32
+# Every e4m3 number that is not NaN: sign, 4 bits of exponent with bias 7, 3 bits of mantissa.
+E4M3 = sorted(
+    (1 + m / 8) * 2.0 ** (e - 7) if e else m / 8 * 2.0**-6
+    for e in range(16)
+    for m in range(8)
+    if (e, m) != (15, 7)
+)
+
+
+def bfloat16(x):
+    """The nearest number whose last 16 bits are 0; of two as near the one with an even last bit."""
+    (bits,) = np.array([x], F).view(np.uint32).tolist()
+    below = bits & 0xFFFF0000
+    near = [np.array([b], np.uint32).view(F)[0] for b in (below, below + 0x10000)]
+    apart = [abs(float(x) - float(n)) for n in near]
+    if apart[0] == apart[1]:
+        return near[(below >> 16) % 2]
+    return near[apart[1] < apart[0]]
+
+
+def e4m3(block):
+    """A block over its largest magnitude / 448, each element the nearest e4m3 number, and back."""
+    unit = F(np.abs(block).max() * F(1 / 448))
+    if unit < 2.0**-100:
+        return np.zeros_like(block)
+    found = []
+    for x in block:
+        y = abs(float(F(x * F(1 / unit))))
+        place = min(range(len(E4M3)), key=lambda i: (abs(E4M3[i] - y), i % 2))
+        found.append(F(math.copysign(E4M3[place], x)) * unit)
+    return np.array(found, F)
+
+
+def int8(block):
+    """A block over its largest magnitude / 127, rounded to the nearest, and back."""
+    scale = np.abs(block).max()
+    if scale < 2.0**-100:
+        return np.zeros_like(block)
+    levels = [math.floor(F(abs(x) * F(127 / scale)) + 0.5) for x in block]
+    unit = F(scale * F(1 / 127))
+    return np.array([F(math.copysign(level, x)) * unit for level, x in zip(levels, block)], F)
+
+
+def largest(chunk, k):
+    """Where the k largest magnitudes are, ascending; of equal ones the first."""
+    return sorted(sorted(range(len(chunk)), key=lambda i: (-abs(chunk[i]), i))[:k])
+
+
+def codebook(values, bits):
+    """Bins of equal width over mu +- 3 s; each value becomes the mean of its bin."""
+    mu, bins = float(np.mean(values, dtype=np.float64)), 1 << bits
+    s = math.sqrt(float(np.mean((values.astype(np.float64) - mu) ** 2)))
+    if s == 0:
+        return np.full_like(values, mu)
+    code = np.clip(np.floor((values - mu) / (6 * s / bins) + bins / 2), 0, bins - 1)
+    return np.array([values[code == c].mean(dtype=np.float64) for c in code], F)
+
+
+def elias_fano_bits(k, n):
+    """`k * floor(log2(n / k)) + k + (n >> low)`."""
+    low = math.floor(math.log2(n / k))
+    return k * low + k + (n >> low)
+
+
+class PowerSGD:
+    """Algorithm 1 of Vogels et al. 2019, of one matrix on several ranks, with Gram-Schmidt."""
+
+    def __init__(self, rows, columns, ranks, q):
+        self.r = [np.zeros((rows, columns)) for _ in range(ranks)]
+        self.q = q.astype(np.float64)
+
+    def step(self, gradients):
+        there = [r + g for r, g in zip(self.r, gradients)]
+        p = orthonormal(sum(m @ self.q for m in there) / len(there))
+        own = [m.T @ p for m in there]
+        self.q = sum(own) / len(own)
+        self.r = [m - p @ q.T for m, q in zip(there, own)]
+        return p @ self.q.T
+
+
+class ACPSGD:
+    """Zhang et al. 2023: one factor a step, the other one from the step before."""
+
+    def __init__(self, rows, columns, ranks, q):
+        self.r = [np.zeros((rows, columns)) for _ in range(ranks)]
+        self.p, self.q, self.steps = None, q.astype(np.float64), 0
+
+    def step(self, gradients):
+        there = [r + g for r, g in zip(self.r, gradients)]
+        if self.steps % 2 == 0:
+            self.q = orthonormal(self.q)
+            own = [m @ self.q for m in there]
+            self.p = sum(own) / len(own)
+            self.r = [m - p @ self.q.T for m, p in zip(there, own)]
+        else:
+            self.p = orthonormal(self.p)
+            own = [m.T @ self.p for m in there]
+            self.q = sum(own) / len(own)
+            self.r = [m - self.p @ q.T for m, q in zip(there, own)]
+        self.steps += 1
+        return self.p @ self.q.T
+
+
+def orthonormal(x):
+    """Modified Gram-Schmidt."""
+    x = x.copy()
+    for i in range(x.shape[1]):
+        x[:, i] /= np.linalg.norm(x[:, i])
+        for j in range(i + 1, x.shape[1]):
+            x[:, j] -= x[:, i] * (x[:, i] @ x[:, j])
+    return x
+
+
+class DeMo:
+    """Peng et al. 2024, of one matrix on several ranks, before the sign is taken."""
+
+    def __init__(self, shape, ranks, chunk, k, beta):
+        self.m = [np.zeros(shape) for _ in range(ranks)]
+        self.chunk, self.k, self.beta = chunk, k, beta
+
+    def step(self, gradients):
+        from scipy.fft import dctn, idctn
+
+        rows, columns = self.m[0].shape
+        totals, counts = np.zeros((rows, columns)), np.zeros((rows, columns))
+        for rank, g in enumerate(gradients):
+            self.m[rank] = self.beta * self.m[rank] + g
+            for a in range(0, rows, self.chunk):
+                for b in range(0, columns, self.chunk):
+                    tile = slice(a, a + self.chunk), slice(b, b + self.chunk)
+                    whole = dctn(self.m[rank][tile], norm="ortho")
+                    sent = np.zeros(whole.size)
+                    chosen = largest(whole.ravel(), self.k)
+                    sent[chosen] = whole.ravel()[chosen]
+                    sent = sent.reshape(whole.shape)
+                    self.m[rank][tile] -= idctn(sent, norm="ortho")
+                    totals[tile] += sent
+                    counts[tile] += sent != 0
+        mean = totals / np.maximum(counts, 1)
+        for a in range(0, rows, self.chunk):
+            for b in range(0, columns, self.chunk):
+                tile = slice(a, a + self.chunk), slice(b, b + self.chunk)
+                mean[tile] = idctn(mean[tile], norm="ortho")
+        return mean

@@ -1,0 +1,331 @@
+"""What people pick today: narrow numbers, chunks, factors, signs, decoupled momentum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp import (
+    ACPSGDCompressor,
+    BF16Compressor,
+    ChunkedTopKCompressor,
+    DeMoCompressor,
+    EFSignSGDCompressor,
+    FP8Compressor,
+    Int8Compressor,
+    NaturalCompressor,
+    PowerSGDCompressor,
+    RandomKCompressor,
+    SignumCompressor,
+)
+from hvd_gradcomp.codecs.elias_fano import EliasFano
+from hvd_gradcomp.codecs.values import VALUES
+from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
+from tests.oracles import today
+
+SEEDS = st.integers(0, 2**32 - 1)
+NARROW = [
+    BF16Compressor(exchange="allgather"),
+    FP8Compressor(block_size=32, exchange="allgather"),
+    Int8Compressor(block_size=32, exchange="allgather"),
+]
+ORACLES = [
+    lambda x: np.array([today.bfloat16(v) for v in x], np.float32),
+    today.e4m3,
+    today.int8,
+]
+
+
+def wide(random: np.random.Generator, size: int) -> np.ndarray:
+    """Magnitudes over many powers of two, with zeros and equal ones."""
+    x = random.standard_normal(size) * 2.0 ** random.integers(-20, 20, size)
+    x = np.where(random.random(size) < 0.1, 0.0, x)
+    return np.where(random.random(size) < 0.2, 1.5, x).astype(np.float32)
+
+
+@pytest.mark.parametrize(("compressor", "oracle"), list(zip(NARROW, ORACLES)), ids=repr)
+@given(seed=SEEDS, layers=st.lists(st.integers(1, 70), min_size=1, max_size=3))
+@settings(max_examples=25)
+def test_narrow_numbers_are_the_nearest(compressor, oracle, seed, layers):
+    random = np.random.default_rng(seed)
+    layout = Layout(tuple(map(str, range(len(layers)))), tuple((n,) for n in layers), block=32)
+    world = World(compressor, TorchOps(), layout, 1)
+    values = [wide(random, n) for n in layers]
+    total = world.step([world.flat([torch.from_numpy(v) for v in values])])[0].numpy()
+    for at, value in zip(layout.offsets, values):
+        for start in range(0, len(value), 32):
+            block = value[start : start + 32]
+            found = total[at + start : at + start + len(block)]
+            assert np.array_equal(found, oracle(block)), (block, found, oracle(block))
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        BF16Compressor(exchange="two_shot"),
+        FP8Compressor(exchange="two_shot"),
+        Int8Compressor(exchange="two_shot"),
+    ],
+    ids=repr,
+)
+def test_the_error_of_a_sum_is_flat_in_the_number_of_ranks(compressor):
+    layout = Layout(("w",), ((3000,),), block=32)
+    generator = torch.Generator().manual_seed(1)
+    errors = []
+    for size in (2, 8, 32):
+        gradients = [torch.randn(layout.size, generator=generator) for _ in range(size)]
+        for gradient in gradients:
+            gradient[3000:] = 0
+        exact = sum(g.double() for g in gradients)
+        world = World(compressor, TorchOps(), layout, size, average=False)
+        total = world.step([g.clone() for g in gradients])[0].double()
+        errors.append(float((total - exact).norm() / exact.norm()))
+    assert max(errors) < 1.3 * min(errors)
+
+
+@pytest.mark.parametrize("kind", [BF16Compressor, Int8Compressor])
+def test_stochastic_rounding_is_right_on_average(kind):
+    layout = Layout(("w",), ((500,),), block=32)
+    world = World(kind(rounding="stochastic"), TorchOps(), layout, 1)
+    gradient = world.flat([torch.randn(500, generator=torch.Generator().manual_seed(2))])
+    totals = torch.stack([world.step([gradient.clone()])[0].double() for _ in range(1000)])
+    largest = (totals - gradient.double()).abs().amax(0)
+    # Hoeffding: a failure has probability below 1e-6.
+    bound = largest * (2 * np.log(2 * 500 / 1e-6) / 1000) ** 0.5
+    assert ((totals.mean(0) - gradient.double()).abs() <= bound + 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        BF16Compressor(exchange="two_shot", feedback=True),
+        FP8Compressor(exchange="two_shot", feedback=True, power_of_two=True),
+        Int8Compressor(exchange="allgather", feedback=True),
+        EFSignSGDCompressor("two_shot"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_feedback_loses_nothing(compressor, size):
+    layout = Layout(("a", "b"), ((40, 7), (13,)), block=32)
+    world = World(compressor, TorchOps(), layout, size, average=False)
+    generator = torch.Generator().manual_seed(3)
+    given_, received = torch.zeros(layout.size).double(), torch.zeros(layout.size).double()
+    for _ in range(10):
+        gradients = [
+            world.flat([torch.randn(s, generator=generator) for s in layout.shapes])
+            for _ in range(size)
+        ]
+        given_ += sum(g.double() for g in gradients)
+        received += world.step(gradients)[0].double()
+    kept = sum(state.r.double() for state in world.states)
+    assert (given_ - received - kept).abs().max() < 1e-4
+
+
+@given(rows=st.integers(1, 5), n=st.integers(1, 300), share=st.floats(0.0, 1.0), seed=SEEDS)
+@settings(max_examples=60)
+def test_elias_fano_comes_back_in_its_bits(rows, n, share, seed):
+    k = max(1, int(n * share))
+    random = np.random.default_rng(seed)
+    numbers = np.stack([np.sort(random.choice(n, k, replace=False)) for _ in range(rows)])
+    code, ops = EliasFano(rows, k, n), TorchOps()
+    payload = code.encode(ops, torch.from_numpy(numbers))
+    assert np.array_equal(code.decode(ops, payload).numpy(), numbers)
+    words = sum(part.count for part in code.parts().values())
+    assert all(payload[name].shape[0] == part.count for name, part in code.parts().items())
+    assert words * 32 < rows * today.elias_fano_bits(k, n) + 32 * (code.low + 1)
+
+
+@given(data=st.binary(min_size=200, max_size=200))
+def test_a_damaged_place_lies_in_its_chunk(data):
+    code, ops = EliasFano(3, 7, 100), TorchOps()
+    words = torch.frombuffer(bytearray(data), dtype=torch.int32).to(torch.int64) % (1 << 32)
+    parts = code.parts()
+    low = words[: parts["low"].count]
+    high = words[parts["low"].count : parts["low"].count + parts["high"].count]
+    found = code.decode(ops, {"low": low, "high": high})
+    assert found.shape == (3, 7) and int(found.min()) >= 0 and int(found.max()) <= 100
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@given(seed=SEEDS, size=st.integers(1, 200))
+@settings(max_examples=10)
+def test_chunks_keep_what_they_do_not_send(values, decay, seed, size):
+    """`kept + decoded = decay * before + gradient`, and the k largest of each chunk are sent."""
+    compressor = ChunkedTopKCompressor(chunk=32, k=5, values=values, decay=decay)
+    layout = Layout(("w",), ((size,),), block=32)
+    world, random = World(compressor, TorchOps(), layout, 1), np.random.default_rng(seed)
+    for _ in range(3):
+        gradient = torch.from_numpy(wide(random, size))
+        before = world.states[0].r.clone()
+        there = before * decay + world.flat([gradient])
+        total = world.step([world.flat([gradient])])[0]
+        assert torch.equal(world.states[0].r, there - total)
+        for start in range(0, layout.size, 32):
+            chunk = there[start : start + 32].numpy()
+            sent = set(np.flatnonzero(total[start : start + 32].numpy()))
+            assert sent <= set(today.largest(chunk, 5))
+            if values == "float32":
+                assert {i for i in today.largest(chunk, 5) if chunk[i] != 0} == sent
+
+
+def test_bins_are_those_of_the_paper():
+    values = np.random.default_rng(4).standard_normal(1000).astype(np.float32)
+    for name, bits in (("int2", 2), ("int4", 4)):
+        coding, ops = VALUES[name], TorchOps()
+        decoded = coding.decode(ops, coding.encode(ops, torch.from_numpy(values)), 1000)
+        assert np.allclose(decoded.numpy(), today.codebook(values, bits), atol=1e-6)
+
+
+def test_two_hundred_times_fewer_bytes():
+    layout = Layout(("w",), ((4096 * 256,),), block=32)
+    sent = ChunkedTopKCompressor().payload_bytes(layout)
+    assert 4 * layout.elements / sent > 202
+    assert today.elias_fano_bits(64, 4096) == 512
+
+
+def test_the_mean_of_those_who_sent():
+    layout = Layout(("w",), ((32,),), block=32)
+    for mean, expected in (("ranks", 1.0), ("contributors", 2.0)):
+        compressor = ChunkedTopKCompressor(chunk=32, k=1, values="float32", mean=mean)
+        world = World(compressor, TorchOps(), layout, 2)
+        first, second = torch.zeros(layout.size), torch.zeros(layout.size)
+        first[3], second[7] = 2.0, 2.0
+        total = world.step([first, second])[0]
+        assert total[3] == total[7] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "oracle"), [(PowerSGDCompressor, today.PowerSGD), (ACPSGDCompressor, today.ACPSGD)]
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_factors_are_those_of_the_paper(kind, oracle, ranks):
+    compressor, layout = kind(rank=2), Layout(("w", "b"), ((20, 30), (20,)), block=1)
+    world = World(compressor, TorchOps(), layout, ranks)
+    expected = oracle(20, 30, ranks, world.states[0].q.view(30, 2).numpy())
+    random = np.random.default_rng(5)
+    for _ in range(6):
+        matrices = [random.standard_normal((20, 30)).astype(np.float32) for _ in range(ranks)]
+        vectors = [random.standard_normal(20).astype(np.float32) for _ in range(ranks)]
+        flat = [
+            world.flat([torch.from_numpy(m), torch.from_numpy(v)])
+            for m, v in zip(matrices, vectors)
+        ]
+        total = world.step(flat)[0]
+        assert np.allclose(total[:600].view(20, 30).numpy(), expected.step(matrices), atol=2e-4)
+        assert np.allclose(total[600:].numpy(), np.mean(vectors, 0), atol=1e-6), "vectors are whole"
+
+
+@pytest.mark.parametrize("kind", [PowerSGDCompressor, ACPSGDCompressor])
+def test_a_matrix_of_low_rank_arrives_whole(kind):
+    layout = Layout(("w",), ((40, 50),), block=1)
+    world = World(kind(rank=3), TorchOps(), layout, 2)
+    generator = torch.Generator().manual_seed(6)
+    left, right = torch.randn(40, 3, generator=generator), torch.randn(3, 50, generator=generator)
+    given_ = torch.zeros(layout.size).double()
+    received = torch.zeros(layout.size).double()
+    for _ in range(20):
+        gradient = (left @ right).reshape(-1)
+        given_ += gradient.double()
+        received += world.step([gradient.clone(), gradient.clone()])[0].double()
+    assert float((given_ - received).norm() / given_.norm()) < 1e-5
+
+
+def test_small_layers_are_sent_whole():
+    compressor = PowerSGDCompressor(rank=4)
+    assert compressor.matrix((64,)) is None and compressor.matrix((4, 4)) is None
+    assert compressor.matrix((8, 1, 3, 3)) is None  # (8 + 9) * 4 * 2 > 8 * 9
+    assert compressor.matrix((256, 128, 3, 3)) == (256, 1152, 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_decoupled_momentum_is_that_of_the_paper(ranks):
+    compressor = DeMoCompressor(chunk=8, k=5, beta=0.9, signed=False)
+    layout = Layout(("w",), ((16, 24),), block=1)
+    world = World(compressor, TorchOps(), layout, ranks)
+    oracle = today.DeMo((16, 24), ranks, 8, 5, 0.9)
+    random = np.random.default_rng(7)
+    for _ in range(5):
+        gradients = [random.standard_normal((16, 24)).astype(np.float32) for _ in range(ranks)]
+        total = world.step([torch.from_numpy(g).reshape(-1) for g in gradients])[0]
+        assert np.allclose(total.view(16, 24).numpy(), oracle.step(gradients), atol=1e-4)
+
+
+def test_signs_are_one_unit():
+    layout = Layout(("w", "b"), ((16, 24), (10,)), block=1)
+    world = World(DeMoCompressor(chunk=8, k=5), TorchOps(), layout, 2)
+    gradients = [torch.randn(layout.size) for _ in range(2)]
+    assert set(world.step(gradients)[0].unique().tolist()) <= {-1.0, 0.0, 1.0}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_the_majority_decides(ranks):
+    layout = Layout(("a", "b"), ((40, 7), (13,)), block=32)
+    world = World(SignumCompressor(momentum=0.5), TorchOps(), layout, ranks)
+    m = [torch.zeros(layout.size) for _ in range(ranks)]
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        gradients = [
+            world.flat([torch.randn(s, generator=generator) for s in layout.shapes])
+            for _ in range(ranks)
+        ]
+        m = [0.5 * a + 0.5 * b for a, b in zip(m, gradients)]
+        total = world.step(gradients)[0]
+        assert torch.equal(total, torch.sign(sum(torch.sign(x) for x in m)))
+
+
+def test_what_is_never_used_does_not_move():
+    """One bit has no zero: the sign of an unused layer turns from step to step."""
+    layout = Layout(("w",), ((64,),), block=32)
+    for ranks in (1, 2, 3):
+        world = World(SignumCompressor(), TorchOps(), layout, ranks)
+        moved = torch.zeros(layout.size)
+        for _ in range(6):
+            moved += world.step([torch.zeros(layout.size) for _ in range(ranks)])[0]
+        assert not moved.any()
+
+
+@given(seed=SEEDS)
+@settings(max_examples=20)
+def test_powers_of_two(seed):
+    layout = Layout(("w",), ((64,),), block=32)
+    world = World(NaturalCompressor("allgather"), TorchOps(), layout, 1)
+    x = world.flat([torch.from_numpy(wide(np.random.default_rng(seed), 64))])
+    total = world.step([x.clone()])[0]
+    mantissa, _ = torch.frexp(total)
+    assert set(mantissa.abs().unique().tolist()) <= {0.0, 0.5}
+    ratio = (total / x)[x != 0]
+    assert ((ratio > 0.5) & (ratio < 2.0)).all() and not total[x == 0].any()
+
+
+def test_powers_of_two_are_right_on_average():
+    layout = Layout(("w",), ((200,),), block=32)
+    world = World(NaturalCompressor("allgather"), TorchOps(), layout, 1)
+    x = world.flat([torch.randn(200, generator=torch.Generator().manual_seed(8))])
+    mean = torch.stack([world.step([x.clone()])[0].double() for _ in range(2000)]).mean(0)
+    assert (mean - x.double()).abs().max() < 0.06 * x.abs().max()
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_random_places(feedback):
+    compressor = RandomKCompressor(density=1 / 8, feedback=feedback)
+    layout = Layout(("a", "b"), ((40, 7), (13,)), block=8)
+    world = World(compressor, TorchOps(), layout, 2, average=False)
+    x = world.flat(
+        [torch.randn(s, generator=torch.Generator().manual_seed(9)) for s in layout.shapes]
+    )
+    steps, total = 2000, torch.zeros(layout.size).double()
+    for _ in range(steps):
+        total += world.step([x.clone(), x.clone()])[0].double()
+    if feedback:
+        kept = sum(state.r.double() for state in world.states)
+        assert (total + kept - 2 * steps * x.double()).abs().max() < 1e-2
+    else:
+        inner = slice(0, 280)  # the last stretch of a layer is shorter, and its last place likelier
+        assert (total / (2 * steps) - x)[inner].abs().max() < 0.4 * x.abs().max()
