@@ -21,7 +21,7 @@ from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
-from hvd_gradcomp.ops.interface.header import Weighing
+from hvd_gradcomp.ops.interface.header import ReductionSpec
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 Memory = Any
@@ -130,7 +130,7 @@ class SparseCompressor(Clipping, Compressor):
             room: float32 [size], scratch memory for the sum; its values are ignored.
         """
 
-    def weighing(self, context: Context, rung: CapacityLevel) -> Weighing:
+    def weighing(self, context: Context, rung: CapacityLevel) -> ReductionSpec:
         """Return the checks on the bodies' first parts before they are summed."""
         del rung
         return patterns.weighing(context, {})
@@ -297,7 +297,7 @@ def _gathered(
     encoded: Encoded,
     state: SparseState,
     body: Tensor,
-    weighing: Weighing,
+    weighing: ReductionSpec,
     fits: Callable[[wire.Header, Tensor], wire.Header],
 ) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
     """Allgather the headers and bodies; roll the state back if they are unusable."""

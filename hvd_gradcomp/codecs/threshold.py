@@ -27,7 +27,7 @@ from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.protocols.reporting import Report
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.interface.header import Weighing
+from hvd_gradcomp.ops.interface.header import ReductionSpec
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
 from hvd_gradcomp.ops.scope import layer_of
 
@@ -99,8 +99,8 @@ class ThresholdCompressor(SparseCompressor):
         moment: Tensor | None = None,
     ) -> tuple[Encoded, SparseState]:
         """Encode this rank's payload. Donating: may write to the memory in `state`."""
-        if ops.word_passes is not None and self.rule is not None:
-            return self._encode_in_passes(ops, layout, rung, step, gradient, state, moment)
+        if ops.threshold_kernels is not None and self.rule is not None:
+            return self._encode_fused(ops, layout, rung, step, gradient, state, moment)
         found, memory = self._search(ops, gradient, state.memory, moment)
         selection = select(ops, layout, found)
         value = selection.take(memory[0])
@@ -129,7 +129,7 @@ class ThresholdCompressor(SparseCompressor):
         encoded = Encoded(body, sent.count, selection.count(), held)
         return encoded, state._replace(memory=memory, sent=state.sent + sent.per_layer)
 
-    def _encode_in_passes(
+    def _encode_fused(
         self,
         ops: Ops,
         layout: Layout,
@@ -140,7 +140,7 @@ class ThresholdCompressor(SparseCompressor):
         moment: Tensor | None,
     ) -> tuple[Encoded, SparseState]:
         given = state.memory, gradient, moment, state.sent
-        written = ops.word_passes.write(self.rule, layout, rung, step, *given)
+        written = ops.threshold_kernels.write(self.rule, layout, rung, step, *given)
         encoded = Encoded(written.body, written.sent, written.wanted, settle=written.settle)
         memory = type(state.memory)(*written.memory)
         return encoded, state._replace(memory=memory, sent=written.per_layer)
@@ -164,7 +164,7 @@ class ThresholdCompressor(SparseCompressor):
         found, taken_in = ops.search(tile, tuple(memory), given)
         return found, type(memory)(*taken_in)
 
-    def weighing(self, context: Context, rung: CapacityLevel) -> Weighing:
+    def weighing(self, context: Context, rung: CapacityLevel) -> ReductionSpec:
         layout, ascending = context.layout, None
         side = self.quantizer.side_parts(layout)
         if rung.dense is False:
@@ -188,8 +188,8 @@ class ThresholdCompressor(SparseCompressor):
             weights: float32 [world]; 0 leaves a rank out.
             room: float32 [size], scratch memory for the sum; its values are ignored.
         """
-        if ops.word_passes is not None and self.rule is not None:
-            return ops.word_passes.add(self.rule, layout, rung, bodies, weights, room)
+        if ops.threshold_kernels is not None and self.rule is not None:
+            return ops.threshold_kernels.add(self.rule, layout, rung, bodies, weights, room)
 
         def words() -> Tensor:
             payload = wire.unpack_body(ops, self.parts(layout, rung._replace(dense=False)), bodies)

@@ -159,7 +159,7 @@ class TopKCompressor(SparseCompressor):
         wanted, state = self.quota(ops, layout, step, gradient, state)
         form = None if self.rule is None else room.form(ops)
         if form is not None:
-            return _encoded_in_passes(ops, scope, room, form, step, wanted, gradient, state)
+            return _encode_fused(ops, scope, room, form, step, wanted, gradient, state)
         quota, total = _shared(ops, room, wanted)
         quota = ops.words(self.most(layout)) if quota is None else quota
         found, memory = self.collected(ops, scope, gradient, state)
@@ -222,7 +222,7 @@ class TopKCompressor(SparseCompressor):
         self, ops: Ops, layout: Layout, rung: CapacityLevel, bodies: Tensor
     ) -> list[Tensor]:
         sent = Room.on(self, layout, rung)
-        if sent.form(ops) is not None and ops.largest_passes.looks:
+        if sent.form(ops) is not None and ops.topk_kernels.looks:
             return []  # the summing kernel checks them
         values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
         return [ops.reshape(ops.peaks(values), (-1, 1))]
@@ -239,7 +239,7 @@ class TopKCompressor(SparseCompressor):
         sent = Room.on(self, layout, rung)
         form = sent.form(ops)
         if form is not None:
-            given, passes = (layout, form, bodies, weights, room), ops.largest_passes
+            given, passes = (layout, form, bodies, weights, room), ops.topk_kernels
             if passes.looks:
                 return passes.add(*given, patterns.LARGEST, wire.ANY_NOT_FINITE)
             return passes.add(*given)
@@ -286,7 +286,7 @@ class Room(NamedTuple):
         For a capacity that is a tensor of a graph: `Form.numbers`, int64 [7].
         """
         compressor, layout, capacity = self
-        if ops.largest_passes is None:
+        if ops.topk_kernels is None:
             return None
         if isinstance(capacity, int):
             return form_of(compressor, layout, capacity)
@@ -338,7 +338,7 @@ def _shared(ops: Ops, room: Room, wanted: Tensor | None) -> tuple[Tensor | None,
     return shares
 
 
-def _encoded_in_passes(
+def _encode_fused(
     ops: Ops,
     scope: Scope,
     room: Room,
@@ -348,7 +348,7 @@ def _encoded_in_passes(
     gradient: Tensor,
     state: Any,
 ) -> tuple[Encoded, Any]:
-    compressor, passes = room.compressor, ops.largest_passes
+    compressor, passes = room.compressor, ops.topk_kernels
     most = compressor.most(room.layout)
     given = most, state.hint, state.memory, gradient, state.sent
     if wanted is not None and passes.shares:

@@ -17,8 +17,8 @@ from hvd_gradcomp import (
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
+from tests.kernels import layout_of
 from tests.methods import LARGEST
-from tests.passes import layout_of
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
 
 METHODS = [

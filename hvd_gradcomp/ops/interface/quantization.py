@@ -11,46 +11,47 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_gradcomp.core.row_groups import Band, Bands
+from hvd_gradcomp.ops.interface.bitpack import BitPacking
 from hvd_gradcomp.ops.tensors import Tensor
 
 TINY = 2.0**-100  # a group with a smaller scale counts as zero: its inverse would overflow
 FACTOR = 0x45D9F3B
 
 
-class Coding:
+class Quantization(BitPacking):
     """Ops that quantize every element, and the random numbers for rounding."""
 
-    def key(self: Any, step: Any, salt: int) -> Tensor:
+    def key(self, step: Any, salt: int) -> Tensor:
         """Return a step's key; int64 [2] below 2**32. `salt` separates ranks, buckets and uses."""
         first = self.mix(self.xor(self.mix(self.words((step % (1 << 32),))), salt))
         return self.concat((first, self.mix(self.xor(first, 0x9E3779B9))))
 
-    def uniform(self: Any, key: Tensor, count: Any) -> Tensor:
+    def uniform(self, key: Tensor, count: Any) -> Tensor:
         """Return a key's numbers 0 to count - 1: multiples of 2**-24 in [0, 1); float32 [count]."""
         hashed = self.mix((self.arange(count) + key[:1]) % (1 << 32))
         hashed = self.mix(self.xor(hashed, key[1:]))
         return self.cast(self.split_bits(hashed, 8)[0], "float32") * 2.0**-24
 
-    def mix(self: Any, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor) -> Tensor:
         """Hash x in [0, 2**32) by a bijection that looks random."""
         for _ in range(2):
             x = self.xor(x, self.split_bits(x, 16)[0]) * FACTOR % (1 << 32)
         return self.xor(x, self.split_bits(x, 16)[0])
 
-    def group_maxima(self: Any, bands: Bands, x: Tensor) -> Tensor:
+    def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
         """Return the largest |x| of each group; float32 [groups]."""
         return self._joined([self.max(self.abs(rows), -1) for rows in self._rows(bands, x)])
 
-    def group_squares(self: Any, bands: Bands, x: Tensor) -> Tensor:
+    def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
         """Return the sum of squares of each group; float32 [groups]."""
         return self._joined([self.sum_of_rows(self.square(rows)) for rows in self._rows(bands, x)])
 
-    def group_norms(self: Any, bands: Bands, x: Tensor) -> Tensor:
+    def group_norms(self, bands: Bands, x: Tensor) -> Tensor:
         """Return the root of the sum of squares of each group; float32 [groups]."""
         squares = self.cast(self.group_squares(bands, x), "float64")
         return self.cast(self.sqrt(squares), "float32")
 
-    def clipped_maxima(self: Any, bands: Bands, x: Tensor, clip: float) -> Tensor:
+    def clipped_maxima(self, bands: Bands, x: Tensor, clip: float) -> Tensor:
         """Return each group's largest |x|, at most `clip` root mean squares; float32 [groups]."""
         squares = self.cast(self.group_squares(bands, x), "float64")
         sigma = self.sqrt(squares / self.cast(self.words(bands.lengths), "float64"))
@@ -58,7 +59,7 @@ class Coding:
         return self.minimum(self.group_maxima(bands, x), bound)
 
     def encode_levels(
-        self: Any, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
+        self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:
         """Round `|x| / scale` at random to one of `s = 2**(bits-1) - 1` levels and pack the codes.
 
@@ -81,7 +82,7 @@ class Coding:
         return self._packed(self._fill(bands, x.shape[0], codes, "int64"), bits)
 
     def add_levels(
-        self: Any,
+        self,
         bands: Bands,
         base: Tensor | None,
         room: Tensor,
@@ -116,7 +117,7 @@ class Coding:
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
-    def encode_signs(self: Any, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return by group the mean of x >= 0 and of x < 0, 0 if there is none; and packed signs."""
         above: list[Any] = []
         below: list[Any] = []
@@ -137,7 +138,7 @@ class Coding:
         return self._joined(above), self._joined(below), packed
 
     def add_signs(
-        self: Any,
+        self,
         bands: Bands,
         base: Tensor | None,
         room: Tensor,
@@ -163,21 +164,21 @@ class Coding:
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
-    def _packed(self: Any, codes: Tensor, bits: int) -> Tensor:
+    def _packed(self, codes: Tensor, bits: int) -> Tensor:
         return self.to_bytes(self.pack(codes, bits), "uint32")
 
-    def _joined(self: Any, pieces: list[Tensor]) -> Tensor:
+    def _joined(self, pieces: list[Tensor]) -> Tensor:
         """Concatenate to one vector; a shard that is all padding has no pieces."""
         return self.concat(pieces) if pieces else self.zeros((0,))
 
-    def _rows(self: Any, bands: Bands, x: Tensor) -> list[Tensor]:
+    def _rows(self, bands: Bands, x: Tensor) -> list[Tensor]:
         return [self._band(band, x) for band in bands.bands]
 
-    def _band(self: Any, band: Band, x: Tensor) -> Tensor:
+    def _band(self, band: Band, x: Tensor) -> Tensor:
         return self.reshape(x[band.start : band.end], (band.rows, band.length))
 
     def _fill(
-        self: Any, bands: Bands, size: int, values: Callable[[Band, slice], Tensor], dtype: str
+        self, bands: Bands, size: int, values: Callable[[Band, slice], Tensor], dtype: str
     ) -> Tensor:
         """Return a vector of the bands `values(band, groups)` [rows, length], and 0 elsewhere."""
         pieces: list[Any] = []

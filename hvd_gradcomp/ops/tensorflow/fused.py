@@ -1,4 +1,4 @@
-"""Fused kernels of `ops.torch.fused` as TensorFlow custom ops; see native_tensorflow.cc.
+"""Fused kernels of `ops.torch.fused` as TensorFlow custom ops; see c/tensorflow.cc.
 
 They write to none of their inputs: a variable is assigned once the exchange has succeeded. So sent
 elements are settled at once.
@@ -18,7 +18,7 @@ from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form, Rule
 from hvd_gradcomp.ops.scope import Scope
 
 
-class TensorFlowWordPasses:
+class ThresholdKernels:
     """Fused kernels of the methods with a rule for each element.
 
     Args:
@@ -73,7 +73,7 @@ class TensorFlowWordPasses:
             )
 
 
-class TensorFlowLargestPasses:
+class TopKKernels:
     """Fused kernels of the methods with a number of elements; see `ops.torch.fused`.
 
     Args:
@@ -172,7 +172,7 @@ class TensorFlowLargestPasses:
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
-        """Sum `weights[rank] * values of the rank`; raises like `TensorFlowWordPasses.add`."""
+        """Sum `weights[rank] * values of the rank`; raises like `ThresholdKernels.add`."""
         with _eager_errors():
             return self.native.gradcomp_add_largest(
                 room, bodies, weights, _flat(form), **_bucket(layout)

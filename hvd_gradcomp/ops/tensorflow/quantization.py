@@ -9,7 +9,7 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base, integer, numbers
 
 
-class Coding(Base):
+class Quantization(Base):
     """Ops that quantize every element, and the random numbers for rounding."""
 
     def key(self, step: Any, salt: int) -> Tensor:

@@ -11,7 +11,7 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base
 
 
-class Ordering(Base):
+class Reduction(Base):
     """Reductions, and ops that depend on the order of values."""
 
     def sum(self, x: Tensor, axis: int | None = None) -> Tensor:

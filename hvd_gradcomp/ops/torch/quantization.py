@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.interface.quantization import FACTOR
 from hvd_gradcomp.ops.torch.base import Base, check, walkable
 
 
-class Coding(Base):
+class Quantization(Base):
     """Ops that quantize every element, and the random numbers for rounding."""
 
     def key(self, step: Any, salt: int) -> Any:
@@ -165,7 +165,7 @@ class Coding(Base):
 
 
 def _mix(x: int) -> int:
-    """Compute `Coding.mix` of one number."""
+    """Compute `Quantization.mix` of one number."""
     for _ in range(2):
         x = (x ^ x >> 16) * FACTOR % (1 << 32)
     return x ^ x >> 16

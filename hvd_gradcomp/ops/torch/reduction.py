@@ -14,7 +14,7 @@ from hvd_gradcomp.ops.torch.base import Base, check, walkable, walked
 _EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight bytes
 
 
-class Ordering(Base):
+class Reduction(Base):
     """Reductions, and ops that depend on the order of values."""
 
     def sum(self, x: Tensor, axis: int | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fused kernels of `codecs.threshold`, like `ops.torch.fused.WordPasses` and words.c.
+"""Fused kernels of `codecs.threshold`, like `ops.torch.fused.ThresholdKernels` and c/threshold.c.
 
     find     accumulates the gradient; a bit for each wanted element, the largest by layer
     code     drops those that no code of powers can express, and counts
@@ -415,8 +415,8 @@ def add_places(
         tl.store(room + at, tl.where(at == n - 1, 0.0, total), mask=at < n)
 
 
-class WordPasses(Launcher):
-    """Kernels of the methods with a rule for each element; see `ops.torch.fused.WordPasses`."""
+class ThresholdKernels(Launcher):
+    """Kernels of threshold methods; see `ops.torch.fused.ThresholdKernels`."""
 
     def write(
         self,
