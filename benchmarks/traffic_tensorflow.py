@@ -65,7 +65,7 @@ class Told(TensorFlowOps):
 
     def __init__(self, layout: Layout, static: bool) -> None:
         super().__init__(static)
-        self.native = self.word_passes = self.largest_passes = None
+        self.native = self.threshold_kernels = self.topk_kernels = None
         self.size, self.wanted, self.passing = layout.size, layout.size // RATIO, 0
 
     def nonzero(self, mask: tf.Tensor) -> tf.Tensor:

@@ -37,6 +37,6 @@ from hvd_gradcomp.ops import native, tensorflow
 assert native.library()._name.startswith("'"$folder"'")
 assert tensorflow.library()'
 # Captured by file descriptor, what they report would be lost.
-"$python" -m pytest -q -p no:cacheprovider --capture=sys tests/single/test_passes.py \
-    tests/single/test_largest_passes.py tests/single/test_operations.py \
+"$python" -m pytest -q -p no:cacheprovider --capture=sys tests/single/test_threshold_kernels.py \
+    tests/single/test_topk_kernels.py tests/single/test_operations.py \
     tests/single/test_quantized.py tests/single/test_layers_stored.py "$@"

@@ -132,7 +132,7 @@ class ScaleComCompressor(ResidualTopK):
 
     def choice_form(self, ops: Ops, layout: Layout) -> Form | None:
         """Return the offsets of the broadcast's parts; None if no fused kernel supports them."""
-        passes = ops.largest_passes
+        passes = ops.topk_kernels
         if passes is None or not passes.leads or self.rule is None:
             return None
         form = form_of(self, layout, self.capacity(layout))
@@ -145,7 +145,7 @@ class ScaleComCompressor(ResidualTopK):
         scope, r = Scope(layout, whole=False), state.memory.r
         form = self.choice_form(ops, layout)
         if form is not None:
-            written = ops.largest_passes.choose(scope, form, context.step, most, r, gradient)
+            written = ops.topk_kernels.choose(scope, form, context.step, most, r, gradient)
             body, count = written.body, written.sent
         else:
             k_per_layer, whole = ops.words(most), r + gradient
@@ -182,7 +182,7 @@ class ScaleComCompressor(ResidualTopK):
         """Return this rank's values at the leader's indices; float32 [capacity]."""
         r, form = state.memory.r, self.choice_form(ops, layout)
         if form is not None:
-            return ops.largest_passes.values(layout, form, index, r, gradient)
+            return ops.topk_kernels.values(layout, form, index, r, gradient)
         return ops.gather(r, index) + ops.gather(gradient, index)
 
     def commit_all(
@@ -192,7 +192,7 @@ class ScaleComCompressor(ResidualTopK):
         r, form = state.memory.r, self.choice_form(ops, layout)
         if form is not None:
             arguments = form, index, total, self.beta, r, gradient
-            mean, r, per_layer = ops.largest_passes.replace(layout, *arguments)
+            mean, r, per_layer = ops.topk_kernels.replace(layout, *arguments)
             return mean, ScaleComState(Residual(r), state.sent + per_layer)
         kept: Any = 0.0
         if self.beta != 1.0:

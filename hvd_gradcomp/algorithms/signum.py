@@ -65,9 +65,8 @@ class SignumCompressor(Compressor):
     ) -> Program:
         del extra
         layout, rank = context.layout, context.rank
-        row_groups = RowGroups(
-            tuple(RowGroup(at, 1, n) for at, n in zip(layout.offsets, layout.sizes) if n)
-        )
+        layers = [RowGroup(at, 1, n) for at, n in zip(layout.offsets, layout.sizes) if n]
+        row_groups = RowGroups(tuple(layers))
         finite, gradient = patterns.check_storable(ops, gradient)
         ahead = ops.scale(gradient, 1.0 - self.momentum)
         m = ops.accumulate(ops.scale(state.m * 1.0, self.momentum), ahead)

@@ -20,7 +20,7 @@ from hvd_gradcomp.core.collectives import Allgather, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report, State
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
-from hvd_gradcomp.ops.interface.header import Weighing
+from hvd_gradcomp.ops.interface.header import ReductionSpec
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 Memory = Any
@@ -128,7 +128,7 @@ class SparseCompressor(Clipping, Compressor):
         `scratch` is float32 [size], memory for the sum; its values are ignored.
         """
 
-    def reduction_spec(self, context: Context, level: CapacityLevel) -> Weighing:
+    def reduction_spec(self, context: Context, level: CapacityLevel) -> ReductionSpec:
         """Return the checks on the bodies' first parts before they are summed."""
         del level
         return patterns.reduction_spec(context, {})
@@ -284,7 +284,7 @@ def _gathered(
     encoded: Encoded,
     state: SparseState,
     body: Tensor,
-    spec: Weighing,
+    spec: ReductionSpec,
     fits: Callable[[wire.Header, Tensor], wire.Header],
 ) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
     """Allgather the headers and bodies; roll the state back if they are unusable."""

@@ -32,7 +32,7 @@ from hvd_gradcomp.core.compressor import Context, Report, State, derived
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.interface.header import Weighing
+from hvd_gradcomp.ops.interface.header import ReductionSpec
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
 from hvd_gradcomp.ops.scope import layer_of
 
@@ -96,9 +96,9 @@ class ThresholdCompressor(SparseCompressor):
     def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, SparseState]:
         _, ops, context, gradient, state, moment = inputs
         layout, step = context.layout, context.step
-        if ops.word_passes is not None and self.rule is not None:
+        if ops.threshold_kernels is not None and self.rule is not None:
             arguments = state.memory, gradient, moment, state.sent
-            written = ops.word_passes.write(self.rule, layout, level, step, *arguments)
+            written = ops.threshold_kernels.write(self.rule, layout, level, step, *arguments)
             encoded = Encoded(written.body, written.sent, written.wanted, commit=written.commit)
             memory = type(state.memory)(*written.memory)
             return encoded, state._replace(memory=memory, sent=written.per_layer)
@@ -151,7 +151,7 @@ class ThresholdCompressor(SparseCompressor):
         found, taken_in = ops.search(tile, tuple(memory), arguments)
         return found, type(memory)(*taken_in)
 
-    def reduction_spec(self, context: Context, level: CapacityLevel) -> Weighing:
+    def reduction_spec(self, context: Context, level: CapacityLevel) -> ReductionSpec:
         layout, ascending = context.layout, None
         side = self.quantizer.side_parts(layout)
         if level.dense is False:
@@ -161,8 +161,8 @@ class ThresholdCompressor(SparseCompressor):
 
     def decode_sum(self, ops: Ops, layout: Layout, payloads: Payloads, scratch: Tensor) -> Tensor:
         level, bodies, weights = payloads
-        if ops.word_passes is not None and self.rule is not None:
-            return ops.word_passes.add(self.rule, layout, level, bodies, weights, scratch)
+        if ops.threshold_kernels is not None and self.rule is not None:
+            return ops.threshold_kernels.add(self.rule, layout, level, bodies, weights, scratch)
 
         def words() -> Tensor:
             payload = wire.unpack_body(ops, self.parts(layout, level._replace(dense=False)), bodies)

@@ -155,7 +155,7 @@ class TopKCompressor(SparseCompressor):
         wanted, state = self.k_per_layer(ops, layout, step, gradient, state)
         form = None if self.rule is None else spec.form(ops)
         if form is not None:
-            return _encoded_in_passes(ops, scope, spec, form, step, wanted, gradient, state)
+            return _encode_fused(ops, scope, spec, form, step, wanted, gradient, state)
         k_per_layer, total = _shared(ops, spec, wanted)
         k_per_layer = ops.words(self.most(layout)) if k_per_layer is None else k_per_layer
         found, memory = self.collected(ops, scope, gradient, state)
@@ -218,7 +218,7 @@ class TopKCompressor(SparseCompressor):
         self, ops: Ops, layout: Layout, level: CapacityLevel, bodies: Tensor
     ) -> list[Tensor]:
         sent = BodySpec.on(self, layout, level)
-        if sent.form(ops) is not None and ops.largest_passes.looks:
+        if sent.form(ops) is not None and ops.topk_kernels.looks:
             return []  # the summing kernel checks them
         values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
         return [ops.reshape(ops.peaks(values), (-1, 1))]
@@ -228,7 +228,7 @@ class TopKCompressor(SparseCompressor):
         sent = BodySpec.on(self, layout, level)
         form = sent.form(ops)
         if form is not None:
-            arguments, passes = (layout, form, bodies, weights, scratch), ops.largest_passes
+            arguments, passes = (layout, form, bodies, weights, scratch), ops.topk_kernels
             if passes.looks:
                 return passes.add(*arguments, patterns.LARGEST, wire.ANY_NOT_FINITE)
             return passes.add(*arguments)
@@ -277,7 +277,7 @@ class BodySpec(NamedTuple):
         For a capacity that is a tensor of a graph: `Form.numbers`, int64 [7].
         """
         compressor, layout, capacity = self
-        if ops.largest_passes is None:
+        if ops.topk_kernels is None:
             return None
         if isinstance(capacity, int):
             return form_of(compressor, layout, capacity)
@@ -329,7 +329,7 @@ def _shared(ops: Ops, spec: BodySpec, wanted: Tensor | None) -> tuple[Tensor | N
     return shares
 
 
-def _encoded_in_passes(
+def _encode_fused(
     ops: Ops,
     scope: Scope,
     spec: BodySpec,
@@ -339,7 +339,7 @@ def _encoded_in_passes(
     gradient: Tensor,
     state: Any,
 ) -> tuple[Encoded, Any]:
-    compressor, passes = spec.compressor, ops.largest_passes
+    compressor, passes = spec.compressor, ops.topk_kernels
     most = compressor.most(spec.layout)
     arguments = most, state.hint, state.memory, gradient, state.sent
     if wanted is not None and passes.shares:

@@ -12,7 +12,7 @@ from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
-from hvd_gradcomp.ops.interface.header import Weighing
+from hvd_gradcomp.ops.interface.header import ReductionSpec
 
 LARGEST = (2.0 - 2.0**-20) * 2.0**127  # a bit below float32's: sums are rounded on their way
 
@@ -33,17 +33,17 @@ def check_storable(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
 
 def reduction_spec(
     context: Context, sides: Mapping[str, wire.Part], ascending: Any = None
-) -> Weighing:
+) -> ReductionSpec:
     """Return how the ranks' payloads are summed, to finite numbers.
 
     Args:
         context: of the step.
         sides: the first parts of a body: upper bounds of the magnitudes sent, by groups, in
             float32, or as exponents of powers of two.
-        ascending: of `Weighing`.
+        ascending: of `ReductionSpec`.
     """
     groups = max((part.count for part in sides.values()), default=0)
-    return Weighing(
+    return ReductionSpec(
         weight=context.prescale * context.postscale,
         groups=groups,
         vectors=len(sides) if groups else 0,

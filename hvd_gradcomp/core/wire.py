@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
-from hvd_gradcomp.ops.interface.header import Field, Weighing
+from hvd_gradcomp.ops.interface.header import Field, ReductionSpec
 
-_PLAIN = Weighing()
+_PLAIN = ReductionSpec()
 MAGIC = (ord("G"), ord("C"))
 VERSION = 1
 HEADER_BYTES = 32
@@ -152,7 +152,7 @@ def pack(ops: Ops, header: Header, *body: Tensor) -> Tensor:
 
 
 def unpack(
-    ops: Ops, expected: Header, buffers: Tensor, spec: Weighing = _PLAIN
+    ops: Ops, expected: Header, buffers: Tensor, spec: ReductionSpec = _PLAIN
 ) -> tuple[Header, Tensor]:
     """Check every rank's header and body, and return them; buffers is uint8 [world, bytes].
 

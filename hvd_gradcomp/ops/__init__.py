@@ -22,39 +22,27 @@ from typing import Any
 
 from hvd_gradcomp.ops.errors import NonFiniteGradientError as NonFiniteGradientError
 from hvd_gradcomp.ops.errors import PayloadError as PayloadError
-from hvd_gradcomp.ops.interface.bitpack import Bytewise
-from hvd_gradcomp.ops.interface.creation import Making
-from hvd_gradcomp.ops.interface.elementwise import Elementwise
-from hvd_gradcomp.ops.interface.header import Framing
-from hvd_gradcomp.ops.interface.host import Control
-from hvd_gradcomp.ops.interface.indexing import Placing
-from hvd_gradcomp.ops.interface.matrices import Matrices
-from hvd_gradcomp.ops.interface.quantization import Coding
-from hvd_gradcomp.ops.interface.reduction import Ordering
+from hvd_gradcomp.ops.interface.header import Headers
+from hvd_gradcomp.ops.interface.quantization import Quantization
 from hvd_gradcomp.ops.interface.searching import Searching
 from hvd_gradcomp.ops.tensors import Tensor as Tensor
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 
-class Ops(
-    Making, Elementwise, Placing, Ordering, Matrices, Bytewise, Searching, Framing, Coding, Control
-):
+class Ops(Headers, Quantization, Searching):
     """Tensor ops of one framework on one device.
 
     Attributes:
-        dynamic_shapes: shapes may depend on values (a CPU, eager or in a TensorFlow graph).
-            False on a GPU, where it would be a host read, and under XLA.
-        word_passes: `ops.torch.fused.WordPasses`, or its counterpart for another framework or a
-            GPU; None if there is none.
-        largest_passes: likewise for `ops.torch.fused.LargestPasses`.
+        threshold_kernels: `ops.torch.fused.ThresholdKernels`, or its counterpart for another
+            framework or a GPU; None if there is none.
+        topk_kernels: likewise for `ops.torch.fused.TopKKernels`.
         climb: a fused `CapacitySchedule.next_level`; None if plain ops are as good.
     """
 
-    dynamic_shapes: bool
-    word_passes: Any = None
+    threshold_kernels: Any = None
     climb: Any = None
-    largest_passes: Any = None
+    topk_kernels: Any = None
 
 
 def ops_of(tensor: Any) -> Ops:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = "_native.so"  # loaded by ctypes, so it fits any Python
-NATIVE = ("native.c", "words.c", "largest.c")
-HEADERS = ("native.h", "passes.h", "pieces.h", "walks.h")
-OPERATIONS = "native_tensorflow.cc"
+NATIVE = ("c/quant.c", "c/threshold.c", "c/topk.c")
+HEADERS = ("c/kernels.h", "c/rows.h", "c/threads.h")
+OPERATIONS = "c/tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 THREADS = ("-fopenmp",)  # without OpenMP in the compiler, one thread does it all
@@ -121,7 +121,7 @@ def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
     c, cpp = _compiler(*_C), _compiler(*_CPP)
     with tempfile.TemporaryDirectory() as scratch:
         own, made = Path(scratch, "operations.o"), Path(scratch, target.name)
-        native = [Path(scratch, name).with_suffix(".o") for name in NATIVE]
+        native = [Path(scratch, Path(name).stem + ".o") for name in NATIVE]
         for name, result in zip(NATIVE, native):
             # Hidden: two of its functions have the names of system functions.
             _run([c, *FLAGS, "-fPIC", "-fvisibility=hidden", "-c", HERE / name, "-o", result])

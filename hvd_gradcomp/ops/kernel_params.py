@@ -54,10 +54,10 @@ class Rule(NamedTuple):
         """Return the bytes before words or places: an exponent per layer if codes are powers."""
         return -(-len(layout.names) // 4) * 4 if self.powers else 0
 
-    def body_bytes(self, layout: Layout, rung: CapacityLevel) -> int:
-        """Return the bytes of a body at a capacity level; `rung.dense` is a Python bool."""
+    def body_bytes(self, layout: Layout, level: CapacityLevel) -> int:
+        """Return the bytes of a body at a capacity level; `level.dense` is a Python bool."""
         places = layout.size if self.powers else layout.size // 4
-        return self.side_bytes(layout) + (places if rung.dense else 4 * rung.capacity)
+        return self.side_bytes(layout) + (places if level.dense else 4 * level.capacity)
 
 
 class Written(NamedTuple):

@@ -25,8 +25,8 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
+from tests.kernels import verbs
 from tests.methods import LARGEST
-from tests.passes import verbs
 
 FAST = settings(max_examples=25, deadline=None)
 

@@ -21,7 +21,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.ops import building, native
 from hvd_gradcomp.testing import World
-from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch
+from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, threads, torch
 
 pytestmark = [
     NATIVE,

@@ -16,8 +16,8 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
+from tests.kernels import NATIVE, assert_alike, threads
 from tests.methods import QUANTIZED
-from tests.passes import NATIVE, assert_alike, threads
 
 FAST = settings(max_examples=30, deadline=None)
 SHAPES = ((40, 7), (13,), (70, 3, 3), (1000,))

@@ -13,7 +13,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.passes import NATIVE
+from tests.kernels import NATIVE
 
 LAYOUT = Layout(("a", "b"), ((50,), (9,)))
 

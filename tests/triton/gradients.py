@@ -7,7 +7,7 @@ import torch
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.passes import assert_alike
+from tests.kernels import assert_alike
 
 
 def on(device: str, kernels: bool) -> TorchOps:
@@ -50,6 +50,6 @@ def assert_step_alike(ours: World, theirs: World, given, **extra) -> None:
 
 def assert_left_clean(ops: TorchOps) -> None:
     """What the next step begins with is zeros."""
-    for passes in (ops.kernels, ops.word_passes, ops.largest_passes, ops.quantizers):
+    for passes in (ops.kernels, ops.threshold_kernels, ops.topk_kernels, ops.quantizers):
         for key, room in passes._rooms.items():
             assert key[0] != "clean" or not bool(room.any()), key

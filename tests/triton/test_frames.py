@@ -11,7 +11,7 @@ from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.patterns import reduction_spec, weights_of
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from tests.passes import layout_of
+from tests.kernels import layout_of
 from tests.triton.gradients import assert_left_clean, on
 
 SIZES = st.sampled_from([0, 1, 3, 255, 4096, 5000, 9001])  # words; a tile has 4096

@@ -145,7 +145,7 @@ def test_a_step_is_twelve_launches_and_waits_for_nothing(name):
     compressor = METHODS[name][0]
     for layout in buckets(compressor):
         step = Step(compressor, layout, kernels=True)
-        own = step.ops.word_passes, step.ops.largest_passes, step.ops.quantizers
+        own = step.ops.threshold_kernels, step.ops.topk_kernels, step.ops.quantizers
         passes = [step.ops.kernels, *own]
         kept = [set(each._rooms) for each in passes]
         step.take()

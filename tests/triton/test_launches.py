@@ -65,7 +65,7 @@ def test_memory_is_asked_for_before_anything_is_launched(name, dense, monkeypatc
 
         return noted
 
-    for family in (ops.kernels, ops.word_passes, ops.largest_passes, ops.quantizers):
+    for family in (ops.kernels, ops.threshold_kernels, ops.topk_kernels, ops.quantizers):
         monkeypatch.setattr(family, "launch", launching)
         for what in ("room", "clean", "empty", "table"):
             monkeypatch.setattr(family, what, asking(getattr(family, what)))
@@ -124,7 +124,7 @@ def test_a_gpu_without_what_kernels_need_takes_verbs(change, said, monkeypatch, 
     base._triton_runs.cache_clear()
     for _ in range(2):
         ops = TorchOps("cuda:0")
-        assert (ops.kernels is None) == bool(said) == (ops.word_passes is None)
+        assert (ops.kernels is None) == bool(said) == (ops.threshold_kernels is None)
     base._triton_runs.cache_clear()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == bool(said)

@@ -16,8 +16,8 @@ from hvd_gradcomp.core.patterns import header_of, weights_of
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
+from tests.kernels import layout_of
 from tests.methods import WORDS
-from tests.passes import layout_of
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
 
 ONE_EACH = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompressor(tau=0.7)]

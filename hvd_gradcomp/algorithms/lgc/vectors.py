@@ -67,9 +67,9 @@ def accumulate_and_select(
         return Selected(state.memory, nothing, state.hint)
     flag, scope = ops.words((chooses,)), Scope(layout, whole=False)
     hint = ops.where(flag > 0, state.hint, float("inf"))
-    if ops.largest_passes is not None and lgc.rule is not None:
+    if ops.topk_kernels is not None and lgc.rule is not None:
         # A body of plain indices and values: the kernel does not code indices.
-        written = ops.largest_passes.write(
+        written = ops.topk_kernels.write(
             lgc.rule._replace(masking=False),
             scope,
             Form(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0)),

@@ -6,15 +6,16 @@ each. So no code of any width straddles two words.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
+from hvd_gradcomp.ops.interface.reduction import Reduction
 from hvd_gradcomp.ops.tensors import Tensor
 
 GROUP = 32  # codes that are packed together
 
 
-class Bytewise(ABC):
+class BitPacking(Reduction):
     """Ops that convert numbers to bytes, and codes to bits."""
 
     @abstractmethod
@@ -31,15 +32,15 @@ class Bytewise(ABC):
 
     # -- composite ops ---------------------------------------------------------------------
 
-    def pack(self: Any, codes: Tensor, bits: int) -> Tensor:
+    def pack(self, codes: Tensor, bits: int) -> Tensor:
         """Pack codes below 2**bits into words; int64 [32 m] to int64 [m * bits] below 2**32."""
         return self.reshape(self.bit_planes(self.reshape(codes, (-1, GROUP)), bits), (-1,))
 
-    def unpack(self: Any, words: Tensor, bits: int) -> Tensor:
+    def unpack(self, words: Tensor, bits: int) -> Tensor:
         """Invert `pack`."""
         return self.reshape(self.from_bit_planes(self.reshape(words, (-1, bits))), (-1,))
 
-    def bit_planes(self: Any, groups: Tensor, bits: int) -> Tensor:
+    def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
         """Pack bit j of the 32 codes of a group into one word; [m, 32] to [m, bits]."""
         lanes = self.words([1 << lane for lane in range(GROUP)])
         planes = []
@@ -48,7 +49,7 @@ class Bytewise(ABC):
             planes.append(self.reshape(self.sum(bit * lanes, -1), (-1, 1)))
         return self.concat(planes)
 
-    def from_bit_planes(self: Any, planes: Tensor) -> Tensor:
+    def from_bit_planes(self, planes: Tensor) -> Tensor:
         """Invert `bit_planes`; [m, bits] to [m, 32]."""
         lanes = self.arange(GROUP)
         codes = self.shift_right(planes[:, :1], lanes) % 2
@@ -57,7 +58,7 @@ class Bytewise(ABC):
             codes = codes + bit * (1 << place)
         return codes
 
-    def weighted_sum(self: Any, data: Tensor) -> Tensor:
+    def weighted_sum(self, data: Tensor) -> Tensor:
         """Sum 32-bit words, each times 2 * index + 17, modulo 2**32; uint8 [..., n] to [...]."""
         words = self.from_bytes(data, "uint32")
         places = self.arange(self.length(words)) * 2 + 17

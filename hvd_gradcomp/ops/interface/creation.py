@@ -10,7 +10,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensors import Tensor
 
 
-class Making(ABC):
+class Creation(ABC):
     """Ops that create tensors."""
 
     @abstractmethod
@@ -41,6 +41,6 @@ class Making(ABC):
 
     # -- composite ops ---------------------------------------------------------------------
 
-    def constants(self: Any, values: tuple[float, ...]) -> Tensor:
+    def constants(self, values: tuple[float, ...]) -> Tensor:
         """Return `reals` that must not be written to."""
         return self.reals(values)

@@ -78,7 +78,7 @@ class Elementwise(ABC):
     # -- composite ops ---------------------------------------------------------------------
 
     def advance(
-        self: Any, r: Tensor, u: Tensor, gradient: Tensor, momentum: float, nesterov: bool
+        self, r: Tensor, u: Tensor, gradient: Tensor, momentum: float, nesterov: bool
     ) -> tuple[Tensor, Tensor]:
         """Return (r, u) after `u = momentum*u + g`, `r += u` (Nesterov: `r += momentum*u + g`).
 
@@ -88,6 +88,6 @@ class Elementwise(ABC):
         ahead = self.accumulate(self.times(u, momentum), gradient) if nesterov else u
         return self.accumulate(r, ahead), u
 
-    def leaky_relu(self: Any, x: Tensor, slope: float) -> Tensor:
+    def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         """Return x where it is positive, `slope * x` elsewhere."""
         return self.where(x > 0, x, x * slope)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hvd_gradcomp.ops.interface.bitpack import BitPacking
+from hvd_gradcomp.ops.interface.host import HostControl
+from hvd_gradcomp.ops.interface.matrices import Matrices
 from hvd_gradcomp.ops.tensors import Tensor
 
 BEYOND = (
@@ -24,7 +27,7 @@ class Field(NamedTuple):
     bits: int = 32
 
 
-class Weighing(NamedTuple):
+class ReductionSpec(NamedTuple):
     """Weights of payloads in a sum, and conditions on their bodies.
 
     A body may begin with magnitudes by group that no sent value exceeds. Their sum over ranks,
@@ -52,7 +55,7 @@ class Weighing(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """Content of frames that `Framing.admit` has checked.
+    """Content of frames that `Headers.admit` has checked.
 
     Attributes:
         words: int64 [rows, count].
@@ -67,10 +70,10 @@ class Admitted(NamedTuple):
     weights: Tensor | None = None
 
 
-class Framing:
+class Headers(BitPacking, Matrices, HostControl):
     """Ops for frames around payloads, and for checks of their content."""
 
-    def frame(self: Any, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
+    def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
         """Build a frame: words, checksum and a body in parts (uint8, whole words), as uint8.
 
         The words are the values below 2**32, and a last word: 0 if `finite`, else 1.
@@ -79,17 +82,17 @@ class Framing:
         body = self.concat(parts) if len(parts) > 1 else parts[0]
         return self.framed(self.words((*values, poisoned)), body)
 
-    def framed(self: Any, words: Tensor, body: Tensor) -> Tensor:
+    def framed(self, words: Tensor, body: Tensor) -> Tensor:
         """Build a frame from int64 words and a body."""
         checksum = self.reshape(self.checksum(words, body), (1,))
         return self.headed(self.to_bytes(self.concat((words, checksum)), "uint32"), body)
 
-    def headed(self: Any, head: Tensor, body: Tensor) -> Tensor:
+    def headed(self, head: Tensor, body: Tensor) -> Tensor:
         """Concatenate head and body."""
         return self.concat((head, body))
 
     def examine(
-        self: Any, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
+        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
     ) -> tuple[Tensor, list[Tensor]]:
         """Read frames and compare their fields with the expected numbers.
 
@@ -111,14 +114,14 @@ class Framing:
         return words, held
 
     def admit(
-        self: Any,
+        self,
         frames: Tensor,
         count: int,
         fields: Sequence[Field],
         expected: Sequence[Any],
         messages: Sequence[str],
         poisoned: tuple[str, type[Exception]],
-        weighing: Weighing,
+        weighing: ReductionSpec,
     ) -> Admitted:
         """Require that frames are as `examine` expects them, and that their last word is 0.
 
@@ -140,14 +143,12 @@ class Framing:
             intact = None if known is None else intact & known
         return Admitted(words, intact)
 
-    def weigh(self: Any, weight: float, intact: Tensor) -> Tensor:
+    def weigh(self, weight: float, intact: Tensor) -> Tensor:
         """Return the weight where a rank's payload is intact, else 0; float32 [world]."""
         weights = self.full((intact.shape[0],), weight, "float32")
         return weights * self.cast(intact, "float32")
 
-    def checked_sides(
-        self: Any, sides: Sequence[Tensor], finite: Any
-    ) -> tuple[Sequence[Tensor], Any]:
+    def checked_sides(self, sides: Sequence[Tensor], finite: Any) -> tuple[Sequence[Tensor], Any]:
         """Return side values, and whether 4 times these are finite and `finite` holds.
 
         With static shapes, all side values become 0 if one fails. Donating.
@@ -157,7 +158,7 @@ class Framing:
             sides = [self.where(healthy, side, 0.0) for side in sides]
         return sides, finite & healthy
 
-    def summable(self: Any, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
+    def summable(self, sides: Sequence[Tensor], weight: float, limit: float) -> Tensor:
         """Return True if `weight * sum over ranks of the largest |side|` of each group fits limit.
 
         Args:
@@ -174,12 +175,12 @@ class Framing:
         total = self.max(self.sum(self.cast(most, "float64"), 0)) * weight
         return self.reshape(total, (1,)) <= limit
 
-    def checksum(self: Any, words: Tensor, body: Tensor) -> Tensor:
+    def checksum(self, words: Tensor, body: Tensor) -> Tensor:
         """Return the checksum of words (weights 2 * index + 1) and a body, or of rows of both."""
         weights = self.arange(self.length(words)) * 2 + 1
         return (self.sum(words * weights, -1) + self.weighted_sum(body)) % (1 << 32)
 
-    def sound(self: Any, x: Tensor, how: str) -> tuple[Any, Tensor]:
+    def sound(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
         """Return whether x is finite, and x; with static shapes, zeros unless it is finite.
 
         Donating with static shapes.
@@ -195,13 +196,13 @@ class Framing:
             finite = self.finite(total * 4096.0)
         return finite, x if self.dynamic_shapes else self.where(finite, x, 0.0)
 
-    def sound_with(self: Any, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
+    def sound_with(self, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
         """Check a gradient's squares and its moment's sum as `sound` does; one verdict for both."""
         finite, gradient = self.sound(gradient, "squares")
         fine, moment = self.sound(moment, "sum")
         return finite & fine, gradient, moment
 
-    def _sides(self: Any, bodies: Tensor, weighing: Weighing) -> list[Tensor]:
+    def _sides(self, bodies: Tensor, weighing: ReductionSpec) -> list[Tensor]:
         """Return the magnitudes at the start of bodies; float32 [rows, groups] each."""
         groups = weighing.groups
         if weighing.powers:

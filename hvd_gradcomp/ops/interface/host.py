@@ -10,8 +10,15 @@ from hvd_gradcomp.ops.errors import PayloadError
 from hvd_gradcomp.ops.tensors import Tensor
 
 
-class Control(ABC):
-    """Ops for decisions on the host, and for checks that stop a step."""
+class HostControl(ABC):
+    """Ops for decisions on the host, and for checks that stop a step.
+
+    Attributes:
+        dynamic_shapes: shapes may depend on values (a CPU, eager or in a TensorFlow graph).
+            False on a GPU, where it would be a host read, and under XLA.
+    """
+
+    dynamic_shapes: bool
 
     @abstractmethod
     def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 from hvd_gradcomp.ops.tensors import Tensor
 
 
-class Placing(ABC):
+class Indexing(ABC):
     """Shape and indexing ops."""
 
     @abstractmethod
@@ -59,31 +58,3 @@ class Placing(ABC):
     @abstractmethod
     def clear_last(self, x: Tensor) -> Tensor:
         """Return x with 0 as its last element. Donating."""
-
-    # -- composite ops ---------------------------------------------------------------------
-
-    def shares(
-        self: Any, wanted: Tensor, most: Sequence[int], capacity: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return how many elements each group may send, int64 [groups], and the total wanted.
-
-        If not all fit, each group gets one element, and the same fraction of the rest.
-
-        Args:
-            wanted: int64 [groups]; 0 for the most.
-            most: limit of each group.
-            capacity: elements that fit.
-        """
-        wanted = self.where(wanted > 0, wanted, self.words(most))
-        one = self.minimum(wanted, 1)
-        total, least = self.sum(wanted), self.sum(one)
-        share = (wanted - one) * (capacity - least) // self.maximum(total - least, 1)
-        return self.where(total > capacity, one + share, wanted), total
-
-    def unturned(self: Any, flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-        """Undo the axis order of a vector that runs through `shape` in `order`, maybe beyond."""
-        flat = flat[: prod(shape)]
-        if tuple(order) == tuple(range(len(order))):
-            return flat
-        turned = self.reshape(flat, tuple(shape[axis] for axis in order))
-        return self.transpose(turned, [order.index(axis) for axis in range(len(order))])

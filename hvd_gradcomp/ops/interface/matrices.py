@@ -5,14 +5,16 @@ Rounding depends on the framework.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
+from hvd_gradcomp.ops.interface.reduction import Reduction
 from hvd_gradcomp.ops.tensors import Tensor
 
 
-class Matrices(ABC):
+class Matrices(Reduction):
     """Matrix ops."""
 
     @abstractmethod
@@ -54,7 +56,7 @@ class Matrices(ABC):
 
     # -- composite ops ---------------------------------------------------------------------
 
-    def project(self: Any, x: Tensor, basis: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, basis: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows of x times a basis, the sum of their squares and of products with `row`.
 
         Rounding depends on the framework.
@@ -69,7 +71,7 @@ class Matrices(ABC):
         return self.matmul(x, basis), self.inner(x, x), beside
 
     def lift(
-        self: Any,
+        self,
         code: Tensor,
         basis: Tensor,
         row: Tensor,
@@ -86,3 +88,11 @@ class Matrices(ABC):
         """
         rows = self.matmul_plus(code, self.transpose(basis, (1, 0)), row)
         return self.unturned(self.reshape(rows, (-1,)), shape, order)
+
+    def unturned(self, flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+        """Undo the axis order of a vector that runs through `shape` in `order`, maybe beyond."""
+        flat = flat[: prod(shape)]
+        if tuple(order) == tuple(range(len(order))):
+            return flat
+        turned = self.reshape(flat, tuple(shape[axis] for axis in order))
+        return self.transpose(turned, [order.index(axis) for axis in range(len(order))])

@@ -11,78 +11,95 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
+from hvd_gradcomp.ops.interface.bitpack import BitPacking
 from hvd_gradcomp.ops.tensors import Tensor
 
 TINY = 2.0**-100  # a group with a smaller scale counts as zero: its inverse would overflow
 FACTOR = 0x45D9F3B
 
 
-class Coding:
+class Quantization(BitPacking):
     """Ops that quantize every element, and the random numbers for rounding."""
 
-    def key(self: Any, step: Any, salt: int) -> Tensor:
+    def key(self, step: Any, salt: int) -> Tensor:
         """Return a step's key; int64 [2] below 2**32. `salt` separates ranks, buckets and uses."""
         first = self.mix(self.xor(self.mix(self.words((step % (1 << 32),))), salt))
         return self.concat((first, self.mix(self.xor(first, 0x9E3779B9))))
 
-    def uniform(self: Any, key: Tensor, count: Any) -> Tensor:
+    def uniform(self, key: Tensor, count: Any) -> Tensor:
         """Return a key's numbers 0 to count - 1: multiples of 2**-24 in [0, 1); float32 [count]."""
         hashed = self.mix((self.arange(count) + key[:1]) % (1 << 32))
         hashed = self.mix(self.xor(hashed, key[1:]))
         return self.cast(self.split_bits(hashed, 8)[0], "float32") * 2.0**-24
 
-    def mix(self: Any, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor) -> Tensor:
         """Hash x in [0, 2**32) by a bijection that looks random."""
         for _ in range(2):
             x = self.xor(x, self.split_bits(x, 16)[0]) * FACTOR % (1 << 32)
         return self.xor(x, self.split_bits(x, 16)[0])
 
-    def group_maxima(self: Any, bands: RowGroups, x: Tensor) -> Tensor:
+    def group_maxima(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         """Return the largest |x| of each group; float32 [groups]."""
-        return self._joined([self.max(self.abs(rows), -1) for rows in self._rows(bands, x)])
+        return self._joined([self.max(self.abs(rows), -1) for rows in self._rows(row_groups, x)])
 
-    def group_squares(self: Any, bands: RowGroups, x: Tensor) -> Tensor:
+    def group_squares(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         """Return the sum of squares of each group; float32 [groups]."""
-        return self._joined([self.sum_of_rows(self.square(rows)) for rows in self._rows(bands, x)])
+        return self._joined(
+            [self.sum_of_rows(self.square(rows)) for rows in self._rows(row_groups, x)]
+        )
 
-    def group_norms(self: Any, bands: RowGroups, x: Tensor) -> Tensor:
+    def group_means(self, row_groups: RowGroups, x: Tensor) -> Tensor:
+        """Return the mean of each group; float32 [groups]."""
+        means = [
+            self.sum_of_rows(rows) / float(rows.shape[-1]) for rows in self._rows(row_groups, x)
+        ]
+        return self._joined(means)
+
+    def group_norms(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         """Return the root of the sum of squares of each group; float32 [groups]."""
-        squares = self.cast(self.group_squares(bands, x), "float64")
+        squares = self.cast(self.group_squares(row_groups, x), "float64")
         return self.cast(self.sqrt(squares), "float32")
 
-    def clipped_maxima(self: Any, bands: RowGroups, x: Tensor, clip: float) -> Tensor:
+    def clipped_maxima(self, row_groups: RowGroups, x: Tensor, clip: float) -> Tensor:
         """Return each group's largest |x|, at most `clip` root mean squares; float32 [groups]."""
-        squares = self.cast(self.group_squares(bands, x), "float64")
-        sigma = self.sqrt(squares / self.cast(self.words(bands.lengths), "float64"))
+        squares = self.cast(self.group_squares(row_groups, x), "float64")
+        sigma = self.sqrt(squares / self.cast(self.words(row_groups.lengths), "float64"))
         bound = self.cast(sigma * clip, "float32")
-        return self.minimum(self.group_maxima(bands, x), bound)
+        return self.minimum(self.group_maxima(row_groups, x), bound)
 
     def encode_levels(
-        self: Any, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor
+        self, row_groups: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor | None
     ) -> Tensor:
-        """Round `|x| / scale` at random to one of `s = 2**(bits-1) - 1` levels and pack the codes.
+        """Round `|x| / scale` to one of `s = 2**(bits-1) - 1` levels and pack the codes.
 
         A code is `s` plus or minus the level. Elements beyond the scale get the last level.
+
+        Args:
+            row_groups: the groups.
+            x: float32 [size].
+            scale: magnitude of the highest level, float32 [groups].
+            bits: of a code.
+            key: of random numbers, for unbiased rounding; None rounds to the nearest level.
 
         Returns:
             Packed codes, uint8 [size * bits / 8].
         """
         levels = (1 << bits - 1) - 1
-        used = scale >= TINY
-        inverse = self.where(used, levels / self.where(used, scale, 1.0), 0.0)
-        noise = self.uniform(key, x.shape[0])
+        inverse = self._inverse(scale, levels)
+        noise = None if key is None else self.uniform(key, x.shape[0])
 
         def codes(band: RowGroup, groups: slice) -> Tensor:
-            rows, chance = (self._band(band, y) for y in (x, noise))
+            rows = self._band(band, x)
+            chance = 0.5 if noise is None else self._band(band, noise)
             height = self.scale(self.abs(rows), self.reshape(inverse[groups], (-1, 1)))
             level = self.minimum(self.cast(self.minimum(height + chance, levels), "int64"), levels)
             return self.where(rows < 0, levels - level, levels + level)
 
-        return self._packed(self._fill(bands, x.shape[0], codes, "int64"), bits)
+        return self._packed(self._fill(row_groups, x.shape[0], codes, "int64"), bits)
 
     def add_levels(
-        self: Any,
-        bands: RowGroups,
+        self,
+        row_groups: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -112,15 +129,104 @@ class Coding:
                 level = self.cast(self._band(band, code) - levels, "float32")
                 return self.scale(level, self.reshape(unit[groups], (-1, 1)))
 
-            value = self._fill(bands, total.shape[0], values, "float32")
+            value = self._fill(row_groups, total.shape[0], values, "float32")
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
-    def encode_signs(self: Any, bands: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_floats(
+        self, row_groups: RowGroups, x: Tensor, unit: Tensor | None, bits: int, key: Tensor | None
+    ) -> Tensor:
+        """Round to narrow floats, ties to even: bfloat16, or e4m3 of `x / unit`.
+
+        Args:
+            row_groups: the groups.
+            x: float32 [size].
+            unit: of each group, float32 [groups]; `|x / unit|` is at most 448. None for bfloat16.
+            bits: 16 for bfloat16, 8 for e4m3 (4 bits of exponent, 3 of mantissa).
+            key: of random numbers, for unbiased rounding to bfloat16; None rounds to the nearest.
+
+        Returns:
+            Codes, little-endian, uint8 [size * bits / 8].
+        """
+        if unit is not None:
+            x = self._by_group(row_groups, x, self._inverse(unit, 1.0))
+        sign, magnitude = self.split_bits(self.float_bits(x), 31)
+        if bits == 16:
+            whole, rest = self.split_bits(magnitude, 16)
+            if key is None:
+                up = rest + whole % 2 > 0x8000
+            else:
+                noise = self.cast(self.uniform(key, x.shape[0]) * 65536.0, "int64")
+                up = rest + noise >= 1 << 16
+        else:
+            whole, rest = self.split_bits(magnitude, 20)
+            whole = whole - (120 << 3)  # the exponent's bias becomes 7
+            up = rest + whole % 2 > 1 << 19
+        code = whole + self.cast(up, "int64")
+        if bits == 8:  # below 2**-6 are multiples of 2**-9: the sum's last bits
+            low = self.float_bits(self.abs(x) * 2.0**9 + 2.0**23) % 16
+            code = self.where(magnitude < 121 << 23, low, code)
+        return self._code_bytes(code + sign * (1 << bits - 1), bits)
+
+    def add_floats(
+        self,
+        row_groups: RowGroups,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        unit: Tensor | None,
+        bits: int,
+        weights: Tensor,
+    ) -> Tensor:
+        """Return `base + sum over ranks of weight * value * unit`, for `encode_floats`.
+
+        Arguments as for `add_levels`; unit is float32 [world, groups], or None. Donating.
+        """
+        total = self.clear(room) if base is None else self.overwrite(room, base)
+        for rank in range(packed.shape[0]):
+            code = self._codes_in(packed[rank], bits)[: total.shape[0]]
+            if bits == 16:
+                value = self.bits_float(code * (1 << 16))
+            else:
+                sign, magnitude = self.split_bits(code, 7)
+                normal = self.bits_float((magnitude + (120 << 3)) * (1 << 20))
+                value = self.where(magnitude < 8, self.cast(magnitude, "float32") * 2.0**-9, normal)
+                value = self.where(sign > 0, -value, value)
+            if unit is not None:
+                used = self.where(unit[rank] >= TINY, unit[rank], 0.0)
+                value = self._by_group(row_groups, value, used)
+            total = self.accumulate(total, self.scale(value, weights[rank]))
+        return total
+
+    def _inverse(self, scale: Tensor, levels: float) -> Tensor:
+        """Return `levels / scale`, and 0 where a group counts as zero."""
+        used = scale >= TINY
+        return self.where(used, levels / self.where(used, scale, 1.0), 0.0)
+
+    def _by_group(self, row_groups: RowGroups, x: Tensor, factor: Tensor) -> Tensor:
+        """Return x times the factor of its group, and 0 outside of the groups."""
+
+        def product(band: RowGroup, groups: slice) -> Tensor:
+            return self._band(band, x) * self.reshape(factor[groups], (-1, 1))
+
+        return self._fill(row_groups, x.shape[0], product, "float32")
+
+    def _code_bytes(self, codes: Tensor, bits: int) -> Tensor:
+        """Return codes of 8 or 16 bits as bytes, little-endian."""
+        lanes = self.words([1 << bits * lane for lane in range(32 // bits)])
+        return self.to_bytes(self.sum(self.reshape(codes, (-1, 32 // bits)) * lanes, -1), "uint32")
+
+    def _codes_in(self, data: Tensor, bits: int) -> Tensor:
+        """Invert `_code_bytes`."""
+        words = self.reshape(self.from_bytes(data, "uint32"), (-1, 1))
+        lanes = self.arange(32 // bits) * bits
+        return self.reshape(self.shift_right(words, lanes) % (1 << bits), (-1,))
+
+    def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return by group the mean of x >= 0 and of x < 0, 0 if there is none; and packed signs."""
         above: list[Any] = []
         below: list[Any] = []
-        for rows in self._rows(bands, x):
+        for rows in self._rows(row_groups, x):
             negative = self.cast(rows < 0, "int64")
             count = self.sum(negative, -1)
             for means, side, n in (
@@ -133,12 +239,12 @@ class Coding:
             del groups
             return self.cast(self._band(band, x) < 0, "int64")
 
-        packed = self._packed(self._fill(bands, x.shape[0], codes, "int64"), 1)
+        packed = self._packed(self._fill(row_groups, x.shape[0], codes, "int64"), 1)
         return self._joined(above), self._joined(below), packed
 
     def add_signs(
-        self: Any,
-        bands: RowGroups,
+        self,
+        row_groups: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -161,26 +267,26 @@ class Coding:
                 high, low = (self.reshape(s[rank][groups], (-1, 1)) for s in (above, below))
                 return self.where(self._band(band, code) > 0, low, high)
 
-            value = self._fill(bands, total.shape[0], values, "float32")
+            value = self._fill(row_groups, total.shape[0], values, "float32")
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
-    def _packed(self: Any, codes: Tensor, bits: int) -> Tensor:
+    def _packed(self, codes: Tensor, bits: int) -> Tensor:
         return self.to_bytes(self.pack(codes, bits), "uint32")
 
-    def _joined(self: Any, pieces: list[Tensor]) -> Tensor:
+    def _joined(self, pieces: list[Tensor]) -> Tensor:
         """Concatenate to one vector; a shard that is all padding has no pieces."""
         return self.concat(pieces) if pieces else self.zeros((0,))
 
-    def _rows(self: Any, bands: RowGroups, x: Tensor) -> list[Tensor]:
-        return [self._band(band, x) for band in bands.runs]
+    def _rows(self, row_groups: RowGroups, x: Tensor) -> list[Tensor]:
+        return [self._band(band, x) for band in row_groups.runs]
 
-    def _band(self: Any, band: RowGroup, x: Tensor) -> Tensor:
+    def _band(self, band: RowGroup, x: Tensor) -> Tensor:
         return self.reshape(x[band.start : band.end], (band.rows, band.length))
 
     def _fill(
-        self: Any,
-        bands: RowGroups,
+        self,
+        row_groups: RowGroups,
         size: int,
         values: Callable[[RowGroup, slice], Tensor],
         dtype: str,
@@ -188,7 +294,7 @@ class Coding:
         """Return a vector of the bands `values(band, groups)` [rows, length], and 0 elsewhere."""
         pieces: list[Any] = []
         done = group = 0
-        for band in bands.runs:
+        for band in row_groups.runs:
             if band.start > done:
                 pieces.append(self.zeros((band.start - done,), dtype))
             groups = slice(group, group + band.rows)

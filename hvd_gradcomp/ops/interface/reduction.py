@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.ops.interface.creation import Creation
+from hvd_gradcomp.ops.interface.elementwise import Elementwise
+from hvd_gradcomp.ops.interface.indexing import Indexing
 from hvd_gradcomp.ops.tensors import Tensor
 
 
-class Ordering(ABC):
+class Reduction(Creation, Elementwise, Indexing):
     """Reductions, and ops that depend on the order of values."""
 
     @abstractmethod
@@ -53,11 +57,11 @@ class Ordering(ABC):
 
     # -- composite ops ---------------------------------------------------------------------
 
-    def count(self: Any, flags: Tensor) -> Tensor:
+    def count(self, flags: Tensor) -> Tensor:
         """Count the set flags along the last axis, which has fewer than 2**24; int64."""
         return self.cast(self.sum(self.cast(flags, "float32"), -1), "int64")
 
-    def sum_of_rows(self: Any, x: Tensor) -> Tensor:
+    def sum_of_rows(self, x: Tensor) -> Tensor:
         """Sum each row, float32 [rows, n] to [rows], bit-identical on all backends.
 
         The order of a framework's own sum is unspecified, and rounding depends on it. So rows are
@@ -73,7 +77,7 @@ class Ordering(ABC):
             x, length = folded, half
         return self.reshape(x, (-1,))
 
-    def layer_histograms(self: Any, layout: Layout, x: Tensor, bins: int) -> Tensor:
+    def layer_histograms(self, layout: Layout, x: Tensor, bins: int) -> Tensor:
         """Count each layer's elements in equal bins between its extremes; int64 [bins, layers].
 
         An element belongs to the last bin whose lower edge, `low + number * width`, it reaches.
@@ -120,6 +124,36 @@ class Ordering(ABC):
             above = beyond
         return self.stack([*counts, above])
 
-    def peaks(self: Any, x: Tensor) -> Tensor:
+    def largest_of_rows(self, x: Tensor, k: int) -> Tensor:
+        """Return where each row's k largest |x| are, of equal ones the first; int64 [rows, k].
+
+        Indices ascend. x is float32 [rows, n]; rows times n is below 2**31.
+        """
+        rows, n = x.shape
+        _, magnitude = self.split_bits(self.float_bits(x), 31)
+        within = self.reshape(self.arange(rows), (-1, 1)) * (1 << 31) + ((1 << 31) - 1 - magnitude)
+        keys = self.sort(self.reshape(within * n + self.arange(n), (-1,)))
+        chosen = self.reshape(keys, (rows, n))[:, :k] % n
+        first = self.reshape(self.arange(rows), (-1, 1)) * n
+        ascending = self.sort(self.reshape(chosen + first, (-1,)))
+        return self.reshape(ascending, (rows, k)) - first
+
+    def peaks(self, x: Tensor) -> Tensor:
         """Return the largest |x| of each row; float32 [rows, n] to [rows]."""
         return self.max(self.abs(x), -1)
+
+    def shares(self, wanted: Tensor, most: Sequence[int], capacity: Any) -> tuple[Tensor, Tensor]:
+        """Return how many elements each group may send, int64 [groups], and the total wanted.
+
+        If not all fit, each group gets one element, and the same fraction of the rest.
+
+        Args:
+            wanted: int64 [groups]; 0 for the most.
+            most: limit of each group.
+            capacity: elements that fit.
+        """
+        wanted = self.where(wanted > 0, wanted, self.words(most))
+        one = self.minimum(wanted, 1)
+        total, least = self.sum(wanted), self.sum(one)
+        share = (wanted - one) * (capacity - least) // self.maximum(total - least, 1)
+        return self.where(total > capacity, one + share, wanted), total

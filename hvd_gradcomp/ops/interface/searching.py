@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from hvd_gradcomp.ops.interface.elementwise import Elementwise
 from hvd_gradcomp.ops.tensors import Tensor
 
 
-class Searching(ABC):
+class Searching(Elementwise):
     """Ops that traverse a bucket in tiles that stay in cache."""
 
     @abstractmethod
@@ -50,10 +51,10 @@ class Searching(ABC):
 
     # -- composite ops ---------------------------------------------------------------------
 
-    def accumulate_square(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    def accumulate_square(self, x: Tensor, y: Tensor) -> Tensor:
         """Return `x + y*y`. Donating."""
         return self.accumulate(x, self.square(y))
 
-    def square_exceeds(self: Any, x: Tensor, y: Tensor, factor: float) -> Any:
+    def square_exceeds(self, x: Tensor, y: Tensor, factor: float) -> Any:
         """Return `x*x > factor*y`, for the body of a `search`."""
         return self.greater(self.square(x), self.times(y, factor))

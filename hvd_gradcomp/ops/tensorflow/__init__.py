@@ -7,7 +7,7 @@ known while tracing, which XLA needs.
 XLA contracts `a + b * c` into a fused multiply-add, which rounds once where all others round
 twice: `static=True` protects the products of `square` and `times` from that.
 
-Composite ops run in C, as custom ops (see `native_tensorflow.cc`), if the library is built for this
+Composite ops run in C, as custom ops (see `c/tensorflow.cc`), if the library is built for this
 TensorFlow. The custom ops have CPU kernels only. With a visible GPU, where TensorFlow would copy
 tensors to the host for them, and with `static=True`, plain ops run instead.
 """
@@ -17,30 +17,30 @@ from __future__ import annotations
 from hvd_gradcomp.ops.tensorflow.base import ASSERTION as ASSERTION
 from hvd_gradcomp.ops.tensorflow.base import assertion as assertion
 from hvd_gradcomp.ops.tensorflow.base import library as library
-from hvd_gradcomp.ops.tensorflow.bitpack import Bytewise
+from hvd_gradcomp.ops.tensorflow.bitpack import BitPacking
 from hvd_gradcomp.ops.tensorflow.buckets import Buckets
-from hvd_gradcomp.ops.tensorflow.creation import Making
+from hvd_gradcomp.ops.tensorflow.creation import Creation
 from hvd_gradcomp.ops.tensorflow.elementwise import Elementwise
-from hvd_gradcomp.ops.tensorflow.header import Framing
-from hvd_gradcomp.ops.tensorflow.host import Control
-from hvd_gradcomp.ops.tensorflow.indexing import Placing
+from hvd_gradcomp.ops.tensorflow.header import Headers
+from hvd_gradcomp.ops.tensorflow.host import HostControl
+from hvd_gradcomp.ops.tensorflow.indexing import Indexing
 from hvd_gradcomp.ops.tensorflow.matrices import Matrices
-from hvd_gradcomp.ops.tensorflow.quantization import Coding
-from hvd_gradcomp.ops.tensorflow.reduction import Ordering
+from hvd_gradcomp.ops.tensorflow.quantization import Quantization
+from hvd_gradcomp.ops.tensorflow.reduction import Reduction
 from hvd_gradcomp.ops.tensorflow.searching import Searching
 
 
 class TensorFlowOps(
-    Making,
-    Elementwise,
-    Placing,
-    Ordering,
+    Creation,
+    Headers,
+    Quantization,
+    BitPacking,
     Matrices,
-    Bytewise,
+    Reduction,
+    Indexing,
+    Elementwise,
     Searching,
-    Framing,
-    Coding,
-    Control,
+    HostControl,
     Buckets,
 ):
     """TensorFlow ops, on any device.

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building
-from hvd_gradcomp.ops.tensorflow.fused import TensorFlowLargestPasses, TensorFlowWordPasses
+from hvd_gradcomp.ops.tensorflow.fused import ThresholdKernels, TopKKernels
 
 WORD = 1 << 32
 ASSERTION = "hvd_gradcomp"  # prefix of the message of a failed check in a graph
@@ -52,8 +52,8 @@ class Base(Ops):
         on_host = self.dynamic_shapes and not tf.config.get_visible_devices("GPU")
         self.native = library() if on_host else None
         if self.native is not None:
-            self.word_passes = TensorFlowWordPasses(self.native)
-            self.largest_passes = TensorFlowLargestPasses(self.native)
+            self.threshold_kernels = ThresholdKernels(self.native)
+            self.topk_kernels = TopKKernels(self.native)
         self.verdicts: list[Tensor] | None = None
 
     def _rounded(self, product: Tensor) -> Tensor:
@@ -85,6 +85,6 @@ def low_word(x: Tensor) -> Tensor:
     return tf.cast(tf.where(x > 0x7FFFFFFF, x - WORD, x), tf.int32)
 
 
-def numbers(bands: RowGroups) -> list[int]:
+def numbers(row_groups: RowGroups) -> list[int]:
     """Return the bands as C takes them."""
-    return [number for band in bands.runs for number in band]
+    return [number for band in row_groups.runs for number in band]

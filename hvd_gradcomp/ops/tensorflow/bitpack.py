@@ -10,7 +10,7 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import WORD, Base, low_word, shape_of
 
 
-class Bytewise(Base):
+class BitPacking(Base):
     """Ops that convert numbers to bytes, and codes to bits."""
 
     def to_bytes(self, x: Tensor, dtype: str) -> Tensor:

@@ -12,7 +12,7 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base, integer, shape_of
 
 
-class Making(Base):
+class Creation(Base):
     """Ops that create tensors."""
 
     def zeros(self, shape: Sequence[Any], dtype: str = "float32") -> Tensor:

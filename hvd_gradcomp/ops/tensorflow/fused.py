@@ -1,4 +1,4 @@
-"""Fused kernels of `ops.torch.fused` as TensorFlow custom ops; see native_tensorflow.cc.
+"""Fused kernels of `ops.torch.fused` as TensorFlow custom ops; see c/tensorflow.cc.
 
 They write to none of their inputs: a variable is assigned once the exchange has succeeded. So sent
 elements are settled at once.
@@ -18,7 +18,7 @@ from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form, Rule
 from hvd_gradcomp.ops.scope import Scope
 
 
-class TensorFlowWordPasses:
+class ThresholdKernels:
     """Fused kernels of the methods with a rule for each element.
 
     Args:
@@ -32,7 +32,7 @@ class TensorFlowWordPasses:
         self,
         rule: Rule,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         turn: Any,
         memory: Sequence[Tensor],
         gradient: Tensor,
@@ -42,13 +42,13 @@ class TensorFlowWordPasses:
         """Encode one rank's step, like PyTorch's kernel, but nothing is left to settle."""
         memory = [memory[0], memory[1]] if rule.ambiguity else [memory[0]]
         moments = [] if moment is None or not rule.ambiguity else [moment]
-        turn, capacity = tf.cast(turn, tf.int64), _capacity(rung)
+        turn, capacity = tf.cast(turn, tf.int64), _capacity(level)
         written = self.native.gradcomp_write_words(
             memory, gradient, moments, turn, capacity, **_numbers(rule, layout)
         )
         body = written.body
-        if isinstance(rung.dense, bool) and isinstance(rung.capacity, int):
-            body = tf.ensure_shape(body, (rule.body_bytes(layout, rung),))
+        if isinstance(level.dense, bool) and isinstance(level.capacity, int):
+            body = tf.ensure_shape(body, (rule.body_bytes(layout, level),))
         per_layer = before + written.per_layer
         return Written(body, written.sent, written.wanted, per_layer, written.settled)
 
@@ -56,7 +56,7 @@ class TensorFlowWordPasses:
         self,
         rule: Rule,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,
@@ -69,11 +69,11 @@ class TensorFlowWordPasses:
         """
         with _eager_errors():
             return self.native.gradcomp_add_words(
-                room, bodies, weights, _capacity(rung), **_numbers(rule, layout)
+                room, bodies, weights, _capacity(level), **_numbers(rule, layout)
             )
 
 
-class TensorFlowLargestPasses:
+class TopKKernels:
     """Fused kernels of the methods with a number of elements; see `ops.torch.fused`.
 
     Args:
@@ -172,7 +172,7 @@ class TensorFlowLargestPasses:
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
-        """Sum `weights[rank] * values of the rank`; raises like `TensorFlowWordPasses.add`."""
+        """Sum `weights[rank] * values of the rank`; raises like `ThresholdKernels.add`."""
         with _eager_errors():
             return self.native.gradcomp_add_largest(
                 room, bodies, weights, _flat(form), **_bucket(layout)
@@ -203,8 +203,8 @@ def _numbers(rule: Rule, layout: Layout) -> dict[str, Any]:
     return {"rule": [float(number) for number in rule.numbers], **_bucket(layout)}
 
 
-def _capacity(rung: CapacityLevel) -> Tensor:
+def _capacity(level: CapacityLevel) -> Tensor:
     """Return the capacity as the custom ops take it; -1 for dense."""
-    if isinstance(rung.dense, bool):
-        return tf.constant(-1, tf.int64) if rung.dense else tf.cast(rung.capacity, tf.int64)
-    return tf.where(rung.dense, tf.constant(-1, tf.int64), tf.cast(rung.capacity, tf.int64))
+    if isinstance(level.dense, bool):
+        return tf.constant(-1, tf.int64) if level.dense else tf.cast(level.capacity, tf.int64)
+    return tf.where(level.dense, tf.constant(-1, tf.int64), tf.cast(level.capacity, tf.int64))

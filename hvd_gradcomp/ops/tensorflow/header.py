@@ -12,7 +12,7 @@ from hvd_gradcomp.ops.interface.header import Field
 from hvd_gradcomp.ops.tensorflow.base import Base
 
 
-class Framing(Base):
+class Headers(Base):
     """Ops for frames around payloads, and for checks of their content."""
 
     def framed(self, words: Tensor, body: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, PayloadError, Tenso
 from hvd_gradcomp.ops.tensorflow.base import ASSERTION, Base, assertion
 
 
-class Control(Base):
+class HostControl(Base):
     """Ops for decisions on the host, and for checks that stop a step."""
 
     def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base, shape_of
 
 
-class Placing(Base):
+class Indexing(Base):
     """Shape and indexing ops."""
 
     def reshape(self, x: Tensor, shape: Sequence[Any]) -> Tensor:

@@ -9,7 +9,7 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base, integer, numbers
 
 
-class Coding(Base):
+class Quantization(Base):
     """Ops that quantize every element, and the random numbers for rounding."""
 
     def key(self, step: Any, salt: int) -> Tensor:
@@ -17,26 +17,28 @@ class Coding(Base):
             return super().key(step, salt)
         return self.native.gradcomp_key(integer(step), salt=salt)
 
-    def group_maxima(self, bands: RowGroups, x: Tensor) -> Tensor:
+    def group_maxima(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.native is None:
-            return super().group_maxima(bands, x)
-        return self.native.gradcomp_group_maxima(x, bands=numbers(bands))
+            return super().group_maxima(row_groups, x)
+        return self.native.gradcomp_group_maxima(x, bands=numbers(row_groups))
 
-    def group_squares(self, bands: RowGroups, x: Tensor) -> Tensor:
+    def group_squares(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.native is None:
-            return super().group_squares(bands, x)
-        return self.native.gradcomp_group_squares(x, bands=numbers(bands))
+            return super().group_squares(row_groups, x)
+        return self.native.gradcomp_group_squares(x, bands=numbers(row_groups))
 
     def encode_levels(
-        self, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor
+        self, row_groups: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor | None
     ) -> Tensor:
-        if self.native is None:
-            return super().encode_levels(bands, x, scale, bits, key)
-        return self.native.gradcomp_encode_levels(x, scale, key, bands=numbers(bands), bits=bits)
+        if self.native is None or key is None:
+            return super().encode_levels(row_groups, x, scale, bits, key)
+        return self.native.gradcomp_encode_levels(
+            x, scale, key, bands=numbers(row_groups), bits=bits
+        )
 
     def add_levels(
         self,
-        bands: RowGroups,
+        row_groups: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -45,26 +47,26 @@ class Coding(Base):
         weights: Tensor,
     ) -> Tensor:
         if self.native is None:
-            return super().add_levels(bands, base, room, packed, scale, bits, weights)
+            return super().add_levels(row_groups, base, room, packed, scale, bits, weights)
         return self.native.gradcomp_add_levels(
             room if base is None else base,
             packed,
             scale,
             weights,
-            bands=numbers(bands),
+            bands=numbers(row_groups),
             bits=bits,
             from_zero=base is None,
         )
 
-    def encode_signs(self, bands: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
-            return super().encode_signs(bands, x)
-        above, below, packed = self.native.gradcomp_encode_signs(x, bands=numbers(bands))
+            return super().encode_signs(row_groups, x)
+        above, below, packed = self.native.gradcomp_encode_signs(x, bands=numbers(row_groups))
         return above, below, packed
 
     def add_signs(
         self,
-        bands: RowGroups,
+        row_groups: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -73,13 +75,13 @@ class Coding(Base):
         weights: Tensor,
     ) -> Tensor:
         if self.native is None:
-            return super().add_signs(bands, base, room, packed, above, below, weights)
+            return super().add_signs(row_groups, base, room, packed, above, below, weights)
         return self.native.gradcomp_add_signs(
             room if base is None else base,
             packed,
             above,
             below,
             weights,
-            bands=numbers(bands),
+            bands=numbers(row_groups),
             from_zero=base is None,
         )

@@ -11,7 +11,7 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base
 
 
-class Ordering(Base):
+class Reduction(Base):
     """Reductions, and ops that depend on the order of values."""
 
     def sum(self, x: Tensor, axis: int | None = None) -> Tensor:
@@ -54,5 +54,7 @@ class Ordering(Base):
     def layer_histograms(self, layout: Layout, x: Tensor, bins: int) -> Tensor:
         if self.native is None or not all(layout.sizes):
             return super().layer_histograms(layout, x, bins)
-        bands = [n for start, size in zip(layout.offsets, layout.sizes) for n in (start, 1, size)]
-        return self.native.gradcomp_layer_histograms(x, bands=bands, bins=bins)
+        row_groups = [
+            n for start, size in zip(layout.offsets, layout.sizes) for n in (start, 1, size)
+        ]
+        return self.native.gradcomp_layer_histograms(x, bands=row_groups, bins=bins)

@@ -11,20 +11,29 @@ to the result of its step, and raises at the next step, before anything else is 
 
 from __future__ import annotations
 
-from hvd_gradcomp.ops.torch.bitpack import Bytewise
-from hvd_gradcomp.ops.torch.creation import Making
+from hvd_gradcomp.ops.torch.bitpack import BitPacking
+from hvd_gradcomp.ops.torch.creation import Creation
 from hvd_gradcomp.ops.torch.elementwise import Elementwise
-from hvd_gradcomp.ops.torch.header import Framing
-from hvd_gradcomp.ops.torch.host import Control
-from hvd_gradcomp.ops.torch.indexing import Placing
+from hvd_gradcomp.ops.torch.header import Headers
+from hvd_gradcomp.ops.torch.host import HostControl
+from hvd_gradcomp.ops.torch.indexing import Indexing
 from hvd_gradcomp.ops.torch.matrices import Matrices
-from hvd_gradcomp.ops.torch.quantization import Coding
-from hvd_gradcomp.ops.torch.reduction import Ordering
+from hvd_gradcomp.ops.torch.quantization import Quantization
+from hvd_gradcomp.ops.torch.reduction import Reduction
 from hvd_gradcomp.ops.torch.searching import Searching
 
 
 class TorchOps(
-    Making, Elementwise, Placing, Ordering, Matrices, Bytewise, Searching, Framing, Coding, Control
+    Creation,
+    Headers,
+    Quantization,
+    BitPacking,
+    Matrices,
+    Reduction,
+    Indexing,
+    Elementwise,
+    Searching,
+    HostControl,
 ):
     """Eager PyTorch ops on one device.
 

@@ -15,7 +15,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor
 from hvd_gradcomp.ops.native import library
-from hvd_gradcomp.ops.torch.fused import LargestPasses, WordPasses
+from hvd_gradcomp.ops.torch.fused import ThresholdKernels, TopKKernels
 
 DTYPES = {
     "float64": torch.float64,
@@ -47,18 +47,18 @@ class Base(Ops):
         self.on_host = self.device.type == "cpu"
         self.dynamic_shapes = self.on_host and not static
         self.native = library() if self.dynamic_shapes else None
-        self.word_passes: Any = WordPasses(self) if self.native is not None else None
-        self.largest_passes: Any = LargestPasses(self) if self.native is not None else None
+        self.threshold_kernels: Any = ThresholdKernels(self) if self.native is not None else None
+        self.topk_kernels: Any = TopKKernels(self) if self.native is not None else None
         self.kernels: Any = None
         self.quantizers: Any = None  # the kernels that quantize every element
         if _has_kernels(self.device) if kernels is None else kernels:
             from hvd_gradcomp.ops.triton.common import Common
             from hvd_gradcomp.ops.triton.quantizers import Quantizers
-            from hvd_gradcomp.ops.triton.threshold import WordPasses as WordKernels
-            from hvd_gradcomp.ops.triton.topk import LargestPasses as LargestKernels
+            from hvd_gradcomp.ops.triton.threshold import ThresholdKernels as TritonThreshold
+            from hvd_gradcomp.ops.triton.topk import TopKKernels as TritonTopK
 
-            self.kernels, self.word_passes = Common(self), WordKernels(self)
-            self.largest_passes, self.quantizers = LargestKernels(self), Quantizers(self)
+            self.kernels, self.threshold_kernels = Common(self), TritonThreshold(self)
+            self.topk_kernels, self.quantizers = TritonTopK(self), Quantizers(self)
         self._bands: dict[RowGroups, Any] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._constants: dict[tuple[float, ...], Tensor] = {}

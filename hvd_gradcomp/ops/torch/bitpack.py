@@ -9,7 +9,7 @@ from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
 
 
-class Bytewise(Base):
+class BitPacking(Base):
     """Ops that convert numbers to bytes, and codes to bits."""
 
     def to_bytes(self, x: Tensor, dtype: str) -> Tensor:

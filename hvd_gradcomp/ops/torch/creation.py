@@ -12,7 +12,7 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch.base import DTYPES, Base
 
 
-class Making(Base):
+class Creation(Base):
     """Ops that create tensors."""
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:

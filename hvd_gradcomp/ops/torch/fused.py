@@ -26,10 +26,10 @@ from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form, Rule, Written
 from hvd_gradcomp.ops.scope import Scope
 
-_BEYOND = -2  # in passes.h
+_BEYOND = -2  # in kernels.h
 
 
-class Verbs(Protocol):
+class KernelOps(Protocol):
     """Part of `TorchOps` that the fused kernels use."""
 
     native: Any
@@ -50,7 +50,7 @@ class Passes:
         ops: the tensor ops, on a CPU with the C library.
     """
 
-    def __init__(self, ops: Verbs) -> None:
+    def __init__(self, ops: KernelOps) -> None:
         self.ops = ops
         self.native: Any = ops.native
         self._rooms = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -66,14 +66,14 @@ class Passes:
         return _Place(_at(table), layout.size, len(layout.names), layout.block_bits, side)
 
 
-class WordPasses(Passes):
+class ThresholdKernels(Passes):
     """Fused kernels of the methods with a rule for each element."""
 
     def write(
         self,
         rule: Rule,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         turn: int,
         memory: Sequence[Tensor],
         gradient: Tensor,
@@ -85,7 +85,7 @@ class WordPasses(Passes):
         Args:
             rule: which elements are selected, and what a code means.
             layout: of the bucket.
-            rung: the capacity level.
+            level: the capacity level.
             turn: the step.
             memory: r and, with `rule.ambiguity`, v; float32 [size]. Donating.
             gradient: float32 [size].
@@ -97,26 +97,30 @@ class WordPasses(Passes):
         r, v = _at(memory[0]), _at(memory[1]) if rule.ambiguity else None
         top = torch.empty(len(layout.names), dtype=torch.int32, device="cpu")
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
-        body = self.ops.body(rule.body_bytes(layout, rung))
+        body = self.ops.body(rule.body_bytes(layout, level))
         given = how, where, r, v, r, v, _at(gradient), _at(moment)
         out = _at(body), _at(per_layer)
-        if rung.dense:
+        if level.dense:
             flags = body[-layout.size :] if rule.powers else self._room(layout.size)
-            _check(self.native.words_find(*given, None, _at(flags), _at(top), threads))
-            sent = wanted = self.native.words_places(
+            _check(self.native.threshold_find(*given, None, _at(flags), _at(top), threads))
+            sent = wanted = self.native.threshold_places(
                 how, where, r, _at(flags), _at(top), *out, threads
             )
         else:
             found = _at(self._room(8 * layout.size))
-            wanted = _check(self.native.words_find(*given, found, None, _at(top), threads))
-            wanted = _check(self.native.words_code(how, where, found, wanted, _at(top), threads))
-            sent = self.native.words_write(
-                how, where, found, wanted, _at(top), rung.capacity, turn, v, *out
+            wanted = _check(self.native.threshold_find(*given, found, None, _at(top), threads))
+            wanted = _check(
+                self.native.threshold_code(how, where, found, wanted, _at(top), threads)
+            )
+            sent = self.native.threshold_write(
+                how, where, found, wanted, _at(top), level.capacity, turn, v, *out
             )
 
         def commit() -> None:
-            number = -1 if rung.dense else sent
-            self.native.words_settle(how, where, _at(body), number, r, v, torch.get_num_threads())
+            number = -1 if level.dense else sent
+            self.native.threshold_settle(
+                how, where, _at(body), number, r, v, torch.get_num_threads()
+            )
 
         return Written(body, sent, wanted, before + per_layer, memory, commit)
 
@@ -124,7 +128,7 @@ class WordPasses(Passes):
         self,
         rule: Rule,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,
@@ -132,7 +136,7 @@ class WordPasses(Passes):
         """Sum `weights[rank] * values of the rank` over ranks, in rank order.
 
         Args:
-            rule, layout, rung: as for `write`, equal on all ranks.
+            rule, layout, level: as for `write`, equal on all ranks.
             bodies: uint8 [world, bytes].
             weights: float32 [world].
             room: float32 [size] that the sum may be written to; its values are ignored.
@@ -140,14 +144,14 @@ class WordPasses(Passes):
         Raises:
             PayloadError: an index points outside of the bucket; bodies have another capacity level.
         """
-        _require(bodies, rule.body_bytes(layout, rung))
+        _require(bodies, rule.body_bytes(layout, level))
         how, where, room = self._rule(rule), self._where(rule, layout), self.ops.room(room)
         ranks = how, where, _at(bodies), bodies.stride(0), bodies.shape[0]
         into = _at(weights), _at(room), torch.get_num_threads()
-        if rung.dense:
-            self.native.words_add_places(*ranks, *into)
+        if level.dense:
+            self.native.threshold_add_places(*ranks, *into)
         else:
-            _check(self.native.words_add(*ranks, rung.capacity, *into))
+            _check(self.native.threshold_add(*ranks, level.capacity, *into))
         return room
 
     def _rule(self, rule: Rule) -> Any:
@@ -157,13 +161,13 @@ class WordPasses(Passes):
         return ctypes.byref(self._place(layout, rule.side_bytes(layout)))
 
 
-class LargestPasses(Passes):
+class TopKKernels(Passes):
     """Fused kernels of the methods with a number of elements.
 
     Attributes:
         leads: whether `choose`, `values` and `replace` exist.
         looks: whether `add` itself checks that the sum is finite.
-        shares: whether `write` accepts the `wanted` of `Placing.shares` as the quota.
+        shares: whether `write` accepts the `wanted` of `Indexing.shares` as the quota.
     """
 
     leads = True
@@ -205,7 +209,7 @@ class LargestPasses(Passes):
 
         def commit() -> None:
             given = self._where(layout), _form(form), _at(written.body), _at(self._room(indices))
-            self.native.largest_settle(taking, *given, r, u, torch.get_num_threads())
+            self.native.topk_settle(taking, *given, r, u, torch.get_num_threads())
 
         sent = before + written.per_layer
         return written._replace(memory=memory, per_layer=sent, commit=commit)
@@ -249,12 +253,12 @@ class LargestPasses(Passes):
         numbers = _at(quota), _at(slack)
         given = *map(_at, memory), *map(_at, before), _at(gradient), *numbers, _at(hint)
         taking = ctypes.byref(_Collecting(*how))
-        _check(native.largest_find(taking, where, *given, found, threads))
+        _check(native.topk_find(taking, where, *given, found, threads))
         look = (before[0], gradient) if memory[0] is None else (memory[0], None)
-        native.largest_again(where, *map(_at, look), *numbers, found, threads)
-        chosen = native.largest_choose(where, turn, _at(quota), found, _at(fresh), threads)
+        native.topk_again(where, *map(_at, look), *numbers, found, threads)
+        chosen = native.topk_choose(where, turn, _at(quota), found, _at(fresh), threads)
         out = start + 8 * layout.size, _at(body), form.size, _at(per_layer), threads
-        native.largest_write(where, _form(form), found, chosen, turn, *out)
+        native.topk_write(where, _form(form), found, chosen, turn, *out)
         return Written(body, int(per_layer.sum()), chosen, per_layer, (), hint=fresh)
 
     def values(
@@ -269,7 +273,7 @@ class LargestPasses(Passes):
         values = torch.empty(form.capacity, dtype=torch.float32, device="cpu")
         given = self._where(layout), _form(form), _at(body), _at(self._room(_unpacked(form)))
         into = _at(r), _at(gradient), _at(values), torch.get_num_threads()
-        _check(self.native.largest_values(*given, *into))
+        _check(self.native.topk_values(*given, *into))
         return values
 
     def replace(
@@ -303,7 +307,7 @@ class LargestPasses(Passes):
         scratch = self._room(_unpacked(form) + 4 * form.capacity)
         given = self._where(layout), _form(form), _at(body), _at(total), beta, 1.0 - beta
         into = _at(after), _at(r), _at(mean), _at(gradient), _at(per_layer)
-        _check(self.native.largest_replace(*given, _at(scratch), *into, torch.get_num_threads()))
+        _check(self.native.topk_replace(*given, _at(scratch), *into, torch.get_num_threads()))
         return mean, after, per_layer
 
     def add(
@@ -325,7 +329,7 @@ class LargestPasses(Passes):
         scratch = self._room(_unpacked(form) * ranks)
         given = _at(bodies), bodies.stride(0), ranks, _at(weights), _at(scratch), _at(room)
         threads = torch.get_num_threads()
-        _check(self.native.largest_add(self._where(layout), _form(form), *given, threads))
+        _check(self.native.topk_add(self._where(layout), _form(form), *given, threads))
         return room
 
     def _numbers(
@@ -346,7 +350,7 @@ class LargestPasses(Passes):
 
 
 class _Rule(ctypes.Structure):
-    """Struct `rule` in passes.h."""
+    """Struct `rule` in kernels.h."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("ambiguity", "large", "powers")),
@@ -356,7 +360,7 @@ class _Rule(ctypes.Structure):
 
 
 class _Place(ctypes.Structure):
-    """Struct `place` in passes.h."""
+    """Struct `place` in kernels.h."""
 
     _fields_ = [
         ("layer_of_block", ctypes.c_void_p),
@@ -368,7 +372,7 @@ class _Place(ctypes.Structure):
 
 
 class _Collecting(ctypes.Structure):
-    """Struct `collecting` in passes.h."""
+    """Struct `collecting` in kernels.h."""
 
     _fields_ = [
         ("momentum", ctypes.c_float),
@@ -378,7 +382,7 @@ class _Collecting(ctypes.Structure):
 
 
 class _Scope(ctypes.Structure):
-    """Struct `scope` in passes.h."""
+    """Struct `scope` in kernels.h."""
 
     _fields_ = [
         ("where", _Place),
@@ -389,13 +393,13 @@ class _Scope(ctypes.Structure):
 
 
 class _Elements(ctypes.Structure):
-    """Struct `elements` in passes.h."""
+    """Struct `elements` in kernels.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("index", "bits", "count")]
 
 
 class _Form(ctypes.Structure):
-    """Struct `form` in passes.h."""
+    """Struct `form` in kernels.h."""
 
     _fields_ = [
         (name, ctypes.c_int64)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.interface.header import BEYOND, Admitted, Field, Weighing
+from hvd_gradcomp.ops.interface.header import BEYOND, Admitted, Field, ReductionSpec
 from hvd_gradcomp.ops.torch.base import HEAD, Base, walkable, walked
 
 
-class Framing(Base):
+class Headers(Base):
     """Ops for frames around payloads, and for checks of their content."""
 
     def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
@@ -63,7 +63,7 @@ class Framing(Base):
         expected: Sequence[Any],
         messages: Sequence[str],
         poisoned: tuple[str, type[Exception]],
-        weighing: Weighing,
+        weighing: ReductionSpec,
     ) -> Admitted:
         if self.kernels is None:
             given = frames, count, fields, expected, messages, poisoned
@@ -102,5 +102,5 @@ class Framing(Base):
 
 @lru_cache(maxsize=4)
 def _numbers(fields: tuple[Field, ...]) -> Any:
-    """Return the fields as structs `field` in native.h."""
+    """Return the fields as structs `field` in kernels.h."""
     return (ctypes.c_int64 * (3 * len(fields)))(*(number for field in fields for number in field))

@@ -12,7 +12,7 @@ from hvd_gradcomp.ops import LOGGER, PayloadError, Tensor
 from hvd_gradcomp.ops.torch.base import Base, raise_false
 
 
-class Control(Base):
+class HostControl(Base):
     """Ops for decisions on the host, and for checks that stop a step."""
 
     def cond(self, dense: bool, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:

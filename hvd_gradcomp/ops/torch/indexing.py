@@ -14,7 +14,7 @@ from hvd_gradcomp.ops.torch.blocks import Axes, Lifted
 _CACHED = 1 << 18  # elements; larger tensors are written past the caches
 
 
-class Placing(Base):
+class Indexing(Base):
     """Shape and indexing ops."""
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:

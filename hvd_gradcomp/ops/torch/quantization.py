@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.interface.quantization import FACTOR
 from hvd_gradcomp.ops.torch.base import Base, check, walkable
 
 
-class Coding(Base):
+class Quantization(Base):
     """Ops that quantize every element, and the random numbers for rounding."""
 
     def key(self, step: Any, salt: int) -> Any:
@@ -26,48 +26,48 @@ class Coding(Base):
     def uniform(self, key: Any, count: Any) -> Tensor:
         return super().uniform(self.words(key) if isinstance(key, tuple) else key, count)
 
-    def group_maxima(self, bands: RowGroups, x: Tensor) -> Tensor:
+    def group_maxima(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is not None:
-            return self.quantizers.group_maxima(bands, x)
+            return self.quantizers.group_maxima(row_groups, x)
         if self.native is None:
-            return super().group_maxima(bands, x)
-        x, out = x.contiguous(), self._empty(bands.groups)
+            return super().group_maxima(row_groups, x)
+        x, out = x.contiguous(), self._empty(row_groups.groups)
         self.native.group_maxima(
-            *self._of(bands), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
+            *self._of(row_groups), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
         )
         return out
 
-    def group_squares(self, bands: RowGroups, x: Tensor) -> Tensor:
+    def group_squares(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is not None:
-            return self.quantizers.group_squares(bands, x)
+            return self.quantizers.group_squares(row_groups, x)
         if self.native is None:
-            return super().group_squares(bands, x)
-        x, out = x.contiguous(), self._empty(bands.groups)
+            return super().group_squares(row_groups, x)
+        x, out = x.contiguous(), self._empty(row_groups.groups)
         given = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
-        check(self.native.group_squares(*self._of(bands), *given))
+        check(self.native.group_squares(*self._of(row_groups), *given))
         return out
 
-    def group_norms(self, bands: RowGroups, x: Tensor) -> Tensor:
+    def group_norms(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is None:
-            return super().group_norms(bands, x)
-        return self.quantizers.group_norms(bands, x)
+            return super().group_norms(row_groups, x)
+        return self.quantizers.group_norms(row_groups, x)
 
-    def clipped_maxima(self, bands: RowGroups, x: Tensor, clip: float) -> Tensor:
+    def clipped_maxima(self, row_groups: RowGroups, x: Tensor, clip: float) -> Tensor:
         if self.quantizers is None:
-            return super().clipped_maxima(bands, x, clip)
-        return self.quantizers.clipped_maxima(bands, x, clip)
+            return super().clipped_maxima(row_groups, x, clip)
+        return self.quantizers.clipped_maxima(row_groups, x, clip)
 
     def encode_levels(
-        self, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor
+        self, row_groups: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor | None
     ) -> Tensor:
-        if self.quantizers is not None:
-            return self.quantizers.encode_levels(bands, x, scale, bits, key)
-        if self.native is None:
-            return super().encode_levels(bands, x, scale, bits, key)
+        if self.quantizers is not None and key is not None:
+            return self.quantizers.encode_levels(row_groups, x, scale, bits, key)
+        if self.native is None or key is None:
+            return super().encode_levels(row_groups, x, scale, bits, key)
         x, scale = x.contiguous(), scale.contiguous()
         packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
         self.native.encode_levels(
-            *self._of(bands),
+            *self._of(row_groups),
             x.data_ptr(),
             x.shape[0],
             scale.data_ptr(),
@@ -80,7 +80,7 @@ class Coding(Base):
 
     def add_levels(
         self,
-        bands: RowGroups,
+        row_groups: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -89,14 +89,14 @@ class Coding(Base):
         weights: Tensor,
     ) -> Tensor:
         if self.quantizers is not None:
-            return self.quantizers.add_levels(bands, base, room, packed, scale, bits, weights)
+            return self.quantizers.add_levels(row_groups, base, room, packed, scale, bits, weights)
         if self.native is None:
-            return super().add_levels(bands, base, room, packed, scale, bits, weights)
+            return super().add_levels(row_groups, base, room, packed, scale, bits, weights)
         room = self.room(room)
         packed, scale, weights = walkable(packed), walkable(scale), weights.contiguous()
         base = base if base is None else base.contiguous()
         self.native.add_levels(
-            *self._of(bands),
+            *self._of(row_groups),
             None if base is None else base.data_ptr(),
             room.data_ptr(),
             room.shape[0],
@@ -111,21 +111,21 @@ class Coding(Base):
         )
         return room
 
-    def encode_signs(self, bands: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.quantizers is not None:
-            return self.quantizers.encode_signs(bands, x)
+            return self.quantizers.encode_signs(row_groups, x)
         if self.native is None:
-            return super().encode_signs(bands, x)
-        x, (above, below) = x.contiguous(), self._empty(2, bands.groups)
+            return super().encode_signs(row_groups, x)
+        x, (above, below) = x.contiguous(), self._empty(2, row_groups.groups)
         packed = self._empty(x.shape[0] // 8, dtype=torch.uint8)
         out = (above.data_ptr(), below.data_ptr(), packed.data_ptr())
         given = x.data_ptr(), x.shape[0], *out, torch.get_num_threads()
-        check(self.native.encode_signs(*self._of(bands), *given))
+        check(self.native.encode_signs(*self._of(row_groups), *given))
         return above, below, packed
 
     def add_signs(
         self,
-        bands: RowGroups,
+        row_groups: RowGroups,
         base: Tensor | None,
         room: Tensor,
         packed: Tensor,
@@ -134,14 +134,14 @@ class Coding(Base):
         weights: Tensor,
     ) -> Tensor:
         if self.quantizers is not None:
-            return self.quantizers.add_signs(bands, base, room, packed, above, below, weights)
+            return self.quantizers.add_signs(row_groups, base, room, packed, above, below, weights)
         if self.native is None:
-            return super().add_signs(bands, base, room, packed, above, below, weights)
+            return super().add_signs(row_groups, base, room, packed, above, below, weights)
         room = self.room(room)
         packed, above, below = walkable(packed), above.contiguous(), below.contiguous()
         base, weights = base if base is None else base.contiguous(), weights.contiguous()
         self.native.add_signs(
-            *self._of(bands),
+            *self._of(row_groups),
             None if base is None else base.data_ptr(),
             room.data_ptr(),
             room.shape[0],
@@ -156,16 +156,16 @@ class Coding(Base):
         )
         return room
 
-    def _of(self, bands: RowGroups) -> tuple[Any, int]:
+    def _of(self, row_groups: RowGroups) -> tuple[Any, int]:
         """Return the bands as C takes them."""
-        if bands not in self._bands:
-            numbers = [number for band in bands.runs for number in band]
-            self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
-        return self._bands[bands], len(bands.runs)
+        if row_groups not in self._bands:
+            numbers = [number for band in row_groups.runs for number in band]
+            self._bands[row_groups] = (ctypes.c_int64 * len(numbers))(*numbers)
+        return self._bands[row_groups], len(row_groups.runs)
 
 
 def _mix(x: int) -> int:
-    """Compute `Coding.mix` of one number."""
+    """Compute `Quantization.mix` of one number."""
     for _ in range(2):
         x = (x ^ x >> 16) * FACTOR % (1 << 32)
     return x ^ x >> 16

@@ -14,7 +14,7 @@ from hvd_gradcomp.ops.torch.base import Base, check, walkable, walked
 _EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight bytes
 
 
-class Ordering(Base):
+class Reduction(Base):
     """Reductions, and ops that depend on the order of values."""
 
     def sum(self, x: Tensor, axis: int | None = None) -> Tensor:
@@ -81,6 +81,8 @@ class Ordering(Base):
             return super().peaks(x)
         (rows, length), out, x = x.shape, self._empty(x.shape[0]), walkable(x)
         numbers = [number for row in range(rows) for number in (row * x.stride(0), 1, length)]
-        bands = (ctypes.c_int64 * len(numbers))(*numbers)
-        self.native.group_maxima(bands, rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads())
+        row_groups = (ctypes.c_int64 * len(numbers))(*numbers)
+        self.native.group_maxima(
+            row_groups, rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        )
         return out

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.interface.header import Weighing
+from hvd_gradcomp.ops.interface.header import ReductionSpec
 
 PIECES = 512
 SECTOR = 32  # bytes of a GPU's smallest memory access
@@ -55,7 +55,7 @@ def made_current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class Verbs(Protocol):
+class KernelOps(Protocol):
     """Part of `TorchOps` that the kernels use."""
 
     device: torch.device
@@ -84,7 +84,7 @@ class Launcher:
 
     seen: Callable[[Launch], None] | None = None
 
-    def __init__(self, ops: Verbs) -> None:
+    def __init__(self, ops: KernelOps) -> None:
         self.ops = ops
         self._rooms: dict[Any, Tensor] = {}
 
@@ -450,7 +450,7 @@ def look(
         sums: zeros: each row's weighted sum, each row's number of words out of order, and the
             number of programs that have arrived.
         held: bool [10, rows]: results of the checks.
-        first, count, mask_of_index, size: of `Weighing.ascending`.
+        first, count, mask_of_index, size: of `ReductionSpec.ascending`.
     """
     row = tl.program_id(1)
     total = 0
@@ -529,7 +529,7 @@ class Common(Launcher):
         return out.view(torch.uint8)
 
     def look(
-        self, frames: Tensor, expected: Sequence[int], weighing: Weighing
+        self, frames: Tensor, expected: Sequence[int], weighing: ReductionSpec
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the words, the input of `split`, bool [rows] for intact rows, and the weights."""
         rows, words = frames.shape[0], frames.view(torch.int32)

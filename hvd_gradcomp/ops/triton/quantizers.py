@@ -1,9 +1,9 @@
 """Kernels of the composite ops that quantize every element: QSGD, TernGrad, 1-bit SGD.
 
-`ops.interface.quantization` defines each op, and native.c has it for a CPU. A group may be 32
+`ops.interface.quantization` defines each op, and c/quant.c has it for a CPU. A group may be 32
 elements or a layer of millions, so groups are processed by *tasks*, stretches of one group that a
 program has at once; the tasks depend on the bands alone. Sums are folded in halves, as in
-`Ordering.sum_of_rows`: a task folds its input `LEVELS` times, and passes go on until each group is
+`Reduction.sum_of_rows`: a task folds its input `LEVELS` times, and passes go on until each group is
 one number.
 """
 
@@ -218,7 +218,7 @@ def group_at(
 
 @triton.jit
 def mix(x):
-    """Compute `Coding.mix`."""
+    """Compute `Quantization.mix`."""
     x = (x ^ (x >> 16)) * 0x45D9F3B
     x = (x ^ (x >> 16)) * 0x45D9F3B
     return x ^ (x >> 16)
@@ -226,7 +226,7 @@ def mix(x):
 
 @triton.jit
 def uniform(number, first, second):
-    """Compute `Coding.uniform`: a key's multiples of 2**-24 at the given numbers."""
+    """Compute `Quantization.uniform`: a key's multiples of 2**-24 at the given numbers."""
     hashed = mix(number.to(tl.uint32) + first.to(tl.uint32))
     hashed = mix(hashed ^ second.to(tl.uint32))
     return (hashed >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
@@ -237,7 +237,7 @@ def encode_levels(
     x, scale, bands, band_of_word, packed, n, tiles, first, second, tiny,
     BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `Coding.encode_levels`, with the key's halves as numbers."""
+    """Compute `Quantization.encode_levels`, with the key's halves as numbers."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
@@ -274,7 +274,7 @@ def add_levels(
     scale_stride, tiny, step,
     BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `Coding.add_levels`; step is `1 / levels`."""
+    """Compute `Quantization.add_levels`; step is `1 / levels`."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
@@ -308,7 +308,7 @@ def add_signs(
     base, packed, above, below, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
     side_stride, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `Coding.add_signs`."""
+    """Compute `Quantization.add_signs`."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at, group, inside = group_at(bands, band_of_word, tile, n, COUNT, STEPS, TILE)
@@ -326,7 +326,7 @@ def add_signs(
 
 
 class Quantizers(Launcher):
-    """Composite ops that `QuantizedCompressor` uses; arguments as in `Coding`."""
+    """Composite ops that `QuantizedCompressor` uses; arguments as in `Quantization`."""
 
     def group_maxima(self, bands: RowGroups, x: Tensor) -> Tensor:
         rows = tasks_of(bands)

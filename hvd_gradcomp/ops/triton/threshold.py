@@ -1,4 +1,4 @@
-"""Fused kernels of `codecs.threshold`, like `ops.torch.fused.WordPasses` and words.c.
+"""Fused kernels of `codecs.threshold`, like `ops.torch.fused.ThresholdKernels` and c/threshold.c.
 
     find     accumulates the gradient; a bit for each wanted element, the largest by layer
     code     drops those that no code of powers can express, and counts
@@ -415,14 +415,14 @@ def add_places(
         tl.store(room + at, tl.where(at == n - 1, 0.0, total), mask=at < n)
 
 
-class WordPasses(Launcher):
-    """Kernels of the methods with a rule for each element; see `ops.torch.fused.WordPasses`."""
+class ThresholdKernels(Launcher):
+    """Kernels of threshold methods; see `ops.torch.fused.ThresholdKernels`."""
 
     def write(
         self,
         rule: Rule,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         turn: int,
         memory: Sequence[Tensor],
         gradient: Tensor,
@@ -437,9 +437,9 @@ class WordPasses(Launcher):
         per_layer, numbers = self.empty(layers, torch.int64), self.empty(2, torch.int64)
         tops, arrived = self.clean("tops", layers), self.clean("arrived", 1)
         mask, counts = self.room("mask", size // 32), self.room("counts", pieces)
-        kept = self.room("kept", size // 32) if rule.powers and not rung.dense else mask
+        kept = self.room("kept", size // 32) if rule.powers and not level.dense else mask
         side = rule.side_bytes(layout)
-        body = self.empty(rule.body_bytes(layout, rung), torch.uint8)
+        body = self.empty(rule.body_bytes(layout, level), torch.uint8)
         exponents, rest = body[:side].view(torch.int8), body[side:]
         self.launch(
             find_words, pieces, r0, v0, gradient, moment, r, v, mask, counts, tops, table, before,
@@ -449,8 +449,8 @@ class WordPasses(Launcher):
             CORRECTS=rule.corrects, BLOCK=block, TILE=TILE,
         )  # fmt: skip
         # Sent elements are scattered; at the dense level they may be all of r.
-        apart = 4 * size if rung.dense else rung.capacity * SECTOR
-        if rung.dense:
+        apart = 4 * size if level.dense else level.capacity * SECTOR
+        if level.dense:
             self.launch(
                 write_places, pieces, r, mask, tops, arrived, table, rest.view(torch.int8),
                 exponents, per_layer, numbers, size, tiles, layers,
@@ -467,7 +467,7 @@ class WordPasses(Launcher):
             self.launch(
                 write_words, pieces, r, *held, kept, counts, tops, arrived, table,
                 rest.view(torch.int32), exponents, per_layer, numbers, size, pieces, tiles, layers,
-                rung.capacity, turn, float(rule.zeta), partly=dict.fromkeys((0, 1, 2), apart),
+                level.capacity, turn, float(rule.zeta), partly=dict.fromkeys((0, 1, 2), apart),
                 POWERS=rule.powers, CORRECTS=rule.corrects, SIDE=side, BLOCK=block, TILE=TILE,
                 PIECES=PIECES,
             )  # fmt: skip
@@ -482,7 +482,7 @@ class WordPasses(Launcher):
                 "CORRECTS": rule.corrects,
                 "POWERS": rule.powers,
             }
-            if rung.dense:
+            if level.dense:
                 self.launch(
                     settle_places, pieces, rest.view(torch.int8), exponents, table, *given, size,
                     tiles, *how, **kind, BLOCK=block, TILE=TILE,
@@ -490,8 +490,8 @@ class WordPasses(Launcher):
                 return
             partly = dict.fromkeys(range(3, 8), apart)
             self.launch(
-                settle_words, -(-rung.capacity // 1024), rest.view(torch.int32), exponents, numbers,
-                table, *given, *how, partly=partly, **kind, MASK=_mask(rule),
+                settle_words, -(-level.capacity // 1024), rest.view(torch.int32), exponents,
+                numbers, table, *given, *how, partly=partly, **kind, MASK=_mask(rule),
                 BITS=layout.block_bits, TILE=1024,
             )  # fmt: skip
 
@@ -502,14 +502,14 @@ class WordPasses(Launcher):
         self,
         rule: Rule,
         layout: Layout,
-        rung: CapacityLevel,
+        level: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
         room, ranks, size = self.ops.room(room), bodies.shape[0], layout.size
         table, side = self._layer_of_block(layout), rule.side_bytes(layout)
-        if rung.dense:
+        if level.dense:
             pieces, tiles = cut(size, TILE)
             self.launch(
                 add_places, pieces, bodies.view(torch.int8), table, weights, room, size,
@@ -518,11 +518,11 @@ class WordPasses(Launcher):
             )  # fmt: skip
             return room
         words, rounds = bodies.view(torch.int32), 1
-        while WIDE**rounds < rung.capacity:
+        while WIDE**rounds < level.capacity:
             rounds += 1
         self.launch(
             add_words, -(-size // ADDED), words, table, weights, room, size, words.stride(0),
-            side // 4, rung.capacity, ranks, float(rule.tau),
+            side // 4, level.capacity, ranks, float(rule.tau),
             MASK=_mask(rule), POWERS=rule.powers, BITS=layout.block_bits,
             TILE=ADDED, NEAR=NEAR, WIDE=WIDE, ROUNDS=rounds,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fused kernels of `codecs.topk`, like `ops.torch.fused.LargestPasses` and largest.c.
+"""Fused kernels of `codecs.topk`, like `ops.torch.fused.TopKKernels` and c/topk.c.
 
     collect  accumulates the gradient; by group a histogram of the upper bits of magnitudes
     narrow   finds the bin of the k-th, the elements there or beyond, a histogram of the bits below
@@ -70,7 +70,7 @@ def all_wanted(quota, most, groups, NEAR: tl.constexpr):
 
 @triton.jit
 def quota_of(quota, most, group, known, every, some, capacity):
-    """Return the elements that a group sends: its quota, or with `most` as in `Placing.shares`."""
+    """Return the elements that a group sends: its quota, or with `most` as in `Indexing.shares`."""
     want = tl.load(quota + group, mask=known, other=0)
     if most is not None:
         want = tl.where(want > 0, want, tl.load(most + group, mask=known, other=0))
@@ -522,8 +522,8 @@ def add_chosen(
             add_share(own, sent, turned, count, start, end, weight, room, NEAR, WIDE, ROUNDS)
 
 
-class LargestPasses(Launcher):
-    """Kernels of the methods with a number of elements; see `ops.torch.fused.LargestPasses`."""
+class TopKKernels(Launcher):
+    """Kernels of the methods with a number of elements; see `ops.torch.fused.TopKKernels`."""
 
     leads = False  # a leader chooses by plain ops
     looks = shares = True
@@ -542,7 +542,7 @@ class LargestPasses(Launcher):
         before: Tensor,
         shares: bool = False,
     ) -> Written:
-        """Encode a step; see `ops.torch.fused`. With `shares`, quota is as in `Placing.shares`."""
+        """Encode a step; see `ops.torch.fused`. With `shares`, quota is as in `Indexing.shares`."""
         layout, places, capacity = scope.layout, form.places, form.capacity
         size, layers, groups = layout.size, len(layout.names), scope.count
         tasks = self._tasks(scope)

@@ -19,7 +19,7 @@ NATIVE = pytest.mark.skipif(library() is None, reason="without the C library")
 
 def verbs() -> TorchOps:
     ops = TorchOps()
-    ops.word_passes = ops.largest_passes = None
+    ops.threshold_kernels = ops.topk_kernels = None
     return ops
 
 

@@ -24,8 +24,8 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
 from hvd_gradcomp.ops.torch import blocks, fused
 from hvd_gradcomp.testing import World
+from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
 from tests.methods import WORDS
-from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
 
 pytestmark = NATIVE
 ONE_EACH = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompressor(tau=0.7)]
@@ -52,7 +52,7 @@ def gradients(generator, layout, world, scale, share):
     count=st.integers(1, 4),
 )
 @settings(deadline=None, max_examples=20)
-def test_passes_do_what_the_verbs_do(compressor, moments, sizes, seed, ranks, scale, share, count):
+def test_kernels_match_reference_ops(compressor, moments, sizes, seed, ranks, scale, share, count):
     """Six steps, in which the ladder goes up to the dense level and windows rotate."""
     layout = layout_of(*sizes)
     fused, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
@@ -263,10 +263,10 @@ def test_what_c_and_python_hand_each_other_has_one_shape(tmp_path):
     lines += [f'printf("{name} whole %zu\\n", sizeof({name}));' for name in shapes]
     lines.append('printf("beyond is %d\\n", BEYOND);')
     source = tmp_path / "shapes.c"
-    heads = '#include <stddef.h>\n#include <stdio.h>\n#include "passes.h"\n'
+    heads = '#include <stddef.h>\n#include <stdio.h>\n#include "kernels.h"\n'
     source.write_text(f"{heads}int main(void) {{\n{''.join(lines)}\nreturn 0;\n}}\n")
     program = tmp_path / "shapes"
-    subprocess.run(["gcc", f"-I{building.HERE}", source, "-o", program], check=True)
+    subprocess.run(["gcc", f"-I{building.HERE}/c", source, "-o", program], check=True)
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     expected = [
         f"{name} {field} {getattr(shape, field).offset}"

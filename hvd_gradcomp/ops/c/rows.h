@@ -1,4 +1,4 @@
-/* What walks over a bucket share; see words.c and largest.c. */
+/* What walks over a bucket share; see threshold.c and topk.c. */
 #ifndef HVD_GRADCOMP_WALKS_H
 #define HVD_GRADCOMP_WALKS_H
 
@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "passes.h"
-#include "pieces.h"
+#include "kernels.h"
+#include "threads.h"
 
 #define CHUNK 2048 /* elements that stay in the first-level cache, of four vectors */
 #define TILE 16384 /* of one vector */

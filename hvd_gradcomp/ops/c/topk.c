@@ -1,10 +1,9 @@
 /* The passes of codecs/topk.py: the k largest of each group, and nothing is sorted for it.
  *
  * A group is a layer, or the model. Every result equals that of the verbs to the bit, whatever the
- * number of threads; see words.c.
+ * number of threads; see threshold.c.
  */
-#include "native.h"
-#include "walks.h"
+#include "rows.h"
 
 #define SMALL 4096       /* a group up to here is not sampled */
 #define FINE 18          /* bits below a bin of the sample's histogram */
@@ -99,13 +98,13 @@ static float bound_by_sample(const collecting *how, const scope *of, int64_t gro
 
 /* Takes the gradient in, and finds what reaches the hint of its group; ascending.
  *
- * k, slack, hint: of each group; see `largest_again`. Where a hint is infinite, a sample says where to
+ * k, slack, hint: of each group; see `topk_again`. Where a hint is infinite, a sample says where to
  * look for k.
  * r: NULL to take nothing in, and only look at r0 + g. r0: what r is before, which may be r.
  * u: the velocity; NULL without momentum. u0: likewise.
  * Returns NO_MEMORY, or 0.
  */
-int largest_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
+int topk_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
                  const float *u0, const float *g, const int64_t *k, const int64_t *slack,
                  const float *hint, const elements *found, int threads) {
   int64_t n = of->where.size, groups = groups_of(of);
@@ -154,7 +153,7 @@ int largest_find(const collecting *how, const scope *of, float *r, float *u, con
  *
  * slack: by how much a sample may be wrong about k, for each group.
  */
-void largest_again(const scope *of, const float *r, const float *g, const int64_t *k,
+void topk_again(const scope *of, const float *r, const float *g, const int64_t *k,
                    const int64_t *slack, const elements *found, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
   for (int64_t group = 0; group < groups_of(of); group++) {
@@ -377,7 +376,7 @@ static void choose(const scope *of, int64_t group, int64_t turn, int64_t k, cons
  *
  * found->count: how many they are, together with those of the groups before. Returns that of all.
  */
-int64_t largest_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
+int64_t topk_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
                        float *hint, int threads) {
   int64_t groups = groups_of(of), total = 0;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
@@ -395,7 +394,7 @@ int64_t largest_choose(const scope *of, int64_t turn, const int64_t *k, const el
 /* -- bodies ---------------------------------------------------------------------------------- */
 
 /* Of all that is chosen, group after group, what has the numbers from one to another; see
- * `largest_choose`. items: indices, or bits. */
+ * `topk_choose`. items: indices, or bits. */
 static void copy_chosen(const scope *of, const int64_t *ends, const uint32_t *items, int64_t from,
                         int64_t to, uint32_t *out) {
   int64_t group = 0, count = groups_of(of);
@@ -608,7 +607,7 @@ typedef struct {
 
 /* What a body says. scratch [blocks * BLOCK].
  *
- * Returns BEYOND if an index lies beyond the bucket, 1 if it does not ascend as what `largest_write`
+ * Returns BEYOND if an index lies beyond the bucket, 1 if it does not ascend as what `topk_write`
  * writes does, or 0.
  */
 static int share_of(const form *as, const place *where, const uint8_t *body, uint32_t *scratch,
@@ -632,10 +631,10 @@ static int share_of(const form *as, const place *where, const uint8_t *body, uin
 
 /* A body. Indices that have no room stay here, and the list begins elsewhere each turn.
  *
- * chosen, count: of `largest_choose`. scratch [blocks * BLOCK].
+ * chosen, count: of `topk_choose`. scratch [blocks * BLOCK].
  * sent [layers]: how many of each layer are sent.
  */
-void largest_write(const scope *of, const form *as, const elements *chosen, int64_t count,
+void topk_write(const scope *of, const form *as, const elements *chosen, int64_t count,
                    int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent,
                    int threads) {
   const place *where = &of->where;
@@ -669,7 +668,7 @@ void largest_write(const scope *of, const form *as, const elements *chosen, int6
 }
 
 /* Takes out of r and u what a body of this rank says. */
-void largest_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
+void topk_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
                     uint32_t *scratch, float *r, float *u, int threads) {
   share of;
   share_of(as, where, body, scratch, &of);
@@ -699,7 +698,7 @@ static void add_between(const share *of, int64_t from, int64_t to, float weight,
  * bodies: of all ranks, `stride` bytes apart. scratch [ranks * blocks * BLOCK].
  * Returns BEYOND if an index lies beyond the bucket, NO_MEMORY, or 0.
  */
-int largest_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
+int topk_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
                 int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads) {
   share *shares = malloc(sizeof(share) * (size_t)(ranks + 1));
   int wild = 0, beyond = 0;
@@ -738,7 +737,7 @@ int largest_add(const place *where, const form *as, const uint8_t *bodies, int64
  *
  * scratch [blocks * BLOCK]. Returns BEYOND if an index lies beyond the bucket, or 0.
  */
-int largest_values(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
+int topk_values(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
                    const float *r, const float *g, float *values, int threads) {
   share of = {0};
   if (share_of(as, where, body, scratch, &of) < 0) return BEYOND;
@@ -770,7 +769,7 @@ static void put_between(const share *of, int64_t from, int64_t to, const float *
  * sent [layers]: how many of each layer were chosen.
  * Returns BEYOND if an index lies beyond the bucket, and nothing is written; or 0.
  */
-int largest_replace(const place *where, const form *as, const uint8_t *body, const float *total,
+int topk_replace(const place *where, const form *as, const uint8_t *body, const float *total,
                     float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
                     float *mean, const float *g, int64_t *sent, int threads) {
   share of = {0};

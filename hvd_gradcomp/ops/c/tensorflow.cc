@@ -1,4 +1,4 @@
-// The functions of native.c, words.c and largest.c as operations of TensorFlow, for tensors on a CPU.
+// The functions of quant.c, threshold.c and topk.c as operations of TensorFlow, for tensors on a CPU.
 //
 // They shadow composites of ops/interface/ and give the same bits. Shapes are checked here, before
 // C walks over memory: whatever tensors come, the worst is an InvalidArgumentError. ops/tensorflow/
@@ -16,8 +16,7 @@
 #include "tensorflow/core/framework/tensor_util.h"
 
 extern "C" {
-#include "native.h"
-#include "passes.h"
+#include "kernels.h"
 }
 
 namespace {
@@ -962,19 +961,19 @@ class WriteWords : public Words {
     auto *layers = per_layer->flat<int64_t>().data();
     auto *top = tops.flat<int32_t>().data();
     float *r = fields[0], *v = fields[1];
-    int64_t count = words_find(&how_, &where_, r, v, before[0], before[1], Floats(gradient),
+    int64_t count = threshold_find(&how_, &where_, r, v, before[0], before[1], Floats(gradient),
                                moment ? Floats(*moment) : nullptr, dense ? nullptr : found,
                                dense ? flags : nullptr, top, 1);
     int64_t travel = -1;
     if (count >= 0 && dense) {
-      count = travel = words_places(&how_, &where_, r, flags, top, out, layers, 1);
+      count = travel = threshold_places(&how_, &where_, r, flags, top, out, layers, 1);
     } else if (count >= 0) {
-      count = words_code(&how_, &where_, found, count, top, 1);
+      count = threshold_code(&how_, &where_, found, count, top, 1);
       if (count >= 0)
-        travel = words_write(&how_, &where_, found, count, top, capacity, turn, v, out, layers);
+        travel = threshold_write(&how_, &where_, found, count, top, capacity, turn, v, out, layers);
     }
     OP_REQUIRES(c, travel >= 0, ResourceExhausted("no memory to compress a bucket with"));
-    words_settle(&how_, &where_, out, dense ? -1 : travel, r, v, 1);
+    threshold_settle(&how_, &where_, out, dense ? -1 : travel, r, v, 1);
     sent->scalar<int64_t>()() = travel;
     wanted->scalar<int64_t>()() = count;
   }
@@ -999,10 +998,10 @@ class AddWords : public Words {
     if (!sum.out) return;
     const float *by_rank = Floats(weights);
     if (capacity < 0)
-      words_add_places(&how_, &where_, bodies, bytes, ranks, by_rank, sum.out, 1);
+      threshold_add_places(&how_, &where_, bodies, bytes, ranks, by_rank, sum.out, 1);
     else
       OP_REQUIRES(
-          c, !words_add(&how_, &where_, bodies, bytes, ranks, capacity, by_rank, sum.out, 1),
+          c, !threshold_add(&how_, &where_, bodies, bytes, ranks, capacity, by_rank, sum.out, 1),
           InvalidArgument(kBeyond));
   }
 };
@@ -1103,14 +1102,14 @@ class WriteLargest : public Largest {
     uint8_t *out = body->flat<uint8_t>().data();
     float *r = fields[0], *u = fields[1], *then = next->flat<float>().data();
     const float *g = Floats(gradient), *look = looks_ ? before[0] : r;
-    int failed = largest_find(&how_, &of, r, u, before[0], before[1], g, k, more, Floats(hint),
+    int failed = topk_find(&how_, &of, r, u, before[0], before[1], g, k, more, Floats(hint),
                               &found, 1);
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a bucket with"));
-    largest_again(&of, look, looks_ ? g : nullptr, k, more, &found, 1);
-    int64_t chosen = largest_choose(&of, turn, k, &found, then, 1);
+    topk_again(&of, look, looks_ ? g : nullptr, k, more, &found, 1);
+    int64_t chosen = topk_choose(&of, turn, k, &found, then, 1);
     int64_t *layers = per_layer->flat<int64_t>().data(), total = 0;
-    largest_write(&of, &as, &found, chosen, turn, scratch, out, bytes, layers, 1);
-    if (!looks_) largest_settle(&how_, &where_, &as, out, scratch, r, u, 1);
+    topk_write(&of, &as, &found, chosen, turn, scratch, out, bytes, layers, 1);
+    if (!looks_) topk_settle(&how_, &where_, &as, out, scratch, r, u, 1);
     for (int64_t i = 0; i < where_.layers; i++) total += layers[i];
     sent->scalar<int64_t>()() = total;
   }
@@ -1139,7 +1138,7 @@ class AddLargest : public Largest {
         c, c->allocate_temp(tensorflow::DT_UINT8, TensorShape({Unpacked(as, ranks)}), &scratch));
     Sum sum(c, true);
     if (!sum.out) return;
-    int failed = largest_add(&where_, &as, bodies, bytes, ranks, Floats(weights),
+    int failed = topk_add(&where_, &as, bodies, bytes, ranks, Floats(weights),
                              reinterpret_cast<uint32_t *>(scratch.flat<uint8_t>().data()), sum.out,
                              1);
     OP_REQUIRES(c, failed != BEYOND, InvalidArgument(kBeyond));
@@ -1179,7 +1178,7 @@ class ReadChosen : public Chosen {
     float *values = NewFloats(c, 0, TensorShape({as.capacity}));
     if (!values) return;
     auto *room = reinterpret_cast<uint32_t *>(scratch.flat<uint8_t>().data());
-    int failed = largest_values(&where_, &as, body, room, Floats(c->input(0)), Floats(c->input(1)),
+    int failed = topk_values(&where_, &as, body, room, Floats(c->input(0)), Floats(c->input(1)),
                                 values, 1);
     OP_REQUIRES(c, !failed, InvalidArgument(kBeyond));
   }
@@ -1201,7 +1200,7 @@ class ReplaceChosen : public Chosen {
     OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({1}, 0, gradient.shape(), &mean));
     OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({0}, 1, r.shape(), &after));
     OP_REQUIRES_OK(c, c->allocate_output(2, TensorShape({where_.layers}), &per_layer));
-    int failed = largest_replace(&where_, &as, body, Floats(c->input(3)), beta_, keeps_,
+    int failed = topk_replace(&where_, &as, body, Floats(c->input(3)), beta_, keeps_,
                                  reinterpret_cast<uint32_t *>(scratch.flat<uint8_t>().data()),
                                  after->flat<float>().data(), Floats(r), mean->flat<float>().data(),
                                  Floats(gradient), per_layer->flat<int64_t>().data(), 1);

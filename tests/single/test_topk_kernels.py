@@ -1,4 +1,4 @@
-"""Passes of the top-k family against its verbs, to the bit; see test_passes.py."""
+"""Passes of the top-k family against its verbs, to the bit; see test_threshold_kernels.py."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hvd_gradcomp.core.collectives import Allgather, Broadcast
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.testing import World
+from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
 from tests.methods import LARGEST, LEADER
-from tests.passes import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
 
 pytestmark = NATIVE
 METHODS = [
@@ -78,7 +78,7 @@ def gradients(generator, layout, world, kind, scale):
     count=st.integers(1, 4),
 )
 @settings(deadline=None, max_examples=15)
-def test_passes_do_what_the_verbs_do(compressor, sizes, seed, ranks, kinds, scales, first, count):
+def test_kernels_match_reference_ops(compressor, sizes, seed, ranks, kinds, scales, first, count):
     """Hints that are too high and too low, groups with too few elements, ties, other turns."""
     layout = layout_of(*sizes)
     passes, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
@@ -233,7 +233,7 @@ def test_no_leader_is_trusted(coding, sizes, count, widths, near, seed):
     given, generator = torch.from_numpy(body), torch.Generator().manual_seed(seed)
     r, g = torch.randn(2, layout.size, generator=generator)
     r[layout.sink] = g[layout.sink] = 0.0
-    whole, passes = r + g, ops.largest_passes
+    whole, passes = r + g, ops.topk_kernels
     with threads(count):
         try:
             total = passes.values(layout, form, given, r, g)

@@ -1,9 +1,9 @@
 /* The passes of codecs/threshold.py: each one walk over a bucket, or over what is sent of it.
  *
- * Every result equals that of the verbs to the bit; see native.c for how. A pass is cut into as many
+ * Every result equals that of the verbs to the bit; see quant.c for how. A pass is cut into as many
  * pieces as it gets threads, at borders that do not depend on what the pieces hold.
  */
-#include "walks.h"
+#include "rows.h"
 
 /* -- taking in and finding ------------------------------------------------------------------ */
 
@@ -207,7 +207,7 @@ static int64_t take_in(const rule *how, const piece *of, int64_t n, uint32_t *mo
  * top [layers]: the largest exponent of a wanted element, as it stands in a float.
  * Returns how many are found; -1 without memory.
  */
-int64_t words_find(const rule *how, const place *where, float *r, float *v, const float *r0,
+int64_t threshold_find(const rule *how, const place *where, float *r, float *v, const float *r0,
                    const float *v0, const float *g, const float *q, uint32_t *found, uint8_t *flags,
                    int32_t *top, int threads) {
   int64_t n = where->size;
@@ -300,12 +300,12 @@ static int64_t code_words(const uint32_t *index, const uint32_t *bits, int64_t n
   return code_plainly(index, bits, 0, n, ceiling, words);
 }
 
-/* found [2, size], of `words_find`: indices become words, code above index, without what no code can
+/* found [2, size], of `threshold_find`: indices become words, code above index, without what no code can
  * express.
  *
  * Returns how many are left; -1 without memory.
  */
-int64_t words_code(const rule *how, const place *where, uint32_t *found, int64_t count,
+int64_t threshold_code(const rule *how, const place *where, uint32_t *found, int64_t count,
                    const int32_t *top, int threads) {
   const uint32_t *bits = found + where->size;
   int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
@@ -359,7 +359,7 @@ static void write_side(const rule *how, const place *where, const int32_t *top, 
  * sent [layers]: how many of each layer are sent.
  * Returns how many are.
  */
-int64_t words_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
+int64_t threshold_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
                     const int32_t *top, int64_t capacity, int64_t turn, float *v, uint8_t *body,
                     int64_t *sent) {
   int64_t head = 0, start = 0;
@@ -426,10 +426,10 @@ FAST static void unpack_fours(const uint8_t *packed, int64_t n, uint8_t *codes) 
 
 /* A body of places: `code + 1` of every element in a byte, or in two bits; all that can are sent.
  *
- * flags [size]: from `words_find`; the places of the body themselves, where those are bytes.
+ * flags [size]: from `threshold_find`; the places of the body themselves, where those are bytes.
  * Returns how many are sent.
  */
-int64_t words_places(const rule *how, const place *where, const float *r, uint8_t *flags,
+int64_t threshold_places(const rule *how, const place *where, const float *r, uint8_t *flags,
                      const int32_t *top, uint8_t *body, int64_t *sent, int threads) {
   int64_t n = where->size, total = 0;
   write_side(how, where, top, body);
@@ -503,7 +503,7 @@ FAST static void correct(float *restrict v, const float *restrict r, const uint8
 }
 
 /* Takes out of r and v what a body of this rank says: `count` words, or places where it is -1. */
-void words_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
+void threshold_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
                   float *v, int threads) {
   const int8_t *exponents = (const int8_t *)body;
   if (count >= 0) {
@@ -552,7 +552,7 @@ void words_settle(const rule *how, const place *where, const uint8_t *body, int6
  *
  * bodies: of all ranks, `stride` bytes apart. Returns BEYOND if an index lies beyond the bucket.
  */
-int words_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+int threshold_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
               int64_t ranks, int64_t capacity, const float *weights, float *room, int threads) {
   int falls = 0;
   for (int64_t rank = 0; rank < ranks; rank++) {
@@ -611,7 +611,7 @@ FAST static void add_signs_of(float *room, const uint8_t *codes, int64_t n, floa
 }
 
 /* The same of places. */
-void words_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+void threshold_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
                       int64_t ranks, const float *weights, float *room, int threads) {
   IN_PIECES
   for (int t = 0; t < threads; t++) {

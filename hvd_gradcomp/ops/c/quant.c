@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "native.h"
-#include "pieces.h"
+#include "kernels.h"
+#include "threads.h"
 
 #define GROUP 32
 #define CHUNK 4096
@@ -444,7 +444,7 @@ uint32_t frame_sum(const uint32_t *words, int64_t count, const uint32_t *body, i
   return sum;
 }
 
-/* What frames say, and what is right about it; see `Framing.examine`.
+/* What frames say, and what is right about it; see `Headers.examine`.
  *
  * frames: `stride` words apart, of `length` words: `count` words, their sum, and a body.
  * words [rows, count]. held [fields + 1, rows]: of the sums, and of each field.

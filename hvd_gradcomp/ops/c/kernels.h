@@ -1,0 +1,131 @@
+/* Kernels in C; called by ops/torch/ through ctypes, and by tensorflow.cc. */
+#ifndef HVD_GRADCOMP_KERNELS_H
+#define HVD_GRADCOMP_KERNELS_H
+
+#include <stdint.h>
+
+/* What functions return that fail: there is no memory; an index lies beyond the bucket. */
+enum { NO_MEMORY = -1, BEYOND = -2 };
+
+/* What a method does with an element, in numbers; see `Rule` in rules.py. */
+typedef struct {
+  int32_t ambiguity; /* has second moments v, and sends where r*r > alpha*v */
+  int32_t large;     /* sends where |r| > tau */
+  int32_t powers;    /* codes are powers of two below the layer's largest; else plus or minus tau */
+  int32_t subtracts; /* what was sent is taken from r; else r = 0 */
+  int32_t corrects;  /* v of what was sent becomes max(v - 2*|r|*tau + tau*tau, 0); else 0 */
+  float alpha, tau, zeta, twice_tau, tau_squared;
+} rule;
+
+/* Where the layers lie. */
+typedef struct {
+  const int64_t *layer_of_block;
+  int64_t size, layers;
+  int32_t block_bits, side; /* side: bytes before words and places in a body */
+} place;
+
+/* How a memory takes a gradient in, in numbers; see `Collecting` in rules.py. */
+typedef struct {
+  float momentum;
+  int32_t nesterov, masking;
+} collecting;
+
+/* What competes with what; see `Scope` in scope.py. */
+typedef struct {
+  place where;
+  const int64_t *offsets, *sizes, *strides; /* of layers */
+  int64_t elements;                         /* of all layers */
+  int32_t whole;                            /* whether all layers are one group */
+} scope;
+
+/* Elements, by their index and what they hold, as bits. Those of a group lie where it begins. */
+typedef struct {
+  uint32_t *index, *bits;
+  int64_t *count; /* of each group */
+} elements;
+
+/* Where the parts of a body lie, in bytes; its size for values that it does not have. */
+typedef struct {
+  int64_t capacity, blocks, room; /* blocks: of packed indices, in `room` words; else 0 */
+  int64_t index, deltas, values;  /* index: indices as they are, or the blocks' widths */
+} form;
+
+int64_t threshold_find(const rule *how, const place *where, float *r, float *v, const float *r0,
+                   const float *v0, const float *g, const float *q, uint32_t *found, uint8_t *flags,
+                   int32_t *top, int threads);
+int64_t threshold_code(const rule *how, const place *where, uint32_t *found, int64_t count,
+                   const int32_t *top, int threads);
+int64_t threshold_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
+                    const int32_t *top, int64_t capacity, int64_t turn, float *v, uint8_t *body,
+                    int64_t *sent);
+int64_t threshold_places(const rule *how, const place *where, const float *r, uint8_t *flags,
+                     const int32_t *top, uint8_t *body, int64_t *sent, int threads);
+void threshold_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
+                  float *v, int threads);
+int threshold_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+              int64_t ranks, int64_t capacity, const float *weights, float *room, int threads);
+void threshold_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
+                      int64_t ranks, const float *weights, float *room, int threads);
+int topk_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
+                 const float *u0, const float *g, const int64_t *k, const int64_t *slack,
+                 const float *hint, const elements *found, int threads);
+void topk_again(const scope *of, const float *r, const float *g, const int64_t *k,
+                   const int64_t *slack, const elements *found, int threads);
+int64_t topk_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
+                       float *hint, int threads);
+void topk_write(const scope *of, const form *as, const elements *chosen, int64_t count,
+                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent,
+                   int threads);
+void topk_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
+                    uint32_t *scratch, float *r, float *u, int threads);
+int topk_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
+                int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads);
+int topk_values(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
+                   const float *r, const float *g, float *values, int threads);
+int topk_replace(const place *where, const form *as, const uint8_t *body, const float *total,
+                    float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
+                    float *mean, const float *g, int64_t *sent, int threads);
+
+/* -- quant.c: composite ops and quantizers -- */
+
+/* `rows` groups of `length` neighbours each; see bands.py. */
+typedef struct {
+  int64_t start, rows, length;
+} band;
+
+/* A number within the words of a frame: which word, from which bit, of how many bits. */
+typedef struct {
+  int64_t word, low, bits;
+} field;
+
+/* u = momentum * u0 + g, r = r0 + u, or a step ahead. r0 may be r, and u0 u. */
+void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g, int64_t n,
+                  float momentum, int nesterov);
+void add_vectors(const float *x, const float *y, float *out, int64_t n);
+void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
+void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
+int all_finite(const float *x, int64_t n, int threads);
+void layer_histograms(const int64_t *offsets, const int64_t *sizes, int64_t layers, const float *x,
+                      int64_t bins, int64_t *counts, int threads);
+void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,
+             int64_t out_apart, int past, int threads);
+uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads);
+uint32_t frame_sum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n,
+                   int threads);
+void examine(const uint32_t *frames, int64_t rows, int64_t stride, int64_t length, int64_t count,
+             const field *fields, int64_t number, const int64_t *expected, int64_t *words,
+             uint8_t *held, int threads);
+void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
+int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
+void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
+                   int bits, uint32_t key1, uint32_t key2, uint32_t *words, int threads);
+void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
+                int64_t scale_stride, int bits, const float *weights, int threads);
+int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
+                 float *below, uint32_t *words, int threads);
+void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+               int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
+               const float *below, int64_t mean_stride, const float *weights, int threads);
+
+#endif
