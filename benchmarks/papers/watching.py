@@ -1,4 +1,4 @@
-"""What looks at gradients while a row trains; each result is the same on all ranks.
+"""Watches of gradients while a row trains; each result is the same on all ranks.
 
 A watch may take a gradient of its own before a step: what is in `p.grad` after backward is the mean
 over ranks.
@@ -44,7 +44,7 @@ class Watch(ABC):
 
     @abstractmethod
     def result(self) -> Any:
-        """What was seen, as JSON takes it."""
+        """Return the findings, for JSON."""
 
     def own(self, loss: Loss) -> dict[str, torch.Tensor]:
         """This rank's gradients of weights, flat."""
@@ -117,7 +117,7 @@ class Entropy(Watch):
 
 
 class Slices(Watch):
-    """What principal components hold of convolutions' gradients (Yu et al. 2018, Figures 4, 5).
+    """Principal components of convolutions' gradients (Yu et al. 2018, Figures 4, 5).
 
     Of each slice length the basis of a layer's first slice, an eighth of the length in dimensions,
     is applied to its other slices, in the steps that it was made of. How a basis ages is seen in
