@@ -58,14 +58,14 @@ class _Calls(TorchDispatchMode):
 
 
 def _operators(body: Callable[[], Any]) -> tuple[int, Any]:
-    """How many operators `body` calls, and its result."""
+    """Return the number of operators that `body` calls, and its result."""
     with _Calls() as counted:
         result = body()
     return counted.count, result
 
 
 def _launches(body: Callable[[], Any]) -> tuple[int, Any]:
-    """How many kernels and copies `body` has a GPU do, and its result."""
+    """Return the number of kernels and copies that `body` runs on a GPU, and its result."""
     with torch.profiler.profile() as profile:
         result = body()
         torch.cuda.synchronize()

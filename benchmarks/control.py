@@ -1,4 +1,4 @@
-"""What the control word and digests cost, as a share of a step: two ranks, in one run.
+"""Measures the control word and digests as a share of a step: two ranks, in one run.
 
     horovodrun --gloo -np 2 python -m benchmarks.control
     horovodrun --gloo -np 2 python -m benchmarks.control --framework tensorflow

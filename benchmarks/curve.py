@@ -69,7 +69,7 @@ def codecs(asked: Sequence[Point], options: argparse.Namespace) -> Iterator[tupl
 
 
 def exchanges(asked: Sequence[Point], options: argparse.Namespace) -> Result:
-    """What `benchmarks.exchanges` writes: as far as it came, if it fails."""
+    """Run `benchmarks.exchanges` and return its results, partial ones if it fails."""
     from hvd_gradcomp.tuning.models import resnet50
 
     listed = [
@@ -144,7 +144,7 @@ def run(asked: Sequence[Point], options: argparse.Namespace) -> Result:
 
 
 def over(row: Result, framework: str, other: str) -> float | None:
-    """How many times as long as another's the exchange on a framework takes."""
+    """Return the time of a framework's exchange divided by another's."""
     times = [row["exchange"].get(name, {}).get("ms") for name in (framework, other)]
     return times[0] / times[1] if all(times) else None
 
@@ -156,7 +156,7 @@ def ratio(row: Result) -> float | None:
 
 
 def bars(row: Result, threads: int) -> Iterator[tuple[str, float | None, float]]:
-    """What a row is held to: its name, what was found and the most it may be."""
+    """Return the bounds of a row: name, measured value, and maximum."""
     if row["bar"] is None:
         return
     codec = row.get("codec")
@@ -214,7 +214,7 @@ def cells(row: Result) -> list[str]:
 
 
 def copies_take(result: Result) -> str:
-    """What a copy of the gradient took, on which all depends."""
+    """Return the time of a copy of the gradient, the unit of all others."""
     alone = [row["codec"]["copy_ms"] for row in result["rows"].values() if "codec" in row]
     lines = [f"{min(alone):.1f} to {max(alone):.1f} ms in one process"] if alone else []
     gains = [row["codec"]["copy_speedup"] for row in result["rows"].values() if "codec" in row]

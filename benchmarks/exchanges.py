@@ -68,7 +68,7 @@ class Feed:
         return self.tensors
 
     def copy_ms(self, rounds: int = 9) -> float:
-        """What a copy of all gradients takes, while the other ranks copy theirs."""
+        """Return the milliseconds of a copy of all gradients, while the other ranks copy theirs."""
         source = torch.cat([tensor.flatten() for tensor in self.draw()])
         target, times = torch.empty_like(source), []
         for _ in range(rounds):
@@ -108,7 +108,7 @@ class Graph(Exchange):
 
     @abstractmethod
     def exchange(self) -> Any:
-        """What is traced."""
+        """Run the exchange; this is traced."""
 
     def run(self, gradients: list[torch.Tensor]) -> Any:
         for variable, gradient in zip(self.given, gradients):

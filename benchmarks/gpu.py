@@ -1,4 +1,4 @@
-"""What only a GPU can show, in one file: tests, host reads, launches, memory, two ranks on NCCL.
+"""Measures on a GPU, into one file: tests, host reads, launches, memory, two ranks on NCCL.
 
     make gpu SETUP=0 PYTHON=python3                         # as below, where there is a GPU
     python -m benchmarks.gpu --folder results               # writes gpu-cuda.json and gpu-cuda.md
@@ -54,7 +54,7 @@ Result = dict[str, Any]
 
 
 def tested(part: str, options: argparse.Namespace) -> Result:
-    """What pytest says of a part."""
+    """Run pytest on a part and return its summary."""
     command = [sys.executable, "-m", "pytest", "-q", "--device", options.device, *TESTS[part]]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -78,7 +78,7 @@ def steps(options: argparse.Namespace) -> Result:
 
 
 def exchange(options: argparse.Namespace) -> Result:
-    """What rank 0 has written of steps of two processes."""
+    """Return rank 0's measurements of steps of two processes."""
     if options.device == "cuda" and torch.cuda.device_count() < RANKS:
         return {"not run": f"{RANKS} GPUs are needed, {torch.cuda.device_count()} is here"}
     from benchmarks import points
@@ -133,7 +133,7 @@ def trained(name: str, device: str) -> Result:
 
 
 def machine(device: str) -> Result:
-    """Where it was run."""
+    """Describe the machine."""
     found: Result = {"torch": torch.__version__, "device": device}
     if device == "cuda":
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

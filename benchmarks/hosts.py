@@ -104,7 +104,7 @@ def train(hosts: Hosts, how: str, options: argparse.Namespace) -> Result:
 
 
 def figures(hosts: Hosts, command: list[str], options: argparse.Namespace) -> Result:
-    """What a command of ours writes as JSON."""
+    """Run a command of the package and return its JSON."""
     # At 100 Mb/s a dense exchange of ResNet-50's gradients takes 9 s, at 1 Gb/s 1 s.
     slow = hosts.rate is not None and bits_per_second(hosts.rate) < 5e8
     rounds = options.rounds or (5 if slow else 9)
@@ -174,7 +174,7 @@ def asked_ratio(way: str) -> int:
 
 
 def prediction(runs: list[Result]) -> tuple[list[str], bool]:
-    """How far predictions of exchanges are from measurements, by number of hosts and by ratio."""
+    """Return the errors of predicted exchanges, by number of hosts and by ratio."""
     lines, held = [], True
     for count in sorted({run["hosts"] for run in runs}):
         errors: dict[int, list[float]] = {}

@@ -1,11 +1,12 @@
-"""The package's structure at any commit: what its types leave open, and who reaches into whom.
+"""Measures the structure of the package at any commit: types, classes, private accesses, imports.
 
     python -m benchmarks.house febe006 0d648ff HEAD
 
 Counts of the Python files in `hvd_gradcomp`: private names that another module uses, classes with
 all bases that the package defines, classes with a single subclass, `Any`, docstrings that begin
 with a question word, modules that import each other (for types too), and the files of the
-frontend that one gradient crosses, traced while it does.
+frontend that one gradient crosses, traced while it does. A "-" says that a commit has no such
+frontend.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 PACKAGE = "hvd_gradcomp"
 
 
-def sources(commit: str) -> dict[str, str]:
-    """The package's files at a commit, by module."""
+def archive(commit: str) -> tarfile.TarFile:
+    """Open the package at a commit as an archive."""
     command = ["git", "archive", commit, PACKAGE]
-    archive = subprocess.run(command, check=True, capture_output=True).stdout
+    data = subprocess.run(command, check=True, capture_output=True).stdout
+    return tarfile.open(fileobj=io.BytesIO(data))
+
+
+def sources(commit: str) -> dict[str, str]:
+    """Return the package's files at a commit, by module."""
     found = {}
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    with archive(commit) as tar:
         for member in tar:
             file = tar.extractfile(member) if member.name.endswith(".py") else None
             if file is not None:
@@ -39,7 +46,7 @@ def sources(commit: str) -> dict[str, str]:
 
 
 def classes(tree: ast.AST) -> Iterator[tuple[int, int, str]]:
-    """(lines, methods, name) of each class."""
+    """Yield (lines, methods, name) of each class."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             methods = sum(isinstance(one, ast.FunctionDef) for one in node.body)
@@ -47,7 +54,7 @@ def classes(tree: ast.AST) -> Iterator[tuple[int, int, str]]:
 
 
 def heads(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a module outside of its functions."""
+    """Yield the nodes of a module outside of its functions."""
     for node in ast.iter_child_nodes(tree):
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
@@ -55,7 +62,7 @@ def heads(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(module: str, nodes: Iterator[ast.AST], modules: dict[str, str]) -> set[str]:
-    """Modules of the package that this one names; not the packages that it is in."""
+    """Return the modules of the package that this one names; not the packages that it is in."""
     named = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -67,7 +74,7 @@ def imports(module: str, nodes: Iterator[ast.AST], modules: dict[str, str]) -> s
 
 
 def in_circles(graph: dict[str, set[str]]) -> int:
-    """How many modules lead back to themselves."""
+    """Count the modules that lead back to themselves."""
 
     def reached(start: str) -> set[str]:
         found: set[str] = set()
@@ -88,7 +95,7 @@ _Class = tuple[str, str]  # its module, and its name
 def classes_and_bases(
     trees: dict[str, ast.Module],
 ) -> dict[_Class, tuple[ast.ClassDef, list[_Class]]]:
-    """Each class of the package, with those of its bases that are in the package."""
+    """Return each class of the package, with those of its bases that are in the package."""
     named: dict[str, dict[str, _Class]] = {}
     nodes: dict[_Class, ast.ClassDef] = {}
     for module, tree in trees.items():
@@ -115,8 +122,11 @@ def classes_and_bases(
     return found
 
 
-def with_bases(trees: dict[str, ast.Module]) -> list[tuple[int, int, str]]:
-    """(lines, methods, names) of each class, with all bases that the package defines."""
+def with_bases(trees: dict[str, ast.Module]) -> list[tuple[int, int, str, int]]:
+    """Return (lines, methods, name, bases) of each class with all bases that the package defines.
+
+    Methods of bases count there, overridden or not.
+    """
     known = classes_and_bases(trees)
 
     def chain(key: _Class, seen: set[_Class]) -> Iterator[ast.ClassDef]:
@@ -131,12 +141,12 @@ def with_bases(trees: dict[str, ast.Module]) -> list[tuple[int, int, str]]:
         line = list(chain(key, set()))
         lines = sum((each.end_lineno or 0) - each.lineno + 1 for each in line)
         methods = sum(isinstance(m, ast.FunctionDef) for each in line for m in each.body)
-        sizes.append((lines, methods, " <- ".join(each.name for each in line)))
+        sizes.append((lines, methods, ".".join(key), len(line) - 1))
     return sizes
 
 
 def only_heirs(trees: dict[str, ast.Module]) -> list[str]:
-    """Classes with exactly one subclass in the package."""
+    """Return the classes with exactly one subclass in the package."""
     known = classes_and_bases(trees)
     heirs = [base for _, bases in known.values() for base in bases]
     return sorted(".".join(key) for key in known if heirs.count(key) == 1)
@@ -147,7 +157,7 @@ _OF_OTHERS = {"_replace", "_asdict", "_fields", "_make", "_C", "_indices", "_val
 
 
 def private_accesses(trees: dict[str, ast.Module], strictly: bool = False) -> list[str]:
-    """Uses of private names that another module of the package defines.
+    """Return the uses of private names that another module of the package defines.
 
     Args:
         trees: the modules.
@@ -188,7 +198,7 @@ def _is_private(name: str) -> bool:
 
 
 def riddles(trees: dict[str, ast.Module]) -> int:
-    """Docstrings that begin with a question word or "Of"."""
+    """Count the docstrings that begin with a question word or "Of"."""
     kinds = (ast.FunctionDef, ast.ClassDef, ast.Module)
     nodes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, kinds))
     texts = (ast.get_docstring(node) or "" for node in nodes)
@@ -233,18 +243,24 @@ print(len([f for f in files if f.startswith(("torch/", "engine/", "runtime/"))])
 
 
 def crossed(commit: str, host: str) -> str:
-    """How many files of the frontend and its runtime one gradient crosses in one backward.
+    """Count the files of the frontend and its runtime that one gradient crosses in one backward.
 
     Traced on one rank, for a model of one layer, in the third step.
 
     Args:
         commit: whose package runs.
         host: "horovod" or "ddp".
+
+    Returns:
+        The number; "-" if the commit has no such frontend.
+
+    Raises:
+        RuntimeError: the backward fails, although there is one.
     """
-    command = ["git", "archive", commit, PACKAGE]
-    archive = subprocess.run(command, check=True, capture_output=True).stdout
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    with tempfile.TemporaryDirectory() as folder, archive(commit) as tar:
         tar.extractall(folder, filter="data")
+        if host == "ddp" and not [*Path(folder, PACKAGE, "torch").glob("ddp*")]:
+            return "-"
         done = subprocess.run(
             [sys.executable, "-c", _CROSSED, host],
             capture_output=True,
@@ -252,11 +268,13 @@ def crossed(commit: str, host: str) -> str:
             env={**os.environ, "PYTHONPATH": folder},
             cwd=folder,
         )
-    return done.stdout.partition(" ")[0] if done.returncode == 0 else "-"
+    if done.returncode:
+        raise RuntimeError(f"{commit}, {host}: {done.stderr[-2000:]}")
+    return done.stdout.partition(" ")[0]
 
 
 def counts(commit: str) -> dict[str, object]:
-    """What the table says of a commit."""
+    """Return the table's column of a commit."""
     files = sources(commit)
     trees = {module: ast.parse(text) for module, text in files.items()}
     text = "\n".join(files.values())
@@ -267,7 +285,13 @@ def counts(commit: str) -> dict[str, object]:
 
     names = [node for tree in trees.values() for node in ast.walk(tree) if _is_any(node)]
     lines, _, longest = max(every)
-    whole, methods, line = max(with_bases(trees))
+    whole = with_bases(trees)
+    above = [size for size in whole if not size[2].startswith(f"{PACKAGE}.ops.")]
+
+    def described(size: tuple[int, int, str, int]) -> str:
+        lines, methods, name, bases = size
+        return f"{lines}, {methods} ({name.rpartition('.')[2]}, {bases} bases)"
+
     return {
         "lines": f"{text.count(chr(10)):,}",
         "files": len(files),
@@ -280,7 +304,8 @@ def counts(commit: str) -> dict[str, object]:
         "type: ignore": len(re.findall(r"# type: ignore", text)),
         "object.__setattr__": text.count("object.__setattr__"),
         "largest class, lines": f"{lines} ({longest})",
-        "with its bases, lines and methods": f"{whole}, {methods} ({line})",
+        "with its bases, lines and methods": described(max(whole)),
+        "the same, without operations": described(max(above)),
         "classes with one subclass": len(only_heirs(trees)),
         "docstrings that begin with What, Of, ...": riddles(trees),
         "files that a gradient crosses, Horovod": crossed(commit, "horovod"),

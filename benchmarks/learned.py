@@ -1,4 +1,4 @@
-"""What GradiVeQ's projections and LGC's networks cost, in units of copying ResNet-50's gradient.
+"""Measures GradiVeQ's projections and LGC's networks, in copies of ResNet-50's gradient.
 
     python -m benchmarks.learned                 # one thread
     python -m benchmarks.learned --device cuda   # needs torch only, no Horovod

@@ -1,4 +1,4 @@
-"""What per-sample moments cost: time and memory of a pass, beside a plain forward and backward.
+"""Measures per-sample moments: time and memory of a pass, beside a plain forward and backward.
 
     python -m benchmarks.moments                  # a small GPT, ViT, ResNet and LSTM, one thread
     python -m benchmarks.moments --model gpt --batch-size 32
@@ -26,7 +26,7 @@ from hvd_gradcomp.torch.moments import tracker
 
 
 class Block(nn.Module):
-    """Of a transformer, as GPT-2 and ViT have it."""
+    """Block of a transformer, as in GPT-2 and ViT."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    """Of 32 by 32 pixels, in 64 patches."""
+    """Vision transformer for 32 by 32 pixels, in 64 patches."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def resnet() -> nn.Module:
 
 
 class LSTM(nn.Module):
-    """Of characters, as `examples/pytorch/char_lstm.py`."""
+    """Language model of characters, as `examples/pytorch/char_lstm.py`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Trained(NamedTuple):
-    """What came of a training: percent of the held-out images, loss, bytes a step and rank."""
+    """Result of a training: percent of the held-out images, loss, bytes a step and rank."""
 
     accuracy: float
     loss: float

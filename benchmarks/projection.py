@@ -1,4 +1,4 @@
-"""What GradiVeQ's projection leaves out of real gradients, by cause.
+"""Measures the error of GradiVeQ's projection on real gradients, by cause.
 
     python -m benchmarks.projection          # digits, the network of examples.pytorch.learned
 
@@ -68,7 +68,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(2)
 
         def gradients(model=model, layers=layers, generator=generator) -> list[torch.Tensor]:
-            """Of each rank; the model is left with their mean."""
+            """Return each rank's gradient; the model keeps their mean."""
             found, means = [], [torch.zeros_like(p) for p in model.parameters()]
             for _ in range(RANKS):
                 batch = torch.randint(0, len(y), (options.batch_size,), generator=generator)

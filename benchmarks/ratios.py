@@ -1,4 +1,4 @@
-"""How many times fewer bytes a method moves on 2, 4 and 8 ranks, and which layers it leaves dense.
+"""Measures the compression of each method on 2, 4 and 8 ranks, and lists the dense layers.
 
     python -m benchmarks.ratios             # a minute; no ranks are started, no Horovod is needed
     python -m benchmarks.ratios --ranks 16 32

@@ -53,7 +53,7 @@ Training = Callable[[], None]
 
 
 class Curves:
-    """What a rank notes of itself.
+    """Measurements of one rank.
 
     Args:
         tensor: the framework's class.
@@ -168,7 +168,7 @@ def grown(curves: dict[str, list[int]], name: str) -> int:
 
 
 def complaints(title: str, ranks: list[dict[str, Any]], bound: float) -> list[str]:
-    """What speaks against a method."""
+    """Return the reasons why a method fails."""
     found = []
     for rank, result in enumerate(ranks):
         memory = grown(result["curves"], "memory") / 2**20

@@ -1,4 +1,4 @@
-"""What stats to watch cost: steps with a writer and steps without, in turns, in one run.
+"""Measures the cost of a stats writer: steps with and without, in turns, in one run.
 
     horovodrun --gloo -np 2 python -m benchmarks.stats --check
     python -m benchmarks.stats                                     # one rank alone

@@ -72,7 +72,7 @@ LAUNCHES = 12  # a bucket, at most
 
 
 class Count(NamedTuple):
-    """What was moved, and by how many launches."""
+    """Bytes that were moved, and number of launches."""
 
     moved: int
     launches: int
@@ -297,7 +297,7 @@ def rows(only: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def launches(compressor: Compressor) -> str:
-    """What is launched for the bucket that has most: copies, and what; encode, then decode."""
+    """Return the launches for the bucket that has most: encode, then decode."""
     steps = [Step(compressor, layout, kernels=True) for layout in buckets(compressor)]
     for step in steps:
         step.take()

@@ -79,7 +79,7 @@ class Told(TensorFlowOps):
         return x if known is None else int(known)
 
     def cond(self, dense: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-        """What is seldom is not taken: a scan once more, a look at the entropy."""
+        """Skip rare branches: a repeated scan, a look at the entropy."""
         return if_true() if dense is True else if_false()
 
     def require(self, facts: Any, error: type[Exception] = PayloadError) -> Any:
@@ -174,7 +174,7 @@ _SCATTERS = {"TensorScatterAdd", "TensorScatterUpdate"}
 
 
 def of_graph(graph: tf.Graph) -> dict[str, Count]:
-    """What the nodes of each half read and write; those under no name scope of it do not count."""
+    """Return the bytes that each half's nodes read and write; the others do not count."""
     found = {half: Count(0, 0) for half in HALVES}
     constant: set[str] = set()
     for node in graph.get_operations():
@@ -216,7 +216,7 @@ def _base(x: tf.Tensor) -> tf.Tensor:
 
 
 def _is_free(x: tf.Tensor) -> bool:
-    """Whether nothing else reads it, so that what is made of it may be written to its memory."""
+    """Return True if nothing else reads it, so that a result may be written to its memory."""
     if x.op.type == "Placeholder" or len(x.consumers()) > 1:
         return False
     return x.op.type not in _VIEWS or _is_free(x.op.inputs[0])
@@ -241,13 +241,13 @@ Instruction = Any  # `hlo_pb2.HloInstructionProto`
 
 
 def optimized(function: Any, *given: tf.TensorSpec) -> hlo_pb2.HloModuleProto:
-    """What XLA's compiler has made of a function that is compiled by it."""
+    """Return the instructions that XLA compiles a function to."""
     ir = function.experimental_get_compiler_ir(*given)(stage="optimized_hlo_proto_serialized")
     return hlo_pb2.HloProto.FromString(ir).hlo_module
 
 
 def of_hlo(module: hlo_pb2.HloModuleProto) -> dict[str, Count]:
-    """What the instructions of each half read and write; those of a loop as often as it runs."""
+    """Return the bytes that each half reads and writes; a loop counts as often as it runs."""
     computations = {one.id: one for one in module.computations}
     found = {half: Count(0, 0) for half in HALVES}
 
@@ -276,7 +276,7 @@ def of_hlo(module: hlo_pb2.HloModuleProto) -> dict[str, Count]:
 
 
 def _of_fusion(computation: hlo_pb2.HloComputationProto) -> int:
-    """What it is given and what it gives; nothing of what is in between lies in memory."""
+    """Return the elements of operands and results; intermediate values are never in memory."""
     known = {one.id: one for one in computation.instructions}
     wanted: dict[int, int] = {}  # elements of each; operands come before those that use them
     asked: dict[int, int] = dict.fromkeys(known, 0)
@@ -292,7 +292,7 @@ def _of_fusion(computation: hlo_pb2.HloComputationProto) -> int:
 
 
 def _asked(one: Instruction, place: int, wanted: int, operand: Any) -> int:
-    """How many elements of an operand an instruction reads for so many of its own."""
+    """Return how many elements of an operand an instruction reads for so many of its own."""
     if place == 0 and one.opcode in _WRITES_TO:
         return 0
     if place == 0 and one.opcode == "gather":
@@ -314,7 +314,7 @@ def _written(one: Instruction, known: dict[int, Instruction]) -> int:
 
 
 def _elements(shape: Any) -> int:
-    """Of a tuple those of all."""
+    """Return the elements of a shape; of a tuple, their sum."""
     if shape.element_type == xla_data_pb2.TUPLE:
         return sum(map(_elements, shape.tuple_shapes))
     return int(math.prod(shape.dimensions))
@@ -337,7 +337,7 @@ def _bytes_of(shape: Any, elements: int) -> int:
 
 
 class Speed(NamedTuple):
-    """Of a GPU, in seconds: a copy of a gradient of `size` bytes, and a launch."""
+    """Speed of a GPU: seconds of a copy of a gradient of `size` bytes, and of a launch."""
 
     copy: float
     launch: float
@@ -345,7 +345,7 @@ class Speed(NamedTuple):
 
 
 def measured_speed() -> Speed:
-    """What PyTorch's verbs had on an H100: the times measured there, by what is counted of them."""
+    """Return the times of PyTorch's verbs measured on an H100, as multiples of their counts."""
     codecs = json.loads((MEASURED / "h100.json").read_text())["codecs"]
     counted = {
         row["compressor"].partition("(")[0]: row["verbs"]["copies"]

@@ -51,7 +51,7 @@ pygments_style = "tango"
 
 
 def generate(app):
-    """What code knows better than a text: figures, the help of the command line, measurements."""
+    """Generate figures, the help of the command line, and tables of measurements."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
     for name in ("hvd-gradcomp", *cli.COMMANDS):

@@ -78,7 +78,7 @@ def one_bucket(compressor, ranks=1, shapes=((ELEMENTS,),)):
 
 
 def bars(axes, held, sent, stays):
-    """What a rank held, what of it was sent, and what stays."""
+    """Draw what a rank held, what of it was sent, and what stays."""
     place = np.arange(len(held))
     axes.bar(place, held, color=HELD, width=0.9, label="held before")
     axes.bar(place, stays, color=STAYS, width=0.45, label="stays")
@@ -164,7 +164,7 @@ def leader(compressor, path, seed=3):
 
 
 def quantizer(compressor, path, repeats=200):
-    """What a gradient is decoded to, once and on average over many steps."""
+    """Draw what a gradient is decoded to, once and on average over many steps."""
     gradient = torch.tensor(np.random.default_rng(5).standard_normal(256), dtype=torch.float32)
     world, lay, take = one_bucket(compressor, shapes=((256,),))
     decoded = torch.stack([take(world.step([lay(gradient)])[0]) for _ in range(repeats)]).numpy()
@@ -340,7 +340,7 @@ def measured(name):
 
 
 def overview(path, stacked=False):
-    """What bytes do to accuracy, and to the time of an exchange, by what was measured."""
+    """Draw accuracy and the time of an exchange by bytes, as measured."""
     rows, columns, size = (2, 1, (4.4, 7.2)) if stacked else (1, 2, (9, 3.8))
     figure, (left, right) = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
     shown = {  # (part, row without compression): rows
@@ -409,7 +409,7 @@ def overview(path, stacked=False):
 
 
 def architecture(path):
-    """How a gradient goes through the floors of the package; imports go down only."""
+    """Draw the way of a gradient through the floors of the package; imports go down only."""
     floors = [
         ("frontends", "torch/  tensorflow/  tensorflow/keras/", "optimizers, tapes, callbacks"),
         ("planning", "planning/  checkpoint/", "who compresses what, and files"),

@@ -140,7 +140,7 @@ def patched(text: str, block: Block) -> str:
 
 
 def script(pages: Iterable[Path], setup: bool = False) -> tuple[str, list[Command]]:
-    """What bash has to run for some pages, and the commands that it marks in its output."""
+    """Return the script of some pages, and the commands that it marks in its output."""
     parts, files = ["exec 2>&1"], {}
     done: list[Command] = []
 
@@ -189,7 +189,7 @@ def loosely(line: str) -> str:
 
 
 def check(transcript: str, done: list[Command]) -> list[str]:
-    """What went otherwise than the pages say; the transcript is what the script has printed."""
+    """List the differences from the pages; the transcript is what the script has printed."""
     parts = re.split(rf"{MARK}(\d+)\n", transcript)
     outputs = dict(zip(map(int, parts[1::2]), parts[2::2]))
     problems = []

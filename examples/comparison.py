@@ -1,4 +1,4 @@
-"""What both `compare` examples share: the methods with settings for the task, and the table."""
+"""Shared parts of both `compare` examples: methods with settings for the task, and the table."""
 
 from __future__ import annotations
 

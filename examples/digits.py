@@ -48,7 +48,7 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def process_sets(options: argparse.Namespace) -> str | None:
-    """What `hvd.init` has to be told."""
+    """Return the `process_sets` for `hvd.init`."""
     return "dynamic" if options.hierarchical else None
 
 

@@ -1,4 +1,4 @@
-"""What both `learned` examples share: methods that learn from gradients, curves, and the table.
+"""Shared parts of both `learned` examples: methods that learn, curves, and the table.
 
 GradiVeQ learns a basis, LGC an autoencoder, in phases by step. Every `EVERY` steps rank 0 notes
 loss, bytes sent in a step and what the method loses; the curves are those notes.

@@ -1,4 +1,4 @@
-"""What the gradients of a small network have in common, measured while it learns the digits.
+"""Measures what the gradients of a small network have in common while it learns the digits.
 
 horovodrun --gloo -np 2 python -m examples.probing --png results/probing
 """
@@ -22,14 +22,14 @@ from hvd_gradcomp.torch.probing import Probe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--every", type=int, default=2, help="a step in so many is probed")
+    parser.add_argument("--every", type=int, default=2, help="probe one step in so many")
     parser.add_argument("--batch-size", type=int, default=32, help="a rank")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--png", type=Path, help="folder for plots and readings.jsonl")
     options = parser.parse_args()
     if options.png is not None:
-        pyplot()  # what is missing is said before the training
+        pyplot()  # fails before the training
 
     hvd.init()
     torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def pyplot():
-    """Matplotlib's, or a word on how to get it."""
+    """Return matplotlib's pyplot, or exit with how to install it."""
     try:
         import matplotlib
     except ImportError:
@@ -77,12 +77,11 @@ def pyplot():
 
 
 def plot(readings: list[Reading], folder: Path) -> None:
-    """One picture for each question."""
+    """Plot information and densities by step."""
     layers: dict[str, list[Reading]] = {}
     for reading in readings:
         layers.setdefault(reading.layer, []).append(reading)
     weights = {name: found for name, found in layers.items() if name.endswith("weight")}
-    convolutions = {name: found for name, found in layers.items() if found[-1].age_loss}
 
     def picture(name: str, x: str, y: str, draw) -> None:
         figure, axes = pyplot().subplots(figsize=(6.4, 4.0), layout="constrained")
@@ -104,23 +103,6 @@ def plot(readings: list[Reading], folder: Path) -> None:
                 axes.plot(steps, shared, color=color, label=name, linewidth=1)
                 axes.plot(steps, [r.chance for r in found], "--", color=color, linewidth=0.6)
 
-    def slices(axes) -> None:
-        for name, found in convolutions.items():
-            sizes, losses = zip(*found[-1].slice_loss)
-            axes.plot(sizes, losses, "o-", label=name)
-        axes.axhline(7 / 8, color="gray", linestyle="--", label="a basis that knows nothing")
-
-    def ages(axes) -> None:
-        for name, found in convolutions.items():
-            by_age: dict[int, list[float]] = {}
-            for reading in found:
-                if reading.rows == found[-1].rows:
-                    for age, loss in reading.age_loss:
-                        by_age.setdefault(age, []).append(loss)
-            means = [sum(losses) / len(losses) for losses in by_age.values()]
-            axes.plot(list(by_age), means, label=name)
-        axes.axhline(7 / 8, color="gray", linestyle="--", label="a basis that knows nothing")
-
     def densities(axes) -> None:
         steps = sorted({r.step for r in readings})
         by_step: dict[int, list[Reading]] = {step: [] for step in steps}
@@ -137,8 +119,6 @@ def plot(readings: list[Reading], folder: Path) -> None:
 
     bits = "bits: entropy (dotted), mutual information, by chance (dashed)"
     picture("information", "step", bits, information)
-    picture("slice_size", "slice size", "compression loss of the neighbour's basis", slices)
-    picture("age", "age of the basis, steps", "compression loss", ages)
     picture("densities", "step", "share of elements to send", densities)
 
 

@@ -1,1 +1,1 @@
-"""What the papers claim, trained again on data that Debian has: `make papers`."""
+"""The papers' claims, trained again on data that Debian has: `make papers`."""

@@ -115,7 +115,7 @@ def listed(part: Part, folder: Path) -> str:
 
 
 def asked(part: Part, options: argparse.Namespace) -> Iterator[tuple[Row, int]]:
-    """What is to be run: all rows of one seed before the next."""
+    """List the runs: all rows of one seed before the next."""
     found = Found(part, options.folder)
     for seed in range(1, options.seeds + 1):
         for row in part.rows:

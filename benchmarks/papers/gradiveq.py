@@ -52,7 +52,7 @@ def seen(found: Found) -> dict[str, Any] | None:
 
 
 def dips(found: Found) -> list[tuple[str, int, float, float]]:
-    """Of each layer: the loss at F * D, and the mean of its neighbours on both sides."""
+    """Return for each layer the loss at F * D, and the mean of its neighbours on both sides."""
     every = []
     for layer in (seen(found) or {"slices": []})["slices"]:
         block, curve = layer["filters x depth"], dict(layer["curve"])

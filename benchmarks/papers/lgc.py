@@ -105,7 +105,7 @@ def beside_none(found: Found, key: str, what: str, paper: float, ratio: float) -
 
 
 def _parted(found: Found) -> str:
-    """What of the accuracy that the ring loses on four ranks comes with what."""
+    """Attribute the accuracy that the ring loses on four ranks to its causes."""
     steps = [
         found.away("ring-4"),
         found.away("dgc-4"),
@@ -153,7 +153,7 @@ def phases(results: list[Result]) -> str:
 
 
 def shares(found: Found) -> tuple[float, float, float, float] | None:
-    """Of entropy: mutual information at 4 bits, by chance, at 32 bits, by chance."""
+    """Return shares of entropy: mutual information at 4 bits, by chance, the same at 32."""
     seen = [result["seen"] for result in found["information"]]
     if not seen:
         return None
@@ -201,7 +201,7 @@ def _compared(found: Found, ring: str, other: str, ranks: int, paper: str) -> Cl
 
 
 def _costs(found: Found) -> list[Claim]:
-    """What selection by one leader costs, and what the code costs."""
+    """Compare the loss by one leader's selection with that by the code."""
     selection = found.away("values-4", "dgc-4")
     code = found.away("ring-4", "values-4")
     form = found.away("paper-4", "ring-4")

@@ -101,7 +101,7 @@ def _summary(every: list[Found]) -> str:
 
 
 def _network(every: list[Found]) -> str:
-    """How these trainings differ from those of all papers."""
+    """Describe how these trainings differ from those of all papers."""
     scale = next((found.scale for found in every if found.scale), None)
     sizes = {
         found.part.row(one["key"]).task: one["result"]["parameters"]

@@ -1,4 +1,4 @@
-"""What a part is made of: rows that are trained, and claims that are held against them."""
+"""Parts of `make papers`: rows that are trained, and claims that are held against them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What its result depends on, as JSON keeps it."""
+        """Return the settings that the result depends on, for JSON."""
         told = {"key", "title", "paper", "base"}
         told |= {"length"} if self.length == 1 else set()  # rows of before have no length
         kept = {name: value for name, value in asdict(self).items() if name not in told}
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scale:
-    """How long each training is."""
+    """Length of each training."""
 
     images: int = 6400
     epochs: int = 4
@@ -109,7 +109,7 @@ class Part:
 
 
 class Found:
-    """What was measured for a part; a folder has a file of it, written after each row."""
+    """Measurements of a part, in a file of its own that is written after each row."""
 
     def __init__(self, part: Part, folder: Path) -> None:
         self.part, self.path = part, folder / f"{part.name}.json"
@@ -160,7 +160,7 @@ class Found:
 
     @property
     def cpu_minutes(self) -> float | None:
-        """Of all ranks and rows with one seed, over two cores; None if a row was never run."""
+        """Return the minutes of a seed on two cores; None if a row was never run."""
         every = [middle(self[row.key], "cpu_s") for row in self.part.rows]
         known = [seconds for seconds in every if seconds is not None]
         return sum(known) / 120 if len(known) == len(every) else None

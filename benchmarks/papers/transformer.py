@@ -1,4 +1,4 @@
-"""What README advises for Adam and its kind, held against a small transformer."""
+"""Checks on a small transformer of what README advises for Adam and its kind."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def rows() -> list[Row]:
 
 
 def grows(found: Found) -> str:
-    """How the ratio of the first Variance row that says so changes in a training."""
+    """Describe how the ratio of the first Variance row with one changes in a training."""
     for optimizer in PAPER:
         for alpha in ("1", "1.5", "2"):
             for result in found[f"{optimizer}/variance-{alpha}"]:
@@ -79,7 +79,7 @@ def grows(found: Found) -> str:
 
 
 def kept(found: Found) -> str:
-    """Where accuracy is behind, as far as it was measured."""
+    """List the rows whose accuracy is behind, as far as it was measured."""
     pairs = []
     for method in ("variance-2", "strom-0.01", "hybrid-0.01", "hybrid-0.1"):
         behind = found.middle(f"sgd/{method}", "behind")

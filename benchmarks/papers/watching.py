@@ -1,4 +1,4 @@
-"""What looks at gradients while a row trains; each result is the same on all ranks.
+"""Watches of gradients while a row trains; each result is the same on all ranks.
 
 A watch may take a gradient of its own before a step: what is in `p.grad` after backward is the mean
 over ranks.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from benchmarks.papers.principal_components import compression_loss, energy
 from hvd_gradcomp.core.layers import convolves
 from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
@@ -43,7 +44,7 @@ class Watch(ABC):
 
     @abstractmethod
     def result(self) -> Any:
-        """What was seen, as JSON takes it."""
+        """Return the findings, for JSON."""
 
     def own(self, loss: Loss) -> dict[str, torch.Tensor]:
         """This rank's gradients of weights, flat."""
@@ -116,14 +117,16 @@ class Entropy(Watch):
 
 
 class Slices(Watch):
-    """What principal components hold of convolutions' gradients (Yu et al. 2018, Figures 4, 5).
+    """Principal components of convolutions' gradients (Yu et al. 2018, Figures 4, 5).
 
     Of each slice length the basis of a layer's first slice, an eighth of the length in dimensions,
-    is applied to its other slices, in the steps that it was made of. How a basis ages is the
-    probe's.
+    is applied to its other slices, in the steps that it was made of. How a basis ages is seen in
+    the first slices of three layers, in `window` of the steps that are looked at: it is fitted to
+    the older half of them, and applied to the newer half.
     """
 
     steps, most, ratio = 160, 1024, 8
+    window, length = 60, 256
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         super().__init__(model, steps)
@@ -131,19 +134,23 @@ class Slices(Watch):
         self.kept: dict[str, list[torch.Tensor]] = {
             name: [] for name, p in self.weights.items() if convolves((name, tuple(p.shape), ""))
         }
-        self.probe = hvd.Probe(
-            model.named_parameters(),
-            every=max(1, steps // 100),
-            slice_sizes=(256,),
-            convolutions=3,
-            history=60,
-        )
+        self.every = max(1, steps // 100)
+        able = [name for name in self.kept if self.weights[name].numel() >= 2 * self.length]
+        few = min(3, len(able))
+        chosen = {able[i * (len(able) - 1) // max(few - 1, 1)] for i in range(few)}
+        self.aging: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in chosen}
 
     def after(self, step: int) -> None:
-        self.probe.step()
+        for name, rows in self.aging.items():
+            if step % self.every == 0:
+                rows.append((step, self.slices(name)[: self.length].clone()))
         if step >= self.first:
-            for name, rows in self.kept.items():
-                rows.append(self.weights[name].grad.permute(2, 3, 1, 0).reshape(-1).clone())
+            for name, kept in self.kept.items():
+                kept.append(self.slices(name))
+
+    def slices(self, name: str) -> torch.Tensor:
+        """A layer's mean gradient in GradiVeQ's order: filters, then depth, then positions."""
+        return self.weights[name].grad.permute(2, 3, 1, 0).reshape(-1).clone()
 
     def result(self) -> Any:
         layers = []
@@ -154,14 +161,39 @@ class Slices(Watch):
             room = min(self.most, recorded.shape[1] // 2, self.ratio * (len(rows) - 1))
             curve = [[m, _loss(recorded, m, m // self.ratio)] for m in sorted(lengths) if m <= room]
             if curve and depth > 1:
-                layers.append({"layer": name, "filters x depth": block, "curve": curve})
+                shares = [
+                    [m, energy(OPS, recorded[:, :m])[max(m // self.ratio, 1) - 1]] for m, _ in curve
+                ]
+                layer = {"layer": name, "filters x depth": block, "curve": curve}
+                layers.append(layer | {"energy": shares})
         ages: dict[int, list[float]] = {}
-        most = max(reading.rows for reading in self.probe.readings)
-        for reading in self.probe.readings:
-            for age, loss in reading.age_loss if reading.rows == most else ():
+        for looks in self.aging.values():
+            for age, loss in aged(looks, self.window, self.ratio):
                 ages.setdefault(age, []).append(loss)
-        aged = [[age, sum(found) / len(found)] for age, found in sorted(ages.items())]
-        return {"slices": layers, "ages": aged}
+        means = [[age, sum(found) / len(found)] for age, found in sorted(ages.items())]
+        return {"slices": layers, "ages": means}
+
+
+def aged(
+    looks: list[tuple[int, torch.Tensor]], window: int, ratio: int, least: int = 8
+) -> Iterator[tuple[int, float]]:
+    """(age in steps, loss) of bases; each is fitted to the older half of a window of looks.
+
+    Args:
+        looks: steps and their slices.
+        window: looks in a window; with fewer than `least` there is nothing to say.
+        ratio: elements of a slice by those that the basis keeps.
+    """
+    window = min(window, len(looks))
+    half = window // 2
+    for start in range(len(looks) - window + 1 if window >= least else 0):
+        steps, rows = zip(*looks[start : start + window])
+        recorded = torch.stack(rows)
+        dimension = max(recorded.shape[1] // ratio, 1)
+        losses = compression_loss(OPS, recorded[:half], recorded[half:], dimension)
+        for step, loss in zip(steps[half:], losses):
+            if math.isfinite(loss):
+                yield step - steps[half - 1], loss
 
 
 WATCHES: dict[str, Any] = {"information": Information, "entropy": Entropy, "slices": Slices}

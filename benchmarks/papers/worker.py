@@ -1,4 +1,4 @@
-"""What a rank of `make papers` runs: the rows of a job, one after another; rank 0 writes them.
+"""Worker of `make papers`: runs the rows of a job, one after another; rank 0 writes them.
 
 horovodrun --gloo -np 2 python -m benchmarks.papers.worker JOB.json
 """

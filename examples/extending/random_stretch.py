@@ -61,7 +61,7 @@ class RandomStretchCompressor(Compressor):
         return ops.put(ops.clear(kept), index, total), Kept(r)
 
     def places(self, ops, context):
-        """Where all ranks send in this step; int64 [stretches]."""
+        """Return the places that all ranks send in this step; int64 [stretches]."""
         layout = context.layout
         count = sum(map(self.stretches, layout.sizes))
         # The layout is in it so that buckets draw different places.
@@ -71,7 +71,7 @@ class RandomStretchCompressor(Compressor):
         return ops.minimum(place, ops.gather(last, ops.table(layout, "layer_of_block")[:count]))
 
     def stretches(self, size):
-        """Of a layer; the last one may be shorter."""
+        """Return the number of stretches of a layer; the last one may be shorter."""
         return -(-size // self.every)
 
     def layer_bytes(self, shape):

@@ -67,4 +67,4 @@ def _own(frames: TracebackType | None) -> TracebackType | None:
 )
 @click.version_option(__version__, prog_name="hvd-gradcomp")
 def main() -> None:
-    """Gradient compression for Horovod: does it run here, and is it worth it?"""
+    """Check, build, measure and compare gradient compression for Horovod and torch.distributed."""

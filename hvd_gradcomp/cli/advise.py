@@ -34,7 +34,7 @@ _GENTLE = (QuantizedCompressor, FP16Compressor)  # send every element, in fewer 
 ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate others
 
 
-@click.command("advise", short_help="Say whether to compress on this link, and how.")
+@click.command("advise", short_help="Recommend a compressor for this link, or none.")
 @launching.with_ranks
 @options.with_model
 @options.with_methods
@@ -44,7 +44,7 @@ ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate
     type=click.IntRange(advice.ROUNDS),
     default=advice.ROUNDS,
     show_default=True,
-    help="Of each way; more of them narrow what it may be.",
+    help="Rounds of each method; more narrow the intervals.",
 )
 @click.option(
     "-b",
@@ -52,13 +52,13 @@ ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate
     type=click.IntRange(1),
     default=4,
     show_default=True,
-    help="Samples a rank, for the backward pass of a built-in model.",
+    help="Batch size of each rank, for the backward pass of a built-in model.",
 )
 @click.option(
     "--bandwidth",
     type=click.FloatRange(0, min_open=True),
     metavar="MBIT",
-    help="Mb/s of a link that is not here; needed without other ranks to measure one with.",
+    help="Bandwidth in Mb/s of a link that is not here; needed where one rank cannot measure it.",
 )
 @click.option(
     "--latency",
@@ -66,18 +66,18 @@ ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate
     default=50.0,
     show_default=True,
     metavar="MICROSECONDS",
-    help="From host to host, for more hosts than are here.",
+    help="Latency from host to host, for more hosts than are here.",
 )
 @click.option(
     "--for-hosts",
     type=click.IntRange(2),
     metavar="N",
-    help="Say it for so many hosts, one rank each, from what is measured here with fewer.",
+    help="Predict for so many hosts, one rank each, from what is measured here with fewer.",
 )
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help="A class of torch.optim that you train with, such as sgd or adamw: some methods run with "
+    help="Class of torch.optim that you train with, such as sgd or adamw: some methods run with "
     "SGD only. Default: that of your factory, if it returns one.",
 )
 @click.option(
@@ -85,7 +85,7 @@ ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate
     "measures",
     default=True,
     show_default=True,
-    help="Whether whole exchanges are measured beside what is predicted.",
+    help="Measure whole exchanges, beside predicting them.",
 )
 @options.with_files
 def command(
@@ -101,7 +101,7 @@ def command(
     json_path: Path | None,
     png_path: Path | None,
 ) -> None:
-    """Say which compressor makes a step fastest on this link, or none, or that it cannot say.
+    """Recommend the compressor that makes a step fastest on this link, or none.
 
     Run it as you train, on the hosts that you train on:
 

@@ -30,13 +30,18 @@ WARM_UP = 64  # steps until threshold methods send a steady share of noise
 @options.with_model
 @options.with_methods
 @click.option(
-    "-r", "--rounds", type=click.IntRange(1), default=9, show_default=True, help="Of each way."
+    "-r",
+    "--rounds",
+    type=click.IntRange(1),
+    default=9,
+    show_default=True,
+    help="Rounds of each method.",
 )
 @click.option(
     "--settle",
     "uncounted",
     type=click.IntRange(0),
-    help=f"Rounds before that are not counted. Default: 3, and {WARM_UP} with thresholds.",
+    help=f"Warm-up rounds, not counted. Default: 3, and {WARM_UP} with thresholds.",
 )
 @options.with_files
 def command(
@@ -47,7 +52,7 @@ def command(
     json_path: Path | None,
     png_path: Path | None,
 ) -> None:
-    """Time whole exchanges of a model's gradients, one way after the other.
+    """Time whole exchanges of a model's gradients, one method after the other.
 
     Between several ranks they cross the link between the hosts; alone, what is left is a rank's own
     work. With -np it starts ranks itself; under horovodrun it does the same:

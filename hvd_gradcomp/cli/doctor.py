@@ -69,37 +69,37 @@ _FRAMEWORKS = (
 )
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Check whether hvd_gradcomp runs here.")
 @click.argument("paths", nargs=-1, type=click.Path(exists=True))
 @click.option(
     "--framework",
     "frameworks",
     multiple=True,
     type=click.Choice([f.name for f in _FRAMEWORKS]),
-    help="Look at this one alone, and fail where it is missing. Without it: at what is installed.",
+    help="Check this framework only, and fail if it is missing. Default: all that are installed.",
 )
 @click.option(
     "--backend",
     "backends",
     multiple=True,
     type=click.Choice(["gloo", "mpi"]),
-    help="Self-test over this one alone. Without it: over all that Horovod was built with.",
+    help="Self-test over this backend only. Default: all that Horovod was built with.",
 )
 @click.option(
     "--hosts",
     metavar="HOST[:SLOTS],...",
     default="",
-    help="Look at these too, as given to horovodrun -H: their names, and whether ssh gets there.",
+    help="Check these hosts too, as given to horovodrun -H: their names, and ssh.",
 )
 @click.option("--ssh-port", type=click.IntRange(1, 65535), default=22, show_default=True)
-@click.option("--no-self-test", is_flag=True, help="Do not start two ranks.")
+@click.option("--no-self-test", is_flag=True, help="Start no ranks.")
 @click.option(
     "--timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=1),
     default=120,
     show_default=True,
-    help="For each import, and for each self-test. What takes longer hangs, and is ended.",
+    help="Time limit of each import and each self-test, after which it is ended.",
 )
 @output.with_json
 def command(
@@ -112,7 +112,7 @@ def command(
     timeout: float,
     json_path: Path | None,
 ) -> None:
-    """Does hvd_gradcomp run here? If not, what to do.
+    """Check whether hvd_gradcomp runs here, and say what to do if not.
 
     Looks at Python, the frameworks, Horovod's build, the commands that start ranks and this host's
     name, and lets two ranks train a few compressed steps on this host, without a GPU. With PATHS,

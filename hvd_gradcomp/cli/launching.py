@@ -59,14 +59,16 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "-np", "ranks", type=click.IntRange(1), help="Start so many ranks, by horovodrun."
     )
-    @click.option("-H", "--hosts", metavar="HOST:RANKS,...", help="Where. Default: here.")
+    @click.option(
+        "-H", "--hosts", metavar="HOST:RANKS,...", help="Hosts of the ranks. Default: this one."
+    )
     @click.option(
         "--horovodrun",
         "words",
         default="--gloo",
         show_default=True,
         metavar="OPTIONS",
-        help='Its other options, such as "--mpi" or "--gloo --network-interfaces eth0".',
+        help='Other options of horovodrun, such as "--mpi" or "--gloo --network-interfaces eth0".',
     )
     @functools.wraps(command)
     def started(*, ranks: int | None, hosts: str | None, words: str, **given: Any) -> Any:

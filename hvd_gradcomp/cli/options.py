@@ -181,7 +181,7 @@ def with_methods(command: Callable[..., Any]) -> Callable[..., Any]:
         multiple=True,
         callback=_checked,
         metavar="COMPRESSOR",
-        help="A method with usual settings, such as dgc, or written as in Python, such as "
+        help="Compressor with usual settings, such as dgc, or written as in Python, such as "
         '"DGCCompressor(density=0.01)"; can be given several times. '
         f"Default: {', '.join(_names())}.",
     )(command)
@@ -206,7 +206,11 @@ def with_files(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--json` and `--png`."""
     kind = click.Path(dir_okay=False, path_type=Path)
     drawn = click.option(
-        "--png", "png_path", type=kind, callback=in_folder, help="Draw it here: png, svg or pdf."
+        "--png",
+        "png_path",
+        type=kind,
+        callback=in_folder,
+        help="Draw a figure into this file: png, svg or pdf.",
     )
     return with_json(drawn(command))
 

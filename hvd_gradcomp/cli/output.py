@@ -38,7 +38,7 @@ def with_json(command: Callable[..., Any]) -> Callable[..., Any]:
         "json_path",
         type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
         callback=in_folder,
-        help="Write all that was found here, as JSON; - prints it, in place of the table.",
+        help="Write all results to this file, as JSON; - prints them instead of the table.",
     )(command)
 
 

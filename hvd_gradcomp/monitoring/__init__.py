@@ -1,6 +1,6 @@
 """Monitoring of a training.
 
 stats, reports    statistics of exchanges, and writers for them
-probe, sampling   the papers' analyses of gradients, and the elements that they sample
+probe             entropy, mutual information and densities of gradients
 verify            comparison of replicas
 """

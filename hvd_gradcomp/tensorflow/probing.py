@@ -14,7 +14,6 @@ from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.runtime.program_runner import run
 from hvd_gradcomp.tensorflow.comm import takes_part
-from hvd_gradcomp.tensorflow.layers import with_kernels
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 
@@ -30,9 +29,9 @@ class Probe(probe.Probe):
     Gradients must not have been exchanged: ask a `tf.GradientTape`, probe, and then reduce (with
     `reduce_gradients`, or an optimizer that does). Training is bit-identical to one without probe.
 
-    Between probed steps it only counts. In a graph, a probed step takes its elements there and
-    does the rest in a `tf.py_function`, so functions that hold one cannot be compiled by XLA or
-    saved. See `hvd_gradcomp.monitoring.probe` for the cost.
+    Between probed steps it only counts. In a graph, a probed step samples there and does the rest
+    in a `tf.py_function`, so functions that hold one cannot be compiled by XLA or saved. See
+    `hvd_gradcomp.monitoring.probe` for the cost.
 
     Args:
         variables: those that the gradients belong to.
@@ -54,19 +53,14 @@ class Probe(probe.Probe):
     ) -> None:
         if not horovod.is_initialized():
             raise ValueError("call hvd.init() before Probe(...)")
-        named = [
-            (name, tuple(v.shape), tf.as_dtype(v.dtype).name)
-            for name, v in zip(_layer_names(variables), variables)
-        ]
-        layers = with_kernels(named, variables)
-        super().__init__(layers, every, **{"filters_last": True, **options})
+        layers = [(name, v.shape) for name, v in zip(_layer_names(variables), variables)]
+        super().__init__(layers, every, **options)
         if takes_part(process_set):
             self.require_pair(process_set.size())
         self.process_set = process_set
         self._name = next(_names)
         with tf.init_scope():
             self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="probe_steps")
-            self._index = [tf.constant(self.places(i), tf.int64) for i in range(len(layers))]
 
     @property
     def steps(self) -> int:
@@ -85,18 +79,17 @@ class Probe(probe.Probe):
         Raises:
             ValueError: the number of gradients differs from that of the variables.
         """
-        for values in (gradients, moments):
-            if values is not None and len(values) != len(self._index):
-                raise ValueError(f"{len(values)} gradients for {len(self._index)} variables")
+        for tensors in (gradients, moments):
+            if tensors is not None and len(tensors) != len(self.samples):
+                raise ValueError(f"{len(tensors)} gradients for {len(self.samples)} variables")
         if not takes_part(self.process_set):
             return
 
         def probed() -> tf.Tensor:
-            taken = [self._taken(gradients)]
-            taken += [] if moments is None else [self._taken(moments)]
+            samples = [self._sampled(x) for x in (gradients, moments) if x is not None]
             if tf.executing_eagerly():
-                return self._on_host(self._steps, *taken)
-            return tf.py_function(self._on_host, [self._steps.read_value(), *taken], tf.int64)
+                return self._on_host(self._steps, *samples)
+            return tf.py_function(self._on_host, [self._steps.read_value(), *samples], tf.int64)
 
         if tf.executing_eagerly():
             if self.due(self.steps):
@@ -106,22 +99,23 @@ class Probe(probe.Probe):
             tf.cond(due, probed, lambda: tf.constant(-1, tf.int64))
         self._steps.assign_add(1)
 
-    def _taken(self, gradients: Sequence[Any]) -> tf.Tensor:
+    def _sampled(self, gradients: Sequence[Any]) -> tf.Tensor:
         pieces = []
-        for x, index, count in zip(gradients, self._index, self.taken):
+        for x, sample in zip(gradients, self.samples):
             if x is None:
-                pieces.append(tf.zeros((count,), tf.float32))
-                continue
-            flat = tf.reshape(tf.convert_to_tensor(x), (-1,))
-            pieces.append(tf.cast(tf.gather(flat, index), tf.float32))
+                pieces.append(tf.zeros((sample.taken,), tf.float32))
+            else:
+                flat = tf.reshape(tf.convert_to_tensor(x), (-1,))
+                pieces.append(tf.cast(flat[:: sample.stride], tf.float32))
         return tf.concat(pieces, 0)
 
-    def _on_host(self, step: Any, taken: tf.Tensor, moments: tf.Tensor | None = None) -> tf.Tensor:
+    def _on_host(
+        self, step: Any, samples: tf.Tensor, moments: tf.Tensor | None = None
+    ) -> tf.Tensor:
         rank, size = self.process_set.rank(), self.process_set.size()
         with tf.device("CPU:0"):
-            taken = tf.identity(taken)
-            program = self.program(TensorFlowOps(), int(step), taken, rank, size, moments)
-            run(program, self._sum)
+            samples = tf.identity(samples)
+            run(self.program(TensorFlowOps(), int(step), samples, rank, size, moments), self._sum)
             return tf.constant(int(step), tf.int64)
 
     def _sum(self, request: Allreduce) -> tf.Tensor:
@@ -131,8 +125,6 @@ class Probe(probe.Probe):
 
 
 def _layer_names(variables: Sequence[Any]) -> list[str]:
-    """Return Keras' path or the variable's name for each; with its place if names repeat."""
+    """Return Keras' path or the variable's name for each; with its index if names repeat."""
     names = [str(getattr(v, "path", None) or v.name) for v in variables]
-    return [
-        f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)
-    ]
+    return [f"{name}.{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]

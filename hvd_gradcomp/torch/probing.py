@@ -1,7 +1,7 @@
-"""Gradient probe for PyTorch: hooks copy the probed gradients before they are exchanged.
+"""Gradient probe for PyTorch: hooks copy the sampled gradients before they are exchanged.
 
 A gradient is exchanged within backward, in place; after backward `p.grad` is reduced. So a hook of
-the parameter copies the probed elements, after the gradient is accumulated and before Horovod's or
+the parameter copies the samples, after the gradient is accumulated and before Horovod's or
 DistributedDataParallel's hooks. Hooks are registered only if the next step is probed.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import run
-from hvd_gradcomp.torch.bucketing import layers_of
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
@@ -41,9 +40,8 @@ class Probe(probe.Probe):
     constant one), and before clipping. Parameters that backward does not reach count as zero.
     Training is bit-identical with and without the probe.
 
-    Between probed steps `step` only counts, and there are no hooks. A probed step gathers on the
-    device, copies once to the host for each layer, and waits for one allreduce; see
-    `monitoring.probe`.
+    Between probed steps `step` only counts, and there are no hooks. A probed step copies the
+    samples of each layer to the host once, and waits for one allreduce; see `monitoring.probe`.
 
     Args:
         named_parameters: usually `model.named_parameters()`; trainable ones are probed.
@@ -65,17 +63,15 @@ class Probe(probe.Probe):
         process_set: Any = None,
         **options: Any,
     ) -> None:
-        ranks = _ranks_of(process_set)
+        self._ranks = _ranks_of(process_set)
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-        super().__init__(layers_of(trained), every, **options)
-        if ranks.takes_part:
-            self.require_pair(ranks.size())
-        self._ranks = ranks
+        layers = [(name, _real(p.detach()).shape) for name, p in trained]
+        super().__init__(layers, every, **options)
+        if self._ranks is not None:
+            self.require_pair(self._ranks.group.size())
         self.steps = 0
         self._parameters = [p for _, p in trained]
-        self._taken: list[torch.Tensor | None] = [None] * len(trained)
-        self._index: dict[int, torch.Tensor] = {}
-        self._ops: dict[torch.device, TorchOps] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # samples of the layers that a hook has seen
         self._handles: list[Any] = []
         self._prepare()
 
@@ -90,20 +86,16 @@ class Probe(probe.Probe):
         """
         step, self.steps = self.steps, self.steps + 1
         readings: tuple[probe.Reading, ...] = ()
-        if self._handles:
+        if self._handles and self._ranks is not None:
             self.remove()
             # If no hook has run, gradients were set otherwise, e.g. from `autograd.grad`.
-            passed = any(x is not None for x in self._taken)
-            taken = self._taken if passed else [self._take(i) for i in range(len(self._taken))]
-            self._taken = [None] * len(taken)
-            squares = None
-            if moments is not None:
-                squares = self._on_host([self._cut(i, q) for i, q in enumerate(moments)])
-            rank, size = self._ranks.rank(), self._ranks.size()
-            here = TorchOps(_HOST)
+            grads = [p.grad for p in self._parameters]
+            copies, self._copies = self._copies or self._sampled(grads), {}
+            squares = None if moments is None else self._on_host(self._sampled(moments))
+            group, total = self._ranks
+            where = step, self._on_host(copies), group.rank(), group.size()
             with torch.no_grad():
-                program = self.program(here, step, self._on_host(taken), rank, size, squares)
-                readings = tuple(run(program, self._ranks.sum))
+                readings = run(self.program(TorchOps(_HOST), *where, squares), total)
         self._prepare()
         return readings
 
@@ -115,101 +107,50 @@ class Probe(probe.Probe):
 
     def _prepare(self) -> None:
         """Register hooks if the next step is probed."""
-        if not self.due(self.steps) or not self._ranks.takes_part:
+        if not self.due(self.steps) or self._ranks is None:
             return
         for i, parameter in enumerate(self._parameters):
 
-            def hook(_: torch.nn.Parameter, i: int = i) -> None:
-                self._taken[i] = self._take(i)
+            def hook(parameter: torch.nn.Parameter, i: int = i) -> None:
+                if parameter.grad is not None:
+                    self._copies[i] = self._sample(i, parameter.grad)
 
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _take(self, layer: int) -> torch.Tensor | None:
-        gradient = self._parameters[layer].grad
-        return None if gradient is None else self._cut(layer, gradient)
+    def _sampled(self, tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        return {i: self._sample(i, x) for i, x in enumerate(tensors) if x is not None}
 
     @torch.no_grad()
-    def _cut(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Copy the probed elements, on the tensor's device."""
-        x = x.detach()
-        x = x.to_dense() if x.is_sparse else x
-        ops = self._ops.setdefault(x.device, TorchOps(x.device))
-        index = self._index.get(layer)
-        if index is None or index.device != x.device:
-            index = self._index[layer] = ops.words(self.places(layer))
-        return ops.cast(ops.gather(ops.reshape(x, (-1,)), index), "float32")
+    def _sample(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Copy the sampled elements, on the tensor's device."""
+        x = _real(x.detach().to_dense() if x.is_sparse else x.detach())
+        samples = x.reshape(-1)[:: self.samples[layer].stride]
+        return samples.to(torch.float32, copy=True)
 
-    def _on_host(self, pieces: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        rows = [
-            torch.zeros(count, dtype=torch.float32, device=_HOST) if x is None else x.to(_HOST)
-            for x, count in zip(pieces, self.taken)
-        ]
-        return torch.cat(rows)
-
-
-class _Ranks(Protocol):
-    """Ranks that a probe exchanges with.
-
-    Attributes:
-        takes_part: this rank is one of them.
-    """
-
-    takes_part: bool
-
-    def rank(self) -> int:
-        """Return this rank's index among them."""
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-
-    def sum(self, request: Allreduce) -> torch.Tensor:
-        """Return the sum of a tensor over them."""
-
-
-class _OfHorovod:
-    def __init__(self, horovod: Any, process_set: Any) -> None:
-        self._horovod = horovod
-        everybody = process_set is None or process_set is horovod.global_process_set
-        self._set = horovod.global_process_set if everybody else process_set
-        self.takes_part = everybody or horovod.rank() in (process_set.ranks or ())
-        self._name = next(_names)
-
-    def rank(self) -> int:
-        return int(self._set.rank())
-
-    def size(self) -> int:
-        return int(self._set.size())
-
-    def sum(self, request: Allreduce) -> torch.Tensor:
-        total: torch.Tensor = self._horovod.allreduce(
-            request.tensor, name=self._name, op=self._horovod.Sum, process_set=self._set
+    def _on_host(self, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+        absent = {"dtype": torch.float32, "device": _HOST}
+        counts = enumerate(sample.taken for sample in self.samples)
+        return torch.cat(
+            [copies[i].to(_HOST) if i in copies else torch.zeros(n, **absent) for i, n in counts]
         )
-        return total
 
 
-class _OfDistributed:
-    """Ranks of `torch.distributed`, in a group of the probe's own, apart from other collectives."""
-
-    def __init__(self, group: Any) -> None:
-        self.takes_part = dist.get_rank(group) >= 0
-        if self.takes_part:
-            self._group = ProcessGroup(group)
-            self._transport = C10dBackend(self._group, "probe")
-
-    def rank(self) -> int:
-        return self._group.rank()
-
-    def size(self) -> int:
-        return self._group.size()
-
-    def sum(self, request: Allreduce) -> torch.Tensor:
-        there = request._replace(tensor=request.tensor.to(self._group.device))
-        total = self._transport.wait(self._transport.allreduce(there, "probe", self._group))
-        return total.to(_HOST)
+def _real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def _ranks_of(process_set: Any) -> _Ranks:
-    """Return the ranks of a process set or process group; if None, of the initialized library.
+class _Ranks(NamedTuple):
+    """Ranks that a probe exchanges with."""
+
+    group: Any  # with `rank()` and `size()`
+    total: Callable[[Allreduce], torch.Tensor]  # sum of a tensor over them
+
+
+def _ranks_of(process_set: Any) -> _Ranks | None:
+    """Return the ranks of a process set or process group; None if this rank is none of them.
+
+    Args:
+        process_set: None for those of the initialized library.
 
     Raises:
         ValueError: neither library is initialized.
@@ -219,10 +160,37 @@ def _ranks_of(process_set: Any) -> _Ranks:
     horovod: Any = import_module("horovod.torch") if found else None
     started = found and getattr(horovod, "is_initialized", bool)()
     if started and (of_horovod or process_set is None):
-        return _OfHorovod(horovod, process_set)
+        return _in_horovod(horovod, process_set or horovod.global_process_set)
     if not of_horovod and dist.is_available() and dist.is_initialized():
-        return _OfDistributed(process_set)
+        return _in_torch(process_set) if dist.get_rank(process_set) >= 0 else None
     raise ValueError(
         "call hvd.init() before Probe(...); with DistributedDataParallel "
         "torch.distributed.init_process_group(...)"
     )
+
+
+def _in_horovod(horovod: Any, process_set: Any) -> _Ranks | None:
+    name = next(_names)  # on all ranks, so that names agree
+    everybody = process_set is horovod.global_process_set
+    if not everybody and horovod.rank() not in (process_set.ranks or ()):
+        return None
+
+    def total(request: Allreduce) -> torch.Tensor:
+        summed: torch.Tensor = horovod.allreduce(
+            request.tensor, name=name, op=horovod.Sum, process_set=process_set
+        )
+        return summed
+
+    return _Ranks(process_set, total)
+
+
+def _in_torch(process_group: Any) -> _Ranks:
+    """Make a group of the probe's own, apart from other collectives."""
+    group = ProcessGroup(process_group)
+    transport = C10dBackend(group, "probe")
+
+    def total(request: Allreduce) -> torch.Tensor:
+        there = request._replace(tensor=request.tensor.to(group.device))
+        return transport.wait(transport.allreduce(there, "probe", group)).to(_HOST)
+
+    return _Ranks(group, total)

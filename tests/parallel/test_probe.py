@@ -31,8 +31,7 @@ def test_torch(tmp_path):
     for found in readings.values():
         assert [r["step"] for r in found] == [s for s in range(0, 24, 2) for _ in range(4)]
         last = found[-4]
-        assert last["layer"] == "0.weight" and last["rows"] == 8
-        assert 0 < last["entropy"] < 5 and last["age_loss"] and last["slice_loss"]
+        assert last["layer"] == "0.weight" and 0 < last["entropy"] < 5
     # What compresses trains otherwise, and what zeroes the gradients in place does not.
     assert readings["none, False"] == readings["none, True"]
     assert readings["none, False"] != readings["variance, False"]
@@ -42,13 +41,12 @@ def test_torch(tmp_path):
 
 def reads_local_gradients(results, folder):
     """Compare with copies that hooks made, where Horovod reduces in place during backward."""
-    ops, local, places = TorchOps(), [r["local"] for r in results], results[0]["places"]
+    ops, local, strides = TorchOps(), [r["local"] for r in results], results[0]["strides"]
     assert len(local[0]) == 12
     for reading in results[0]["checked"]:
         step = reading["step"] // 2
         x, y = (torch.tensor(one[step][reading["layer"]]).reshape(-1) for one in local)
-        index = places[reading["layer"]][: reading["sampled"]]
-        x, y = x[index], y[index]
+        x, y = (z[:: strides[reading["layer"]]] for z in (x, y))
         assert not torch.equal(x, y)
         assert reading["entropy"] == pytest.approx(probe.entropy(ops, y, 32, True), abs=1e-9)
         shared = probe.mutual_information(ops, x, y, 32, True)
@@ -75,7 +73,7 @@ def test_tensorflow(tmp_path):
         expected = [s for s in range(0, steps, 2) for _ in range(layers)]
         assert [r["step"] for r in found] == expected
         last = found[-layers]
-        assert last["rows"] == 8 and 0 < last["entropy"] < 5 and last["energy"]
+        assert 0 < last["entropy"] < 5
     for name in ("none", "strom"):
         eager, graph = readings[f"{name}, False"], readings[f"{name}, True"]
         for a, b in zip(eager, graph):
@@ -105,8 +103,6 @@ def test_example(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
         "information.png",
-        "slice_size.png",
-        "age.png",
         "densities.png",
         "readings.jsonl",
     }

@@ -187,7 +187,7 @@ REGISTER_OP("GradcompAddSigns")
     .Attr("from_zero: bool")
     .SHAPE(c->set_output(0, c->input(0)));
 
-// `Ladder.climb`; the state is that of `LadderState`.
+// `CapacitySchedule.next_level`; the state is a `CapacityState`.
 REGISTER_OP("GradcompClimb")
     .Input("state: fields * int64")
     .Output("rung: int64")

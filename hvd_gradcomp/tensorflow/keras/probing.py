@@ -52,11 +52,10 @@ class ProbeCallback(keras.callbacks.Callback):
             self.probe = Probe(variables, self._every, **self._options)
         count, self._count = self._count, self._count + 1
         due = self.probe.due(count)
-        self.probe.step(self._gradients(count) if due else [None] * len(self.probe.taken))
+        self.probe.step(self._gradients(count) if due else [None] * len(self.probe.samples))
 
     def _gradients(self, count: int) -> list[Any]:
-        pair = self._batch(count) if callable(self._batch) else self._batch
-        inputs, targets = pair
+        inputs, targets = self._batch(count) if callable(self._batch) else self._batch
         weights = [plain_variable(v) for v in self._probed.trainable_variables]
         rest = self._probed.non_trainable_variables
         before = [keras.ops.copy(v.value) for v in rest]

@@ -536,7 +536,7 @@ def tools_of_a_user(folder):
         ddp.StatsWriter(source, every=2, writers=[ddp.JSONLines(folder / name, all_ranks=True)])
         for source, name in ((model, "model.jsonl"), (state, "state.jsonl"))
     ]
-    probe = ddp.Probe(model.named_parameters(), 2, slice_sizes=(8,))
+    probe = ddp.Probe(model.named_parameters(), 2)
     pair = ddp.Probe(model.named_parameters(), 1, process_set=dist.group.WORLD)
     optimizer = sgd(model)
     readings = []

@@ -14,7 +14,6 @@ from hvd_gradcomp.tensorflow.probing import Probe
 from tests.parallel.workers.results import digest, errors_of, finish
 
 STEPS = 20
-OPTIONS = {"slice_sizes": (16, 32), "history": 8}
 
 
 def weights():
@@ -25,7 +24,7 @@ def weights():
 
 def train(graph, compression, every=None, given_moments=False):
     variables = weights()
-    probe = Probe(variables, every, **OPTIONS) if every else None
+    probe = Probe(variables, every) if every else None
     rows = np.random.default_rng(10 + hvd.rank()).standard_normal((STEPS, 6, 6, 6, 2))
 
     def step(x):
@@ -75,7 +74,7 @@ def fit(probed):
         numbers.append(number)
         return x[:8], y[:8]
 
-    callback = ProbeCallback(model, batch, loss, every=2, **OPTIONS)
+    callback = ProbeCallback(model, batch, loss, every=2)
     model.fit(x, y, 8, 3, shuffle=False, verbose=0, callbacks=[callback] if probed else [])
     assert not probed or numbers == list(range(0, 15, 2))
     # The seed of the Dropout and the moving averages too.

@@ -30,7 +30,7 @@ def unused(model):
     return model
 
 
-def train(distribute, every=None, seen=None, in_place=False, **options):
+def train(distribute, every=None, seen=None, in_place=False):
     """The digest of the weights after some steps, and the probe if there is one.
 
     Args:
@@ -40,7 +40,7 @@ def train(distribute, every=None, seen=None, in_place=False, **options):
     model = network()
     optimizer = distribute(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
     torch.manual_seed(10 + hvd.rank())
-    probe = Probe(model.named_parameters(), every, **options) if every else None
+    probe = Probe(model.named_parameters(), every) if every else None
     copies = {}
     if seen is not None:
         for name, p in model.named_parameters():
@@ -75,7 +75,7 @@ def with_stock(optimizer, model):
 def hooks():
     """How many hooks the parameters have in each step that begins."""
     model, counts = network(), []
-    probe = Probe(model.named_parameters(), 3, slice_sizes=(8,))
+    probe = Probe(model.named_parameters(), 3)
     for _ in range(7):
         counts.append(sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()))
         model(torch.ones(1, 2, 6, 6)).sum().backward()
@@ -86,7 +86,7 @@ def hooks():
 def made_otherwise():
     """Gradients that no hook has seen, and parameters without any."""
     model = unused(network())
-    probe = Probe(model.named_parameters(), 1, slice_sizes=(8,))
+    probe = Probe(model.named_parameters(), 1)
     for p in list(model.parameters())[:2]:
         p.grad = torch.full_like(p, 1.0 + hvd.rank())
         p.grad.view(-1)[0] = 0
@@ -97,7 +97,7 @@ def made_otherwise():
 def subset_of(everybody):
     """Only the ranks of a process set read something."""
     model = network()
-    probe = Probe(model.named_parameters(), 1, process_set=everybody, slice_sizes=(8,))
+    probe = Probe(model.named_parameters(), 1, process_set=everybody)
     model(torch.full((1, 2, 6, 6), 1.0 + hvd.rank())).sum().backward()
     return [r._asdict() for r in probe.step()]
 
@@ -106,7 +106,6 @@ def main(folder: str) -> None:
     alone = hvd.ProcessSet([1])
     hvd.init(process_sets=[alone])
     torch.set_num_threads(1)
-    options = {"slice_sizes": (16, 32), "history": 8}
     methods = {
         "stock": with_stock,
         "none": with_ours(hvd.NoneCompressor()),
@@ -116,18 +115,18 @@ def main(folder: str) -> None:
     for name, distribute in methods.items():
         for in_place in (False, True):
             plain, _ = train(distribute, in_place=in_place)
-            probed, probe = train(distribute, 2, in_place=in_place, **options)
+            probed, probe = train(distribute, 2, in_place=in_place)
             pairs[f"{name}, {in_place}"] = [plain, probed]
             readings[f"{name}, {in_place}"] = [r._asdict() for r in probe.readings]
     local: list = []
-    _, probe = train(with_stock, 2, local, in_place=True, **options)
+    _, probe = train(with_stock, 2, local, in_place=True)
     probe.write(Path(folder, f"readings of {hvd.rank()}"))
     result = {
         "pairs": pairs,
         "readings": readings,
         "local": local,
         "checked": [r._asdict() for r in probe.readings],
-        "places": {plan.name: probe.places(i) for i, plan in enumerate(probe._plans)},
+        "strides": {sample.name: sample.stride for sample in probe.samples},
         "hooks": hooks(),
         "otherwise": made_otherwise(),
         "alone": subset_of(alone),
