@@ -145,7 +145,7 @@ class ProgramTracer:
 
 
 class ExchangeTracer:
-    """Adds exchanges to the graph that is traced.
+    """Tracer of exchanges, which it adds to the graph that is built.
 
     Args:
         options: of the exchange.
