@@ -426,7 +426,8 @@ class GradSynchronizer:
 
     def has_everything(self) -> bool:
         """Return True if no gradient is missing on this rank."""
-        return all(code & (HERE | LATE) for code in self._codes())
+        order = self.reducer.planner.ordered_parameters
+        return all(self._code(p) & (HERE | LATE) for p in order)
 
     def check_mixed(self) -> None:
         """Check gradients that were reduced for some ranks in backward, for others in `step`.
@@ -446,15 +447,12 @@ class GradSynchronizer:
         """Send this rank's message to all ranks, and return those of all."""
         reducer, sync = self.reducer, self.sync
         known, told = sync.sparse, self._stalls.report is not None
-        layers = len(reducer.planner.ordered_parameters)
-        codes = usual(layers, known) if joined else self._codes()
+        order = reducer.planner.ordered_parameters
+        codes = usual(len(order), known) if joined else [self._code(p) for p in order]
         settings = 0 if joined else digest_of(self._exchange.settings)
         said = last, sync.ended, codes, settings, reducer.summed, told, joined
         message = SyncMessage(reducer.steps, *said)
         return (yield from self.check.exchange(message, known, self._exchange, self._stalls))
-
-    def _codes(self) -> list[int]:
-        return [self._code(p) for p in self.reducer.planner.ordered_parameters]
 
     def _code(self, p: torch.nn.Parameter) -> int:
         here = self.sync.ended or self._exchange.taken.get(p) is not None or not p.requires_grad
