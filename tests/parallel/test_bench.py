@@ -11,7 +11,7 @@ from benchmarks.papers.parts import Found, Scale
 from benchmarks.papers.registry import PARTS
 from benchmarks.points import DENSE, FRAMEWORKS, KERAS, PYTORCH, TAPE
 from tests import fashion
-from tests.parallel.launch import ROOT, environment, horovodrun, python
+from tests.parallel.launch import HOROVODRUN, ROOT, environment
 
 pytestmark = pytest.mark.parallel
 
@@ -25,10 +25,9 @@ def test_exchanges_on_every_framework(tmp_path):
     ]
     layers = [["weight", [100, 200]], ["bias", [100]]]
     given.write_text(json.dumps({"layers": layers, "points": points}))
-    variables = environment()
-    worker = ["-m", "benchmarks.exchanges", str(given), str(found), "--rounds", "2"]
-    command = [*horovodrun(variables), *python("horovod.torch", variables), *worker]
-    subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=300)
+    worker = ["python", "-m", "benchmarks.exchanges", str(given), str(found), "--rounds", "2"]
+    command = [*HOROVODRUN, "--gloo", "-np", "2", *worker]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
     rows = json.loads(found.read_text())["rows"]
     assert [*rows] == [DENSE, "a", "b"]
     assert [*rows["a"]] == [DENSE, PYTORCH, TAPE, KERAS] and [*rows["b"]] == [DENSE, PYTORCH]
@@ -52,10 +51,9 @@ def test_rows_of_papers_are_trained_and_written(tmp_path):
         "runs": [("egc-2", 1), ("entropy", 1), ("text-none", 2)],
     }
     given.write_text(json.dumps(job))
-    variables = environment()
-    worker = ["-m", "benchmarks.papers.worker", str(given)]
-    command = [*horovodrun(variables), *python("horovod.torch", variables), *worker]
-    subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=300)
+    worker = ["python", "-m", "benchmarks.papers.worker", str(given)]
+    command = [*HOROVODRUN, "--gloo", "-np", "2", *worker]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
     found = Found(PARTS["egc"], folder)
     assert found.scale == Scale(images=640, epochs=1)
     assert [*found.seeds("text-none")] == [2]

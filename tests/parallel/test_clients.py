@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+import sys
 
 import pytest
 
-from tests.parallel.launch import ROOT, environment, launch, python, says
+from tests.parallel.launch import ROOT, environment, launch, says
 
 pytestmark = pytest.mark.parallel
 
@@ -55,13 +56,11 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
     there = [name for name, package in packages.items() if importlib.util.find_spec(package)]
     if not there:
         pytest.skip("none of them is installed")
-    variables = environment()
-    start = python("torch", variables)
-    torchrun = [*start, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*torchrun, "--no-python", *start, "-m", "tests.clients.with_ddp", str(tmp_path), *there],
+        [*torchrun, "-m", "tests.clients.with_ddp", str(tmp_path), *there],
         cwd=ROOT,
-        env=variables,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=400,
