@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import hvd_gradcomp.ops as verbs
+import hvd_gradcomp.ops as tensor_ops
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
@@ -58,9 +58,9 @@ class LinearCompressor(Compressor):
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the code that stock Horovod allreduces, and the dtype to restore."""
-        ops = verbs.of(tensor)
+        ops = tensor_ops.of(tensor)
         return self.encode(ops, tensor), tensor.dtype
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
         """Restore the dtype after stock Horovod's allreduce."""
-        return verbs.of(tensor).cast(tensor, context)
+        return tensor_ops.of(tensor).cast(tensor, context)

@@ -190,7 +190,7 @@ def planned(
             raise ValueError(f"{title} has dtype {p.dtype}; what is reduced is {known}")
     by_name = dict(named_parameters)
     devices = [p.device for _, p in named_parameters]
-    verbs = {device: TorchOps(device) for device in devices}
+    ops_of = {device: TorchOps(device) for device in devices}
     there = {title for bucket in placed for title in bucket.layout.names}
     left_out = [at for at, layer in enumerate(layers) if layer[0] in there]
     target = bucket_bytes or BUCKET_BYTES
@@ -199,7 +199,7 @@ def planned(
     turns = 1 if place is None or compressor.needs_execution_order else place.slots
     for index, (one, layout) in enumerate(plan, len(placed)):
         parameters = [by_name[title] for title in layout.names]
-        ops = verbs[parameters[0].device]
+        ops = ops_of[parameters[0].device]
         moment = ops.zeros((layout.size,)) if one.uses_moments and with_moments else None
         flat = ops.zeros((layout.size,), layout.dtype)
         scaled = isinstance(one, LinearCompressor) and one.in_halves(layout)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import hvd_gradcomp.ops as verbs
+import hvd_gradcomp.ops as tensor_ops
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings
 from hvd_gradcomp.core.compressor import Context
@@ -33,7 +33,7 @@ class FittedGradiVeQ:
         shape = tuple(int(extent) for extent in tensor.shape)
         if shape not in self._known:
             return tensor, None
-        ops = verbs.of(tensor)
+        ops = tensor_ops.of(tensor)
         compressor, layout, state = self._known[shape]
         code, _, _ = projection.encode(compressor, ops, layout, ops.reshape(tensor, (-1,)), state)
         return code, shape
@@ -43,7 +43,7 @@ class FittedGradiVeQ:
         if context is None:
             return tensor
         compressor, layout, state = self._known[context]
-        ops = verbs.of(tensor)
+        ops = tensor_ops.of(tensor)
         return ops.reshape(projection.decode(compressor, ops, layout, tensor, state), context)
 
 
@@ -53,7 +53,7 @@ def _fitted(
     layers: Sequence[Tensor],
     filters_last: bool,
 ) -> tuple[GradiVeQSettings, Layout, Any]:
-    ops = verbs.of(layers[0])
+    ops = tensor_ops.of(layers[0])
     count = sum(int(several.shape[0]) for several in layers)
     compressor = replace(compressor, sample_steps=count, sampling="none", feedback=False)
     layout = Layout(("tensor",), (shape,), block=1, filters_last=filters_last)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from hvd_gradcomp.core.row_groups import Bands
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import Base, integer, numbers
+from hvd_gradcomp.ops.tensorflow.base import Base, numbers
 
 
 class Quantization(Base):
@@ -15,24 +17,27 @@ class Quantization(Base):
     def key(self, step: Any, salt: int) -> Tensor:
         if self.native is None:
             return super().key(step, salt)
-        return self.native.gradcomp_key(integer(step), salt=salt)
+        return self.native("key", (), [(tf.int64, (2,))], (step, salt))[0]
 
     def group_maxima(self, bands: Bands, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_maxima(bands, x)
-        return self.native.gradcomp_group_maxima(x, bands=numbers(bands))
+        outputs = [(tf.float32, (bands.groups,))]
+        return self.native("group_maxima", (numbers(bands), x), outputs)[0]
 
     def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_squares(bands, x)
-        return self.native.gradcomp_group_squares(x, bands=numbers(bands))
+        outputs = [(tf.float32, (bands.groups,))]
+        return self.native("group_squares", (numbers(bands), x), outputs)[0]
 
     def encode_levels(
         self, bands: Bands, x: Tensor, scale: Tensor, bits: int, key: Tensor
     ) -> Tensor:
         if self.native is None:
             return super().encode_levels(bands, x, scale, bits, key)
-        return self.native.gradcomp_encode_levels(x, scale, key, bands=numbers(bands), bits=bits)
+        given = numbers(bands), x, scale, key
+        return self.native("encode_levels", given, [(tf.uint8, _packed(x, bits))], (bits,))[0]
 
     def add_levels(
         self,
@@ -46,20 +51,18 @@ class Quantization(Base):
     ) -> Tensor:
         if self.native is None:
             return super().add_levels(bands, base, room, packed, scale, bits, weights)
-        return self.native.gradcomp_add_levels(
-            room if base is None else base,
-            packed,
-            scale,
-            weights,
-            bands=numbers(bands),
-            bits=bits,
-            from_zero=base is None,
-        )
+        start = room if base is None else base
+        given = numbers(bands), start, packed, scale, weights
+        return self.native("add_levels", given, [(tf.float32, start.shape)], (bits, base is None))[
+            0
+        ]
 
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
             return super().encode_signs(bands, x)
-        above, below, packed = self.native.gradcomp_encode_signs(x, bands=numbers(bands))
+        means = (tf.float32, (bands.groups,))
+        outputs = means, means, (tf.uint8, _packed(x, 1))
+        above, below, packed = self.native("encode_signs", (numbers(bands), x), outputs)
         return above, below, packed
 
     def add_signs(
@@ -74,12 +77,11 @@ class Quantization(Base):
     ) -> Tensor:
         if self.native is None:
             return super().add_signs(bands, base, room, packed, above, below, weights)
-        return self.native.gradcomp_add_signs(
-            room if base is None else base,
-            packed,
-            above,
-            below,
-            weights,
-            bands=numbers(bands),
-            from_zero=base is None,
-        )
+        start = room if base is None else base
+        given = numbers(bands), start, packed, above, below, weights
+        return self.native("add_signs", given, [(tf.float32, start.shape)], (base is None,))[0]
+
+
+def _packed(x: Tensor, bits: int) -> tuple[int | None]:
+    """Return the shape of packed codes."""
+    return (None if x.shape[0] is None else x.shape[0] // 8 * bits,)

@@ -37,7 +37,7 @@ class Reduction(Base):
 
     def finite(self, x: Tensor) -> Any:
         if self.native is not None and x.dtype == tf.float32:
-            finite = self.native.gradcomp_finite(x)
+            finite = self.native("finite", (x,), [(tf.bool, ())])[0]
         else:
             finite = tf.reduce_all(tf.math.is_finite(x))
         return bool(finite) if tf.executing_eagerly() else finite
@@ -55,4 +55,5 @@ class Reduction(Base):
         if self.native is None or not all(layout.sizes):
             return super().layer_histograms(layout, x, bins)
         bands = [n for start, size in zip(layout.offsets, layout.sizes) for n in (start, 1, size)]
-        return self.native.gradcomp_layer_histograms(x, bands=bands, bins=bins)
+        outputs = [(tf.int64, (bins, len(layout.sizes)))]
+        return self.native("layer_histograms", (bands, x), outputs, (bins,))[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ import torch
 from hvd_gradcomp.core.row_groups import Bands
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.interface.quantization import FACTOR
-from hvd_gradcomp.ops.torch.base import Base, check, walkable
+from hvd_gradcomp.ops.torch.base import Base
+from hvd_gradcomp.ops.torch.kernels import walkable
 
 
 class Quantization(Base):
@@ -32,9 +33,7 @@ class Quantization(Base):
         if self.native is None:
             return super().group_maxima(bands, x)
         x, out = x.contiguous(), self._empty(bands.groups)
-        self.native.group_maxima(
-            *self._of(bands), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
-        )
+        self.native("group_maxima", (self._of(bands), x), (out,))
         return out
 
     def group_squares(self, bands: Bands, x: Tensor) -> Tensor:
@@ -43,8 +42,7 @@ class Quantization(Base):
         if self.native is None:
             return super().group_squares(bands, x)
         x, out = x.contiguous(), self._empty(bands.groups)
-        given = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
-        check(self.native.group_squares(*self._of(bands), *given))
+        self.native("group_squares", (self._of(bands), x), (out,))
         return out
 
     def group_norms(self, bands: Bands, x: Tensor) -> Tensor:
@@ -66,16 +64,7 @@ class Quantization(Base):
             return super().encode_levels(bands, x, scale, bits, key)
         x, scale = x.contiguous(), scale.contiguous()
         packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
-        self.native.encode_levels(
-            *self._of(bands),
-            x.data_ptr(),
-            x.shape[0],
-            scale.data_ptr(),
-            bits,
-            *key.tolist(),
-            packed.data_ptr(),
-            torch.get_num_threads(),
-        )
+        self.native("encode_levels", (self._of(bands), x, scale, key), (packed,), (bits,))
         return packed
 
     def add_levels(
@@ -94,21 +83,9 @@ class Quantization(Base):
             return super().add_levels(bands, base, room, packed, scale, bits, weights)
         room = self.room(room)
         packed, scale, weights = walkable(packed), walkable(scale), weights.contiguous()
-        base = base if base is None else base.contiguous()
-        self.native.add_levels(
-            *self._of(bands),
-            None if base is None else base.data_ptr(),
-            room.data_ptr(),
-            room.shape[0],
-            packed.shape[0],
-            packed.data_ptr(),
-            packed.stride(0) // 4,
-            scale.data_ptr(),
-            scale.stride(0),
-            bits,
-            weights.data_ptr(),
-            torch.get_num_threads(),
-        )
+        start = room if base is None else base.contiguous()
+        given = self._of(bands), start, packed, scale, weights
+        self.native("add_levels", given, (room,), (bits, base is None))
         return room
 
     def encode_signs(self, bands: Bands, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,9 +95,7 @@ class Quantization(Base):
             return super().encode_signs(bands, x)
         x, (above, below) = x.contiguous(), self._empty(2, bands.groups)
         packed = self._empty(x.shape[0] // 8, dtype=torch.uint8)
-        out = (above.data_ptr(), below.data_ptr(), packed.data_ptr())
-        given = x.data_ptr(), x.shape[0], *out, torch.get_num_threads()
-        check(self.native.encode_signs(*self._of(bands), *given))
+        self.native("encode_signs", (self._of(bands), x), (above, below, packed))
         return above, below, packed
 
     def add_signs(
@@ -139,29 +114,17 @@ class Quantization(Base):
             return super().add_signs(bands, base, room, packed, above, below, weights)
         room = self.room(room)
         packed, above, below = walkable(packed), above.contiguous(), below.contiguous()
-        base, weights = base if base is None else base.contiguous(), weights.contiguous()
-        self.native.add_signs(
-            *self._of(bands),
-            None if base is None else base.data_ptr(),
-            room.data_ptr(),
-            room.shape[0],
-            packed.shape[0],
-            packed.data_ptr(),
-            packed.stride(0) // 4,
-            above.data_ptr(),
-            below.data_ptr(),
-            above.stride(0),
-            weights.data_ptr(),
-            torch.get_num_threads(),
-        )
+        start = room if base is None else base.contiguous()
+        given = self._of(bands), start, packed, above, below, weights.contiguous()
+        self.native("add_signs", given, (room,), (base is None,))
         return room
 
-    def _of(self, bands: Bands) -> tuple[Any, int]:
+    def _of(self, bands: Bands) -> array[int]:
         """Return the bands as C takes them."""
         if bands not in self._bands:
             numbers = [number for band in bands.bands for number in band]
-            self._bands[bands] = (ctypes.c_int64 * len(numbers))(*numbers)
-        return self._bands[bands], len(bands.bands)
+            self._bands[bands] = array("q", numbers)
+        return self._bands[bands]
 
 
 def _mix(x: int) -> int:
