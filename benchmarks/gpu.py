@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --folder results               # writes gpu-cuda.json and gpu-cuda.md
     python -m benchmarks.gpu --device cpu --only Strom      # as far as a CPU can do it
 
-Parts, each by itself: `kernels` beside the verbs, to the bit, and captured in CUDA graphs; `reads`:
-verbs, codecs and laws on the device, where a wait for it is an error (sync-debug mode); `steps`:
+Parts, each by itself: `kernels` beside the ops, to the bit, and captured in CUDA graphs; `reads`:
+ops, codecs and laws on the device, where a wait for it is an error (sync-debug mode); `steps`:
 `benchmarks.codecs`, with launches a step and extra memory; `exchange`: two processes over NCCL with
 `DistributedDataParallel` and no Horovod, a GPU each (gloo on a CPU), whose replicas have to be
 equal to the bit; `horovod`: the same tests that a CPU runs with ranks, where Horovod is installed.
@@ -159,7 +159,7 @@ def table(result: Result) -> str:
         else:
             said = "failed" if found["code"] else f"{len(found['rows'])} methods"
         lines.append(f"| {part} | {said} |")
-    if result["machine"].get("kernels") is False:  # steps and exchange are of verbs
+    if result["machine"].get("kernels") is False:  # steps and exchange are of plain ops
         lines += ["", "PyTorch took no kernels here."]
     rows = result["parts"].get("steps", {}).get("rows", [])
     if rows:

@@ -10,7 +10,7 @@ tensors that have a shape and no data: what is counted depends on nothing else. 
 one element in 500. `copies` is the bytes that are read and written in units of copying the gradient
 once, for encode and decode; `launches` is of the bucket that has most.
 
-Of verbs each operator is one launch that reads its arguments and writes its results once; of what
+Of ops each operator is one launch that reads its arguments and writes its results once; of what
 gathers and scatters the items that it touches count, 32 bytes each as a GPU moves them. Sorting and
 top-k count as one walk, so these figures are low. Of kernels each launch counts the tensors that it
 is given, or what its caller says it touches of them. Copies between host and device are launches.
@@ -154,7 +154,7 @@ def _index_and_values(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor |
 
 
 class WithoutData(TorchOps):
-    """The verbs as on a GPU, with tensors that have a shape and nothing else."""
+    """The plain ops as on a GPU, with tensors that have a shape and nothing else."""
 
     counter: Counter | None = None
 
@@ -276,7 +276,7 @@ def chosen(only: Sequence[str]) -> dict[str, tuple[Compressor, float, bool]]:
 
 
 def rows(only: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """A row a method: verbs, kernels, and whether the bars hold."""
+    """A row a method: plain ops, kernels, and whether the bars hold."""
     found = []
     for name, (compressor, bar, each) in chosen(only).items():
         verbs, kernels = (measure(compressor, k) for k in (False, True))
@@ -312,8 +312,8 @@ def launches(compressor: Compressor) -> str:
 def table(found: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     lines = [
-        "| method | verbs: copies | launches a bucket | kernels: encode | decode | copies | bar | "
-        "launches a bucket | bar |",
+        "| method | plain ops: copies | launches a bucket | kernels: encode | decode | copies "
+        "| bar | launches a bucket | bar |",
         "|---|--:|--:|--:|--:|--:|---|--:|---|",
     ]
     for row in found:

@@ -7,19 +7,19 @@
 Methods, buckets and units are those of `benchmarks.traffic`. Nothing is run, all shapes are known
 while tracing: where a method finds elements, it is told that it has found one in 500.
 
-`verbs` is what TensorFlow takes on a GPU. Each node of the graph is a launch that reads its inputs
+`ops` is what TensorFlow takes on a GPU. Each node of the graph is a launch that reads its inputs
 and writes its results once, but for those that only look at memory in another shape, and those that
 depend on nothing but constants, which TensorFlow computes once. What is done seldom is left out: a
 scan once more where the hint misled, a look at the entropy.
 
-`XLA` is the static verbs of a whole step in one function that XLA compiles, without the texts that
+`XLA` is the static ops of a whole step in one function that XLA compiles, without the texts that
 a failed check says. Each instruction that is left is a launch; of a loop, as often as it runs. No
 frontend takes it: Horovod's collectives are no XLA operations. And it is XLA's compiler for CPUs
 that fuses here. The one for GPUs cannot be asked without one; it fuses more (several results
 of one walk, other sorts), so its figures would be lower.
 
 `ms` is what a step's work takes on an H100, at the times of a copy and of a launch that PyTorch's
-verbs had on one (`h100.json`; TensorFlow has run on none), and `Gb/s` the link between two ranks
+ops had on one (`h100.json`; TensorFlow has run on none), and `Gb/s` the link between two ranks
 below which the whole exchange takes less than a dense one, by the model of `hvd-gradcomp advise`.
 """
 
@@ -56,7 +56,7 @@ LINKS = (1, 10, 25, 100)  # Gb/s
 
 
 class Told(TensorFlowOps):
-    """The verbs as on a GPU, without passes; they are told how many elements are found.
+    """The plain ops as on a GPU, without passes; they are told how many elements are found.
 
     Args:
         layout: of the bucket.
@@ -103,7 +103,7 @@ class Step:
         self.given = [tf.TensorSpec((), tf.int64), *[bucket] * (1 + self.has_moments), *kept]
         self.payload = 0  # bytes, once it has been traced
 
-    def verbs(self) -> dict[str, Count]:
+    def plain(self) -> dict[str, Count]:
         """As TensorFlow takes it on a GPU."""
 
         def reply(sent: tf.Tensor) -> tf.Tensor:
@@ -114,7 +114,7 @@ class Step:
         return of_graph(step.get_concrete_function(*self.given).graph)
 
     def xla(self) -> dict[str, Count]:
-        """The static verbs, compiled. Traced by verbs before, since only then its size is known.
+        """The static ops, compiled. Traced by ops before, since only then its size is known.
 
         Raises:
             ValueError: XLA does not compile it.
@@ -345,7 +345,7 @@ class Speed(NamedTuple):
 
 
 def measured_speed() -> Speed:
-    """Return the times of PyTorch's verbs measured on an H100, as multiples of their counts."""
+    """Return the times of PyTorch's plain ops measured on an H100, as multiples of their counts."""
     codecs = json.loads((MEASURED / "h100.json").read_text())["codecs"]
     counted = {
         row["compressor"].partition("(")[0]: row["verbs"]["copies"]
@@ -403,14 +403,14 @@ def summary(
 
 
 def rows(only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """A row a method: what it moves by verbs, and under XLA or why it cannot."""
+    """A row a method: what it moves by plain ops, and under XLA or why it cannot."""
     speed = measured_speed()
     for name, (compressor, _, _) in METHODS.items():
         if only and not any(name.lower().startswith(word.lower()) for word in only):
             continue
         steps = [Step(compressor, layout) for layout in buckets(compressor)]
         row: dict[str, Any] = {"method": name, "compressor": repr(compressor)}
-        row["verbs"] = summary(steps, [step.verbs() for step in steps], speed)
+        row["verbs"] = summary(steps, [step.plain() for step in steps], speed)
         try:
             row["xla"] = summary(steps, [step.xla() for step in steps], speed)
         except ValueError as error:
@@ -422,7 +422,7 @@ def rows(only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
 def table(found: Sequence[dict[str, Any]]) -> str:
     """As Markdown, in 80 columns."""
     lines = [
-        "| method | verbs: copies | launches | ms | Gb/s | XLA | launches | ms | Gb/s |",
+        "| method | plain ops: copies | launches | ms | Gb/s | XLA | launches | ms | Gb/s |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in found:

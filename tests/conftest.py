@@ -69,7 +69,7 @@ def pytest_report_header():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where verbs and codecs run"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where plain ops and codecs run"
     )
 
 

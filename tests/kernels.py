@@ -1,4 +1,4 @@
-"""What the tests of passes share: the verbs beside them, and the comparison to the bit."""
+"""Helpers for tests of kernels: the reference ops beside them, and the comparison to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TorchOps = pytest.importorskip("hvd_gradcomp.ops.torch").TorchOps
 NATIVE = pytest.mark.skipif(library() is None, reason="without the C library")
 
 
-def verbs() -> TorchOps:
+def reference_ops() -> TorchOps:
     ops = TorchOps()
     ops.threshold_kernels = ops.topk_kernels = None
     return ops
@@ -37,10 +37,10 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def assert_alike(passes: World, reference: World) -> None:
+def assert_alike(fused: World, reference: World) -> None:
     """The states of all ranks, and what they sent in the last step."""
-    for one, other in zip(passes.states, reference.states):
+    for one, other in zip(fused.states, reference.states):
         for (name, x), (_, y) in zip(leaves(one), leaves(other)):
             assert torch.equal(x, y), name
-    for ours, theirs in zip(passes.traffic, reference.traffic):
+    for ours, theirs in zip(fused.traffic, reference.traffic):
         assert all(map(torch.equal, (r.tensor for r in ours), (r.tensor for r in theirs)))

@@ -185,6 +185,11 @@ class Layout:
         """Return log2 of `block`."""
         return self.block.bit_length() - 1
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the bucket as C takes it: size, `block_bits`, and the size of each layer."""
+        return (self.size, self.block_bits, *self.sizes)
+
     @cached_property
     def digest(self) -> int:
         """Return 32 bits that differ when names, shapes, dtype, alignment or order differ."""

@@ -19,11 +19,18 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = "_native.so"  # loaded by ctypes, so it fits any Python
-NATIVE = ("c/quant.c", "c/threshold.c", "c/topk.c")
-HEADERS = ("c/kernels.h", "c/rows.h", "c/threads.h")
+NATIVE = ("c/calls.c", "c/quant.c", "c/threshold.c", "c/topk.c")
+HEADERS = ("c/calls.h", "c/kernels.h", "c/rows.h", "c/threads.h")
 OPERATIONS = "c/tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# Hidden: functions have the names of system functions.
+FLAGS = (
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+)
 THREADS = ("-fopenmp",)  # without OpenMP in the compiler, one thread does it all
 _C, _CPP = ("CC", "gcc", "cc"), ("CXX", "g++", "c++")  # environment variable, then default names
 _IMPORT, _COMPILE = 180, 900  # timeouts in seconds, for a busy machine
@@ -123,8 +130,7 @@ def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
         own, made = Path(scratch, "operations.o"), Path(scratch, target.name)
         native = [Path(scratch, Path(name).stem + ".o") for name in NATIVE]
         for name, result in zip(NATIVE, native):
-            # Hidden: two of its functions have the names of system functions.
-            _run([c, *FLAGS, "-fPIC", "-fvisibility=hidden", "-c", HERE / name, "-o", result])
+            _run([c, *FLAGS, "-fPIC", "-c", HERE / name, "-o", result])
         plain = ["-O2", "-DNDEBUG", "-fPIC", "-w"]
         _run([cpp, *compiling, *plain, "-c", HERE / OPERATIONS, "-o", own])
         _run([cpp, "-shared", own, *native, *linking, "-o", made])

@@ -46,9 +46,14 @@ class Rule(NamedTuple):
     zeta: float = 1.0
 
     @property
-    def numbers(self) -> tuple[float, ...]:
-        """The fields as C takes them."""
-        return (*self, 2 * self.tau, self.tau * self.tau)
+    def flags(self) -> int:
+        """The booleans as C takes them, from the lowest bit."""
+        return sum(bool(flag) << place for place, flag in enumerate(self[:5]))
+
+    @property
+    def reals(self) -> tuple[float, ...]:
+        """The numbers as C takes them."""
+        return (*self[5:], 2 * self.tau, self.tau * self.tau)
 
     def side_bytes(self, layout: Layout) -> int:
         """Return the bytes before words or places: an exponent per layer if codes are powers."""
@@ -131,5 +136,5 @@ class Form(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The fields as TensorFlow custom ops take them."""
+        """The fields as C takes them."""
         return (self.size, self.capacity, self.values, *self.places)

@@ -17,49 +17,12 @@ from hvd_gradcomp.ops.building import LIBRARY
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
-_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_U = ctypes.c_uint32
-_SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
-    "find_above": (_N, (_P, _N, _P, _N, _N, _P)),
-    "find_greater": (_N, (_P, _P, _N, _N, _P)),
-    "find_exceeding": (_N, (_P, _P, _F, _N, _N, _P)),
-    "accumulate_square": (None, (_P, _P, _N)),
-    "find_beyond": (_N, (_P, _F, _N, _N, _P)),
-    "gather": (_I, (_P, _N, _P, _N, _P)),
-    "fill_at": (_I, (_P, _N, _P, _N, _F)),
-    "add_at": (_I, (_P, _N, _P, _N, _P)),
-    "add_momentum": (None, (_P, _P, _P, _P, _P, _N, _F, _I)),
-    "sort": (_I, (_P, _N)),
+_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {  # of c/calls.h; and of c/kernels.h, `reverse`
+    "kernel_number": (_I, (ctypes.c_char_p,)),
+    "kernel_call": (_N, (_I, _P, _P, _P, _P, _P)),
+    "kernel_error": (ctypes.c_char_p, ()),
     "reverse": (None, (_P, _N, _N, _N, _N, _P, _N, _I, _I)),
-    "bit_planes": (None, (_P, _N, _I, _P)),
-    "from_bit_planes": (None, (_P, _N, _I, _P)),
-    "weighted_sum": (_U, (_P, _N, _I)),
-    "frame_sum": (_U, (_P, _N, _P, _N, _I)),
-    "examine": (None, (_P, _N, _N, _N, _N, _P, _N, _P, _P, _P, _I)),
-    "all_finite": (_I, (_P, _N, _I)),
-    "sum_finite": (_I, (_P, _N, _I, _I)),
-    "layer_histograms": (None, (_P, _P, _N, _P, _N, _P, _I)),
-    "group_maxima": (None, (_P, _N, _P, _P, _I)),
-    "group_squares": (_I, (_P, _N, _P, _P, _I)),
-    "encode_levels": (None, (_P, _N, _P, _N, _P, _I, _U, _U, _P, _I)),
-    "add_levels": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _N, _I, _P, _I)),
-    "encode_signs": (_I, (_P, _N, _P, _N, _P, _P, _P, _I)),
-    "threshold_find": (_N, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
-    "threshold_code": (_N, (_P, _P, _P, _N, _P, _I)),
-    "threshold_write": (_N, (_P, _P, _P, _N, _P, _N, _N, _P, _P, _P)),
-    "threshold_places": (_N, (_P, _P, _P, _P, _P, _P, _P, _I)),
-    "threshold_settle": (None, (_P, _P, _P, _N, _P, _P, _I)),
-    "threshold_add": (_I, (_P, _P, _P, _N, _N, _N, _P, _P, _I)),
-    "threshold_add_places": (None, (_P, _P, _P, _N, _N, _P, _P, _I)),
-    "topk_find": (_I, (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _I)),
-    "topk_again": (None, (_P, _P, _P, _P, _P, _P, _I)),
-    "topk_choose": (_N, (_P, _N, _P, _P, _P, _I)),
-    "topk_write": (None, (_P, _P, _P, _N, _N, _P, _P, _N, _P, _I)),
-    "topk_settle": (None, (_P, _P, _P, _P, _P, _P, _P, _I)),
-    "topk_add": (_I, (_P, _P, _P, _N, _N, _P, _P, _P, _I)),
-    "topk_values": (_I, (_P, _P, _P, _P, _P, _P, _P, _I)),
-    "topk_replace": (_I, (_P, _P, _P, _P, _F, _F, _P, _P, _P, _P, _P, _P, _I)),
-    "add_signs": (None, (_P, _N, _P, _P, _N, _N, _P, _N, _P, _P, _N, _P, _I)),
 }
 
 

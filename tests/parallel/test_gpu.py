@@ -31,7 +31,7 @@ def test_what_cannot_run_says_why(part, tmp_path, monkeypatch):
 
 
 def test_what_a_gpu_says_of_itself(monkeypatch):
-    """That it took no kernels, too: what is measured would be of verbs."""
+    """That it took no kernels, too: what is measured would be of plain ops."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU {i}")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))

@@ -1,4 +1,4 @@
-"""Law 3: the same input and state give the same bytes, whatever runs the verbs."""
+"""Law 3: the same input and state give the same bytes, whatever runs the plain ops."""
 
 from __future__ import annotations
 

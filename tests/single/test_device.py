@@ -67,7 +67,7 @@ def guarded(ops):
 
 @pytest.mark.parametrize("compressor", SPARSE, ids=repr)
 def test_no_host_read_and_one_collective(compressor, device):
-    """On CUDA by its own check; on a CPU the same verbs are watched for operators that read."""
+    """On CUDA by its own check; on a CPU the same plain ops are watched for operators that read."""
     ops = TorchOps(device, static=True)
     state = compressor.init(ops, LAYOUT)
     for name in ("layer_of_block",):
@@ -83,7 +83,7 @@ def test_no_host_read_and_one_collective(compressor, device):
 
 
 class WithoutData(TorchOps):
-    """The verbs as on a GPU, with tensors that have a shape and nothing else.
+    """The plain ops as on a GPU, with tensors that have a shape and nothing else.
 
     So a read of one is an error, in C++ too. What pinned memory carries there has values here.
     """

@@ -1,4 +1,4 @@
-"""Methods outside of the package: the verb they use, the laws they keep, and the tests of all."""
+"""Methods outside of the package: the op they use, the laws they keep, and the tests of all."""
 
 from __future__ import annotations
 

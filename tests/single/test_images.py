@@ -108,7 +108,7 @@ def test_the_workflow_calls_targets_that_exist():
 
 
 def test_the_gpu_image_has_what_triton_compiles_with():
-    """Without it no kernel can be launched, and PyTorch goes by verbs."""
+    """Without it no kernel can be launched, and PyTorch goes by plain ops."""
     path = ROOT / "docker/gpu.Dockerfile"
     last = path.read_text().split("FROM ")[-1]
     setting = last.index("ARG HOROVOD_GPU_OPERATIONS=NCCL\n")

@@ -25,7 +25,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.kernels import verbs
+from tests.kernels import reference_ops
 from tests.methods import LARGEST
 
 FAST = settings(max_examples=25, deadline=None)
@@ -321,12 +321,12 @@ def test_entropy_is_that_of_the_elements_without_padding(sizes, bins, shift, see
         edges = x.min() + width * np.arange(1, bins, dtype=np.float32)
         share = np.bincount((x[:, None] >= edges).sum(1)) / size
         bits.append(-sum(p * math.log2(p) for p in share if p))
-    ops, verbs = TorchOps(), TorchOps()
-    verbs.native = None
+    ops, plain = TorchOps(), TorchOps()
+    plain.native = None
     found = entropy_of_layers(ops, layout, gradient, bins)
     assert found.tolist() == pytest.approx(bits, abs=1e-9)
     counts = ops.layer_histograms(layout, gradient, bins)
-    assert torch.equal(counts, verbs.layer_histograms(layout, gradient, bins))
+    assert torch.equal(counts, plain.layer_histograms(layout, gradient, bins))
     assert counts.sum(0).tolist() == sizes
 
 
@@ -365,7 +365,7 @@ def test_a_leader_chooses_for_all():
 @pytest.mark.parametrize("static", [False, True])
 def test_an_empty_layer_sends_nothing_by_verbs_too(compressor, sizes, static):
     """Magnitudes are equal, so that a turn is taken."""
-    ops = TorchOps("cpu", static=True) if static else verbs()
+    ops = TorchOps("cpu", static=True) if static else reference_ops()
     layout = Layout(("a", "b"), tuple((n,) for n in sizes))
     world = World(compressor, ops, layout, 2)
     total = world.step([world.flat([torch.ones(n) for n in sizes])] * 2)[0]

@@ -46,12 +46,12 @@ def test_a_poisoned_gradient(compressor, value):
         assert total.isfinite().all(), "training goes on"
 
 
-@pytest.mark.parametrize("verbs", ["dynamic", "static", "tensorflow"])
+@pytest.mark.parametrize("backend", ["dynamic", "static", "tensorflow"])
 @pytest.mark.parametrize("given", [False, True], ids=["step", "sample"])
-def test_squares_that_overflow(verbs, given):
+def test_squares_that_overflow(backend, given):
     """With an infinite second moment an element would never be sent again."""
-    tensorflow = verbs == "tensorflow"
-    ops = TensorFlowOps() if tensorflow else TorchOps(static=verbs == "static")
+    tensorflow = backend == "tensorflow"
+    ops = TensorFlowOps() if tensorflow else TorchOps(static=backend == "static")
     compressor = VarianceCompressor(alpha=1.0, moments="sample" if given else "step")
     world = World(compressor, ops, Layout(("a",), ((30, 20),)), 2)
     make = tf.constant if tensorflow else torch.tensor
@@ -78,7 +78,7 @@ def _arrived(compressor, gradient, fields):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("compressor", EVERY + LEARNED + OUTSIDE, ids=repr)
 def test_a_step_that_was_undone_leaves_no_trace(compressor, static):
-    """What the PyTorch engine does for `nonfinite="skip"`, by the verbs that it has for it."""
+    """What the PyTorch engine does for `nonfinite="skip"`, by the plain ops that it has for it."""
     layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)
     ops = TorchOps(static=static)
     disturbed, calm = (World(compressor, ops, layout, 2) for _ in range(2))
@@ -128,11 +128,11 @@ def test_a_step_that_is_kept_uses_the_same_memory_again():
 SINGLE_SUMS = LINEAR + QUANTIZED + [c for c in WORDS if isinstance(c, VarianceCompressor)]
 
 
-@pytest.mark.parametrize("verbs", ["dynamic", "static", "tensorflow"])
+@pytest.mark.parametrize("backend", ["dynamic", "static", "tensorflow"])
 @pytest.mark.parametrize("compressor", SINGLE_SUMS + LARGEST + LEADER, ids=repr)
-def test_a_sum_that_overflows(compressor, verbs):
+def test_a_sum_that_overflows(compressor, backend):
     """Each rank's gradient is finite, and what they add up to is not: like any overflow."""
-    ops = TensorFlowOps() if verbs == "tensorflow" else TorchOps(static=verbs == "static")
+    ops = TensorFlowOps() if backend == "tensorflow" else TorchOps(static=backend == "static")
     layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)
     world, calm = (World(compressor, ops, layout, 3, average=False) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
@@ -140,7 +140,7 @@ def test_a_sum_that_overflows(compressor, verbs):
     def draw(scale):
         def tensor(shape):
             x = torch.rand(shape, generator=generator) * scale
-            return tf.constant(x.numpy()) if verbs == "tensorflow" else x
+            return tf.constant(x.numpy()) if backend == "tensorflow" else x
 
         return world.flat([tensor(shape) for shape in layout.shapes])
 
@@ -152,13 +152,13 @@ def test_a_sum_that_overflows(compressor, verbs):
         gradients = [draw(1.0) for _ in range(3)]
         if number == 2:
             kept = [x for state in world.states for _, x in leaves(state)]
-            if verbs != "tensorflow":
+            if backend != "tensorflow":
                 ops.keep(kept)
             with pytest.raises(NonFiniteGradientError, match="NaN or an infinity in its gradient"):
                 step(world, [draw(3.4e38) for _ in range(3)])
-                if verbs == "static":
+                if backend == "static":
                     ops.raise_found()
-            if verbs != "tensorflow":
+            if backend != "tensorflow":
                 ops.let_go(kept, kept)
         for a, b in zip(step(world, gradients), step(calm, gradients)):
             assert np.array_equal(np.asarray(a), np.asarray(b)), number

@@ -1,4 +1,4 @@
-"""TensorFlow's verbs where a step is traced: run-time levels in a graph, static shapes in XLA."""
+"""TensorFlow's ops where a step is traced: run-time levels in a graph, static shapes under XLA."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given)
 @pytest.mark.parametrize("dense", [False, True], ids=["words", "dense"])
 @pytest.mark.parametrize("compressor", WORDS, ids=repr)
 def test_xla_gives_the_same_bits(compressor, dense):
-    """XLA contracts a product and a sum into one rounding unless the verbs prevent it."""
+    """XLA contracts a product and a sum into one rounding unless the plain ops prevent it."""
     layout, eager, static = layout_for(compressor), TensorFlowOps(), TensorFlowOps(static=True)
     schedule = compressor.capacity_schedule(layout)
     place = schedule.top if dense else schedule.top - 2

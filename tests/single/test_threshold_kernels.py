@@ -1,8 +1,7 @@
-"""Each pass against the verbs, to the bit: state, payloads and results of whole exchanges."""
+"""Each kernel against the plain ops, to the bit: state, payloads and results of whole exchanges."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import shutil
 import subprocess
@@ -22,9 +21,9 @@ from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
-from hvd_gradcomp.ops.torch import blocks, fused
+from hvd_gradcomp.ops.torch import blocks, kernels
 from hvd_gradcomp.testing import World
-from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
+from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, reference_ops, threads, torch
 from tests.methods import WORDS
 
 pytestmark = NATIVE
@@ -55,7 +54,7 @@ def gradients(generator, layout, world, scale, share):
 def test_kernels_match_reference_ops(compressor, moments, sizes, seed, ranks, scale, share, count):
     """Six steps, in which the ladder goes up to the dense level and windows rotate."""
     layout = layout_of(*sizes)
-    fused, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
+    fused, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), reference_ops()))
     with threads(count):
         for step in range(6):
             generator = torch.Generator().manual_seed(1000 * seed + step)
@@ -100,7 +99,7 @@ def test_an_exchange_that_fails_settles_nothing(compressor, what):
         return request
 
     ends = []
-    for ops in (TorchOps(), verbs()):
+    for ops in (TorchOps(), reference_ops()):
         world = World(compressor, ops, layout, 2, tamper=tamper)
         generator = torch.Generator().manual_seed(1)
         given = [gradients(generator, layout, world, 2.0, 1.0) for _ in range(4)]
@@ -123,9 +122,9 @@ def test_an_exchange_that_fails_settles_nothing(compressor, what):
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_no_index_is_trusted(compressor, data):
-    """Bodies that nobody wrote: the sum of the verbs, or an error, whatever the bytes."""
+    """Bodies that nobody wrote: the sum of the plain ops, or an error, whatever the bytes."""
     layout, capacity = layout_of(300, 200), 20
-    ops, reference = TorchOps(), verbs()
+    ops, reference = TorchOps(), reference_ops()
     schedule = compressor.capacity_schedule(layout)
     level = schedule.next_level(ops, schedule.init(ops))[0]
     dense = data.draw(st.booleans())
@@ -173,7 +172,7 @@ def test_bodies_of_another_level_are_an_error(compressor, dense):
 
 
 class ByRule(ThresholdCompressor, registered=False):
-    """Does in verbs what a rule says, whichever; v is only there where the rule has it."""
+    """Does in plain ops what a rule says, whichever; v is only there where the rule has it."""
 
     def __init__(self, rule):
         self.rule = rule
@@ -224,7 +223,7 @@ RULES = [
 def test_every_rule_there_may_be(rule):
     """Those that no method has yet too, on words and on places."""
     layout, compressor = layout_of(700, 3), ByRule(rule)
-    fused, reference = (World(compressor, o, layout, 2) for o in (TorchOps(), verbs()))
+    fused, reference = (World(compressor, o, layout, 2) for o in (TorchOps(), reference_ops()))
     sizes = set()
     for step, share in enumerate([0.01, 0.1, 1.0, 1.0, 0.1, 0.01]):
         generator = torch.Generator().manual_seed(step)
@@ -247,34 +246,20 @@ def test_a_rule_is_not_inherited_by_another_gate():
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no compiler")
 def test_what_c_and_python_hand_each_other_has_one_shape(tmp_path):
-    shapes = {
-        "rule": fused._Rule,
-        "place": fused._Place,
-        "collecting": fused._Collecting,
-        "scope": fused._Scope,
-        "elements": fused._Elements,
-        "form": fused._Form,
-    }
-    lines = [
-        f'printf("{name} {field} %zu\\n", offsetof({name}, {field}));'
-        for name, shape in shapes.items()
-        for field, _ in shape._fields_
-    ]
-    lines += [f'printf("{name} whole %zu\\n", sizeof({name}));' for name in shapes]
-    lines.append('printf("beyond is %d\\n", BEYOND);')
+    fields = "data", "dtype", "rank", "rows", "length", "stride", "like"
+    numbers = [f"offsetof(buffer, {field}) / 8" for field in fields]
+    numbers += ["sizeof(buffer) / 8", "UINT8", "INT64", "FLOAT", "BOOL", "NO_MEMORY", "BEYOND"]
     source = tmp_path / "shapes.c"
-    heads = '#include <stddef.h>\n#include <stdio.h>\n#include "kernels.h"\n'
-    source.write_text(f"{heads}int main(void) {{\n{''.join(lines)}\nreturn 0;\n}}\n")
+    lines = "".join(f'printf("%d\\n", (int)({number}));' for number in numbers)
+    heads = '#include <stddef.h>\n#include <stdio.h>\n#include "calls.h"\n'
+    source.write_text(f"{heads}int main(void) {{\n{lines}\nreturn 0;\n}}\n")
     program = tmp_path / "shapes"
     subprocess.run(["gcc", f"-I{building.HERE}/c", source, "-o", program], check=True)
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    expected = [
-        f"{name} {field} {getattr(shape, field).offset}"
-        for name, shape in shapes.items()
-        for field, _ in shape._fields_
-    ]
-    expected += [f"{name} whole {ctypes.sizeof(shape)}" for name, shape in shapes.items()]
-    assert said.splitlines() == [*expected, f"beyond is {fused._BEYOND}"]
+    dtypes = [torch.uint8, torch.int64, torch.float32, torch.bool]
+    errors = [kernels._NO_MEMORY, kernels._BEYOND]
+    expected = [*range(8), *(kernels._DTYPES[dtype] for dtype in dtypes), *errors]
+    assert said.split() == [str(number) for number in expected]
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["with C", "without"])

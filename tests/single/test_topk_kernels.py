@@ -1,4 +1,4 @@
-"""Passes of the top-k family against its verbs, to the bit; see test_threshold_kernels.py."""
+"""Kernels of the top-k family against its plain ops, to the bit; see test_threshold_kernels.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvd_gradcomp.core.collectives import Allgather, Broadcast
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.testing import World
-from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, threads, torch, verbs
+from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, reference_ops, threads, torch
 from tests.methods import LARGEST, LEADER
 
 pytestmark = NATIVE
@@ -81,15 +81,15 @@ def gradients(generator, layout, world, kind, scale):
 def test_kernels_match_reference_ops(compressor, sizes, seed, ranks, kinds, scales, first, count):
     """Hints that are too high and too low, groups with too few elements, ties, other turns."""
     layout = layout_of(*sizes)
-    passes, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), verbs()))
-    passes.steps = reference.steps = first
+    fused, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), reference_ops()))
+    fused.steps = reference.steps = first
     with threads(count):
         for step, (kind, scale) in enumerate(zip(kinds, scales)):
             generator = torch.Generator().manual_seed(1000 * seed + step)
-            given = gradients(generator, layout, passes, kind, scale)
-            ours, theirs = passes.step(given), reference.step(given)
+            given = gradients(generator, layout, fused, kind, scale)
+            ours, theirs = fused.step(given), reference.step(given)
             assert all(map(torch.equal, ours, theirs))
-            assert_alike(passes, reference)
+            assert_alike(fused, reference)
 
 
 def assert_threads_agree(compressor, layout, kinds, counts):
@@ -124,13 +124,13 @@ def test_threads_share_the_candidates_of_a_large_group(compressor):
 def test_what_has_no_room_takes_turns(monkeypatch):
     monkeypatch.setattr("hvd_gradcomp.codecs.indices._SPARE_BITS", -1.0)
     layout, compressor = layout_of(20_000, 300), SparseGDCompressor(density=0.06)
-    passes, reference = (World(compressor, o, layout, 2) for o in (TorchOps(), verbs()))
+    fused, reference = (World(compressor, o, layout, 2) for o in (TorchOps(), reference_ops()))
     for step in range(50):
         generator = torch.Generator().manual_seed(step)
-        given = gradients(generator, layout, passes, "noise", 1.0)
-        assert all(map(torch.equal, passes.step(given), reference.step(given)))
-        assert_alike(passes, reference)
-    assert passes.states[0].sent.sum() < 50 * 1200, "there is not room for all"
+        given = gradients(generator, layout, fused, "noise", 1.0)
+        assert all(map(torch.equal, fused.step(given), reference.step(given)))
+        assert_alike(fused, reference)
+    assert fused.states[0].sent.sum() < 50 * 1200, "there is not room for all"
 
 
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
@@ -147,7 +147,7 @@ def test_an_exchange_that_fails_settles_nothing(compressor, what):
         return request
 
     ends = []
-    for ops in (TorchOps(), verbs()):
+    for ops in (TorchOps(), reference_ops()):
         world = World(compressor, ops, layout, 2, tamper=tamper)
         generator = torch.Generator().manual_seed(1)
         given = [gradients(generator, layout, world, "noise", 1.0) for _ in range(4)]
@@ -163,10 +163,10 @@ def test_an_exchange_that_fails_settles_nothing(compressor, what):
             assert all(map(torch.equal, before, world.states[0].memory))
         totals = [world.step(g) for g in given[2:]]
         ends.append((world, totals))
-    (passes, totals), (reference, others) = ends
+    (fused, totals), (reference, others) = ends
     for ours, theirs in zip(totals, others):
         assert all(map(torch.equal, ours, theirs))
-    assert_alike(passes, reference)
+    assert_alike(fused, reference)
 
 
 @pytest.mark.parametrize("coding", ["delta", "int32"])
@@ -180,7 +180,7 @@ def test_an_exchange_that_fails_settles_nothing(compressor, what):
 )
 @settings(deadline=None, max_examples=120)
 def test_no_index_is_trusted(coding, sizes, ranks, count, widths, near, seed):
-    """Bodies that nobody wrote: the sum of the verbs, or an error, whatever the bytes."""
+    """Bodies that nobody wrote: the sum of the plain ops, or an error, whatever the bytes."""
     compressor, layout = SparseGDCompressor(density=0.1, index_coding=coding), layout_of(*sizes)
     random, parts = np.random.default_rng(seed), compressor.parts(layout)
     bodies = random.integers(0, 256, (ranks, compressor.body_bytes(layout)), dtype=np.uint8)
@@ -204,7 +204,7 @@ def test_no_index_is_trusted(coding, sizes, ranks, count, widths, near, seed):
             return str(error)
 
     with threads(count):
-        ours, theirs = total(TorchOps()), total(verbs())
+        ours, theirs = total(TorchOps()), total(reference_ops())
     if isinstance(theirs, torch.Tensor):
         assert torch.equal(ours, theirs)
     else:
@@ -233,11 +233,11 @@ def test_no_leader_is_trusted(coding, sizes, count, widths, near, seed):
     given, generator = torch.from_numpy(body), torch.Generator().manual_seed(seed)
     r, g = torch.randn(2, layout.size, generator=generator)
     r[layout.sink] = g[layout.sink] = 0.0
-    whole, passes = r + g, ops.topk_kernels
+    whole, fused = r + g, ops.topk_kernels
     with threads(count):
         try:
-            total = passes.values(layout, form, given, r, g)
-            mean, after, _ = passes.replace(layout, form, given, total, 1.0, r, g)
+            total = fused.values(layout, form, given, r, g)
+            mean, after, _ = fused.replace(layout, form, given, total, 1.0, r, g)
         except PayloadError:
             return
     assert torch.equal(mean + after, whole)
@@ -262,7 +262,7 @@ def test_a_method_of_verbs_goes_on_as_it_is():
     assert DGCCompressor(momentum=0.9).rule is not None
     assert Halving().rule is Late().rule is Mixed().rule is None
     layout = layout_of(700, 5000)
-    worlds = [World(Halving(density=0.05), o, layout, 2) for o in (TorchOps(), verbs())]
+    worlds = [World(Halving(density=0.05), o, layout, 2) for o in (TorchOps(), reference_ops())]
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         given = gradients(generator, layout, worlds[0], "noise", 1.0)
@@ -273,7 +273,7 @@ def test_a_method_of_verbs_goes_on_as_it_is():
 
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
 def test_a_deflated_list_is_written_by_verbs(compressor):
-    """Passes do not know that code."""
+    """Kernels do not know that code."""
     from dataclasses import replace
 
     deflated = replace(compressor, index_coding="deflate")

@@ -82,10 +82,10 @@ def test_a_graph_whose_sizes_are_not_known_is_not_counted():
 def test_a_method_takes_fewer_copies_by_verbs_of_run_time_shapes_than_under_xla():
     """XLA's are static: a flag for every element. Small, but of the layout of real buckets."""
     step = Step(StromCompressor(), Layout(("a", "b"), ((1 << 16,), (1 << 15,))))
-    verbs, xla = step.verbs(), step.xla()
+    plain, xla = step.plain(), step.xla()
     assert step.payload == 32 + 4 * 224  # the level above one element in 500
-    assert 0 < verbs["encode"].moved < xla["encode"].moved
-    assert all(count.launches for way in (verbs, xla) for count in way.values())
+    assert 0 < plain["encode"].moved < xla["encode"].moved
+    assert all(count.launches for way in (plain, xla) for count in way.values())
 
 
 def test_texts_of_checks_keep_a_step_from_xla():

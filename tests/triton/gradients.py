@@ -1,4 +1,4 @@
-"""What the kernels are tried on: worlds of ranks with kernels, and beside them with verbs alone."""
+"""What the kernels are tried on: worlds of ranks with kernels, and beside them with ops alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def on(device: str, kernels: bool) -> TorchOps:
 
 
 def worlds(compressor, layout: Layout, ranks: int, device: str) -> tuple[World, World]:
-    """With kernels, and with verbs."""
+    """With kernels, and with plain ops."""
     ours, theirs = (World(compressor, on(device, k), layout, ranks) for k in (True, False))
     return ours, theirs
 

@@ -1,4 +1,4 @@
-"""Every kernel compiled for GPUs that are not here: no spills, no rounding that the verbs lack."""
+"""Every kernel compiled for GPUs that are not here: no spills, no rounding that the ops lack."""
 
 from __future__ import annotations
 

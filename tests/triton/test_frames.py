@@ -1,4 +1,4 @@
-"""What all payloads share against the verbs: frames, what is said of them, what is not finite."""
+"""What all payloads share against the ops: frames, what is said of them, what is not finite."""
 
 from __future__ import annotations
 

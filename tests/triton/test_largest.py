@@ -1,4 +1,4 @@
-"""Kernels of the top-k family against the verbs, to the bit; see `make triton`."""
+"""Kernels of the top-k family against the plain ops, to the bit; see `make triton`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_kernels_do_what_the_verbs_do(
 
 @pytest.mark.parametrize("pattern", ["ring_allreduce", "parameter_server"])
 def test_lgc_finds_the_same(pattern, device):
-    """It takes their choice, and learns by verbs."""
+    """It takes their choice, and learns by plain ops."""
     lgc = LGCCompressor(pattern, alpha=0.05, full_steps=1, train_steps=1, momentum=0.9)
     ours, theirs = worlds(lgc, layout_of(700, 300), 2, device)
     for step in range(3):
@@ -151,7 +151,7 @@ def test_what_is_damaged_or_not_finite_is_said(compressor, what, device):
 @given(data=st.data())
 @settings(SOME, max_examples=40)
 def test_no_index_is_trusted(coding, data, device):
-    """Bodies that nobody wrote: an error, or the sum of the verbs, whatever the bytes."""
+    """Bodies that nobody wrote: an error, or the sum of the plain ops, whatever the bytes."""
     compressor = SparseGDCompressor(density=0.2, index_coding=coding)
     layout = layout_of(300, 200)
     ours, theirs = on(device, True), on(device, False)

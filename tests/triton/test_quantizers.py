@@ -1,4 +1,4 @@
-"""Kernels that give every element a code against the verbs, to the bit; see `make triton`."""
+"""Kernels that give every element a code against the plain ops, to the bit; see `make triton`."""
 
 from __future__ import annotations
 

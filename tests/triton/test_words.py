@@ -1,4 +1,4 @@
-"""Kernels of the words family against the verbs, to the bit; see `make triton`."""
+"""Kernels of the words family against the plain ops, to the bit; see `make triton`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_damaged_or_not_finite_is_said(compressor, what, device):
 @given(data=st.data())
 @settings(deadline=None, max_examples=15, derandomize=True)
 def test_no_index_is_trusted(compressor, data, device):
-    """Bodies that nobody wrote: an error, or the sum of the verbs, whatever the bytes."""
+    """Bodies that nobody wrote: an error, or the sum of the plain ops, whatever the bytes."""
     layout, capacity = layout_of(300, 200), 20
     ours, theirs = on(device, True), on(device, False)
     dense = data.draw(st.booleans())

@@ -4,8 +4,8 @@
 
 #include <stdint.h>
 
-/* What functions return that fail: there is no memory; an index lies beyond the bucket. */
-enum { NO_MEMORY = -1, BEYOND = -2 };
+/* What functions return that fail: there is no memory; an index lies beyond the bucket; what is given does not fit. */
+enum { NO_MEMORY = -1, BEYOND = -2, INVALID = -3 };
 
 /* What a method does with an element, in numbers; see `Rule` in rules.py. */
 typedef struct {
@@ -19,7 +19,7 @@ typedef struct {
 
 /* Where the layers lie. */
 typedef struct {
-  const int64_t *layer_of_block;
+  const int32_t *layer_of_block;
   int64_t size, layers;
   int32_t block_bits, side; /* side: bytes before words and places in a body */
 } place;
@@ -101,12 +101,23 @@ typedef struct {
 /* u = momentum * u0 + g, r = r0 + u, or a step ahead. r0 may be r, and u0 u. */
 void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g, int64_t n,
                   float momentum, int nesterov);
+static inline uint32_t mix(uint32_t x) {
+  x = (x ^ x >> 16) * 0x45d9f3bu;
+  x = (x ^ x >> 16) * 0x45d9f3bu;
+  return x ^ x >> 16;
+}
+
+int gather(const float *x, int64_t size, const int64_t *index, int64_t n, float *out);
+int fill_at(float *x, int64_t size, const int64_t *index, int64_t n, float value);
+int add_at(float *x, int64_t size, const int64_t *index, int64_t n, const float *values);
+int sort(int64_t *x, int64_t n);
+int sum_finite(const float *x, int64_t n, int squares, int threads);
 void add_vectors(const float *x, const float *y, float *out, int64_t n);
 void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
 void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *groups);
 int all_finite(const float *x, int64_t n, int threads);
-void layer_histograms(const int64_t *offsets, const int64_t *sizes, int64_t layers, const float *x,
-                      int64_t bins, int64_t *counts, int threads);
+void layer_histograms(const band *bands, int64_t layers, const float *x, int64_t bins,
+                      int64_t *counts, int threads);
 void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,
              int64_t out_apart, int past, int threads);
 uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads);

@@ -2,7 +2,7 @@
  *
  * Every result equals the composite's to the bit: the same operations in the same order, no fused
  * multiply-add (compiled with -ffp-contract=off), sums folded in halves. No Python, no framework;
- * ops/native.py calls this through ctypes.
+ * calls.c has the table of them.
  */
 #include <math.h>
 #include <stdint.h>
@@ -38,124 +38,13 @@ FAST void add_vectors(const float *x, const float *y, float *out, int64_t n) {
   for (int64_t i = 0; i < n; i++) out[i] = x[i] + y[i];
 }
 
-FAST void accumulate_square(float *restrict x, const float *restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    float square = y[i] * y[i];
-    x[i] = x[i] + square;
-  }
-}
-
-/* -- finding ------------------------------------------------------------------------------- */
-
-/* Few elements pass, so 64 at a time are asked whether any does. */
-#define RUN 64
-
-#define FIND_PLAINLY(passes)                            \
-  int64_t count = 0;                                    \
-  for (int64_t i = 0; i < n; i++)                       \
-    if (passes) out[count++] = base + i;                \
-  return count;
-
-/* `compare` gives 8 flags as the signs of 8 floats, from x + i. */
-#define FIND_AVX2(compare, passes)                                                        \
-  int64_t count = 0, run = 0;                                                             \
-  for (; run + RUN <= n; run += RUN) {                                                    \
-    uint64_t flags = 0;                                                                   \
-    for (int64_t part = 0; part < RUN; part += 8) {                                       \
-      int64_t i = run + part;                                                             \
-      flags |= (uint64_t)(uint8_t)_mm256_movemask_ps(compare) << part;                    \
-    }                                                                                     \
-    for (; flags; flags &= flags - 1) out[count++] = base + run + __builtin_ctzll(flags); \
-  }                                                                                       \
-  for (int64_t i = run; i < n; i++)                                                       \
-    if (passes) out[count++] = base + i;                                                  \
-  return count;
-
-#define ABOVE ((fabsf(x[i]) >= bound) & (x[i] != 0.0f))
-
-static int64_t above_plainly(const float *x, int64_t n, float bound, int64_t base, int64_t *out) {
-  FIND_PLAINLY(ABOVE)
-}
-
-static int64_t greater_plainly(const float *x, const float *y, int64_t n, int64_t base,
-                               int64_t *out) {
-  FIND_PLAINLY(x[i] > y[i])
-}
-
-static int64_t beyond_plainly(const float *x, float y, int64_t n, int64_t base, int64_t *out) {
-  FIND_PLAINLY(x[i] > y)
-}
-
-#define EXCEEDS (x[i] * x[i] > y[i] * factor)
-
-static int64_t exceeding_plainly(const float *x, const float *y, float factor, int64_t n,
-                                 int64_t base, int64_t *out) {
-  FIND_PLAINLY(EXCEEDS)
-}
-
 #ifdef __x86_64__
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
-
-AVX2 static int64_t above_avx2(const float *x, int64_t n, float bound, int64_t base,
-                               int64_t *out) {
-  const __m256 least = _mm256_set1_ps(bound), zero = _mm256_setzero_ps();
-  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-#define SIZE _mm256_and_ps(_mm256_loadu_ps(x + i), magnitude)
-  FIND_AVX2(_mm256_and_ps(_mm256_cmp_ps(SIZE, least, _CMP_GE_OQ),
-                          _mm256_cmp_ps(SIZE, zero, _CMP_GT_OQ)),
-            ABOVE)
-}
-
-AVX2 static int64_t greater_avx2(const float *x, const float *y, int64_t n, int64_t base,
-                                 int64_t *out) {
-  FIND_AVX2(_mm256_cmp_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(y + i), _CMP_GT_OQ), x[i] > y[i])
-}
-
-AVX2 static int64_t beyond_avx2(const float *x, float y, int64_t n, int64_t base, int64_t *out) {
-  const __m256 least = _mm256_set1_ps(y);
-  FIND_AVX2(_mm256_cmp_ps(_mm256_loadu_ps(x + i), least, _CMP_GT_OQ), x[i] > y)
-}
-
-AVX2 static int64_t exceeding_avx2(const float *x, const float *y, float factor, int64_t n,
-                                   int64_t base, int64_t *out) {
-  const __m256 times = _mm256_set1_ps(factor);
-#define SQUARE _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(x + i))
-  FIND_AVX2(_mm256_cmp_ps(SQUARE, _mm256_mul_ps(_mm256_loadu_ps(y + i), times), _CMP_GT_OQ),
-            EXCEEDS)
-}
-
 #define BEST(name) (__builtin_cpu_supports("avx2") ? name##_avx2 : name##_plainly)
 #else
 #define BEST(name) name##_plainly
 #endif
-
-int64_t find_above(const float *x, int64_t n, const float *bounds, int64_t block, int64_t base,
-                   int64_t *out) {
-  int64_t count = 0;
-  for (int64_t start = 0, end; start < n; start = end) {
-    /* Neighbouring blocks mostly belong to one layer and have one bound. */
-    float bound = bounds[start / block];
-    for (end = start + block; end < n && bounds[end / block] == bound; end += block) continue;
-    end = end < n ? end : n;
-    if (isinf(bound)) continue; /* not wanted: not even read */
-    count += BEST(above)(x + start, end - start, bound, base + start, out + count);
-  }
-  return count;
-}
-
-int64_t find_greater(const float *x, const float *y, int64_t n, int64_t base, int64_t *out) {
-  return BEST(greater)(x, y, n, base, out);
-}
-
-int64_t find_exceeding(const float *x, const float *y, float factor, int64_t n, int64_t base,
-                       int64_t *out) {
-  return BEST(exceeding)(x, y, factor, n, base, out);
-}
-
-int64_t find_beyond(const float *x, float y, int64_t n, int64_t base, int64_t *out) {
-  return BEST(beyond)(x, y, n, base, out);
-}
 
 /* Ascending, of what is not negative: 11 bits at a time, from the lowest; 0, or -1 without memory. */
 int sort(int64_t *x, int64_t n) {
@@ -179,12 +68,12 @@ int sort(int64_t *x, int64_t n) {
 
 /* -- single elements, far apart ------------------------------------------------------------ */
 
-/* Fetched ahead; 0, or -1 at the first index that is not below size. */
+/* Fetched ahead; 0, or BEYOND at the first index that is not below size. */
 #define AHEAD 24
 #define EACH_INDEX(does)                                                 \
   for (int64_t i = 0; i < n; i++) {                                      \
     __builtin_prefetch(x + index[i + AHEAD < n ? i + AHEAD : i], 1);     \
-    if ((uint64_t)index[i] >= (uint64_t)size) return -1;                 \
+    if ((uint64_t)index[i] >= (uint64_t)size) return BEYOND;                 \
     does;                                                                \
   }                                                                      \
   return 0;
@@ -264,7 +153,7 @@ static void turn_tile(const float *const *from, float *const *to, int past) {
  *
  * past: whether out is not needed soon, and may be written past the caches.
  */
-void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,
+PUBLIC void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,
              int64_t out_apart, int past, int threads) {
   int wide = c > a; /* rows are of a and b, or of a alone */
   int64_t rows = wide ? a * b : a, columns = wide ? c : b * c;
@@ -674,18 +563,18 @@ FAST static int64_t count_from(const float *x, int64_t n, float first) {
 }
 
 /* counts [bins, layers]: how much of each layer lies in equal bins between its extremes. */
-void layer_histograms(const int64_t *offsets, const int64_t *sizes, int64_t layers, const float *x,
-                      int64_t bins, int64_t *counts, int threads) {
+void layer_histograms(const band *bands, int64_t layers, const float *x, int64_t bins,
+                      int64_t *counts, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
   for (int64_t layer = 0; layer < layers; layer++) {
-    const float *own = x + offsets[layer];
-    int64_t above = sizes[layer];
+    const float *own = x + bands[layer].start;
+    int64_t size = bands[layer].length, above = size;
     float low, high;
     extremes(own, above, &low, &high);
     float width = (high - low) / (float)bins;
     for (int64_t bin = 0; bin < bins; bin++) {
       float edge = width * (float)(bin + 1);
-      int64_t beyond = bin + 1 < bins ? count_from(own, sizes[layer], low + edge) : 0;
+      int64_t beyond = bin + 1 < bins ? count_from(own, size, low + edge) : 0;
       counts[bin * layers + layer] = above - beyond;
       above = beyond;
     }
@@ -693,12 +582,6 @@ void layer_histograms(const int64_t *offsets, const int64_t *sizes, int64_t laye
 }
 
 /* -- codes for every element ------------------------------------------------------------------ */
-
-static inline uint32_t mix(uint32_t x) {
-  x = (x ^ x >> 16) * 0x45d9f3bu;
-  x = (x ^ x >> 16) * 0x45d9f3bu;
-  return x ^ x >> 16;
-}
 
 FAST static void level_codes(const float *x, int64_t n, float inverse, int levels, uint32_t first,
                              uint32_t key, uint8_t *codes) {

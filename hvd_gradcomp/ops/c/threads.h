@@ -13,6 +13,9 @@
 #define FAST
 #endif
 
+/* A function that Python calls. */
+#define PUBLIC __attribute__((visibility("default")))
+
 /* What follows is a loop over pieces, of which each is one thread's. */
 #define IN_PIECES _Pragma("omp parallel for num_threads(threads) if (threads > 1) schedule(static)")
 

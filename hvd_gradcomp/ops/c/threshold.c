@@ -1,6 +1,6 @@
-/* The passes of codecs/threshold.py: each one walk over a bucket, or over what is sent of it.
+/* Kernels of codecs/threshold.py: each one walk over a bucket, or over what is sent of it.
  *
- * Every result equals that of the verbs to the bit; see quant.c for how. A pass is cut into as many
+ * Every result equals that of the plain ops to the bit; see quant.c for how. A kernel is cut into as many
  * pieces as it gets threads, at borders that do not depend on what the pieces hold.
  */
 #include "rows.h"

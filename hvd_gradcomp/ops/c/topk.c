@@ -1,6 +1,6 @@
-/* The passes of codecs/topk.py: the k largest of each group, and nothing is sorted for it.
+/* Kernels of codecs/topk.py: the k largest of each group, and nothing is sorted for it.
  *
- * A group is a layer, or the model. Every result equals that of the verbs to the bit, whatever the
+ * A group is a layer, or the model. Every result equals that of the plain ops to the bit, whatever the
  * number of threads; see threshold.c.
  */
 #include "rows.h"

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building
 from hvd_gradcomp.ops.tensorflow.fused import ThresholdKernels, TopKKernels
+from hvd_gradcomp.ops.tensorflow.kernels import Kernels
 
 WORD = 1 << 32
 ASSERTION = "hvd_gradcomp"  # prefix of the message of a failed check in a graph
@@ -50,7 +51,8 @@ class Base(Ops):
     def __init__(self, static: bool = False) -> None:
         self.dynamic_shapes = not static
         on_host = self.dynamic_shapes and not tf.config.get_visible_devices("GPU")
-        self.native = library() if on_host else None
+        loaded = library() if on_host else None
+        self.native = None if loaded is None else Kernels(loaded)
         if self.native is not None:
             self.threshold_kernels = ThresholdKernels(self.native)
             self.topk_kernels = TopKKernels(self.native)
@@ -73,11 +75,6 @@ def shape_of(shape: Sequence[Any]) -> Any:
     if all(isinstance(extent, int) for extent in shape):
         return tuple(shape)
     return tf.stack([tf.cast(extent, tf.int64) for extent in shape])
-
-
-def integer(value: Any) -> Tensor:
-    """Convert to int64; a Python integer becomes one node of a graph."""
-    return tf.constant(value, tf.int64) if isinstance(value, int) else tf.cast(value, tf.int64)
 
 
 def low_word(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.tensorflow.base import WORD, Base, low_word, shape_of
 
 
@@ -36,17 +37,13 @@ class BitPacking(Base):
     def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
         if self.native is None:
             return super().bit_planes(groups, bits)
-        return self.native.gradcomp_bit_planes(groups, bits=bits)
+        outputs = [(tf.int64, (groups.shape[0], bits))]
+        return self.native("bit_planes", (groups,), outputs, (bits,))[0]
 
     def from_bit_planes(self, planes: Tensor) -> Tensor:
         if self.native is None:
             return super().from_bit_planes(planes)
-        return self.native.gradcomp_from_bit_planes(planes)
-
-    def weighted_sum(self, data: Tensor) -> Tensor:
-        if self.native is None:
-            return super().weighted_sum(data)
-        return self.native.gradcomp_weighted_sum(data)
+        return self.native("from_bit_planes", (planes,), [(tf.int64, (planes.shape[0], GROUP))])[0]
 
 
 def head_of(x: Tensor) -> tuple[Any, ...]:

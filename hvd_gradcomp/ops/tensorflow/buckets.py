@@ -23,7 +23,8 @@ class Buckets(Base):
 
     def _climb(self, capacities: Sequence[int], patience: int, state: Sequence[Tensor]) -> Any:
         assert self.native is not None
-        return self.native.gradcomp_climb(list(state), capacities=capacities, patience=patience)
+        outputs = [(tf.bool if i == 2 else tf.int64, ()) for i in range(6)]
+        return self.native("climb", (*state, list(capacities)), outputs, (patience,))
 
     def flatten(self, layout: Layout, values: Sequence[Tensor | None], dtype: str) -> Tensor:
         """Flatten the layers' values into the bucket: [layout.size], zeros where there are none."""
@@ -36,7 +37,7 @@ class Buckets(Base):
             return tf.zeros((layout.size,), dtype)
         if self.native is not None and dtype == "float32":
             pieces, axes, offsets = zip(*known)
-            return self.native.gradcomp_flatten(
+            return self.native.flatten(
                 pieces, offsets=offsets, axes=sum(axes, ()), size=layout.size
             )
         flat, end = [], 0
@@ -50,7 +51,7 @@ class Buckets(Base):
     def cut(self, layout: Layout, bucket: Tensor) -> Sequence[Tensor]:
         """Invert `flatten`."""
         if self.native is not None and bucket.dtype == tf.float32:
-            return self.native.gradcomp_cut(
+            return self.native.cut(
                 bucket,
                 count=len(layout.stored),
                 offsets=layout.offsets,

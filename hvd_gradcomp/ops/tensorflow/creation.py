@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import Base, integer, shape_of
+from hvd_gradcomp.ops.tensorflow.base import Base, shape_of
+from hvd_gradcomp.ops.tensorflow.kernels import integers
 
 
 class Creation(Base):
@@ -28,9 +29,7 @@ class Creation(Base):
         return tf.constant(getattr(layout, field), tf.int64)
 
     def words(self, values: Sequence[Any]) -> Tensor:
-        if all(isinstance(value, int) for value in values):
-            return tf.constant(values, tf.int64)
-        return tf.stack([integer(value) for value in values])
+        return integers(list(values))
 
     def reals(self, values: Sequence[float]) -> Tensor:
         return tf.constant(values, tf.float32)

@@ -42,15 +42,19 @@ class ThresholdKernels:
         """Encode one rank's step, like PyTorch's kernel, but nothing is left to settle."""
         memory = [memory[0], memory[1]] if rule.ambiguity else [memory[0]]
         moments = [] if moment is None or not rule.ambiguity else [moment]
-        turn, capacity = tf.cast(turn, tf.int64), _capacity(level)
-        written = self.native.gradcomp_write_words(
-            memory, gradient, moments, turn, capacity, **_numbers(rule, layout)
+        known = isinstance(level.dense, bool) and isinstance(level.capacity, int)
+        size = rule.body_bytes(layout, level) if known else None
+        counts = [(tf.int64, ()), (tf.int64, ()), (tf.int64, (len(layout.sizes),))]
+        outputs = [(tf.uint8, (size,)), *counts, *[(tf.float32, x.shape) for x in memory]]
+        ints = turn, _capacity(level), rule.flags, 1
+        body, sent, wanted, per_layer, *settled = self.native(
+            "threshold_write",
+            (layout.numbers, gradient, *memory, *moments),
+            outputs,
+            ints,
+            rule.reals,
         )
-        body = written.body
-        if isinstance(level.dense, bool) and isinstance(level.capacity, int):
-            body = tf.ensure_shape(body, (rule.body_bytes(layout, level),))
-        per_layer = before + written.per_layer
-        return Written(body, written.sent, written.wanted, per_layer, written.settled)
+        return Written(body, sent, wanted, before + per_layer, settled)
 
     def add(
         self,
@@ -68,9 +72,9 @@ class ThresholdKernels:
                 error with the same text.
         """
         with _eager_errors():
-            return self.native.gradcomp_add_words(
-                room, bodies, weights, _capacity(level), **_numbers(rule, layout)
-            )
+            given = layout.numbers, bodies, weights, room
+            ints, outputs = (_capacity(level), rule.flags), [(tf.float32, room.shape)]
+            return self.native("threshold_add", given, outputs, ints, rule.reals)[0]
 
 
 class TopKKernels:
@@ -105,24 +109,19 @@ class TopKKernels:
         With `looks` the memory is not changed.
         """
         layout = scope.layout
-        written = self.native.gradcomp_write_largest(
-            list(memory),
-            gradient,
-            tf.constant(most, tf.int64) if quota is None else quota,
-            tf.constant(scope.slack(most), tf.int64),
-            hint,
-            tf.cast(turn, tf.int64),
-            _flat(form),
-            **how._asdict(),
-            looks=looks,
-            whole=scope.whole,
-            strides=layout.strides,
-            **_bucket(layout),
+        given = (
+            *(layout.numbers, _numbers(form), layout.strides),
+            *(most if quota is None else quota, scope.slack(most), hint, gradient, *memory),
         )
-        body, sent, per_layer, hint = written.body, written.sent, written.per_layer, written.next
-        if isinstance(form, Form):
-            body = tf.ensure_shape(body, (form.size,))
-        return Written(body, sent, sent, before + per_layer, written.settled, hint=hint)
+        counts = [(tf.int64, ()), (tf.int64, ()), (tf.int64, (len(layout.sizes),))]
+        size = form.size if isinstance(form, Form) else None
+        outputs = [(tf.uint8, (size,)), *counts, (tf.float32, hint.shape)]
+        outputs += [] if looks else [(tf.float32, x.shape) for x in memory]
+        ints = turn, scope.whole, how.nesterov, how.masking, 1
+        body, sent, _, per_layer, hint, *settled = self.native(
+            "topk_write", given, outputs, ints, (how.momentum,)
+        )
+        return Written(body, sent, sent, before + per_layer, settled, hint=hint)
 
     def choose(
         self,
@@ -143,10 +142,8 @@ class TopKKernels:
     ) -> Tensor:
         """Return r plus the gradient at a body's indices, like PyTorch's kernel."""
         with _eager_errors():
-            values = self.native.gradcomp_read_chosen(
-                r, gradient, body, _flat(form), **_bucket(layout)
-            )
-        return tf.ensure_shape(values, (form.capacity,))
+            given = layout.numbers, form.numbers, body, r, gradient
+            return self.native("topk_values", given, [(tf.float32, (form.capacity,))])[0]
 
     def replace(
         self,
@@ -159,10 +156,14 @@ class TopKKernels:
         gradient: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Replace values at a body's indices, like PyTorch's kernel."""
-        given, shares = (r, gradient, body, total, _flat(form)), {"beta": beta, "keeps": 1.0 - beta}
+        given = layout.numbers, form.numbers, body, r, gradient, total
+        sums = (tf.float32, r.shape)
+        outputs = sums, sums, (tf.int64, (len(layout.sizes),))
         with _eager_errors():
-            replaced = self.native.gradcomp_replace_chosen(*given, **shares, **_bucket(layout))
-        return replaced.mean, replaced.after, replaced.per_layer
+            mean, after, per_layer = self.native(
+                "topk_replace", given, outputs, (), (beta, 1.0 - beta)
+            )
+        return mean, after, per_layer
 
     def add(
         self,
@@ -174,9 +175,8 @@ class TopKKernels:
     ) -> Tensor:
         """Sum `weights[rank] * values of the rank`; raises like `ThresholdKernels.add`."""
         with _eager_errors():
-            return self.native.gradcomp_add_largest(
-                room, bodies, weights, _flat(form), **_bucket(layout)
-            )
+            given = layout.numbers, _numbers(form), bodies, weights, room
+            return self.native("topk_add", given, [(tf.float32, room.shape)])[0]
 
 
 @contextmanager
@@ -191,20 +191,12 @@ def _eager_errors() -> Iterator[None]:
         raise PayloadError(said) from None
 
 
-def _flat(form: Form | Tensor) -> Tensor:
-    return tf.constant(form.numbers, tf.int64) if isinstance(form, Form) else form
+def _numbers(form: Form | Tensor) -> Any:
+    return form.numbers if isinstance(form, Form) else form
 
 
-def _bucket(layout: Layout) -> dict[str, Any]:
-    return {"sizes": layout.sizes, "block_bits": layout.block_bits, "size": layout.size}
-
-
-def _numbers(rule: Rule, layout: Layout) -> dict[str, Any]:
-    return {"rule": [float(number) for number in rule.numbers], **_bucket(layout)}
-
-
-def _capacity(level: CapacityLevel) -> Tensor:
-    """Return the capacity as the custom ops take it; -1 for dense."""
+def _capacity(level: CapacityLevel) -> Any:
+    """Return the capacity as C takes it; -1 for dense."""
     if isinstance(level.dense, bool):
-        return tf.constant(-1, tf.int64) if level.dense else tf.cast(level.capacity, tf.int64)
+        return -1 if level.dense else level.capacity
     return tf.where(level.dense, tf.constant(-1, tf.int64), tf.cast(level.capacity, tf.int64))

@@ -18,7 +18,9 @@ class Headers(Base):
     def framed(self, words: Tensor, body: Tensor) -> Tensor:
         if self.native is None:
             return super().framed(words, body)
-        return self.native.gradcomp_frame(words, body)
+        known = body.shape[0] is not None and words.shape[0] is not None
+        size = 4 * (words.shape[0] + 1) + body.shape[0] if known else None
+        return self.native("frame", (words, body), [(tf.uint8, (size,))])[0]
 
     def examine(
         self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
@@ -26,6 +28,10 @@ class Headers(Base):
         if self.native is None:
             return super().examine(frames, count, fields, expected)
         numbers = [number for field in fields for number in field]
-        given = frames, self.words(expected)
-        words, held = self.native.gradcomp_examine(*given, count=count, fields=numbers)
+        outputs = [
+            (tf.int64, (frames.shape[0], count)),
+            (tf.bool, (1 + len(fields), frames.shape[0])),
+        ]
+        given = frames, numbers, self.words(expected)
+        words, held = self.native("examine", given, outputs, (count,))
         return words, tf.unstack(held, 1 + len(fields))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.tensorflow.base import Base, integer, numbers
+from hvd_gradcomp.ops.tensorflow.base import Base, numbers
 
 
 class Quantization(Base):
@@ -15,26 +17,27 @@ class Quantization(Base):
     def key(self, step: Any, salt: int) -> Tensor:
         if self.native is None:
             return super().key(step, salt)
-        return self.native.gradcomp_key(integer(step), salt=salt)
+        return self.native("key", (), [(tf.int64, (2,))], (step, salt))[0]
 
     def group_maxima(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_maxima(row_groups, x)
-        return self.native.gradcomp_group_maxima(x, bands=numbers(row_groups))
+        outputs = [(tf.float32, (row_groups.groups,))]
+        return self.native("group_maxima", (numbers(row_groups), x), outputs)[0]
 
     def group_squares(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.native is None:
             return super().group_squares(row_groups, x)
-        return self.native.gradcomp_group_squares(x, bands=numbers(row_groups))
+        outputs = [(tf.float32, (row_groups.groups,))]
+        return self.native("group_squares", (numbers(row_groups), x), outputs)[0]
 
     def encode_levels(
         self, row_groups: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor | None
     ) -> Tensor:
         if self.native is None or key is None:
             return super().encode_levels(row_groups, x, scale, bits, key)
-        return self.native.gradcomp_encode_levels(
-            x, scale, key, bands=numbers(row_groups), bits=bits
-        )
+        given = numbers(row_groups), x, scale, key
+        return self.native("encode_levels", given, [(tf.uint8, _packed(x, bits))], (bits,))[0]
 
     def add_levels(
         self,
@@ -48,20 +51,18 @@ class Quantization(Base):
     ) -> Tensor:
         if self.native is None:
             return super().add_levels(row_groups, base, room, packed, scale, bits, weights)
-        return self.native.gradcomp_add_levels(
-            room if base is None else base,
-            packed,
-            scale,
-            weights,
-            bands=numbers(row_groups),
-            bits=bits,
-            from_zero=base is None,
-        )
+        start = room if base is None else base
+        given = numbers(row_groups), start, packed, scale, weights
+        return self.native("add_levels", given, [(tf.float32, start.shape)], (bits, base is None))[
+            0
+        ]
 
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
             return super().encode_signs(row_groups, x)
-        above, below, packed = self.native.gradcomp_encode_signs(x, bands=numbers(row_groups))
+        means = (tf.float32, (row_groups.groups,))
+        outputs = means, means, (tf.uint8, _packed(x, 1))
+        above, below, packed = self.native("encode_signs", (numbers(row_groups), x), outputs)
         return above, below, packed
 
     def add_signs(
@@ -76,12 +77,11 @@ class Quantization(Base):
     ) -> Tensor:
         if self.native is None:
             return super().add_signs(row_groups, base, room, packed, above, below, weights)
-        return self.native.gradcomp_add_signs(
-            room if base is None else base,
-            packed,
-            above,
-            below,
-            weights,
-            bands=numbers(row_groups),
-            from_zero=base is None,
-        )
+        start = room if base is None else base
+        given = numbers(row_groups), start, packed, above, below, weights
+        return self.native("add_signs", given, [(tf.float32, start.shape)], (base is None,))[0]
+
+
+def _packed(x: Tensor, bits: int) -> tuple[int | None]:
+    """Return the shape of packed codes."""
+    return (None if x.shape[0] is None else x.shape[0] // 8 * bits,)

@@ -37,7 +37,7 @@ class Reduction(Base):
 
     def finite(self, x: Tensor) -> Any:
         if self.native is not None and x.dtype == tf.float32:
-            finite = self.native.gradcomp_finite(x)
+            finite = self.native("finite", (x,), [(tf.bool, ())])[0]
         else:
             finite = tf.reduce_all(tf.math.is_finite(x))
         return bool(finite) if tf.executing_eagerly() else finite
@@ -57,4 +57,5 @@ class Reduction(Base):
         row_groups = [
             n for start, size in zip(layout.offsets, layout.sizes) for n in (start, 1, size)
         ]
-        return self.native.gradcomp_layer_histograms(x, bands=row_groups, bins=bins)
+        outputs = [(tf.int64, (bins, len(layout.sizes)))]
+        return self.native("layer_histograms", (row_groups, x), outputs, (bins,))[0]

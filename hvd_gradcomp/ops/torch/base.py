@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.ops.torch.fused import ThresholdKernels, TopKKernels
+from hvd_gradcomp.ops.torch.kernels import Kernels
 
 DTYPES = {
     "float64": torch.float64,
@@ -46,7 +48,8 @@ class Base(Ops):
         self.device = torch.device(device)
         self.on_host = self.device.type == "cpu"
         self.dynamic_shapes = self.on_host and not static
-        self.native = library() if self.dynamic_shapes else None
+        loaded = library() if self.dynamic_shapes else None
+        self.native = None if loaded is None else Kernels(loaded)
         self.threshold_kernels: Any = ThresholdKernels(self) if self.native is not None else None
         self.topk_kernels: Any = TopKKernels(self) if self.native is not None else None
         self.kernels: Any = None
@@ -59,7 +62,7 @@ class Base(Ops):
 
             self.kernels, self.threshold_kernels = Common(self), TritonThreshold(self)
             self.topk_kernels, self.quantizers = TritonTopK(self), Quantizers(self)
-        self._bands: dict[RowGroups, Any] = {}
+        self._bands: dict[RowGroups, array[int]] = {}
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
@@ -202,12 +205,6 @@ def _place(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def check(failed: int) -> None:
-    """Raise an error if C could not allocate memory."""
-    if failed:
-        raise MemoryError("no memory to compress a layer with")
-
-
 def low_word(x: Tensor) -> Tensor:
     """Return the low 32 bits of int64 in [0, 2**32) as int32: a narrowing cast is modulo 2**32."""
     return x.to(torch.int32)
@@ -226,10 +223,3 @@ def raise_false(messages: Sequence[str], held: Tensor, error: type[Exception]) -
 def walked(x: Tensor) -> bool:
     """Return True if C can traverse x as it is: float32, contiguous."""
     return x.dtype == torch.float32 and x.is_contiguous()
-
-
-def walkable(x: Tensor) -> Tensor:
-    """Return x with rows that C can traverse: contiguous, a multiple of 4 bytes apart."""
-    apart = x.stride(0) * x.element_size(), x.storage_offset() * x.element_size()
-    aligned = x.stride(1) == 1 and not any(number % 4 for number in apart)
-    return x if aligned else x.contiguous()

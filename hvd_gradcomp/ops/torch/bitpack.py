@@ -33,7 +33,7 @@ class BitPacking(Base):
             return super().bit_planes(groups, bits)
         groups = groups.contiguous()
         planes = self._empty(groups.shape[0], bits, dtype=torch.int64)
-        self.native.bit_planes(groups.data_ptr(), groups.shape[0], bits, planes.data_ptr())
+        self.native("bit_planes", (groups,), (planes,), (bits,))
         return planes
 
     def from_bit_planes(self, planes: Tensor) -> Tensor:
@@ -41,18 +41,8 @@ class BitPacking(Base):
             return super().from_bit_planes(planes)
         planes = planes.contiguous()
         groups = self._empty(planes.shape[0], GROUP, dtype=torch.int64)
-        self.native.from_bit_planes(planes.data_ptr(), *planes.shape, groups.data_ptr())
+        self.native("from_bit_planes", (planes,), (groups,))
         return groups
-
-    def weighted_sum(self, data: Tensor) -> Tensor:
-        if self.native is None:
-            return super().weighted_sum(data)
-        rows = [row.contiguous() for row in data.reshape(data.shape[:-1].numel(), -1)]
-        sums = [
-            self.native.weighted_sum(r.data_ptr(), r.shape[0] // 4, torch.get_num_threads())
-            for r in rows
-        ]
-        return self.from_host(sums, torch.int64).view(data.shape[:-1])
 
 
 def _whole_words(x: Tensor) -> bool:

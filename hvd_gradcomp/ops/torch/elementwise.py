@@ -8,7 +8,6 @@ import torch
 
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
-from hvd_gradcomp.ops.torch.conditions import Greater
 
 
 class Elementwise(Base):
@@ -39,8 +38,6 @@ class Elementwise(Base):
         return torch.where(condition, x, y)
 
     def greater(self, x: Tensor, y: Any) -> Tensor:
-        if self.native is not None and self._lent is not None and x.dtype == torch.float32:
-            return Greater(x, y)
         if self.on_host and x.dtype == torch.float32:
             flags = self._scratch(x, torch.bool)
             return x.gt_(y).bool() if flags is None else flags.copy_(x.gt_(y))
@@ -79,8 +76,7 @@ class Elementwise(Base):
         if self.native is None:
             return super().advance(r, u, gradient, momentum, nesterov)
         r, u, gradient = self.own(r), self.own(u), gradient.contiguous()
-        both = r.data_ptr(), u.data_ptr()
-        self.native.add_momentum(*both, *both, gradient.data_ptr(), r.shape[0], momentum, nesterov)
+        self.native("add_momentum", (r, u, gradient), (r, u), (nesterov,), (momentum,))
         return r, u
 
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:

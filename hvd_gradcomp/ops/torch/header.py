@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
 from hvd_gradcomp.ops.interface.header import BEYOND, Admitted, Field, ReductionSpec
-from hvd_gradcomp.ops.torch.base import HEAD, Base, walkable, walked
+from hvd_gradcomp.ops.torch.base import HEAD, Base, walked
+from hvd_gradcomp.ops.torch.kernels import walkable
 
 
 class Headers(Base):
@@ -24,10 +25,11 @@ class Headers(Base):
         if self.native is None or not known:
             return super().frame(values, finite, parts)
         body = self.concat(parts) if len(parts) > 1 else parts[0].contiguous()
-        head = (ctypes.c_uint32 * (len(values) + 2))(*values, not finite)
-        words = len(head) - 1, body.data_ptr(), body.shape[0] // 4, torch.get_num_threads()
-        head[-1] = self.native.frame_sum(head, *words)
-        return self.headed(torch.frombuffer(head, dtype=torch.uint8), body)
+        words = array("q", (*values, not finite))
+        size = 4 * (len(words) + 1)
+        whole = self.headed(self._empty(size, dtype=torch.uint8), body)
+        self.native("frame", (words, whole[size:]), (whole,))
+        return whole
 
     def examine(
         self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
@@ -35,16 +37,12 @@ class Headers(Base):
         if self.native is None:
             return super().examine(frames, count, fields, expected)
         frames = walkable(frames)
-        rows, (length, rest) = frames.shape[0], divmod(frames.shape[1], 4)
-        if rest or length <= count:  # C reads whole words, and this many, unchecked
+        if frames.shape[1] % 4 or frames.shape[1] < 4 * (count + 1):
             raise PayloadError(f"a frame has {frames.shape[1]} bytes: a payload is damaged")
-        words = self._empty(rows, count, dtype=torch.int64)
-        held = self._empty(len(fields) + 1, rows, dtype=torch.bool)
-        numbers = (ctypes.c_int64 * len(expected))(*map(int, expected))
-        given = frames.data_ptr(), rows, frames.stride(0) // 4, length, count
-        asked = _numbers(tuple(fields)), len(fields), numbers
-        into = words.data_ptr(), held.data_ptr(), torch.get_num_threads()
-        self.native.examine(*given, *asked, *into)
+        words = self._empty(frames.shape[0], count, dtype=torch.int64)
+        held = self._empty(len(fields) + 1, frames.shape[0], dtype=torch.bool)
+        given = frames, _numbers(tuple(fields)), array("q", map(int, expected))
+        self.native("examine", given, (words, held), (count,))
         return words, list(held)
 
     def headed(self, head: Tensor, body: Tensor) -> Tensor:
@@ -91,8 +89,9 @@ class Headers(Base):
             return self.kernels.sound(x, how), x
         if self.native is None or how == "elements" or not walked(x):
             return super().sound(x, how)
-        given = x.data_ptr(), x.numel(), how == "squares", torch.get_num_threads()
-        return bool(self.native.sum_finite(*given)), x
+        fine = array("B", (0,))
+        self.native("sum_finite", (x,), (fine,), (how == "squares",))
+        return bool(fine[0]), x
 
     def sound_with(self, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
         if self.kernels is None:
@@ -101,6 +100,6 @@ class Headers(Base):
 
 
 @lru_cache(maxsize=4)
-def _numbers(fields: tuple[Field, ...]) -> Any:
+def _numbers(fields: tuple[Field, ...]) -> array[int]:
     """Return the fields as structs `field` in kernels.h."""
-    return (ctypes.c_int64 * (3 * len(fields)))(*(number for field in fields for number in field))
+    return array("q", (number for field in fields for number in field))

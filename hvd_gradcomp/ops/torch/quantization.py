@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ import torch
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.interface.quantization import FACTOR
-from hvd_gradcomp.ops.torch.base import Base, check, walkable
+from hvd_gradcomp.ops.torch.base import Base
+from hvd_gradcomp.ops.torch.kernels import walkable
 
 
 class Quantization(Base):
@@ -32,9 +33,7 @@ class Quantization(Base):
         if self.native is None:
             return super().group_maxima(row_groups, x)
         x, out = x.contiguous(), self._empty(row_groups.groups)
-        self.native.group_maxima(
-            *self._of(row_groups), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
-        )
+        self.native("group_maxima", (self._of(row_groups), x), (out,))
         return out
 
     def group_squares(self, row_groups: RowGroups, x: Tensor) -> Tensor:
@@ -43,8 +42,7 @@ class Quantization(Base):
         if self.native is None:
             return super().group_squares(row_groups, x)
         x, out = x.contiguous(), self._empty(row_groups.groups)
-        given = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
-        check(self.native.group_squares(*self._of(row_groups), *given))
+        self.native("group_squares", (self._of(row_groups), x), (out,))
         return out
 
     def group_norms(self, row_groups: RowGroups, x: Tensor) -> Tensor:
@@ -66,16 +64,7 @@ class Quantization(Base):
             return super().encode_levels(row_groups, x, scale, bits, key)
         x, scale = x.contiguous(), scale.contiguous()
         packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
-        self.native.encode_levels(
-            *self._of(row_groups),
-            x.data_ptr(),
-            x.shape[0],
-            scale.data_ptr(),
-            bits,
-            *key.tolist(),
-            packed.data_ptr(),
-            torch.get_num_threads(),
-        )
+        self.native("encode_levels", (self._of(row_groups), x, scale, key), (packed,), (bits,))
         return packed
 
     def add_levels(
@@ -94,21 +83,9 @@ class Quantization(Base):
             return super().add_levels(row_groups, base, room, packed, scale, bits, weights)
         room = self.room(room)
         packed, scale, weights = walkable(packed), walkable(scale), weights.contiguous()
-        base = base if base is None else base.contiguous()
-        self.native.add_levels(
-            *self._of(row_groups),
-            None if base is None else base.data_ptr(),
-            room.data_ptr(),
-            room.shape[0],
-            packed.shape[0],
-            packed.data_ptr(),
-            packed.stride(0) // 4,
-            scale.data_ptr(),
-            scale.stride(0),
-            bits,
-            weights.data_ptr(),
-            torch.get_num_threads(),
-        )
+        start = room if base is None else base.contiguous()
+        given = self._of(row_groups), start, packed, scale, weights
+        self.native("add_levels", given, (room,), (bits, base is None))
         return room
 
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,9 +95,7 @@ class Quantization(Base):
             return super().encode_signs(row_groups, x)
         x, (above, below) = x.contiguous(), self._empty(2, row_groups.groups)
         packed = self._empty(x.shape[0] // 8, dtype=torch.uint8)
-        out = (above.data_ptr(), below.data_ptr(), packed.data_ptr())
-        given = x.data_ptr(), x.shape[0], *out, torch.get_num_threads()
-        check(self.native.encode_signs(*self._of(row_groups), *given))
+        self.native("encode_signs", (self._of(row_groups), x), (above, below, packed))
         return above, below, packed
 
     def add_signs(
@@ -139,29 +114,17 @@ class Quantization(Base):
             return super().add_signs(row_groups, base, room, packed, above, below, weights)
         room = self.room(room)
         packed, above, below = walkable(packed), above.contiguous(), below.contiguous()
-        base, weights = base if base is None else base.contiguous(), weights.contiguous()
-        self.native.add_signs(
-            *self._of(row_groups),
-            None if base is None else base.data_ptr(),
-            room.data_ptr(),
-            room.shape[0],
-            packed.shape[0],
-            packed.data_ptr(),
-            packed.stride(0) // 4,
-            above.data_ptr(),
-            below.data_ptr(),
-            above.stride(0),
-            weights.data_ptr(),
-            torch.get_num_threads(),
-        )
+        start = room if base is None else base.contiguous()
+        given = self._of(row_groups), start, packed, above, below, weights.contiguous()
+        self.native("add_signs", given, (room,), (base is None,))
         return room
 
-    def _of(self, row_groups: RowGroups) -> tuple[Any, int]:
+    def _of(self, row_groups: RowGroups) -> array[int]:
         """Return the bands as C takes them."""
         if row_groups not in self._bands:
             numbers = [number for band in row_groups.runs for number in band]
-            self._bands[row_groups] = (ctypes.c_int64 * len(numbers))(*numbers)
-        return self._bands[row_groups], len(row_groups.runs)
+            self._bands[row_groups] = array("q", numbers)
+        return self._bands[row_groups]
 
 
 def _mix(x: int) -> int:

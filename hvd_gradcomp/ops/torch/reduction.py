@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import Base, check, walkable, walked
+from hvd_gradcomp.ops.torch.base import Base, walked
+from hvd_gradcomp.ops.torch.kernels import walkable
 
 _EVEN_BYTES, _EACH_PAIR = 0x00FF00FF00FF00FF, 0x0001000100010001  # of a word of eight bytes
 
@@ -33,7 +34,7 @@ class Reduction(Base):
         if self.native is None:
             return torch.sort(x).values
         x = x.clone()
-        check(self.native.sort(x.data_ptr(), x.shape[0]))
+        self.native("sort", (), (x,))
         return x
 
     def count_below(self, ascending: Tensor, x: Tensor) -> Tensor:
@@ -44,7 +45,9 @@ class Reduction(Base):
 
     def finite(self, x: Tensor) -> Any:
         if self.native is not None and walked(x):
-            return bool(self.native.all_finite(x.data_ptr(), x.numel(), torch.get_num_threads()))
+            fine = array("B", (0,))
+            self.native("finite", (x,), (fine,))
+            return bool(fine[0])
         total = x.sum()  # a NaN or an infinity survives a sum, but large numbers may overflow too
         if not self.dynamic_shapes:
             return torch.isfinite(x).all()
@@ -68,21 +71,17 @@ class Reduction(Base):
         return (total * _EACH_PAIR >> 48) & 0xFFFF
 
     def layer_histograms(self, layout: Layout, x: Tensor, bins: int) -> Tensor:
-        if self.native is None:
+        if self.native is None or not all(layout.sizes):
             return super().layer_histograms(layout, x, bins)
         x, counts = x.contiguous(), self._empty(bins, len(layout.names), dtype=torch.int64)
-        tables = (self.table(layout, name).data_ptr() for name in ("offsets", "sizes"))
-        out = counts.data_ptr(), torch.get_num_threads()
-        self.native.layer_histograms(*tables, len(layout.names), x.data_ptr(), bins, *out)
+        pieces = [n for start, size in zip(layout.offsets, layout.sizes) for n in (start, 1, size)]
+        row_groups = array("q", pieces)
+        self.native("layer_histograms", (row_groups, x), (counts,), (bins,))
         return counts
 
     def peaks(self, x: Tensor) -> Tensor:
         if self.native is None:
             return super().peaks(x)
-        (rows, length), out, x = x.shape, self._empty(x.shape[0]), walkable(x)
-        numbers = [number for row in range(rows) for number in (row * x.stride(0), 1, length)]
-        row_groups = (ctypes.c_int64 * len(numbers))(*numbers)
-        self.native.group_maxima(
-            row_groups, rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads()
-        )
+        x, out = walkable(x), self._empty(x.shape[0])
+        self.native("peaks", (x,), (out,))
         return out

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch.base import TILE, Base
-from hvd_gradcomp.ops.torch.conditions import Above, Condition, Found
 
 
 class Searching(Base):
@@ -28,13 +26,12 @@ class Searching(Base):
 
         rooms = tuple(map(self.room, donated))
 
-        def tiles() -> Iterator[Tensor | Condition]:
+        def tiles() -> Iterator[Tensor]:
             for place, tile in enumerate(self._tiles(rooms, donated, given)):
                 flags, after = body(*tile)
                 _write(tile, after)
                 if bound is not None:
-                    block = donated[0].shape[0] // bound.shape[0]
-                    flags = Above(flags, bound[place * (TILE // block) :], block)
+                    flags = _reach(flags, bound, place, donated[0].shape[0] // bound.shape[0])
                 yield flags
 
         return self._indices(tiles()), rooms
@@ -53,29 +50,9 @@ class Searching(Base):
         return rooms
 
     def find(self, x: Tensor, bound: Tensor) -> Tensor:
-        return self._indices(Above(tile, *where) for tile, where in self._bounded(x, bound))
-
-    def accumulate_square(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.native is None or self._lent is None:
-            return super().accumulate_square(x, y)
-        self.native.accumulate_square(x.data_ptr(), y.data_ptr(), x.shape[0])
-        return x
-
-    def square_exceeds(self, x: Tensor, y: Tensor, factor: float) -> Any:
-        if self.native is None or self._lent is None:
-            return super().square_exceeds(x, y, factor)
-        # Evaluated at once: later ops of the body may write to y.
-        out = self._scratch(x, torch.int64)
-        assert out is not None
-        pointers = (x.data_ptr(), y.data_ptr(), factor)
-        count = self.native.find_exceeding(*pointers, x.shape[0], 0, out.data_ptr())
-        return Found(out[:count])
-
-    def _bounded(self, x: Tensor, bound: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, int]]]:
-        """Yield tiles, each with the bounds of its blocks and their length."""
         block = x.shape[0] // bound.shape[0]
-        for place, tile in enumerate(x.split(TILE)):
-            yield tile, (bound[place * (TILE // block) :], block)
+        tiles = enumerate(x.split(TILE))
+        return self._indices(_reach(tile, bound, place, block) for place, tile in tiles)
 
     def _tiles(
         self, rooms: tuple[Tensor, ...], donated: tuple[Tensor, ...], given: tuple[Tensor, ...]
@@ -94,19 +71,10 @@ class Searching(Base):
             yield tile
         self._lent = None
 
-    def _indices(self, tiles: Iterable[Tensor | Condition]) -> Tensor:
-        """Return the indices where flags are set or conditions hold, tile after tile."""
-        found, scratch = [], None
+    def _indices(self, tiles: Iterable[Tensor]) -> Tensor:
+        """Return the indices where flags are set, tile after tile."""
+        found = []
         for place, flags in enumerate(tiles):
-            if isinstance(flags, Condition):
-                if self.native is not None:
-                    if scratch is None:
-                        scratch = self._empty(TILE, dtype=torch.int64)
-                    count = flags.find(self.native, place * TILE, scratch)
-                    found.append(scratch[:count].clone())
-                    continue
-                assert isinstance(flags, Above)  # the others exist only with the C library
-                flags = flags.flags()
             # Eight flags are one word: few words are set, and only those are inspected.
             if flags.shape[0] % 8:
                 flags = torch.nn.functional.pad(flags, (0, -flags.shape[0] % 8))
@@ -121,3 +89,10 @@ def _write(tile: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> None:
     for old, new in zip(tile, after):
         if new is not old:
             old.copy_(new)
+
+
+def _reach(tile: Tensor, bound: Tensor, place: int, block: int) -> Tensor:
+    """Return as bool where `|x|` reaches the bound of its block, and x is not 0."""
+    magnitude = tile.abs().view(-1, block)
+    bounds = bound[place * (TILE // block) :][: magnitude.shape[0], None]
+    return ((magnitude >= bounds) & (magnitude > 0)).view(-1)

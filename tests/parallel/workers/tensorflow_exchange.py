@@ -452,7 +452,7 @@ def as_pytorch_has_it(name, x):
 
 
 def outputs_first(exchange):
-    """1-bit SGD of TensorFlow's layers; a world of PyTorch's verbs does the same to the bit."""
+    """1-bit SGD of TensorFlow's layers; a world of PyTorch's plain ops does the same to the bit."""
     compressor = hvd.OneBitCompressor(exchange)
     variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in KERNELS.items()]
     given = [tf.Variable(v) for v in variables]

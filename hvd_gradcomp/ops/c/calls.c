@@ -1,0 +1,851 @@
+/* The table of kernels: what each takes and gives, and how its C function is called.
+ *
+ * A `plan` checks the inputs, so that whatever tensors come, nothing is read or written where it may
+ * not be; it declares the outputs, and how much scratch memory there has to be. A `run` comes after.
+ */
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "calls.h"
+#include "threads.h"
+
+#define GROUP 32
+#define ANY (-1)
+#define FLOATS(i) ((const float *)c->in[i].data)
+#define INT64S(i) ((const int64_t *)c->in[i].data)
+#define BYTES(i) ((const uint8_t *)c->in[i].data)
+#define OUT(type, i) ((type *)c->out[i].data)
+#define ITEMS(b) ((b).rows * (b).length)
+#define NEED(condition, ...) \
+  if (!(condition)) return invalid(__VA_ARGS__)
+#define TRY(step) \
+  do { \
+    int failed = (step); \
+    if (failed) return failed; \
+  } while (0)
+
+static _Thread_local char error[160];
+
+PUBLIC const char *kernel_error(void) { return error; }
+
+static int invalid(const char *what, ...) __attribute__((format(printf, 1, 2)));
+
+static int invalid(const char *what, ...) {
+  va_list numbers;
+  va_start(numbers, what);
+  vsnprintf(error, sizeof error, what, numbers);
+  va_end(numbers);
+  return INVALID;
+}
+
+/* -- checks ---------------------------------------------------------------------------------- */
+
+static int takes(const call *c, int64_t inputs, int64_t ints, int64_t floats) {
+  NEED(c->n_in >= inputs && c->n_ints == ints && c->n_floats == floats,
+       "expected %lld inputs, %lld integers and %lld reals", (long long)inputs, (long long)ints,
+       (long long)floats);
+  return 0;
+}
+
+static int is(const call *c, int64_t i, int dtype, int64_t rank, int64_t rows, int64_t length) {
+  const buffer *x = c->in + i;
+  NEED(x->dtype == dtype && (rank == ANY || x->rank == rank) && (rows == ANY || x->rows == rows) &&
+           (length == ANY || x->length == length),
+       "input %lld is [%lld, %lld], expected [%lld, %lld]", (long long)i, (long long)x->rows,
+       (long long)x->length, (long long)rows, (long long)length);
+  return 0;
+}
+
+static int is_vector(const call *c, int64_t i, int dtype, int64_t length) {
+  return is(c, i, dtype, 1, 1, length);
+}
+
+static size_t bytes_of(int64_t dtype) { return dtype == INT64 ? 8 : dtype == FLOAT ? 4 : 1; }
+
+static int gives(call *c, int64_t i, int dtype, int64_t rank, int64_t rows, int64_t length) {
+  NEED(i < c->n_out && rows >= 0 && length >= 0, "output %lld is missing", (long long)i);
+  buffer *x = c->out + i;
+  NEED(!x->data || (x->dtype == dtype && ITEMS(*x) == rows * length),
+       "output %lld is [%lld, %lld], expected [%lld, %lld]", (long long)i, (long long)x->rows,
+       (long long)x->length, (long long)rows, (long long)length);
+  *x = (buffer){x->data, dtype, rank, rows, length, length * (int64_t)bytes_of(dtype), -1};
+  return 0;
+}
+
+static int gives_vector(call *c, int64_t i, int dtype, int64_t length) {
+  return gives(c, i, dtype, 1, 1, length);
+}
+
+static int gives_number(call *c, int64_t i, int dtype) { return gives(c, i, dtype, 0, 1, 1); }
+
+static int gives_like(call *c, int64_t i, int64_t input) {
+  const buffer *x = c->in + input;
+  TRY(gives(c, i, (int)x->dtype, x->rank, x->rows, x->length));
+  c->out[i].like = input;
+  return 0;
+}
+
+/* -- single elements ------------------------------------------------------------------------- */
+
+static int plan_gather(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is(c, 0, FLOAT, ANY, 1, ANY));
+  TRY(is(c, 1, INT64, ANY, ANY, ANY));
+  return gives(c, 0, FLOAT, c->in[1].rank, c->in[1].rows, c->in[1].length);
+}
+
+static int run_gather(call *c) {
+  return gather(FLOATS(0), c->in[0].length, INT64S(1), ITEMS(c->in[1]), OUT(float, 0));
+}
+
+static int plan_fill_at(call *c) {
+  TRY(takes(c, 1, 0, 1));
+  TRY(is(c, 0, INT64, ANY, ANY, ANY));
+  NEED(c->n_out == 1, "a vector is filled");
+  return gives_vector(c, 0, FLOAT, ITEMS(c->out[0]));
+}
+
+static int run_fill_at(call *c) {
+  return fill_at(OUT(float, 0), c->out[0].length, INT64S(0), ITEMS(c->in[0]), (float)*c->floats);
+}
+
+static int plan_add_at(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is(c, 0, INT64, ANY, ANY, ANY));
+  TRY(is(c, 1, FLOAT, ANY, ANY, ANY));
+  NEED(c->n_out == 1 && ITEMS(c->in[0]) == ITEMS(c->in[1]), "a value for each index");
+  return gives_vector(c, 0, FLOAT, ITEMS(c->out[0]));
+}
+
+static int run_add_at(call *c) {
+  return add_at(OUT(float, 0), c->out[0].length, INT64S(0), ITEMS(c->in[0]), FLOATS(1));
+}
+
+static int plan_sort(call *c) {
+  TRY(takes(c, 0, 0, 0));
+  NEED(c->n_out == 1, "a vector is sorted");
+  return gives_vector(c, 0, INT64, ITEMS(c->out[0]));
+}
+
+static int run_sort(call *c) { return sort(OUT(int64_t, 0), c->out[0].length); }
+
+static int plan_add_momentum(call *c) {
+  TRY(takes(c, 3, 1, 1));
+  for (int i = 0; i < 3; i++) TRY(is_vector(c, i, FLOAT, c->in[0].length));
+  TRY(gives_like(c, 0, 0));
+  return gives_like(c, 1, 1);
+}
+
+static int run_add_momentum(call *c) {
+  add_momentum(OUT(float, 0), OUT(float, 1), FLOATS(0), FLOATS(1), FLOATS(2), c->in[0].length,
+               (float)*c->floats, *c->ints != 0);
+  return 0;
+}
+
+/* An addition that no optimizer of graphs takes apart: it sums a chain of them in another order. */
+static int plan_accumulate(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is(c, 0, FLOAT, ANY, ANY, ANY));
+  TRY(is(c, 1, FLOAT, c->in[0].rank, c->in[0].rows, c->in[0].length));
+  return gives_like(c, 0, 0);
+}
+
+static int run_accumulate(call *c) {
+  add_vectors(FLOATS(0), FLOATS(1), OUT(float, 0), ITEMS(c->in[0]));
+  return 0;
+}
+
+static int plan_finite(call *c) {
+  TRY(takes(c, 1, 0, 0));
+  TRY(is(c, 0, FLOAT, ANY, ANY, ANY));
+  return gives_number(c, 0, BOOL);
+}
+
+static int run_finite(call *c) {
+  *OUT(uint8_t, 0) = all_finite(FLOATS(0), ITEMS(c->in[0]), (int)c->threads) != 0;
+  return 0;
+}
+
+static int plan_sum_finite(call *c) {
+  TRY(takes(c, 1, 1, 0));
+  TRY(is(c, 0, FLOAT, ANY, ANY, ANY));
+  return gives_number(c, 0, BOOL);
+}
+
+static int run_sum_finite(call *c) {
+  *OUT(uint8_t, 0) =
+      sum_finite(FLOATS(0), ITEMS(c->in[0]), (int)*c->ints, (int)c->threads) != 0;
+  return 0;
+}
+
+/* -- frames and packed codes ----------------------------------------------------------------- */
+
+static int plan_bit_planes(call *c) {
+  TRY(takes(c, 1, 1, 0));
+  TRY(is(c, 0, INT64, 2, ANY, GROUP));
+  NEED(1 <= *c->ints && *c->ints <= 32, "codes have 1 to 32 bits");
+  return gives(c, 0, INT64, 2, c->in[0].rows, *c->ints);
+}
+
+static int run_bit_planes(call *c) {
+  bit_planes(INT64S(0), c->in[0].rows, (int)*c->ints, OUT(int64_t, 0));
+  return 0;
+}
+
+static int plan_from_bit_planes(call *c) {
+  TRY(takes(c, 1, 0, 0));
+  TRY(is(c, 0, INT64, 2, ANY, ANY));
+  NEED(c->in[0].length <= 32, "codes have at most 32 bits");
+  return gives(c, 0, INT64, 2, c->in[0].rows, GROUP);
+}
+
+static int run_from_bit_planes(call *c) {
+  from_bit_planes(INT64S(0), c->in[0].rows, (int)c->in[0].length, OUT(int64_t, 0));
+  return 0;
+}
+
+/* words, body -> frame */
+static int plan_frame(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is_vector(c, 0, INT64, ANY));
+  TRY(is_vector(c, 1, UINT8, ANY));
+  NEED(c->in[1].length % 4 == 0, "a body is whole words");
+  return gives_vector(c, 0, UINT8, 4 * (c->in[0].length + 1) + c->in[1].length);
+}
+
+static int run_frame(call *c) {
+  int64_t count = c->in[0].length, bytes = c->in[1].length;
+  uint32_t *out = OUT(uint32_t, 0), *body = out + count + 1;
+  for (int64_t i = 0; i < count; i++) out[i] = (uint32_t)INT64S(0)[i];
+  if (bytes && (void *)body != c->in[1].data) memcpy(body, BYTES(1), (size_t)bytes);
+  out[count] = frame_sum(out, count, body, bytes / 4, (int)c->threads);
+  return 0;
+}
+
+/* frames, fields, expected; count -> words, held */
+static int plan_examine(call *c) {
+  TRY(takes(c, 3, 1, 0));
+  TRY(is(c, 0, UINT8, 2, ANY, ANY));
+  TRY(is_vector(c, 1, INT64, ANY));
+  int64_t count = *c->ints, fields = c->in[1].length / 3;
+  TRY(is_vector(c, 2, INT64, fields));
+  NEED(0 <= count && c->in[0].length % 4 == 0 && c->in[0].stride % 4 == 0 &&
+           c->in[0].length / 4 > count,
+       "a frame is at least %lld whole words", (long long)count + 1);
+  for (int64_t i = 0; i < fields; i++) {
+    const int64_t *field = INT64S(1) + 3 * i;
+    NEED(0 <= field[0] && field[0] < count && 0 <= field[1] && field[1] < 32 && 0 < field[2] &&
+             field[2] <= 32,
+         "a field is a word, a lowest bit and bits");
+  }
+  TRY(gives(c, 0, INT64, 2, c->in[0].rows, count));
+  return gives(c, 1, BOOL, 2, fields + 1, c->in[0].rows);
+}
+
+static int run_examine(call *c) {
+  examine((const uint32_t *)c->in[0].data, c->in[0].rows, c->in[0].stride / 4, c->in[0].length / 4,
+          *c->ints, (const field *)c->in[1].data, c->in[1].length / 3, INT64S(2), OUT(int64_t, 0),
+          OUT(uint8_t, 1), (int)c->threads);
+  return 0;
+}
+
+/* step, salt -> key */
+static int plan_key(call *c) {
+  TRY(takes(c, 0, 2, 0));
+  return gives_vector(c, 0, INT64, 2);
+}
+
+static int run_key(call *c) {
+  uint32_t first = mix(mix((uint32_t)c->ints[0]) ^ (uint32_t)c->ints[1]);
+  OUT(int64_t, 0)[0] = first;
+  OUT(int64_t, 0)[1] = mix(first ^ 0x9e3779b9u);
+  return 0;
+}
+
+/* -- quantizers: input 0 is the bands, three numbers each ------------------------------------- */
+
+#define BANDS (const band *)c->in[0].data, c->in[0].length / 3
+
+/* Checks that bands are in order and none reaches beyond `size`; counts their groups. */
+static int groups_in(const call *c, int64_t size, int64_t *groups) {
+  int64_t end = 0;
+  TRY(is_vector(c, 0, INT64, ANY));
+  *groups = 0;
+  NEED(c->in[0].length % 3 == 0, "a band is three numbers");
+  for (const int64_t *n = INT64S(0); n < INT64S(0) + c->in[0].length; n += 3) {
+    NEED(n[0] >= end && n[1] > 0 && n[2] > 0 && n[1] <= (INT64_MAX - n[0]) / n[2],
+         "bands must be ascending, without overlap, and not empty");
+    end = n[0] + n[1] * n[2];
+    *groups += n[1];
+  }
+  NEED(end <= size, "expected a vector of at least %lld elements", (long long)end);
+  return 0;
+}
+
+/* bands, x -> a number a group */
+static int plan_of_groups(call *c) {
+  int64_t groups;
+  TRY(takes(c, 2, 0, 0));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  return gives_vector(c, 0, FLOAT, groups);
+}
+
+static int run_group_maxima(call *c) {
+  group_maxima(BANDS, FLOATS(1), OUT(float, 0), (int)c->threads);
+  return 0;
+}
+
+static int run_group_squares(call *c) {
+  return group_squares(BANDS, FLOATS(1), OUT(float, 0), (int)c->threads);
+}
+
+/* x [rows, length] -> the largest magnitude of each row */
+static int plan_peaks(call *c) {
+  TRY(takes(c, 1, 0, 0));
+  TRY(is(c, 0, FLOAT, 2, ANY, ANY));
+  return gives_vector(c, 0, FLOAT, c->in[0].rows);
+}
+
+static int run_peaks(call *c) {
+  const band all = {0, 1, c->in[0].length};
+#pragma omp parallel for num_threads(c->threads) if (c->threads > 1) schedule(static)
+  for (int64_t row = 0; row < c->in[0].rows; row++)
+    group_maxima(&all, 1, (const float *)(BYTES(0) + row * c->in[0].stride), OUT(float, 0) + row, 1);
+  return 0;
+}
+
+/* bands of a row each, x; bins -> counts */
+static int plan_layer_histograms(call *c) {
+  int64_t groups;
+  TRY(takes(c, 2, 1, 0));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  NEED(groups == c->in[0].length / 3 && *c->ints > 0, "a layer is a band of one row");
+  return gives(c, 0, INT64, 2, *c->ints, groups);
+}
+
+static int run_layer_histograms(call *c) {
+  layer_histograms(BANDS, FLOATS(1), *c->ints, OUT(int64_t, 0), (int)c->threads);
+  return 0;
+}
+
+/* bands, x, scale, key; bits -> packed */
+static int plan_encode_levels(call *c) {
+  int64_t groups;
+  TRY(takes(c, 4, 1, 0));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  TRY(is_vector(c, 2, FLOAT, groups));
+  TRY(is_vector(c, 3, INT64, 2));
+  NEED(2 <= *c->ints && *c->ints <= 8 && c->in[1].length % GROUP == 0, "codes have 2 to 8 bits");
+  return gives_vector(c, 0, UINT8, c->in[1].length / 8 * *c->ints);
+}
+
+static int run_encode_levels(call *c) {
+  encode_levels(BANDS, FLOATS(1), c->in[1].length, FLOATS(2), (int)*c->ints,
+                (uint32_t)INT64S(3)[0], (uint32_t)INT64S(3)[1], OUT(uint32_t, 0), (int)c->threads);
+  return 0;
+}
+
+/* Checks inputs 2 on: packed codes, values by group, and weights, of each rank. */
+static int plan_sum(call *c, int64_t bits, int64_t values) {
+  int64_t groups, n = c->in[1].length, ranks = c->in[3 + values].length;
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, n, &groups));
+  TRY(is_vector(c, 3 + values, FLOAT, ANY));
+  TRY(is(c, 2, UINT8, 2, ranks, ANY));
+  NEED(n % GROUP == 0 && c->in[2].length >= n / 8 * bits && c->in[2].stride % 4 == 0 &&
+           c->in[2].length % 4 == 0,
+       "codes of %lld elements are whole words", (long long)n);
+  for (int64_t i = 3; i < 3 + values; i++) {
+    TRY(is(c, i, FLOAT, 2, ranks, ANY));
+    NEED(c->in[i].length >= groups && c->in[i].stride == c->in[3].stride &&
+             c->in[i].length == c->in[3].length && c->in[i].stride % 4 == 0,
+         "a value for each of %lld groups", (long long)groups);
+  }
+  return gives_like(c, 0, 1);
+}
+
+/* bands, base, packed, scale, weights; bits, from_zero -> total */
+static int plan_add_levels(call *c) {
+  TRY(takes(c, 5, 2, 0));
+  NEED(2 <= *c->ints && *c->ints <= 8, "codes have 2 to 8 bits");
+  return plan_sum(c, *c->ints, 1);
+}
+
+static int run_add_levels(call *c) {
+  add_levels(BANDS, c->ints[1] ? NULL : FLOATS(1), OUT(float, 0), c->in[1].length, c->in[2].rows,
+             (const uint32_t *)c->in[2].data, c->in[2].stride / 4, FLOATS(3), c->in[3].stride / 4,
+             (int)*c->ints, FLOATS(4), (int)c->threads);
+  return 0;
+}
+
+/* bands, x -> above, below, packed */
+static int plan_encode_signs(call *c) {
+  int64_t groups;
+  TRY(takes(c, 2, 0, 0));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  NEED(c->in[1].length % GROUP == 0, "signs are whole words");
+  TRY(gives_vector(c, 0, FLOAT, groups));
+  TRY(gives_vector(c, 1, FLOAT, groups));
+  return gives_vector(c, 2, UINT8, c->in[1].length / 8);
+}
+
+static int run_encode_signs(call *c) {
+  return encode_signs(BANDS, FLOATS(1), c->in[1].length, OUT(float, 0), OUT(float, 1),
+                      OUT(uint32_t, 2), (int)c->threads);
+}
+
+/* bands, base, packed, above, below, weights; from_zero -> total */
+static int plan_add_signs(call *c) {
+  TRY(takes(c, 6, 1, 0));
+  return plan_sum(c, 1, 2);
+}
+
+static int run_add_signs(call *c) {
+  add_signs(BANDS, *c->ints ? NULL : FLOATS(1), OUT(float, 0), c->in[1].length, c->in[2].rows,
+            (const uint32_t *)c->in[2].data, c->in[2].stride / 4, FLOATS(3), FLOATS(4),
+            c->in[3].stride / 4, FLOATS(5), (int)c->threads);
+  return 0;
+}
+
+/* -- buckets --------------------------------------------------------------------------------- */
+
+/* Five numbers of the state, capacities; patience -> rung, capacity, dense, calm, peak, changes.
+ * `CapacitySchedule.climb`; the state is that of `CapacityState`. */
+static int plan_climb(call *c) {
+  TRY(takes(c, 6, 1, 0));
+  for (int i = 0; i < 5; i++) TRY(is(c, i, INT64, 0, 1, 1));
+  TRY(is_vector(c, 5, INT64, ANY));
+  for (int i = 0; i < 6; i++) TRY(gives_number(c, i, i == 2 ? BOOL : INT64));
+  return 0;
+}
+
+static int64_t within_rungs(int64_t rung, int64_t top) {
+  return rung < 0 ? 0 : rung < top ? rung : top;
+}
+
+static int run_climb(call *c) {
+  int64_t top = c->in[5].length, demand = 0, wanted = INT64S(3)[0];
+  int64_t last = within_rungs(INT64S(0)[0], top), calm = INT64S(1)[0];
+  int64_t peak = within_rungs(INT64S(2)[0], top);
+  for (int64_t i = 0; i < top; i++) demand += INT64S(5)[i] < wanted;
+  int below = demand < last;
+  calm = below ? calm + 1 : 0;
+  peak = !below ? 0 : demand > peak ? demand : peak;
+  int rested = calm >= *c->ints;
+  int64_t rung = rested ? peak : below ? last : demand;
+  *OUT(int64_t, 0) = rung;
+  *OUT(int64_t, 1) = rung < top ? INT64S(5)[rung] : 0;
+  *OUT(uint8_t, 2) = rung == top;
+  *OUT(int64_t, 3) = rested ? 0 : calm;
+  *OUT(int64_t, 4) = rested ? 0 : peak;
+  *OUT(int64_t, 5) = INT64S(4)[0] + (rung != last);
+  return 0;
+}
+
+/* A bucket is a vector of int64: its size, the bits of a block, and the sizes of its layers. */
+#define LAYERS(i) (c->in[i].length - 2)
+
+/* Checks the bucket, which is input 0, and asks for memory for its tables. */
+static int plan_bucket(call *c) {
+  TRY(is_vector(c, 0, INT64, ANY));
+  const int64_t *numbers = INT64S(0);
+  int64_t layers = LAYERS(0), size = layers > 0 ? numbers[0] : 0, bits = layers > 0 ? numbers[1] : 0;
+  NEED(layers > 0 && 2 <= bits && bits < 31,
+       "a bucket has layers, and blocks of 4 to 2**30 elements");
+  NEED(0 < size && size < (int64_t)1 << 31 && size % ((int64_t)1 << bits) == 0,
+       "a bucket is whole blocks, of fewer than 2**31 elements");
+  for (int64_t i = 0, end = 0; i < layers; i++) {
+    NEED(0 <= numbers[2 + i] && numbers[2 + i] < size - end,
+         "the layers do not fit into %lld elements", (long long)size);
+    end += ((numbers[2 + i] + ((int64_t)1 << bits) - 1) >> bits) << bits;
+  }
+  c->scratch_bytes = (8 * layers + 4 * (size >> bits) + 7) / 8 * 8;
+  return 0;
+}
+
+/* Lays the tables of the bucket into scratch memory, and says where the rest of that begins. */
+static place open_bucket(const call *c, int64_t side, int64_t **offsets, char **rest) {
+  const int64_t *numbers = INT64S(0), layers = LAYERS(0), bits = numbers[1];
+  int64_t *starts = (int64_t *)c->scratch, block = 0;
+  int32_t *layer_of_block = (int32_t *)(starts + layers);
+  int64_t blocks = numbers[0] >> bits;
+  for (int64_t layer = 0; layer < layers; layer++) {
+    starts[layer] = block << bits;
+    int64_t end = block + ((numbers[2 + layer] + ((int64_t)1 << bits) - 1) >> bits);
+    if (layer == layers - 1) end = blocks; /* the sink's too */
+    for (; block < end; block++) layer_of_block[block] = (int32_t)layer;
+  }
+  if (offsets) *offsets = starts;
+  if (rest) *rest = c->scratch + (8 * layers + 4 * blocks + 7) / 8 * 8;
+  return (place){layer_of_block, numbers[0], layers, (int32_t)bits, (int32_t)side};
+}
+
+/* Flags of a rule, as bits of an integer, and its five reals. */
+static rule rule_of(int64_t flags, const double *x) {
+  return (rule){flags & 1, flags >> 1 & 1, flags >> 2 & 1, flags >> 3 & 1, flags >> 4 & 1,
+                (float)x[0], (float)x[1], (float)x[2], (float)x[3], (float)x[4]};
+}
+
+#define POWERS(flags) ((flags) >> 2 & 1)
+#define SIDE(flags) (POWERS(flags) ? (LAYERS(0) + 3) / 4 * 4 : 0)
+
+/* Checks a capacity, negative for places; gives the bytes of a body. */
+static int body_bytes(const call *c, int64_t capacity, int64_t flags, int64_t *bytes) {
+  int64_t size = *INT64S(0);
+  NEED(capacity <= size && (!POWERS(flags) || size <= 1 << 28),
+       "capacity is at most %lld, and with powers of two a bucket has at most 2**28 elements",
+       (long long)size);
+  *bytes = SIDE(flags) + (capacity >= 0 ? 4 * capacity : POWERS(flags) ? size : size / 4);
+  return 0;
+}
+
+/* bucket, gradient, r[, v[, moment]]; turn, capacity, flags, settles; rule
+ * -> body, sent, wanted, per_layer, r[, v] */
+static int plan_threshold_write(call *c) {
+  int64_t bytes;
+  TRY(takes(c, 3, 4, 5));
+  TRY(plan_bucket(c));
+  int64_t fields = c->ints[2] & 1 ? 2 : 1, size = *INT64S(0), tables = c->scratch_bytes;
+  NEED(c->n_in >= 2 + fields && c->n_in <= 2 + fields + (fields == 2) && *c->ints >= 0,
+       "the rule has a memory of %lld tensors", (long long)fields);
+  for (int64_t i = 1; i < c->n_in; i++) TRY(is_vector(c, i, FLOAT, size));
+  TRY(body_bytes(c, c->ints[1], c->ints[2], &bytes));
+  int dense = c->ints[1] < 0, in_place = dense && POWERS(c->ints[2]);
+  c->scratch_bytes = tables + (4 * LAYERS(0) + 7) / 8 * 8 + (in_place ? 0 : (dense ? 1 : 8) * size);
+  TRY(gives_vector(c, 0, UINT8, bytes));
+  TRY(gives_number(c, 1, INT64));
+  TRY(gives_number(c, 2, INT64));
+  TRY(gives_vector(c, 3, INT64, LAYERS(0)));
+  for (int64_t i = 0; i < fields; i++) TRY(gives_like(c, 4 + i, 2 + i));
+  return 0;
+}
+
+static int run_threshold_write(call *c) {
+  char *rest;
+  const rule how = rule_of(c->ints[2], c->floats);
+  const place where = open_bucket(c, SIDE(c->ints[2]), NULL, &rest);
+  int32_t *top = (int32_t *)rest;
+  int64_t turn = c->ints[0], capacity = c->ints[1], sent = -1, count;
+  int dense = capacity < 0, threads = (int)c->threads;
+  uint32_t *found = (uint32_t *)(rest + (4 * where.layers + 7) / 8 * 8);
+  uint8_t *body = OUT(uint8_t, 0), *flags = how.powers ? body + where.side : (uint8_t *)found;
+  int64_t *per_layer = OUT(int64_t, 3);
+  float *r = OUT(float, 4), *v = how.ambiguity ? OUT(float, 5) : NULL;
+  count = threshold_find(&how, &where, r, v, FLOATS(2), v ? FLOATS(3) : NULL, FLOATS(1),
+                         c->n_in > 4 ? FLOATS(4) : NULL, dense ? NULL : found,
+                         dense ? flags : NULL, top, threads);
+  if (count >= 0 && dense) {
+    count = sent = threshold_places(&how, &where, r, flags, top, body, per_layer, threads);
+  } else if (count >= 0) {
+    count = threshold_code(&how, &where, found, count, top, threads);
+    if (count >= 0)
+      sent = threshold_write(&how, &where, found, count, top, capacity, turn, v, body, per_layer);
+  }
+  if (sent < 0) return NO_MEMORY;
+  if (c->ints[3]) threshold_settle(&how, &where, body, dense ? -1 : sent, r, v, threads);
+  *OUT(int64_t, 1) = sent;
+  *OUT(int64_t, 2) = count;
+  return 0;
+}
+
+/* bucket, body; sent, capacity, flags; rule -> r[, v], of which the body's elements are settled */
+static int plan_threshold_settle(call *c) {
+  int64_t bytes;
+  TRY(takes(c, 2, 3, 5));
+  TRY(plan_bucket(c));
+  TRY(body_bytes(c, c->ints[1], c->ints[2], &bytes));
+  TRY(is_vector(c, 1, UINT8, bytes));
+  NEED(c->ints[1] < 0 || c->ints[0] <= c->ints[1], "more is sent than there is room for");
+  for (int64_t i = 0; i < 1 + (c->ints[2] & 1); i++) TRY(gives_vector(c, i, FLOAT, *INT64S(0)));
+  return 0;
+}
+
+static int run_threshold_settle(call *c) {
+  const rule how = rule_of(c->ints[2], c->floats);
+  const place where = open_bucket(c, SIDE(c->ints[2]), NULL, NULL);
+  threshold_settle(&how, &where, BYTES(1), c->ints[1] < 0 ? -1 : c->ints[0], OUT(float, 0),
+                   how.ambiguity ? OUT(float, 1) : NULL, (int)c->threads);
+  return 0;
+}
+
+/* bucket, bodies, weights, room; capacity, flags; rule -> total */
+static int plan_threshold_add(call *c) {
+  int64_t bytes;
+  TRY(takes(c, 4, 2, 5));
+  TRY(plan_bucket(c));
+  TRY(body_bytes(c, c->ints[0], c->ints[1], &bytes));
+  TRY(is_vector(c, 2, FLOAT, ANY));
+  TRY(is(c, 1, UINT8, 2, c->in[2].length, bytes));
+  NEED(c->in[1].stride % 4 == 0, "bodies are whole words");
+  TRY(is_vector(c, 3, FLOAT, *INT64S(0)));
+  return gives_like(c, 0, 3);
+}
+
+static int run_threshold_add(call *c) {
+  const rule how = rule_of(c->ints[1], c->floats);
+  const place where = open_bucket(c, SIDE(c->ints[1]), NULL, NULL);
+  int64_t stride = c->in[1].stride, ranks = c->in[1].rows;
+  if (*c->ints >= 0)
+    return threshold_add(&how, &where, BYTES(1), stride, ranks, *c->ints, FLOATS(2), OUT(float, 0),
+                         (int)c->threads);
+  threshold_add_places(&how, &where, BYTES(1), stride, ranks, FLOATS(2), OUT(float, 0),
+                       (int)c->threads);
+  return 0;
+}
+
+/* -- top-k: input 0 is the bucket, and input 1 the form of a body ------------------------------ */
+
+/* Reads the seven numbers of `Form`, and checks that the parts of a body fit together. */
+static int form_of(const call *c, int needs_values, form *as, int64_t *bytes) {
+  TRY(is_vector(c, 1, INT64, 7));
+  const int64_t *n = INT64S(1), size = *bytes = n[0], most = 2 * *INT64S(0);
+  *as = (form){n[1], n[3], n[4], n[5], n[6], n[2]};
+  int64_t valued = needs_values || as->values != size, packed = as->blocks != 0;
+  const int64_t parts[3][3] = {
+      {as->values, valued ? as->capacity : 0, 4},
+      {as->index, packed ? as->blocks : as->capacity, packed ? 1 : 4},
+      {packed ? as->deltas : 0, packed ? as->room : 0, 4},
+  };
+  int fits = 0 <= size && size % 4 == 0 && size < (int64_t)1 << 40 && as->capacity <= most;
+  for (int i = 0; i < 3; i++)
+    fits = fits && 0 <= parts[i][0] && parts[i][0] % 4 == 0 && parts[i][0] <= size &&
+           0 <= parts[i][1] && parts[i][1] <= most &&
+           parts[i][0] + parts[i][1] * parts[i][2] <= size;
+  NEED(fits && (!packed || as->blocks == (as->capacity + GROUP - 1) / GROUP),
+       "the parts of the form do not fit together");
+  return 0;
+}
+
+/* Bytes of memory for the unpacked indices of a body. */
+static int64_t unpacked(const form *as) { return 4 * GROUP * as->blocks; }
+
+/* bucket, form, strides, quota, slack, hint, gradient, r[, u]; turn, whole, nesterov, masking,
+ * settles; momentum -> body, sent, chosen, per_layer, hint[, r[, u]]
+ *
+ * Without the last outputs the memory stays as it is. */
+static int plan_topk_write(call *c) {
+  form as;
+  int64_t bytes;
+  TRY(takes(c, 8, 5, 1));
+  TRY(plan_bucket(c));
+  TRY(form_of(c, 0, &as, &bytes));
+  int64_t size = *INT64S(0), layers = LAYERS(0), groups = c->ints[1] ? 1 : layers;
+  int64_t fields = *c->floats != 0 ? 2 : 1;
+  NEED(c->n_in == 7 + fields && *c->ints >= 0 && (c->n_out == 5 || c->n_out == 5 + fields),
+       "a memory of %lld tensors", (long long)fields);
+  TRY(is_vector(c, 2, INT64, layers));
+  for (int i = 3; i < 6; i++) TRY(is_vector(c, i, i < 5 ? INT64 : FLOAT, groups));
+  for (int64_t i = 6; i < c->n_in; i++) TRY(is_vector(c, i, FLOAT, size));
+  for (int64_t i = 0; i < layers; i++)
+    NEED(0 < INT64S(2)[i] && INT64S(2)[i] <= size, "no such stride");
+  for (int64_t i = 0; i < groups; i++)
+    NEED(0 <= INT64S(3)[i] && INT64S(3)[i] <= size && 0 <= INT64S(4)[i] &&
+             INT64S(4)[i] <= INT32_MAX,
+         "quota and slack are numbers of elements");
+  c->scratch_bytes += 8 * groups + 8 * size + unpacked(&as);
+  TRY(gives_vector(c, 0, UINT8, bytes));
+  TRY(gives_number(c, 1, INT64));
+  TRY(gives_number(c, 2, INT64));
+  TRY(gives_vector(c, 3, INT64, layers));
+  TRY(gives_vector(c, 4, FLOAT, groups));
+  for (int64_t i = 5; i < c->n_out; i++) TRY(gives_like(c, i, 2 + i));
+  return 0;
+}
+
+static int run_topk_write(call *c) {
+  form as;
+  char *rest;
+  int64_t bytes, *offsets, total = 0, all_elements = 0;
+  (void)form_of(c, 0, &as, &bytes);
+  const place where = open_bucket(c, 0, &offsets, &rest);
+  const int64_t *sizes = INT64S(0) + 2, *k = INT64S(3), *slack = INT64S(4);
+  int64_t turn = c->ints[0], whole = c->ints[1] != 0, *per_layer = OUT(int64_t, 3);
+  int threads = (int)c->threads, looks = c->n_out == 5;
+  for (int64_t i = 0; i < where.layers; i++) all_elements += sizes[i];
+  const collecting how = {(float)*c->floats, c->ints[2] != 0, c->ints[3] != 0};
+  const scope of = {where, offsets, sizes, INT64S(2), all_elements, (int32_t)whole};
+  int64_t *count = (int64_t *)rest;
+  uint32_t *index = (uint32_t *)(count + (whole ? 1 : where.layers)), *bits = index + where.size;
+  const elements found = {index, bits, count};
+  float *r = looks ? NULL : OUT(float, 5), *u = looks || c->n_out == 6 ? NULL : OUT(float, 6);
+  TRY(topk_find(&how, &of, r, u, FLOATS(7), c->n_in > 8 ? FLOATS(8) : NULL, FLOATS(6), k, slack,
+                FLOATS(5), &found, threads));
+  topk_again(&of, looks ? FLOATS(7) : r, looks ? FLOATS(6) : NULL, k, slack, &found, threads);
+  memcpy(OUT(float, 4), FLOATS(5), 4 * (size_t)c->in[5].length);
+  int64_t chosen = topk_choose(&of, turn, k, &found, OUT(float, 4), threads);
+  uint32_t *scratch = bits + where.size;
+  topk_write(&of, &as, &found, chosen, turn, scratch, OUT(uint8_t, 0), bytes, per_layer, threads);
+  if (c->ints[4] && !looks)
+    topk_settle(&how, &where, &as, OUT(uint8_t, 0), scratch, r, u, threads);
+  for (int64_t i = 0; i < where.layers; i++) total += per_layer[i];
+  *OUT(int64_t, 1) = total;
+  *OUT(int64_t, 2) = chosen;
+  return 0;
+}
+
+/* Checks the body that input 2 is. */
+static int plan_body(call *c, form *as) {
+  int64_t bytes;
+  TRY(plan_bucket(c));
+  TRY(form_of(c, 0, as, &bytes));
+  TRY(is_vector(c, 2, UINT8, bytes));
+  c->scratch_bytes += unpacked(as) + 4 * as->capacity;
+  return 0;
+}
+
+/* Lays open the bucket and the form. */
+static place open_form(call *c, form *as, uint32_t **scratch) {
+  char *rest;
+  int64_t bytes;
+  (void)form_of(c, 0, as, &bytes);
+  const place where = open_bucket(c, 0, NULL, &rest);
+  *scratch = (uint32_t *)rest;
+  return where;
+}
+
+/* bucket, form, body; masking -> r[, u], of which the body's elements are settled */
+static int plan_topk_settle(call *c) {
+  form as;
+  TRY(takes(c, 3, 1, 0));
+  TRY(plan_body(c, &as));
+  NEED(c->n_out == 1 || c->n_out == 2, "a memory of one or two tensors");
+  for (int64_t i = 0; i < c->n_out; i++) TRY(gives_vector(c, i, FLOAT, *INT64S(0)));
+  return 0;
+}
+
+static int run_topk_settle(call *c) {
+  form as;
+  uint32_t *scratch;
+  const collecting how = {.masking = *c->ints != 0};
+  const place where = open_form(c, &as, &scratch);
+  topk_settle(&how, &where, &as, BYTES(2), scratch, OUT(float, 0),
+              c->n_out == 2 ? OUT(float, 1) : NULL, (int)c->threads);
+  return 0;
+}
+
+/* bucket, form, bodies, weights, room -> total */
+static int plan_topk_add(call *c) {
+  form as;
+  int64_t bytes;
+  TRY(takes(c, 5, 0, 0));
+  TRY(plan_bucket(c));
+  TRY(form_of(c, 1, &as, &bytes));
+  TRY(is_vector(c, 3, FLOAT, ANY));
+  TRY(is(c, 2, UINT8, 2, c->in[3].length, bytes));
+  NEED(c->in[2].stride % 4 == 0, "bodies are whole words");
+  TRY(is_vector(c, 4, FLOAT, *INT64S(0)));
+  c->scratch_bytes += unpacked(&as) * c->in[3].length;
+  return gives_like(c, 0, 4);
+}
+
+static int run_topk_add(call *c) {
+  form as;
+  uint32_t *scratch;
+  const place where = open_form(c, &as, &scratch);
+  return topk_add(&where, &as, BYTES(2), c->in[2].stride, c->in[2].rows, FLOATS(3), scratch,
+                  OUT(float, 0), (int)c->threads);
+}
+
+/* bucket, form, body, r, gradient -> values */
+static int plan_topk_values(call *c) {
+  form as;
+  TRY(takes(c, 5, 0, 0));
+  TRY(plan_body(c, &as));
+  for (int i = 3; i < 5; i++) TRY(is_vector(c, i, FLOAT, *INT64S(0)));
+  return gives_vector(c, 0, FLOAT, as.capacity);
+}
+
+static int run_topk_values(call *c) {
+  form as;
+  uint32_t *scratch;
+  const place where = open_form(c, &as, &scratch);
+  return topk_values(&where, &as, BYTES(2), scratch, FLOATS(3), FLOATS(4), OUT(float, 0),
+                     (int)c->threads);
+}
+
+/* bucket, form, body, r, gradient, total; beta, keeps -> mean, r, per_layer */
+static int plan_topk_replace(call *c) {
+  form as;
+  TRY(takes(c, 6, 0, 2));
+  TRY(plan_body(c, &as));
+  for (int i = 3; i < 5; i++) TRY(is_vector(c, i, FLOAT, *INT64S(0)));
+  TRY(is_vector(c, 5, FLOAT, as.capacity));
+  TRY(gives_like(c, 0, 4));
+  TRY(gives_like(c, 1, 3));
+  return gives_vector(c, 2, INT64, LAYERS(0));
+}
+
+static int run_topk_replace(call *c) {
+  form as;
+  uint32_t *scratch;
+  const place where = open_form(c, &as, &scratch);
+  return topk_replace(&where, &as, BYTES(2), FLOATS(5), (float)c->floats[0], (float)c->floats[1],
+                      scratch, OUT(float, 1), FLOATS(3), OUT(float, 0), FLOATS(4),
+                      OUT(int64_t, 2), (int)c->threads);
+}
+
+/* -- the table ------------------------------------------------------------------------------- */
+
+typedef struct {
+  const char *name;
+  int (*plan)(call *), (*run)(call *);
+} kernel;
+
+#define KERNEL(name) {#name, plan_##name, run_##name}
+
+static const kernel KERNELS[] = {
+    KERNEL(gather),
+    KERNEL(fill_at),
+    KERNEL(add_at),
+    KERNEL(sort),
+    KERNEL(add_momentum),
+    KERNEL(accumulate),
+    KERNEL(finite),
+    KERNEL(sum_finite),
+    KERNEL(bit_planes),
+    KERNEL(from_bit_planes),
+    KERNEL(frame),
+    KERNEL(examine),
+    KERNEL(key),
+    {"group_maxima", plan_of_groups, run_group_maxima},
+    {"group_squares", plan_of_groups, run_group_squares},
+    KERNEL(peaks),
+    KERNEL(layer_histograms),
+    KERNEL(encode_levels),
+    KERNEL(add_levels),
+    KERNEL(encode_signs),
+    KERNEL(add_signs),
+    KERNEL(climb),
+    KERNEL(threshold_write),
+    KERNEL(threshold_settle),
+    KERNEL(threshold_add),
+    KERNEL(topk_write),
+    KERNEL(topk_settle),
+    KERNEL(topk_add),
+    KERNEL(topk_values),
+    KERNEL(topk_replace),
+};
+
+PUBLIC int kernel_number(const char *name) {
+  int count = (int)(sizeof KERNELS / sizeof *KERNELS), i = 0;
+  while (i < count && strcmp(KERNELS[i].name, name)) i++;
+  return i < count ? i : -1;
+}
+
+int kernel_plan(int number, call *c) { return KERNELS[number].plan(c); }
+
+int kernel_run(int number, call *c) { return KERNELS[number].run(c); }
+
+PUBLIC int64_t kernel_call(int number, buffer *buffers, const int64_t *sizes, const int64_t *ints,
+                           const double *floats, void *scratch) {
+  call c = {buffers, buffers + sizes[0], ints,     floats,  sizes[0], sizes[1],
+            sizes[2], sizes[3],          scratch, 0,       sizes[5]};
+  int failed = kernel_plan(number, &c);
+  if (failed) return failed;
+  return c.scratch_bytes > sizes[4] ? c.scratch_bytes : kernel_run(number, &c);
+}
