@@ -144,7 +144,7 @@ class BucketPlanner:
         self.used = [layers[name] for name, _ in named_parameters]
         by_name = dict(named_parameters)
         devices = [p.device for _, p in named_parameters]
-        verbs = {device: TorchOps(device) for device in devices}
+        ops_by_device = {device: TorchOps(device) for device in devices}
         there = {title for bucket in placed for title in bucket.layout.names}
         left_out = [at for at, layer in enumerate(self.used) if layer[0] in there]
         target, ranks = self._bucket_bytes or BUCKET_BYTES, self._ranks
@@ -154,7 +154,7 @@ class BucketPlanner:
         turns = 1 if place is None or self.compressor.needs_execution_order else place.slots
         for index, (one, layout) in enumerate(plan, len(placed)):
             parameters, leader = [by_name[title] for title in layout.names], index % turns
-            ops = verbs[parameters[0].device]
+            ops = ops_by_device[parameters[0].device]
             stores = one.uses_moments and self.source in STORED
             moment = ops.zeros((layout.size,)) if stores else None
             flat = ops.zeros((layout.size,), layout.dtype)

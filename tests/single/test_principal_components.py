@@ -8,7 +8,7 @@ import tensorflow as tf
 import torch
 
 from benchmarks.papers.principal_components import compression_loss, energy
-from hvd_gradcomp.ops import of
+from hvd_gradcomp.ops import ops_of
 
 make = pytest.mark.parametrize(
     "make", [lambda x: torch.from_numpy(np.asarray(x)), tf.constant], ids=["torch", "tensorflow"]
@@ -21,7 +21,7 @@ def test_energy_of_low_rank_samples_is_whole_at_that_rank(make, shape):
     random = np.random.default_rng(1)
     rows = random.standard_normal((shape[0], 3)) @ random.standard_normal((3, shape[1])) + 2
     samples = make(rows.astype(np.float32))
-    shares = energy(of(samples), samples)
+    shares = energy(ops_of(samples), samples)
     assert len(shares) == min(shape)
     assert shares == sorted(shares)
     assert shares[2] == pytest.approx(1, abs=1e-10) and shares[1] < 0.999
@@ -37,7 +37,7 @@ def test_loss_is_nothing_in_the_span_and_everything_beside_it(make):
         rows = random.standard_normal((count, 3)) @ directions[:3] + 1
         within = random.standard_normal((5, 3)) @ directions[:3] + 1
         samples, later = (make(x.astype(np.float32)) for x in (rows, within))
-        ops = of(samples)
+        ops = ops_of(samples)
         assert max(compression_loss(ops, samples, later, 3)) < 1e-10
         assert min(compression_loss(ops, samples, later, 1)) > 1e-3
         assert max(compression_loss(ops, samples, later, 50)) < 1e-10
@@ -54,7 +54,7 @@ def test_loss_is_nothing_in_the_span_and_everything_beside_it(make):
 @make
 def test_functions_name_bad_input(make):
     x = make(np.ones((4, 6), np.float32))
-    ops = of(x)
+    ops = ops_of(x)
     for call, message in {
         (lambda: energy(ops, x[0])): "shape [T, m]",
         (lambda: compression_loss(ops, x, x, 7)): "dimension must be a whole number in [1, 6]",

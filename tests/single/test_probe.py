@@ -12,7 +12,7 @@ import torch
 
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import probe
-from hvd_gradcomp.ops import of
+from hvd_gradcomp.ops import ops_of
 
 LAYERS = [("conv", (4, 6, 3, 3)), ("dense", (10, 7)), ("bias", (10,)), ("one", (1,))]
 OPTIONS = {"every": 1, "sample": 40}
@@ -26,7 +26,7 @@ def lockstep(probes, gradients, step, make, moments=None):
     """One probed step of all ranks: their readings and what each of them sent."""
     taken = [flat(probes[0], gradient) for gradient in gradients]
     squares = [None if moments is None else make(flat(probes[0], q)) for q in moments or gradients]
-    ops, size = of(make(taken[0])), len(probes)
+    ops, size = ops_of(make(taken[0])), len(probes)
     programs = [
         one.program(ops, step, make(t), rank, size, q)
         for rank, (one, t, q) in enumerate(zip(probes, taken, squares))
@@ -58,7 +58,7 @@ def random_gradients(seed, layers=LAYERS):
 @make
 def test_entropy_of_known_distributions(make):
     uniform = make(np.arange(4096, dtype=np.float32))
-    ops = of(uniform)
+    ops = ops_of(uniform)
     assert probe.entropy(ops, uniform, 256) == pytest.approx(8, abs=1e-12)
     assert probe.entropy(ops, uniform, 2) == pytest.approx(1, abs=1e-12)
     assert probe.entropy(ops, make(np.full(7, 3.5, np.float32))) == 0
@@ -76,7 +76,7 @@ def test_entropy_of_known_distributions(make):
 def test_mutual_information_of_known_pairs(make):
     random = np.random.default_rng(3)
     x, y = (make(random.standard_normal(4096).astype(np.float32)) for _ in range(2))
-    ops = of(x)
+    ops = ops_of(x)
     for corrected in (False, True):
         own = probe.entropy(ops, x, 32, corrected)
         assert probe.mutual_information(ops, x, x, 32, corrected) == pytest.approx(own, abs=1e-12)
@@ -95,7 +95,7 @@ def test_the_bias_of_independent_uniform_samples_is_what_is_stated():
     found = []
     for _ in range(40):
         x, y = (torch.from_numpy(random.random(2000).astype(np.float32)) for _ in range(2))
-        found.append(probe.mutual_information(of(x), x, y, 8))
+        found.append(probe.mutual_information(ops_of(x), x, y, 8))
     assert np.mean(found) == pytest.approx(probe.chance_bound(8, 2000), rel=0.1)
 
 
@@ -108,13 +108,13 @@ def test_information_against_numpy():
     outer = p.sum(1, keepdims=True) * p.sum(0, keepdims=True)
     expected = (p[p > 0] * np.log2(p[p > 0] / outer[p > 0])).sum()
     x, y = torch.from_numpy(x), torch.from_numpy(y)
-    assert probe.mutual_information(of(x), x, y, 20) == pytest.approx(expected, abs=1e-9)
+    assert probe.mutual_information(ops_of(x), x, y, 20) == pytest.approx(expected, abs=1e-9)
 
 
 @make
 def test_functions_name_bad_input(make):
     x = make(np.ones((4, 6), np.float32))
-    ops = of(x)
+    ops = ops_of(x)
     for call, said in {
         (lambda: probe.entropy(ops, x, 1)): "bins must be a whole number in [2, inf], got 1",
         (lambda: probe.entropy(ops, x[:0])): "at least one element",
@@ -161,14 +161,14 @@ def test_a_reading_is_what_the_functions_say():
         stride = probes[0].samples[i].stride
         x, y = (torch.from_numpy(g[i].reshape(-1)[::stride].copy()) for g in gradients)
         assert len(x) == reading.sampled
-        assert reading.entropy == pytest.approx(probe.entropy(of(x), y, 32), abs=1e-12)
-        shared = probe.mutual_information(of(x), x, y, 32)
+        assert reading.entropy == pytest.approx(probe.entropy(ops_of(x), y, 32), abs=1e-12)
+        shared = probe.mutual_information(ops_of(x), x, y, 32)
         assert reading.mutual_information == pytest.approx(shared, abs=1e-12)
         half = reading.sampled // 2
         turned = torch.cat((y[half:], y[:half]))
-        chance = probe.mutual_information(of(x), x, turned, 32)
+        chance = probe.mutual_information(ops_of(x), x, turned, 32)
         assert reading.chance == pytest.approx(chance, abs=1e-12)
-        bits = [probe.entropy(of(x), z, 2) for z in (x, y)]
+        bits = [probe.entropy(ops_of(x), z, 2) for z in (x, y)]
         counts = [max(1, int(reading.size * b / 1024 + 0.5)) for b in bits]
         assert reading.density_egc == pytest.approx(np.mean(counts) / reading.size, rel=1e-6)
         assert reading.density_dgc == 1 / reading.size
@@ -273,6 +273,6 @@ def test_a_pair_beyond_the_ranks_is_an_error_on_all_of_them():
         one = probe.Probe(LAYERS, pair=(0, 2))
         taken = torch.zeros(sum(sample.taken for sample in one.samples))
         with pytest.raises(ValueError, match=r"pair must be two different ranks in \[0, 1\]"):
-            next(one.program(of(taken), 0, taken, rank, 2))
+            next(one.program(ops_of(taken), 0, taken, rank, 2))
     with pytest.raises(ValueError, match="elements are sampled, got"):
-        next(one.program(of(taken), 0, taken[1:], 0, 1))
+        next(one.program(ops_of(taken), 0, taken[1:], 0, 1))

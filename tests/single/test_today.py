@@ -48,7 +48,9 @@ def wide(random: np.random.Generator, size: int) -> np.ndarray:
     return np.where(random.random(size) < 0.2, 1.5, x).astype(np.float32)
 
 
-@pytest.mark.parametrize(("compressor", "oracle"), list(zip(NARROW, ORACLES)), ids=repr)
+@pytest.mark.parametrize(
+    ("compressor", "oracle"), list(zip(NARROW, ORACLES)), ids=["bf16", "fp8", "int8"]
+)
 @given(seed=SEEDS, layers=st.lists(st.integers(1, 70), min_size=1, max_size=3))
 @settings(max_examples=25)
 def test_narrow_numbers_are_the_nearest(compressor, oracle, seed, layers):
