@@ -9,18 +9,29 @@ from __future__ import annotations
 from examples.extending.power_iteration import PowerIterationCompressor
 from examples.extending.random_stretch import RandomStretchCompressor
 from hvd_gradcomp import (
+    ACPSGDCompressor,
+    BF16Compressor,
+    ChunkedTopKCompressor,
     Compressor,
+    DeMoCompressor,
     DGCCompressor,
+    EFSignSGDCompressor,
     EGCCompressor,
+    FP8Compressor,
     FP16Compressor,
     GradientDroppingCompressor,
     GradiVeQCompressor,
     HybridCompressor,
+    Int8Compressor,
     LGCCompressor,
+    NaturalCompressor,
     NoneCompressor,
     OneBitCompressor,
+    PowerSGDCompressor,
     QSGDCompressor,
+    RandomKCompressor,
     ScaleComCompressor,
+    SignumCompressor,
     SparseGDCompressor,
     StromCompressor,
     TernGradCompressor,
@@ -131,6 +142,30 @@ OUTSIDE: list[Compressor] = [
     RandomStretchCompressor(every=16),
     RandomStretchCompressor(every=2, seed=3),
 ]
+# The methods of today whose payloads are equal on all frameworks to the bit; and those that
+# multiply matrices, which rounds by framework and machine.
+TODAY: list[Compressor] = [
+    BF16Compressor(exchange="allgather"),
+    BF16Compressor("stochastic", "two_shot", feedback=True, seed=3),
+    FP8Compressor(block_size=32, exchange="allgather"),
+    FP8Compressor(power_of_two=True, exchange="two_shot", feedback=True),
+    Int8Compressor(exchange="two_shot", feedback=True),
+    Int8Compressor(rounding="stochastic", block_size=32, exchange="allgather"),
+    ChunkedTopKCompressor(chunk=64, k=8),
+    ChunkedTopKCompressor(chunk=32, k=4, values="int8", decay=1.0, mean="contributors"),
+    ChunkedTopKCompressor(chunk=32, k=4, values="sign", max_norm=1.0),
+    RandomKCompressor(density=0.25),
+    RandomKCompressor(density=0.125, feedback=False, seed=3),
+    EFSignSGDCompressor(),
+    SignumCompressor(),
+    NaturalCompressor("two_shot"),
+]
+PRODUCTS: list[Compressor] = [
+    PowerSGDCompressor(rank=2, min_ratio=1.0),
+    ACPSGDCompressor(rank=2, min_ratio=1.0),
+    DeMoCompressor(chunk=8, k=6),
+    DeMoCompressor(chunk=8, k=4, values="int4", signed=False),
+]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
 ONE_OF_EACH: list[Compressor] = []
 for one in EVERY:
@@ -139,7 +174,11 @@ for one in EVERY:
 # One for each way to exchange, which is all that knows of how many ranks there are, and of MPI.
 ONE_OF_EACH_EXCHANGE = [NONE, VARIANCE, DGC, SCALECOM, QSGD_TWO_SHOT, TERNGRAD, TWO_PHASES]
 CLASSES = sorted(
-    {type(c) for c in EVERY + LEARNED if type(c).__name__.endswith("Compressor")},
+    {
+        type(c)
+        for c in EVERY + TODAY + PRODUCTS + LEARNED
+        if type(c).__name__.endswith("Compressor")
+    },
     key=lambda cls: cls.__name__,
 )
 

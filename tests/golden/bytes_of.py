@@ -54,9 +54,9 @@ def main() -> None:
     import torch
 
     from hvd_gradcomp.ops.torch import TorchOps
-    from tests.methods import EVERY
+    from tests.methods import EVERY, TODAY
 
-    for compressor in EVERY:
+    for compressor in EVERY + TODAY:
         path = path_of(compressor)
         if not path.exists():
             sent = run(compressor, TorchOps(), torch.tensor, lambda x: x.numpy().tobytes())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.methods import OUTSIDE
+from tests.methods import OUTSIDE, PRODUCTS, TODAY
 from tests.parallel.launch import ROOT, environment, horovodrun, launch, python
 
 pytestmark = pytest.mark.parallel
@@ -94,16 +94,19 @@ def said(environment: dict[str, str], *command: str, **options) -> subprocess.Co
 
 
 def test_replicas_on_pytorch(tmp_path):
+    """Of methods outside of the package, and of those of today."""
     first, second = launch("torch_replicas", 2, "gloo", tmp_path, "50", "outside")
     assert first == second
-    assert len({digest for digest, _ in first.values()}) == len(OUTSIDE) == len(first)
+    methods = OUTSIDE + TODAY + PRODUCTS
+    assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("fit", marks=pytest.mark.sweep), "graph"])
 def test_replicas_on_tensorflow(kind, tmp_path):
     first, second = launch("tensorflow_replicas", 2, "gloo", tmp_path, kind, "20", "outside")
     assert first == second
-    assert len({digest for digest, _ in first.values()}) == len(OUTSIDE) == len(first)
+    methods = OUTSIDE + TODAY[::2] + PRODUCTS
+    assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 
 
 @pytest.mark.parametrize("command", ["bench", "advise"])

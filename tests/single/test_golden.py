@@ -10,10 +10,10 @@ import torch
 
 from hvd_gradcomp.ops.torch import TorchOps
 from tests.golden.bytes_of import path_of, run
-from tests.methods import EVERY, ONE_OF_EACH
+from tests.methods import EVERY, ONE_OF_EACH, TODAY
 
 
-@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+@pytest.mark.parametrize("compressor", EVERY + TODAY, ids=repr)
 def test_torch(compressor, torch_ops):
     sent = run(
         compressor,
@@ -24,8 +24,11 @@ def test_torch(compressor, torch_ops):
     assert sent == json.loads(path_of(compressor).read_text())
 
 
-@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
-@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+@pytest.mark.parametrize(
+    ("compressor", "static"),
+    [(c, static) for c in EVERY for static in (True, False)] + [(c, False) for c in TODAY],
+    ids=repr,
+)
 def test_tensorflow(compressor, static):
     tf = pytest.importorskip("tensorflow")
     from hvd_gradcomp.ops.tensorflow import TensorFlowOps
@@ -39,7 +42,7 @@ def test_tensorflow(compressor, static):
     assert sent == json.loads(path_of(compressor).read_text())
 
 
-@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+@pytest.mark.parametrize("compressor", EVERY + TODAY, ids=repr)
 def test_static_shapes(compressor):
     sent = run(compressor, TorchOps(static=True), torch.tensor, lambda x: x.numpy().tobytes())
     assert sent == json.loads(path_of(compressor).read_text())

@@ -41,6 +41,10 @@ class Reduction(Creation, Elementwise, Indexing):
         """Return the k largest of a float32 vector, descending."""
 
     @abstractmethod
+    def top_of_rows(self, x: Tensor, k: int) -> Tensor:
+        """Return the k largest of each row of int64 [rows, n], in any order; [rows, k]."""
+
+    @abstractmethod
     def finite(self, x: Tensor) -> Any:
         """Return whether x has neither NaN nor infinity: a bool if known now, else a tensor."""
 
@@ -127,16 +131,19 @@ class Reduction(Creation, Elementwise, Indexing):
     def largest_of_rows(self, x: Tensor, k: int) -> Tensor:
         """Return where each row's k largest |x| are, of equal ones the first; int64 [rows, k].
 
-        Indices ascend. x is float32 [rows, n]; rows times n is below 2**31.
+        Indices ascend. x is float32 [rows, n], with rows * n below 2**31.
         """
         rows, n = x.shape
-        _, magnitude = self.split_bits(self.float_bits(x), 31)
-        within = self.reshape(self.arange(rows), (-1, 1)) * (1 << 31) + ((1 << 31) - 1 - magnitude)
-        keys = self.sort(self.reshape(within * n + self.arange(n), (-1,)))
-        chosen = self.reshape(keys, (rows, n))[:, :k] % n
         first = self.reshape(self.arange(rows), (-1, 1)) * n
-        ascending = self.sort(self.reshape(chosen + first, (-1,)))
+        index = n - 1 - self.top_of_rows(self.row_keys(x), k) % n
+        ascending = self.sort(self.reshape(index + first, (-1,)))
         return self.reshape(ascending, (rows, k)) - first
+
+    def row_keys(self, x: Tensor) -> Tensor:
+        """Return unique numbers that sort a row by |x|, and equal ones from the last; int64."""
+        n = x.shape[-1]
+        _, magnitude = self.split_bits(self.float_bits(x), 31)
+        return magnitude * n + (n - 1 - self.arange(n))
 
     def peaks(self, x: Tensor) -> Tensor:
         """Return the largest |x| of each row; float32 [rows, n] to [rows]."""

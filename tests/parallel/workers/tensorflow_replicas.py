@@ -11,7 +11,7 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.tensorflow import DistributedGradientTape
-from tests.methods import OUTSIDE, WORDS, methods_by
+from tests.methods import OUTSIDE, PRODUCTS, TODAY, WORDS, methods_by
 from tests.parallel.workers.results import digest, finish
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -74,7 +74,8 @@ def main(folder: str, kind: str, steps: str, settings: str = "") -> None:
     x = random.standard_normal((samples, 8, 8, 1)).astype(np.float32)
     y = random.integers(0, 10, samples)
     result = {}
-    for compressor in OUTSIDE if settings == "outside" else methods_by(kind, hvd.size()):
+    own = methods_by(kind, hvd.size())
+    for compressor in OUTSIDE + TODAY[::2] + PRODUCTS if settings == "outside" else own:
         model = network()
         if kind == "fit":
             stats, logs = fit(model, compressor, x, y)
