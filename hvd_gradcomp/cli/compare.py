@@ -173,7 +173,7 @@ def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
     if isinstance(horovod, Distributed):
         return horovod.gather_objects(item, kind)
     title = horovod.__name__
-    place = "comm.horovod" if title == "hvd_gradcomp.torch" else "engine"
+    place = "comm.horovod" if title == "hvd_gradcomp.torch" else "comm"
     gather = importlib.import_module(f"{title}.{place}").gather_objects
     found = gather(item, kind, "gradcomp.compare", horovod.global_process_set)
     return list(found)

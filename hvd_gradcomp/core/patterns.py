@@ -125,7 +125,7 @@ def draw_number(step: Any, seed: int, count: int) -> Any:
 
     Plain arithmetic below 2**62 gives the same result for an int and for a scalar in a graph.
 
-    >>> [drawn(step, 0, 4) for step in range(12)]
+    >>> [draw_number(step, 0, 4) for step in range(12)]
     [0, 0, 0, 1, 3, 3, 2, 3, 3, 0, 2, 1]
     """
     prime = (1 << 31) - 1

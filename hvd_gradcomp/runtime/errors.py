@@ -40,7 +40,7 @@ _CAUSES = {  # by a part of the library's error text
 def explain(what: str, message: str, who: str = "Horovod") -> str:
     """Return a message with what failed, the likely cause and the library's own error text.
 
-    >>> explained("the exchange", "Horovod has been shut down.")[:47]
+    >>> explain("the exchange", "Horovod has been shut down.")[:47]
     'the exchange failed: another rank has stopped, '
     """
     stopped = _STOPPED + _GOES_ON.get(who, _GOES_ON["Horovod"])

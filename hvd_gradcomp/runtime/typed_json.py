@@ -36,7 +36,7 @@ def loads(data: bytes, kind: Any) -> Any:
     Raises:
         MessageError: it is not JSON, or not of that type.
 
-    >>> unpacked(packed({"a": (1, "b")}), dict[str, tuple[int, str]])
+    >>> loads(dumps({"a": (1, "b")}), dict[str, tuple[int, str]])
     {'a': (1, 'b')}
     """
     try:

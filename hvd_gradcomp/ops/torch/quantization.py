@@ -114,6 +114,8 @@ class Quantization(Base):
             return super().add_signs(row_groups, base, room, packed, above, below, weights)
         room = self.room(room)
         packed, above, below = walkable(packed), above.contiguous(), below.contiguous()
+        if above.stride(0) != below.stride(0):  # of a single row any is contiguous
+            above, below = (x.clone(memory_format=torch.contiguous_format) for x in (above, below))
         start = room if base is None else base.contiguous()
         given = self._of(row_groups), start, packed, above, below, weights.contiguous()
         self.native("add_signs", given, (room,), (base is None,))
