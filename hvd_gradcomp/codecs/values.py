@@ -145,7 +145,7 @@ class Codebook(_Grouped):
         deviation = ops.cast(ops.sqrt(variance), "float32")
         used = deviation >= TINY
         bins = 1 << self.bits
-        per_unit = ops.where(used, (bins / 6.0) / ops.where(used, deviation, 1.0), 0.0)
+        per_unit = ops.where(used, 1.0 / ops.where(used, deviation, 1.0), 0.0) * (bins / 6.0)
         height = apart * per_unit + bins / 2.0
         codes = ops.cast(ops.minimum(ops.maximum(height, 0.0), bins - 1.0), "int64")
         means = []
@@ -182,7 +182,7 @@ class Levels(_Grouped):
         levels = (1 << self.bits - 1) - 1
         scale = ops.reshape(ops.peaks(rows), (-1, 1))
         used = scale >= TINY
-        inverse = ops.where(used, levels / ops.where(used, scale, 1.0), 0.0)
+        inverse = ops.where(used, 1.0 / ops.where(used, scale, 1.0), 0.0) * float(levels)
         level = ops.cast(ops.minimum(ops.abs(rows) * inverse + 0.5, float(levels)), "int64")
         unit = ops.where(used, scale * (1.0 / levels), 0.0)
         return ops.where(rows < 0, levels - level, levels + level), unit

@@ -247,6 +247,18 @@ def test_threads_cut_a_bucket_alike(compressor, shapes, count, seed):
 
 
 @NATIVE
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_many_scales_are_divided_alike(bits):
+    """PyTorch divides a number by a tensor as a product with its reciprocal, and C does not."""
+    row_groups, codes = RowGroups((RowGroup(0, 20_000, 32),)), []
+    x = torch.randn(640_000, generator=torch.Generator().manual_seed(0))
+    for ops in (TorchOps(), TorchOps(static=True)):
+        scale = ops.group_maxima(row_groups, x)
+        codes.append(ops.encode_levels(row_groups, x, scale, bits, ops.key(3, 5)))
+    assert torch.equal(*codes)
+
+
+@NATIVE
 def test_the_checksum_of_much_is_that_of_one_thread():
     data = torch.randint(0, 256, (5_000_004,), dtype=torch.uint8)
     sums = []

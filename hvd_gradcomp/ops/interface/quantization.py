@@ -201,7 +201,9 @@ class Quantization(BitPacking):
     def _inverse(self, scale: Tensor, levels: float) -> Tensor:
         """Return `levels / scale`, and 0 where a group counts as zero."""
         used = scale >= TINY
-        return self.where(used, levels / self.where(used, scale, 1.0), 0.0)
+        # Of two tensors: PyTorch divides a number by a tensor as a product with its reciprocal.
+        whole = self.full(scale.shape, levels, "float32")
+        return self.where(used, whole / self.where(used, scale, 1.0), 0.0)
 
     def _by_group(self, row_groups: RowGroups, x: Tensor, factor: Tensor) -> Tensor:
         """Return x times the factor of its group, and 0 outside of the groups."""
