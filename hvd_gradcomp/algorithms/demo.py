@@ -152,10 +152,8 @@ class DeMoCompressor(Clipping, Compressor):
         layout, tiles = context.layout, self.tiles(context.layout)
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
-        m = ops.accumulate(ops.scale(state.m * 1.0, self.beta), gradient)
+        m = ops.accumulate(gradient, ops.times(state.m, self.beta))
         payload, own = self.encode(ops, layout, tiles, m)
-        sent = self.back(ops, layout, tiles, own)
-        kept = ops.overwrite(state.m, m - sent)
 
         parts = self.parts(layout)
         header = patterns.header_of(self, context, finite)
@@ -168,7 +166,9 @@ class DeMoCompressor(Clipping, Compressor):
             unit = context.prescale * context.postscale * context.size
             positive, negative = (ops.cast(x, "float32") for x in (mean > 0, mean < 0))
             mean = (positive - negative) * unit
-        return patterns.check_sum(ops, mean), Momentum(kept)
+        mean = patterns.check_sum(ops, mean)
+        kept = m - self.back(ops, layout, tiles, own)
+        return mean, Momentum(ops.overwrite(state.m, kept))
 
     def encode(
         self, ops: Ops, layout: Layout, tiles: Sequence[Tiles], m: Tensor

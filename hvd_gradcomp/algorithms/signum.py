@@ -69,7 +69,7 @@ class SignumCompressor(Compressor):
         row_groups = RowGroups(tuple(layers))
         finite, gradient = patterns.check_storable(ops, gradient)
         ahead = ops.scale(gradient, 1.0 - self.momentum)
-        m = ops.accumulate(ops.scale(state.m * 1.0, self.momentum), ahead)
+        m = ops.accumulate(ahead, ops.times(state.m, self.momentum))
         turn = ops.cast(ops.words(((context.step + rank) % 2 * 2 - 1,)), "float32")
         signed = ops.where(m == 0, turn, m)
         if wire.HEADER_BYTES + layout.size / 8 > most_gathered(4.0 * layout.elements, context.size):

@@ -17,15 +17,19 @@ from hvd_gradcomp import (
     FP8Compressor,
     Int8Compressor,
     NaturalCompressor,
+    NonFiniteGradientError,
+    PayloadError,
     PowerSGDCompressor,
     RandomKCompressor,
     SignumCompressor,
 )
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.values import VALUES
+from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
+from tests.methods import PRODUCTS, TODAY
 from tests.oracles import today
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -280,6 +284,45 @@ def test_the_majority_decides(ranks):
         m = [0.5 * a + 0.5 * b for a, b in zip(m, gradients)]
         total = world.step(gradients)[0]
         assert torch.equal(total, torch.sign(sum(torch.sign(x) for x in m)))
+
+
+def flipped(rank, request):
+    """Flip a bit in the body of what rank 1 sends."""
+    if rank != 1:
+        return request
+    tensor = request.tensor.clone()
+    tensor.view(-1)[40] ^= 1
+    return request._replace(tensor=tensor)
+
+
+@pytest.mark.parametrize("compressor", TODAY + PRODUCTS, ids=repr)
+@pytest.mark.parametrize("what", ["nan", "damage"])
+def test_a_failed_step_leaves_the_state_as_it_was(compressor, what):
+    """A gradient that is not finite; and, of what travels with a header, a flipped bit."""
+    layout = Layout(("w", "b"), ((16, 24), (10,)), block=compressor.block)
+    world = World(compressor, TorchOps(), layout, 2)
+    generator = torch.Generator().manual_seed(1)
+
+    def gradients():
+        return [
+            world.flat([torch.randn(s, generator=generator) for s in layout.shapes])
+            for _ in range(2)
+        ]
+
+    for _ in range(3):
+        world.step(gradients())
+    before = [[x.clone() for _, x in leaves(state)] for state in world.states]
+    bad = gradients()
+    if what == "nan":
+        bad[1][5] = float("nan")
+    elif world.traffic[0][0].tensor.dtype != torch.uint8:
+        pytest.skip("sums have no header")
+    else:
+        world.tamper = flipped
+    with pytest.raises((NonFiniteGradientError, PayloadError)):
+        world.step(bad)
+    for state, then in zip(world.states, before):
+        assert all(map(torch.equal, [x for _, x in leaves(state)], then))
 
 
 def test_what_is_never_used_does_not_move():
