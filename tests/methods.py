@@ -161,7 +161,7 @@ TODAY: list[Compressor] = [
     NaturalCompressor("two_shot"),
 ]
 PRODUCTS: list[Compressor] = [
-    PowerSGDCompressor(rank=2, min_ratio=1.0),
+    PowerSGDCompressor(rank=3, min_ratio=1.0),
     ACPSGDCompressor(rank=2, min_ratio=1.0),
     DeMoCompressor(chunk=8, k=6),
     DeMoCompressor(chunk=8, k=4, values="int4", signed=False),

@@ -148,7 +148,7 @@ def test_adding(where, bits, ranks, from_zero, beyond, seed):
         base = None if from_zero else room
         return ops.add_signs(row_groups, base, room, packed, above, below, weights)
 
-    # KernelOps want the extents that Python loops over.
+    # Plain ops want the extents that Python loops over.
     agree(levels, room, codes(seed, ranks, size * bits // 8), side[0], weights, graph=False)
     agree(signs, room, codes(seed, ranks, size // 8), *side, weights, graph=False)
 

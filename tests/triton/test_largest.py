@@ -19,7 +19,7 @@ from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from tests.methods import LARGEST, encode_step
-from tests.passes import layout_of
+from tests.kernels import layout_of
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
 
 METHODS = [
