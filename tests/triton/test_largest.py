@@ -18,8 +18,8 @@ from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
-from tests.methods import LARGEST, encode_step
 from tests.kernels import layout_of
+from tests.methods import LARGEST, encode_step
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
 
 METHODS = [
