@@ -177,7 +177,7 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py pyproject.toml docker/constraints.txt $(wildcard hvd_gradcomp/ops/*.[ch])
+$(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py pyproject.toml docker/constraints.txt $(wildcard hvd_gradcomp/ops/c/*.[ch])
 	@echo "tools: linter, type checker, test runner and this package (half a minute)"
 	@$(pip) "setuptools<81" wheel
 	@$(pip) --no-build-isolation --editable ".[test]"
@@ -223,7 +223,7 @@ $(VENV_TRITON)/.stamp: docker/triton.txt docker/frameworks.txt docker/constraint
 		--constraint docker/constraints.txt -r $(VENV_TRITON)/frameworks.txt -r docker/triton.txt
 	@touch $@
 
-$(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py pyproject.toml $(wildcard hvd_gradcomp/ops/*.[ch])
+$(VENV_OLDER)/.stamp: docker/older.txt docker/torch-without-cuda.sh setup.py pyproject.toml $(wildcard hvd_gradcomp/ops/c/*.[ch])
 	@docker/install-system.sh --python-only $(PYTHON_OLDER)
 	@echo "older: PyTorch 2.0 and TensorFlow 2.13 in $(VENV_OLDER) (downloads 900 MB, takes 3 GB)"
 	@$(PYTHON_OLDER) -m venv --clear $(VENV_OLDER)
