@@ -190,7 +190,7 @@ $(VENV)/.stamp-frameworks: $(VENV)/.stamp-tools docker/frameworks.txt
 	@touch $@
 
 $(VENV)/.stamp-horovod: $(VENV)/.stamp-frameworks hvd_gradcomp/cli/build-horovod.sh \
-		hvd_gradcomp/ops/c/tensorflow.cc
+		$(wildcard hvd_gradcomp/ops/c/*)
 	@docker/install-system.sh $(PYTHON)
 	@echo "horovod: from the cache, or built (about 8 minutes on two cores)"
 	@PATH="$(path)" PIP_CONSTRAINT=docker/constraints.txt hvd_gradcomp/cli/build-horovod.sh $(VENV)/bin/python

@@ -68,10 +68,7 @@ class ACPSGDCompressor(FactorCompressor):
             total = patterns.strip_poison(ops, total)
             size = sum(rows * rank for rows, rank in (tall if left else wide))
             mean = cut(ops, total[:size], tall if left else wide)
-            between, start = [], size
-            for piece in rest:
-                between.append(total[start : start + piece.shape[0]])
-                start += piece.shape[0]
+            between = patterns.split_like(total[size:], rest)
             sides = [(own, fixed), (mean, fixed)] if left else [(fixed, own), (fixed, mean)]
             sent, result = (
                 rebuilt(ops, *factors, pieces, ops.zeros((layout.size,)))

@@ -188,7 +188,7 @@ class DeMoCompressor(Clipping, Compressor):
         coded = self.coding.encode(ops, flat)
         payload.update(coded)
         decoded = self.coding.decode(ops, coded, flat.shape[0])
-        pieces = zip(tiles, chosen, _split(decoded, chosen))
+        pieces = zip(tiles, chosen, patterns.split_like(decoded, chosen))
         return payload, [_spread(ops, each, index, value) for each, index, value in pieces]
 
     def mean(
@@ -209,7 +209,7 @@ class DeMoCompressor(Clipping, Compressor):
             ]
             values = self.coding.decode(ops, mine, count) * weights[rank]
             for number, (each, index, value) in enumerate(
-                zip(tiles, chosen, _split(values, chosen))
+                zip(tiles, chosen, patterns.split_like(values, chosen))
             ):
                 totals[number] = totals[number] + _spread(ops, each, index, value)
                 ones = ops.cast(value != 0, "float32")
@@ -290,13 +290,3 @@ def _spread(ops: Ops, tiles: Tiles, index: Tensor, values: Tensor) -> Tensor:
     first = ops.reshape(ops.arange(tiles.count), (-1, 1)) * tiles.size
     places = ops.minimum(index, tiles.size - 1) + first
     return ops.add_at(ops.zeros((tiles.count * tiles.size,)), ops.reshape(places, (-1,)), values)
-
-
-def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return x in pieces with as many elements as the given tensors."""
-    pieces, start = [], 0
-    for each in like:
-        count = prod(each.shape)
-        pieces.append(x[start : start + count])
-        start += count
-    return pieces

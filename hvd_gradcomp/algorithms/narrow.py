@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.quantized import (
     EXCHANGES,
     Accumulator,
@@ -22,7 +21,6 @@ from hvd_gradcomp.codecs.quantized import (
     rows_of_length,
 )
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Context, Program, State
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -30,7 +28,7 @@ ROUNDINGS = ("nearest", "stochastic")
 LARGEST_E4M3 = 448.0
 
 
-class _NarrowCompressor(Clipping, FeedbackCompressor):
+class _NarrowCompressor(FeedbackCompressor):
     """Base of the three: error feedback, clipping, and the fields that they share."""
 
     feedback: bool = False
@@ -47,12 +45,6 @@ class _NarrowCompressor(Clipping, FeedbackCompressor):
         validate.boolean(self, "feedback")
         validate.whole(self, "seed", low=0)
         self.validate_max_norm()
-
-    def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
-    ) -> Program:
-        gradient, _ = self.clipped(ops, context, gradient, extra)
-        return super().aggregate(ops, context, gradient, state)
 
     def chance(self, key: Tensor) -> Tensor | None:
         """Return the key of the random numbers; None to round to the nearest."""

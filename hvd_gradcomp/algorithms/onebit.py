@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.quantized import EXCHANGES, Accumulator, FeedbackCompressor, Payload
-from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 
 @dataclass(frozen=True, repr=False)
-class OneBitCompressor(Clipping, FeedbackCompressor):
+class OneBitCompressor(FeedbackCompressor):
     """1-bit SGD: sends signs and two means for each column (Seide et al. 2014).
 
     Each step: `r += g`; an element is sent as the mean of the elements of its column with the same
@@ -61,12 +58,6 @@ class OneBitCompressor(Clipping, FeedbackCompressor):
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         columns = shape[0] if len(shape) > 1 else 1
         return ((columns, prod(shape) // max(columns, 1)),)
-
-    def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: Residual, **extra: Tensor
-    ) -> Program:
-        gradient, _ = self.clipped(ops, context, gradient, extra)
-        return super().aggregate(ops, context, gradient, state)
 
     def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
         del key

@@ -68,7 +68,7 @@ class PowerSGDCompressor(FactorCompressor):
         ends = sum(m.rows * m.rank for m in found)
         p = cut(ops, total[:ends], [(m.rows, m.rank) for m in found])
         p = [ops.orthogonalize(x) for x in p]
-        between = _split(total[ends:], rest)
+        between = patterns.split_like(total[ends:], rest)
 
         own = flat(ops, [ops.matmul(transposed(ops, m), x) for m, x in zip(matrices, p)])
         total = own
@@ -82,12 +82,3 @@ class PowerSGDCompressor(FactorCompressor):
         return result, Factors(
             r, ops.overwrite(state.p, flat(ops, p)), ops.overwrite(state.q, total)
         )
-
-
-def _split(x: Tensor, pieces: list[Tensor]) -> list[Tensor]:
-    """Return x in pieces as long as the given ones."""
-    found, start = [], 0
-    for piece in pieces:
-        found.append(x[start : start + piece.shape[0]])
-        start += piece.shape[0]
-    return found

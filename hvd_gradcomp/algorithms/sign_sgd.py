@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.quantized import EXCHANGES, Accumulator, FeedbackCompressor, Payload
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 
 @dataclass(frozen=True, repr=False)
-class EFSignSGDCompressor(Clipping, FeedbackCompressor):
+class EFSignSGDCompressor(FeedbackCompressor):
     """Sends signs and one magnitude for each layer, with error feedback (2019, Algorithm 1).
 
     Each step: `r += g`; a layer is sent as `sign(r) * mean(|r|)`, and r keeps the difference. 1-bit
@@ -53,12 +51,6 @@ class EFSignSGDCompressor(Clipping, FeedbackCompressor):
 
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         return ((1, prod(shape)),)
-
-    def aggregate(
-        self, ops: Ops, context: Context, gradient: Tensor, state: object, **extra: Tensor
-    ) -> Program:
-        gradient, _ = self.clipped(ops, context, gradient, extra)
-        return super().aggregate(ops, context, gradient, state)
 
     def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
         del key

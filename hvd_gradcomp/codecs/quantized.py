@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
@@ -254,16 +255,22 @@ class Keeping(QuantizedCompressor, registered=False):
         return state._replace(r=self.subtract_decoded(ops, row_groups, there, there, payload))
 
 
-class FeedbackCompressor(QuantizedCompressor):
+class FeedbackCompressor(Clipping, QuantizedCompressor):
     """Base of methods that add their quantization error to the next gradient.
 
-    Without `error_feedback` there is no state.
+    They can clip a rank's own gradient first. Without `error_feedback` there is no state.
     """
 
     error_feedback = True
 
     def init(self, ops: Ops, layout: Layout) -> Any:
         return Residual(ops.zeros((layout.size,))) if self.error_feedback else ()
+
+    def aggregate(
+        self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
+    ) -> Program:
+        gradient, _ = self.clipped(ops, context, gradient, extra)
+        return super().aggregate(ops, context, gradient, state)
 
     def collect(self, ops: Ops, gradient: Tensor, state: State) -> Tensor:
         return ops.accumulate(gradient, state.r) if self.error_feedback else gradient

@@ -6,6 +6,7 @@ Each family has its own program: `codecs.sparse`, `codecs.quantized`, `codecs.li
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from hvd_gradcomp.core import wire
@@ -148,6 +149,16 @@ def allreduce_bucket(ops: Ops, context: Context, x: Tensor) -> Generator[Any, An
         pieces += [x[end:start], tight[taken : taken + stop - start]]
         end, taken = stop, taken + stop - start
     return ops.assemble(x, [*pieces, x[end:]])
+
+
+def split_like(x: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a vector into pieces with as many elements as each of the tensors, in order."""
+    pieces, start = [], 0
+    for tensor in tensors:
+        count = prod(tensor.shape)
+        pieces.append(x[start : start + count])
+        start += count
+    return pieces
 
 
 def check_sum(ops: Ops, total: Tensor) -> Tensor:

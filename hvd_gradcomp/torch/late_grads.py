@@ -1,4 +1,4 @@
-"""What happens to gradients after they were taken or reduced: changes, and late contributions.
+"""Gradients after they were taken or reduced: their changes, and late contributions.
 
 A late gradient is a contribution to an already reduced gradient; it is summed uncompressed.
 """

@@ -130,7 +130,7 @@ def _finite(world: World) -> bool:
 def _left_out(
     world: World, calm: World, bad: Sequence[Any], flats: Sequence[Any]
 ) -> tuple[str, str]:
-    """What the engine does for `nonfinite="skip"`, by the plain ops that it has for it."""
+    """Leave a step out as the reducer does for `nonfinite="skip"`, by plain ops."""
     kept = [x for state in world.states for _, x in leaves(state)]
     before = [host(x) for x in kept]
     world.ops.keep(kept)

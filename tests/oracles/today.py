@@ -51,7 +51,7 @@ def int8(block):
 
 
 def largest(chunk, k):
-    """Where the k largest magnitudes are, ascending; of equal ones the first."""
+    """Return the places of the k largest magnitudes, ascending; of equal ones the first."""
     return sorted(sorted(range(len(chunk)), key=lambda i: (-abs(chunk[i]), i))[:k])
 
 

@@ -94,7 +94,7 @@ def said(environment: dict[str, str], *command: str, **options) -> subprocess.Co
 
 
 def test_replicas_on_pytorch(tmp_path):
-    """Of methods outside of the package, and of those of today."""
+    """Methods outside of the package, and those of today."""
     first, second = launch("torch_replicas", 2, "gloo", tmp_path, "50", "outside")
     assert first == second
     methods = OUTSIDE + TODAY + PRODUCTS

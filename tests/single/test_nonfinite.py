@@ -78,7 +78,7 @@ def _arrived(compressor, gradient, fields):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("compressor", EVERY + LEARNED + OUTSIDE, ids=repr)
 def test_a_step_that_was_undone_leaves_no_trace(compressor, static):
-    """What the PyTorch engine does for `nonfinite="skip"`, by the plain ops that it has for it."""
+    """Do as the PyTorch reducer does for `nonfinite="skip"`, by plain ops."""
     layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)
     ops = TorchOps(static=static)
     disturbed, calm = (World(compressor, ops, layout, 2) for _ in range(2))

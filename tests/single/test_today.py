@@ -1,4 +1,4 @@
-"""What people pick today: narrow numbers, chunks, factors, signs, decoupled momentum."""
+"""Methods of today: narrow numbers, chunks, factors, signs, decoupled momentum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels are tried on: worlds of ranks with kernels, and beside them with ops alone."""
+"""Worlds of ranks with kernels, and beside them with plain ops alone."""
 
 from __future__ import annotations
 

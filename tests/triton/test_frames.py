@@ -1,4 +1,4 @@
-"""What all payloads share against the ops: frames, what is said of them, what is not finite."""
+"""Frames of all payloads, their checks and what is not finite, against the plain ops."""
 
 from __future__ import annotations
 
