@@ -25,7 +25,7 @@ class Row:
         compressor: an expression of hvd_gradcomp's names. `{0}`, `{1}` are steps of its phases.
         paper: what the paper has in its place.
         task: "images", "text" or "transformer".
-        optimizer: "sgd" (with momentum), "adam" or "adamw".
+        optimizer: "sgd" (with momentum), "plain" (SGD without), "adam" or "adamw".
         schedule: of the learning rate: "halved" at each fifth, "constant", or "corrected" as in
             Kuang et al. 2019, section IV.B.
         moments: whether the moments of single samples are tracked.

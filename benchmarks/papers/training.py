@@ -127,6 +127,7 @@ class Transformer(Text):
         return self._measured(model, self.test[0])[0]
 
 
+MOMENTUM = {"sgd": 0.9, "plain": 0.0}
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 TASKS: dict[str, Any] = {"images": Images, "text": Text, "transformer": Transformer}
 
@@ -151,7 +152,9 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     plain = (
         OPTIMIZERS[row.optimizer](parameters, lr=row.rate, weight_decay=task.decay)
         if row.optimizer in OPTIMIZERS
-        else torch.optim.SGD(parameters, lr=row.rate, momentum=0.9, weight_decay=task.decay)
+        else torch.optim.SGD(
+            parameters, lr=row.rate, momentum=MOMENTUM[row.optimizer], weight_decay=task.decay
+        )
     )
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=compressor)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -93,10 +93,11 @@ def said(environment: dict[str, str], *command: str, **options) -> subprocess.Co
     )
 
 
-def test_replicas_on_pytorch(tmp_path):
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
+def test_replicas_on_pytorch(ranks, tmp_path):
     """Methods outside of the package, and those of today."""
-    first, second = launch("torch_replicas", 2, "gloo", tmp_path, "50", "outside")
-    assert first == second
+    first, *others = launch("torch_replicas", ranks, "gloo", tmp_path, "50", "outside")
+    assert all(other == first for other in others)
     methods = OUTSIDE + TODAY + PRODUCTS
     assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 
