@@ -189,7 +189,6 @@ def _short(text: str) -> str:
 
 
 def _checked(ctx: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> Sequence[str]:
-    del ctx, parameter
     chosen(texts)
     return texts
 

@@ -446,7 +446,6 @@ class _Echo:
         return int(horovod.rank())
 
     def gather_objects(self, item: Any, kind: Any, what: str) -> list[Any]:
-        del kind, what
         return [item] * self._ranks
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
@@ -457,20 +456,16 @@ class _Echo:
         return _Answered(tensor.expand(copies, *tensor.shape) if copies else tensor)
 
     def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
-        del name, group
         return self._answer("allgather", tensor, self._ranks)
 
     def allreduce(self, request: Allreduce, name: str, group: Any) -> _Answered:
-        del name, group
         half = request.tensor.dtype in (torch.float16, torch.bfloat16)
         return self._answer("allreduce16" if half else "allreduce", request.tensor)
 
     def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
-        del name, group
         return self._answer("alltoall", tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Answered:
-        del root, name, group
         return self._answer("broadcast", tensor)
 
     def gather(self, request: Gather, name: str, group: Any) -> _Answered:
