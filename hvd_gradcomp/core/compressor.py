@@ -221,6 +221,11 @@ class Compressor(ABC):
         """
         return None
 
+    @property
+    def takes_momentum(self) -> bool:
+        """True if it takes the momentum over from the optimizer."""
+        return (self.correction or (0.0,))[0] is None
+
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         """Return a copy with the momentum taken over from the optimizer, if it has `correction`."""
         return self

@@ -332,7 +332,7 @@ def reducer_of(
         UnmeasurableError: on all ranks, if the compressor does not take these layers, or would
             send all of them dense.
     """
-    if (compressor.correction or (0.0,))[0] is None:
+    if compressor.takes_momentum:
         compressor = compressor.corrected(0.9, False)
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
     _supply((p for _, p in named), squares)
