@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from benchmarks.papers import information
 from benchmarks.papers.principal_components import compression_loss, energy
 from hvd_gradcomp.core.layers import convolves
-from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
 
 OPS = TorchOps()
@@ -106,7 +106,7 @@ class Entropy(Watch):
             sizes = torch.tensor([float(len(g)) for g in gradients])
             row = []
             for bins in self.bins:
-                bits = torch.tensor([probe.entropy(OPS, g, bins) for g in gradients])
+                bits = torch.tensor([information.entropy(OPS, g, bins) for g in gradients])
                 row.append(float((bits * sizes).sum() / sizes.sum()))
             self.found.append(row)
 

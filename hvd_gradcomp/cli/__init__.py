@@ -25,11 +25,9 @@ COMMANDS = ("doctor", "build", "build-horovod", "bench", "advise", "compare")
 
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        del ctx
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        del ctx
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"hvd_gradcomp.cli.{cmd_name.replace('-', '_')}")

@@ -20,6 +20,7 @@ from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
+from hvd_gradcomp.monitoring.probe import Reading
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import advice
 from hvd_gradcomp.tuning.advice import Case, Verdict
@@ -135,7 +136,7 @@ def command(
     """
     options.check_png(png_path)
     horovod = options.started()
-    from torch.optim import SGD
+    import torch
 
     from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import (
@@ -164,7 +165,8 @@ def command(
         trained_with = optimizer_of(usual) if usual else None
         model = load(model_name, batch_size=batch_size)
         trained_with = trained_with or model.optimizer
-        _draw_otherwise(horovod.rank())  # in case the factory has set the same seed on all ranks
+        # Each rank draws its own batches, even if the factory has set one seed on all ranks.
+        torch.manual_seed(1000 + horovod.rank())
         passes = [backward(model)[1] for _ in range(3 if model.loss else 0)]
         gradients = Gradients(model, real=8 if model.real else 0)
         probed = _probed(model, gradients) if model.real else {}
@@ -221,11 +223,11 @@ def command(
             "for_hosts": for_hosts,
         }
         everything = [(dense, times), *ways]
-        gentle = not (trained_with is None or isinstance(trained_with, SGD))
+        gentle = not (trained_with is None or isinstance(trained_with, torch.optim.SGD))
         rows, verdict = _advice(everything, found, pass_, for_hosts or found.ranks, gentle)
         content |= {"rows": rows, **_said(rows, verdict)}
         content["takes_over"] = trained_with is None and any(
-            one.way.name == content["use"] and _takes_over(one.compressor) for one, _ in ways
+            one.way.name == content["use"] and one.compressor.takes_momentum for one, _ in ways
         )
         output.report(json_path, content, advised.text(content, verdict))
         if png_path is not None:
@@ -290,18 +292,6 @@ def _way(
     return Found(Way(brief(compressor), by_ranks), compressor, costs[ranks].element_ratio, ratio)
 
 
-def _draw_otherwise(rank: int) -> None:
-    """Seed the rank's random numbers differently, so that it draws its own batches."""
-    import torch
-
-    torch.manual_seed(1000 + rank)
-
-
-def _takes_over(compressor: Compressor) -> bool:
-    """Return True if the compressor takes the momentum over from the optimizer."""
-    return (compressor.correction or (0.0,))[0] is None
-
-
 def _suited(
     compressors: Sequence[Compressor],
     optimizer: torch.optim.Optimizer | None,
@@ -346,18 +336,12 @@ def _probed(model: Model, gradients: Gradients, steps: int = 8) -> dict[str, flo
     model.module.zero_grad(set_to_none=True)
     last = [reading for reading in probe.readings if reading.step == probe.readings[-1].step]
     weights = [reading.size for reading in last]
-    fields: dict[str, list[Any]] = {
-        "entropy": [reading.entropy for reading in last],
-        "mutual_information": [reading.mutual_information for reading in last],
-        "chance": [reading.chance for reading in last],
-        "density_variance": [reading.density_variance for reading in last],
-        "density_egc": [reading.density_egc for reading in last],
-        "density_dgc": [reading.density_dgc for reading in last],
-    }
-    return {
-        name: None if None in found else sum(w * x for w, x in zip(weights, found)) / sum(weights)
-        for name, found in fields.items()
-    }
+    means: dict[str, float | None] = {}
+    for name in Reading._fields[Reading._fields.index("entropy") :]:
+        found = [getattr(reading, name) for reading in last]
+        total = None if None in found else sum(w * x for w, x in zip(weights, found))
+        means[name] = None if total is None else total / sum(weights)
+    return means
 
 
 def _advice(

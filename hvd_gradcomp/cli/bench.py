@@ -15,6 +15,7 @@ from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.version import __version__
 from hvd_gradcomp.planning.description import brief
 
 if TYPE_CHECKING:
@@ -130,8 +131,6 @@ def warm_up_rounds(compressor: Compressor) -> int:
 
 def about(horovod: Any, model_name: str) -> dict[str, Any]:
     """Return the model, the world size and the version, for JSON."""
-    from hvd_gradcomp import __version__
-
     return {
         "model": model_name,
         "ranks": horovod.size(),

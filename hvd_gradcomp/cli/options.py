@@ -16,50 +16,20 @@ from typing import Any
 
 import click
 
-from hvd_gradcomp import (
-    ACPSGDCompressor,
-    BF16Compressor,
-    ChunkedTopKCompressor,
-    Compressor,
-    DeMoCompressor,
-    DGCCompressor,
-    EFSignSGDCompressor,
-    EGCCompressor,
-    FP8Compressor,
-    FP16Compressor,
-    GradientDroppingCompressor,
-    GradiVeQCompressor,
-    HybridCompressor,
-    Int8Compressor,
-    LGCCompressor,
-    NaturalCompressor,
-    OneBitCompressor,
-    PowerSGDCompressor,
-    QSGDCompressor,
-    RandomKCompressor,
-    ScaleComCompressor,
-    SignumCompressor,
-    SparseGDCompressor,
-    StromCompressor,
-    TernGradCompressor,
-    VarianceCompressor,
-    after,
-    partition,
-    role,
-    smaller,
-)
+import hvd_gradcomp
 from hvd_gradcomp.cli import style
 from hvd_gradcomp.cli.output import in_folder, with_json, writing
 from hvd_gradcomp.core import registry
+from hvd_gradcomp.core.compressor import Compressor
 
 WIDTH = 80  # columns of a terminal
 NAMES = 19  # columns for a row's name
 
 _MAKERS: dict[str, Callable[..., Any]] = {  # besides the compressor classes
-    "after": after,
-    "partition": partition,
-    "role": role,
-    "smaller": smaller,
+    "after": hvd_gradcomp.after,
+    "partition": hvd_gradcomp.partition,
+    "role": hvd_gradcomp.role,
+    "smaller": hvd_gradcomp.smaller,
 }
 
 
@@ -71,32 +41,32 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
             it, and about one element in 560 of noise of that size passes Strom's.
     """
     return {
-        "fp16": FP16Compressor(),
-        "variance": VarianceCompressor(alpha=2.0),
-        "hybrid": HybridCompressor(tau=_rounded(0.1 * scale), alpha=2.0),
-        "strom": StromCompressor(tau=_rounded(19.1 * scale)),
-        "egc": EGCCompressor(K=1024),
-        "dgc": DGCCompressor(density=0.001),
-        "sparse-gd": SparseGDCompressor(density=0.001),
-        "gradient-dropping": GradientDroppingCompressor(ratio=0.99),
-        "scalecom": ScaleComCompressor(density=0.001),
-        "qsgd": QSGDCompressor(bits=4),
-        "terngrad": TernGradCompressor(),
-        "onebit": OneBitCompressor(),
-        "bf16": BF16Compressor(),
-        "fp8": FP8Compressor(),
-        "int8": Int8Compressor(),
-        "chunked-topk": ChunkedTopKCompressor(),
-        "powersgd": PowerSGDCompressor(),
-        "acp-sgd": ACPSGDCompressor(),
-        "demo": DeMoCompressor(),
-        "random-k": RandomKCompressor(),
-        "ef-signsgd": EFSignSGDCompressor(),
-        "signum": SignumCompressor(),
-        "natural": NaturalCompressor(),
-        "gradiveq": GradiVeQCompressor(ratio=8, sample_steps=200),
-        "lgc": LGCCompressor("ring_allreduce"),
-        "lgc-server": LGCCompressor("parameter_server"),
+        "fp16": hvd_gradcomp.FP16Compressor(),
+        "variance": hvd_gradcomp.VarianceCompressor(alpha=2.0),
+        "hybrid": hvd_gradcomp.HybridCompressor(tau=_rounded(0.1 * scale), alpha=2.0),
+        "strom": hvd_gradcomp.StromCompressor(tau=_rounded(19.1 * scale)),
+        "egc": hvd_gradcomp.EGCCompressor(K=1024),
+        "dgc": hvd_gradcomp.DGCCompressor(density=0.001),
+        "sparse-gd": hvd_gradcomp.SparseGDCompressor(density=0.001),
+        "gradient-dropping": hvd_gradcomp.GradientDroppingCompressor(ratio=0.99),
+        "scalecom": hvd_gradcomp.ScaleComCompressor(density=0.001),
+        "qsgd": hvd_gradcomp.QSGDCompressor(bits=4),
+        "terngrad": hvd_gradcomp.TernGradCompressor(),
+        "onebit": hvd_gradcomp.OneBitCompressor(),
+        "bf16": hvd_gradcomp.BF16Compressor(),
+        "fp8": hvd_gradcomp.FP8Compressor(),
+        "int8": hvd_gradcomp.Int8Compressor(),
+        "chunked-topk": hvd_gradcomp.ChunkedTopKCompressor(),
+        "powersgd": hvd_gradcomp.PowerSGDCompressor(),
+        "acp-sgd": hvd_gradcomp.ACPSGDCompressor(),
+        "demo": hvd_gradcomp.DeMoCompressor(),
+        "random-k": hvd_gradcomp.RandomKCompressor(),
+        "ef-signsgd": hvd_gradcomp.EFSignSGDCompressor(),
+        "signum": hvd_gradcomp.SignumCompressor(),
+        "natural": hvd_gradcomp.NaturalCompressor(),
+        "gradiveq": hvd_gradcomp.GradiVeQCompressor(ratio=8, sample_steps=200),
+        "lgc": hvd_gradcomp.LGCCompressor("ring_allreduce"),
+        "lgc-server": hvd_gradcomp.LGCCompressor("parameter_server"),
     }
 
 
@@ -189,7 +159,6 @@ def _short(text: str) -> str:
 
 
 def _checked(ctx: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> Sequence[str]:
-    del ctx, parameter
     chosen(texts)
     return texts
 

@@ -44,7 +44,6 @@ def with_json(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     """Check, before any measurement, that the file's folder exists."""
-    del ctx, parameter
     if path is not None and not is_screen(path) and not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.parent}: make it, or write elsewhere")
     return path

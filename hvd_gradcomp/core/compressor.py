@@ -167,7 +167,6 @@ class Compressor(ABC):
         Raises:
             ValueError: it cannot work on these layers, or with so many ranks.
         """
-        del ranks
         return [self] * len(layers)
 
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
@@ -176,7 +175,6 @@ class Compressor(ABC):
         Args:
             shape: with the outputs first, as in `core.layout.outputs_first`.
         """
-        del shape
         return None
 
     # -- reports -------------------------------------------------------------------------------
@@ -196,7 +194,6 @@ class Compressor(ABC):
 
     def residual(self, state: State) -> Tensor | None:
         """Return what was accumulated and not yet sent, [size]; None if nothing is kept."""
-        del state
         return None
 
     def inherit(
@@ -206,17 +203,14 @@ class Compressor(ABC):
 
         By default it is sent with the next gradient.
         """
-        del ops
         return state, gradient + residual
 
     def velocity(self, state: State) -> Tensor | None:
         """Return the momentum of the steps so far, [size], if the state holds nothing else."""
-        del state
         return None
 
     def with_velocity(self, state: State, velocity: Tensor) -> State:
         """Return a state that continues from a velocity that is equal on all ranks."""
-        del velocity
         return state
 
     @property
@@ -227,16 +221,19 @@ class Compressor(ABC):
         """
         return None
 
+    @property
+    def takes_momentum(self) -> bool:
+        """True if it takes the momentum over from the optimizer."""
+        return (self.correction or (0.0,))[0] is None
+
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         """Return a copy with the momentum taken over from the optimizer, if it has `correction`."""
-        del momentum, nesterov
         return self
 
     # -- learned methods: a basis, an autoencoder ------------------------------------------------
 
     def retrained(self, ops: Ops, state: State, step: Any) -> State:
         """Return a state that learns anew from this step on; by default the same state."""
-        del ops, step
         return state
 
     def owner(self, path: str, step: int) -> int | None:
@@ -245,7 +242,6 @@ class Compressor(ABC):
         Called for the fields, dotted as in `leaves`, that are not `replicated`: an autoencoder that
         one rank trains cannot be summed, a residual has to be.
         """
-        del path, step
         return None
 
     def rehearsed(self, ops: Ops, layout: Layout, state: State, step: int) -> State:
@@ -253,14 +249,12 @@ class Compressor(ABC):
 
         With it the compressed phase is measured. By default the same state: nothing is learned.
         """
-        del ops, layout, step
         return state
 
     # -- the number of ranks ---------------------------------------------------------------------
 
     def start(self, ops: Ops, layout: Layout, ranks: int) -> State:
         """Return the initial state for this number of ranks; by default that of `init`."""
-        del ranks
         return self.init(ops, layout)
 
     def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
@@ -269,7 +263,6 @@ class Compressor(ABC):
         Raises:
             ValueError: it cannot work with so many.
         """
-        del ops, step, ranks
         return state
 
     # -- stock Horovod ---------------------------------------------------------------------------

@@ -52,29 +52,18 @@ class RowGroups:
         (RowGroup(start=0, rows=1, length=5), RowGroup(start=5, rows=1, length=10))
         """
         found: list[RowGroup] = []
-        number, first = 0, -1
-
-        def take(start: int, stop: int, rows: int, length: int, group: int) -> None:
-            nonlocal first
-            if stop > start:
-                first = group if first < 0 else first
-                found.append(RowGroup(start - begin, rows, length))
-
+        number, first = 0, None
         for run in self.runs:
             low, high = max(begin, run.start), min(end, run.end)
             if low < high:
                 row, into = divmod(low - run.start, run.length)
-                whole = row + (into > 0)
-                last, beyond = divmod(high - run.start, run.length)
-                if into:
-                    stop = min(high, run.start + whole * run.length)
-                    take(low, stop, 1, stop - low, number + row)
-                if last > whole:
-                    start = run.start + whole * run.length
-                    stop = run.start + last * run.length
-                    take(start, stop, last - whole, run.length, number + whole)
-                if beyond and (last >= whole):
-                    start = run.start + last * run.length
-                    take(start, high, 1, beyond, number + last)
+                whole, last = row + (into > 0), (high - run.start) // run.length
+                head, tail = (run.start + place * run.length for place in (whole, last))
+                first = number + row if first is None else first
+                # What is cut off at the start, whole rows, what is cut off at the end; or one part.
+                parts = [(low, head, 1), (head, tail, last - whole), (tail, high, 1)]
+                for start, stop, rows in parts if head <= tail else [(low, high, 1)]:
+                    if stop > start:
+                        found.append(RowGroup(start - begin, rows, (stop - start) // rows))
             number += run.rows
-        return RowGroups(tuple(found), max(first, 0))
+        return RowGroups(tuple(found), first or 0)

@@ -23,7 +23,7 @@ import json
 import os
 from collections.abc import Generator, Sequence
 from itertools import accumulate
-from math import gcd, isfinite, log, prod
+from math import gcd, log, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,78 +52,7 @@ class Reading(NamedTuple):
 # -- information ---------------------------------------------------------------------------------
 
 
-def entropy(ops: Ops, x: Tensor, bins: int = 256, corrected: bool = False) -> float:
-    """Return the entropy, in bits, of the histogram of x over equal bins of its range.
-
-    The value depends on the bins as much as on x: compare only values of equal `bins`. N samples
-    underestimate it by about `(occupied bins - 1) / (2 N ln 2)`. A constant has 0.
-
-    Args:
-        ops: operations on x.
-        x: a vector, real and finite.
-        bins: their number, at least 2.
-        corrected: add that estimate of the error (Miller and Madow 1955).
-
-    Raises:
-        ValueError: x is empty or not finite, or `bins` is out of range.
-    """
-    row = _single_row(ops, "entropy", x, bins)
-    return _floats(_entropies(ops, _bins_of(ops, row, row == row, bins), bins, corrected))[0]
-
-
-def mutual_information(
-    ops: Ops, x: Tensor, y: Tensor, bins: int = 32, corrected: bool = False
-) -> float:
-    """Return the bits that x tells about y, `H(x) + H(y) - H(x, y)`, from histograms.
-
-    Abrahamyan et al. 2021, section III, equation 1.
-
-    Each vector is quantized separately, as in `entropy`; the joint histogram has `bins**2` cells.
-    N samples overestimate it: independent vectors give up to about `chance_bound(bins, N)` bits
-    (on average and to first order exactly that, if all cells are occupied).
-
-    Args:
-        ops: operations on both.
-        x, y: vectors of one length, real and finite.
-        bins: of each; the bias grows with their square, so the default is lower than `entropy`'s.
-        corrected: subtract the bias estimated from the occupied cells (Miller and Madow 1955);
-            negative results become 0.
-
-    Raises:
-        ValueError: the lengths differ, a vector is empty or not finite, `bins` is out of range.
-    """
-    first, second = (_single_row(ops, "mutual_information", v, bins) for v in (x, y))
-    if tuple(first.shape) != tuple(second.shape):
-        raise ValueError(
-            f"mutual_information: x and y must have one length, got {first.shape[1]} and "
-            f"{second.shape[1]}"
-        )
-    cells = [_bins_of(ops, row, row == row, bins) for row in (first, second)]
-    return _floats(_shared(ops, cells[0], cells[1], bins, corrected))[0]
-
-
-def chance_bound(bins: int, samples: int) -> float:
-    """Return the apparent mutual information of independent vectors, in bits, uncorrected.
-
-    >>> round(chance_bound(32, 4096), 3)
-    0.169
-    """
-    return (bins - 1) ** 2 / (2 * samples * log(2))
-
-
-def _single_row(ops: Ops, caller: str, x: Tensor, bins: int) -> Tensor:
-    """Check arguments, and return x as float64 [1, n]."""
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 2:
-        raise ValueError(f"{caller}: bins must be a whole number in [2, inf], got {bins!r}")
-    row = ops.reshape(ops.cast(x, "float64"), (1, -1))
-    if not int(row.shape[1]):
-        raise ValueError(f"{caller}: x must have at least one element, got none")
-    if not isfinite(float(ops.sum(row * 0.0))):
-        raise ValueError(f"{caller}: x must be finite, got a NaN or an infinity")
-    return row
-
-
-def _bins_of(ops: Ops, rows: Tensor, valid: Tensor, bins: int) -> Tensor:
+def bins_of(ops: Ops, rows: Tensor, valid: Tensor, bins: int) -> Tensor:
     """Return the bin of each element in its row; int64 [layers, n], -1 where it is not valid."""
     high = ops.max(ops.where(valid, rows, float("-inf")), -1)
     low = 0.0 - ops.max(ops.where(valid, 0.0 - rows, float("-inf")), -1)
@@ -134,8 +63,12 @@ def _bins_of(ops: Ops, rows: Tensor, valid: Tensor, bins: int) -> Tensor:
     return ops.where(valid, found, -1)
 
 
-def _entropies(ops: Ops, cell: Tensor, cells: int, corrected: bool) -> Tensor:
-    """Return the entropy of each row's histogram; negative cells are not counted."""
+def entropies(ops: Ops, cell: Tensor, cells: int, corrected: bool) -> Tensor:
+    """Return the entropy, in bits, of each row's histogram; negative cells are not counted.
+
+    N samples underestimate it by about `(occupied cells - 1) / (2 N ln 2)`, which `corrected` adds
+    (Miller and Madow 1955).
+    """
     layers = int(cell.shape[0])
     segment = cell + ops.reshape(ops.arange(layers), (-1, 1)) * cells
     segment = ops.reshape(ops.where(cell < 0, layers * cells, segment), (-1,))
@@ -151,11 +84,16 @@ def _entropies(ops: Ops, cell: Tensor, cells: int, corrected: bool) -> Tensor:
     return bits
 
 
-def _shared(ops: Ops, x: Tensor, y: Tensor, bins: int, corrected: bool) -> Tensor:
-    """Return the mutual information of each row, from the bins of its elements."""
+def mutual_information(ops: Ops, x: Tensor, y: Tensor, bins: int, corrected: bool) -> Tensor:
+    """Return the bits that x tells about y in each row: `H(x) + H(y) - H(x, y)` of their bins.
+
+    Abrahamyan et al. 2021, section III, equation 1. N samples overestimate it: independent vectors
+    give up to about `(bins - 1)**2 / (2 N ln 2)` bits. `corrected` subtracts the bias estimated
+    from the occupied cells; negative results become 0.
+    """
     joint = ops.where(x < 0, -1, x * bins + y)
-    separate = _entropies(ops, x, bins, corrected) + _entropies(ops, y, bins, corrected)
-    return ops.maximum(separate - _entropies(ops, joint, bins * bins, corrected), 0.0)
+    separate = entropies(ops, x, bins, corrected) + entropies(ops, y, bins, corrected)
+    return ops.maximum(separate - entropies(ops, joint, bins * bins, corrected), 0.0)
 
 
 def _floats(vector: Tensor) -> list[float]:
@@ -184,10 +122,10 @@ class Probe:
     At most `sample` elements of each layer are sampled, with a stride coprime to the layer's size,
     so that they are spread over the filters. The figures of a reading:
 
-    * entropy and mutual information: histograms of `bins`, as in `entropy` and
-      `mutual_information`. `chance` is the mutual information after rotating the second rank's
-      elements by half: the bias of the sample size alone. Compare LGC's 80 % of the entropy
-      with `(mutual_information - chance) / entropy`.
+    * entropy and mutual information: from histograms of `bins` equal bins of a layer's range; the
+      values depend on the bins as much as on the gradient. `chance` is the mutual information
+      after rotating the second rank's elements by half: the bias of the sample size alone.
+      Compare LGC's 80 % of the entropy with `(mutual_information - chance) / entropy`.
     * Variance: `r` and `v` exist for the sampled elements and probed steps only; elements that
       pass are reset. `q = g*g` as with `moments="step"`, unless second moments are given. With
       `every=1` this is the method itself; otherwise successive probed steps are `every` apart,
@@ -303,10 +241,10 @@ class Probe:
             for flags in (~finite, self._passed(ops, samples, moments))
         ]
         wide = ops.cast(samples, "float64")
-        coarse = _bins_of(ops, *_padded(ops, wide, counts), 2)
+        coarse = bins_of(ops, *_padded(ops, wide, counts), 2)
         egc = [
             count_of(sample.size, bits / self.K) / sample.size
-            for sample, bits in zip(self.samples, _floats(_entropies(ops, coarse, 2, False)))
+            for sample, bits in zip(self.samples, _floats(entropies(ops, coarse, 2, False)))
         ]
         figures = ops.concat([ops.cast(x, "float64") for x in (*sums, ops.reals(egc))])
         pair = self.pair if size > 1 else (0,)
@@ -332,13 +270,13 @@ class Probe:
         counts = [sample.taken for sample in self.samples]
         length = sum(counts)
         shown = [total[i * length : (i + 1) * length] for i in range(ranks)]
-        cells = [_bins_of(ops, *_padded(ops, x, counts), self.bins) for x in shown]
-        bits = _floats(_entropies(ops, cells[-1], self.bins, self.corrected))
+        cells = [bins_of(ops, *_padded(ops, x, counts), self.bins) for x in shown]
+        bits = _floats(entropies(ops, cells[-1], self.bins, self.corrected))
         shared: list[Sequence[float | None]] = [[None] * len(counts)] * 2
         if ranks == 2:
             rotated = ops.gather_rows(cells[1], _rotation(ops, counts))
             shared = [
-                _floats(_shared(ops, cells[0], other, self.bins, self.corrected))
+                _floats(mutual_information(ops, cells[0], other, self.bins, self.corrected))
                 for other in (cells[1], rotated)
             ]
         figures = iter(_floats(total[ranks * length :]))

@@ -34,6 +34,10 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 # Timeouts, in seconds, for a writer to open, imports included, and to close.
 _TO_BEGIN, _TO_END = 60.0, 10.0
 _WAITING = 64  # maximum number of queued records
+_SCALARS = (
+    *("steps", "bytes_dense", "bytes_sent", "bytes_received", "ratio", "element_ratio", "skipped"),
+    *("rung_changes", "residual_norm", "gradient_norm", "residual_ratio"),
+)
 
 
 def scalars(stats: CompressionStats) -> dict[str, float]:
@@ -45,18 +49,8 @@ def scalars(stats: CompressionStats) -> dict[str, float]:
     >>> scalars(CompressionStats(steps=2, bytes_dense=80, bytes_sent=8))["compression/ratio"]
     10.0
     """
-    values = {
-        "steps": stats.steps,
-        "bytes_dense": stats.bytes_dense,
-        "bytes_sent": stats.bytes_sent,
-        "bytes_received": stats.bytes_received,
-        "ratio": stats.ratio,
-        "element_ratio": stats.element_ratio,
-        "skipped": stats.skipped,
-        "rung_changes": stats.rung_changes,
-        "residual_norm": stats.residual_norm,
-        "gradient_norm": stats.gradient_norm,
-        "residual_ratio": stats.residual_ratio,
+    values: dict[str, float | None] = {
+        **{name: getattr(stats, name) for name in _SCALARS},
         **{f"loss/{name}": value for name, value in stats.losses.items()},
         **{f"density/{layer}": value for layer, value in stats.density.items()},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True)
@@ -115,21 +115,10 @@ class CompressionStats:
 
     def __sub__(self, earlier: CompressionStats) -> CompressionStats:
         """Return the span between two readings; losses and norms are those of the later one."""
-        return CompressionStats(
-            self.steps - earlier.steps,
-            self.elements - earlier.elements,
-            self.elements_sent - earlier.elements_sent,
-            self.bytes_dense - earlier.bytes_dense,
-            self.bytes_sent - earlier.bytes_sent,
-            self.bytes_received - earlier.bytes_received,
-            {k: n - earlier.layers.get(k, 0) for k, n in self.layers.items()},
-            self.losses,
-            self.sizes,
-            self.skipped - earlier.skipped,
-            self.rung_changes - earlier.rung_changes,
-            self.residual_norm,
-            self.gradient_norm,
-        )
+        counts = [f.name for f in fields(self) if f.type == "int"]  # annotations are texts
+        span = {name: getattr(self, name) - getattr(earlier, name) for name in counts}
+        layers = {name: n - earlier.layers.get(name, 0) for name, n in self.layers.items()}
+        return replace(self, layers=layers, **span)
 
 
 def _ratio(ratio: float) -> str:

@@ -12,7 +12,6 @@ Steps = Generator[Any, Any, Any]
 
 def always(index: Any) -> bool:
     """Return True, to enter every branch; outside of a trace the index may be a tensor."""
-    del index
     return True
 
 
@@ -23,7 +22,6 @@ def known(index: Any) -> bool:
 
 def never(index: Any) -> bool:
     """Return False, to enter no branch here: all ranks enter theirs together."""
-    del index
     return False
 
 

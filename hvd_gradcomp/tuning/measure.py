@@ -332,7 +332,7 @@ def reducer_of(
         UnmeasurableError: on all ranks, if the compressor does not take these layers, or would
             send all of them dense.
     """
-    if (compressor.correction or (0.0,))[0] is None:
+    if compressor.takes_momentum:
         compressor = compressor.corrected(0.9, False)
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
     _supply((p for _, p in named), squares)
@@ -446,7 +446,6 @@ class _Echo:
         return int(horovod.rank())
 
     def gather_objects(self, item: Any, kind: Any, what: str) -> list[Any]:
-        del kind, what
         return [item] * self._ranks
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
@@ -457,20 +456,16 @@ class _Echo:
         return _Answered(tensor.expand(copies, *tensor.shape) if copies else tensor)
 
     def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
-        del name, group
         return self._answer("allgather", tensor, self._ranks)
 
     def allreduce(self, request: Allreduce, name: str, group: Any) -> _Answered:
-        del name, group
         half = request.tensor.dtype in (torch.float16, torch.bfloat16)
         return self._answer("allreduce16" if half else "allreduce", request.tensor)
 
     def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
-        del name, group
         return self._answer("alltoall", tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Answered:
-        del root, name, group
         return self._answer("broadcast", tensor)
 
     def gather(self, request: Gather, name: str, group: Any) -> _Answered:

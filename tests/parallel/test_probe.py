@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from hvd_gradcomp.monitoring import probe
+from benchmarks.papers import information
 from hvd_gradcomp.ops.torch import TorchOps
 from tests.parallel.launch import environment, horovodrun, launch, python
 
@@ -48,8 +48,8 @@ def reads_local_gradients(results, folder):
         x, y = (torch.tensor(one[step][reading["layer"]]).reshape(-1) for one in local)
         x, y = (z[:: strides[reading["layer"]]] for z in (x, y))
         assert not torch.equal(x, y)
-        assert reading["entropy"] == pytest.approx(probe.entropy(ops, y, 32, True), abs=1e-9)
-        shared = probe.mutual_information(ops, x, y, 32, True)
+        assert reading["entropy"] == pytest.approx(information.entropy(ops, y, 32, True), abs=1e-9)
+        shared = information.mutual_information(ops, x, y, 32, True)
         assert reading["mutual_information"] == pytest.approx(shared, abs=1e-9)
     for rank in range(2):
         lines = (folder / f"readings of {rank}").read_text().splitlines()

@@ -37,7 +37,8 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.testing import Hosts, World
+from hvd_gradcomp.testing import World
+from tests.hosts_world import Hosts
 
 RULES = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompressor(tau=0.5)]
 WHOLE = [QSGDCompressor(), QSGDCompressor(bits=8), TernGradCompressor(), OneBitCompressor()]

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 import torch
 
+from benchmarks.papers import information
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops import ops_of
@@ -59,17 +60,19 @@ def random_gradients(seed, layers=LAYERS):
 def test_entropy_of_known_distributions(make):
     uniform = make(np.arange(4096, dtype=np.float32))
     ops = ops_of(uniform)
-    assert probe.entropy(ops, uniform, 256) == pytest.approx(8, abs=1e-12)
-    assert probe.entropy(ops, uniform, 2) == pytest.approx(1, abs=1e-12)
-    assert probe.entropy(ops, make(np.full(7, 3.5, np.float32))) == 0
-    assert probe.entropy(ops, make(np.full(7, 3.5, np.float32)), corrected=True) == 0
+    assert information.entropy(ops, uniform, 256) == pytest.approx(8, abs=1e-12)
+    assert information.entropy(ops, uniform, 2) == pytest.approx(1, abs=1e-12)
+    assert information.entropy(ops, make(np.full(7, 3.5, np.float32))) == 0
+    assert information.entropy(ops, make(np.full(7, 3.5, np.float32)), corrected=True) == 0
     quarter = make(np.repeat(np.float32([-1, 1]), (1, 3)))
     expected = 0.25 * 2 + 0.75 * log(4 / 3, 2)
-    assert probe.entropy(ops, quarter, 16) == pytest.approx(expected, abs=1e-12)
+    assert information.entropy(ops, quarter, 16) == pytest.approx(expected, abs=1e-12)
     correction = 1 / (2 * 4 * log(2))
-    corrected = probe.entropy(ops, quarter, 16, corrected=True)
+    corrected = information.entropy(ops, quarter, 16, corrected=True)
     assert corrected == pytest.approx(expected + correction, abs=1e-12)
-    assert probe.entropy(ops, make(np.float32([1e-42, 0, 3e38, -3e38])), 4) == pytest.approx(1.5)
+    assert information.entropy(ops, make(np.float32([1e-42, 0, 3e38, -3e38])), 4) == pytest.approx(
+        1.5
+    )
 
 
 @make
@@ -78,16 +81,18 @@ def test_mutual_information_of_known_pairs(make):
     x, y = (make(random.standard_normal(4096).astype(np.float32)) for _ in range(2))
     ops = ops_of(x)
     for corrected in (False, True):
-        own = probe.entropy(ops, x, 32, corrected)
-        assert probe.mutual_information(ops, x, x, 32, corrected) == pytest.approx(own, abs=1e-12)
-        mirrored = probe.mutual_information(ops, x, 0.0 - 2.0 * x, 32, corrected)
+        own = information.entropy(ops, x, 32, corrected)
+        assert information.mutual_information(ops, x, x, 32, corrected) == pytest.approx(
+            own, abs=1e-12
+        )
+        mirrored = information.mutual_information(ops, x, 0.0 - 2.0 * x, 32, corrected)
         assert mirrored == pytest.approx(own, abs=0.05)
-    independent = probe.mutual_information(ops, x, y, 32)
-    bound = probe.chance_bound(32, 4096)
+    independent = information.mutual_information(ops, x, y, 32)
+    bound = information.chance_bound(32, 4096)
     assert 0 < independent < bound
-    assert probe.mutual_information(ops, x, y, 32, corrected=True) < independent / 2
+    assert information.mutual_information(ops, x, y, 32, corrected=True) < independent / 2
     constant = make(np.zeros(4096, np.float32))
-    assert probe.mutual_information(ops, x, constant, 32) == pytest.approx(0, abs=1e-12)
+    assert information.mutual_information(ops, x, constant, 32) == pytest.approx(0, abs=1e-12)
 
 
 def test_the_bias_of_independent_uniform_samples_is_what_is_stated():
@@ -95,8 +100,8 @@ def test_the_bias_of_independent_uniform_samples_is_what_is_stated():
     found = []
     for _ in range(40):
         x, y = (torch.from_numpy(random.random(2000).astype(np.float32)) for _ in range(2))
-        found.append(probe.mutual_information(ops_of(x), x, y, 8))
-    assert np.mean(found) == pytest.approx(probe.chance_bound(8, 2000), rel=0.1)
+        found.append(information.mutual_information(ops_of(x), x, y, 8))
+    assert np.mean(found) == pytest.approx(information.chance_bound(8, 2000), rel=0.1)
 
 
 def test_information_against_numpy():
@@ -108,7 +113,7 @@ def test_information_against_numpy():
     outer = p.sum(1, keepdims=True) * p.sum(0, keepdims=True)
     expected = (p[p > 0] * np.log2(p[p > 0] / outer[p > 0])).sum()
     x, y = torch.from_numpy(x), torch.from_numpy(y)
-    assert probe.mutual_information(ops_of(x), x, y, 20) == pytest.approx(expected, abs=1e-9)
+    assert information.mutual_information(ops_of(x), x, y, 20) == pytest.approx(expected, abs=1e-9)
 
 
 @make
@@ -116,10 +121,10 @@ def test_functions_name_bad_input(make):
     x = make(np.ones((4, 6), np.float32))
     ops = ops_of(x)
     for call, said in {
-        (lambda: probe.entropy(ops, x, 1)): "bins must be a whole number in [2, inf], got 1",
-        (lambda: probe.entropy(ops, x[:0])): "at least one element",
-        (lambda: probe.entropy(ops, x * float("nan"))): "must be finite",
-        (lambda: probe.mutual_information(ops, x, x[:2])): "one length, got 24 and 12",
+        (lambda: information.entropy(ops, x, 1)): "bins must be a whole number in [2, inf], got 1",
+        (lambda: information.entropy(ops, x[:0])): "at least one element",
+        (lambda: information.entropy(ops, x * float("nan"))): "must be finite",
+        (lambda: information.mutual_information(ops, x, x[:2])): "one length, got 24 and 12",
     }.items():
         with pytest.raises(ValueError) as caught:
             call()
@@ -161,14 +166,14 @@ def test_a_reading_is_what_the_functions_say():
         stride = probes[0].samples[i].stride
         x, y = (torch.from_numpy(g[i].reshape(-1)[::stride].copy()) for g in gradients)
         assert len(x) == reading.sampled
-        assert reading.entropy == pytest.approx(probe.entropy(ops_of(x), y, 32), abs=1e-12)
-        shared = probe.mutual_information(ops_of(x), x, y, 32)
+        assert reading.entropy == pytest.approx(information.entropy(ops_of(x), y, 32), abs=1e-12)
+        shared = information.mutual_information(ops_of(x), x, y, 32)
         assert reading.mutual_information == pytest.approx(shared, abs=1e-12)
         half = reading.sampled // 2
         turned = torch.cat((y[half:], y[:half]))
-        chance = probe.mutual_information(ops_of(x), x, turned, 32)
+        chance = information.mutual_information(ops_of(x), x, turned, 32)
         assert reading.chance == pytest.approx(chance, abs=1e-12)
-        bits = [probe.entropy(ops_of(x), z, 2) for z in (x, y)]
+        bits = [information.entropy(ops_of(x), z, 2) for z in (x, y)]
         counts = [max(1, int(reading.size * b / 1024 + 0.5)) for b in bits]
         assert reading.density_egc == pytest.approx(np.mean(counts) / reading.size, rel=1e-6)
         assert reading.density_dgc == 1 / reading.size

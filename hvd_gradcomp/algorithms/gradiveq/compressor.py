@@ -182,7 +182,6 @@ class GradiVeQCompressor(GradiVeQSettings):
     # -- optional hooks ----------------------------------------------------------------------
 
     def report(self, layout: Layout, state: GradiVeQState, steps: int, since: int = 0) -> Report:
-        del layout, steps, since
         sent = [int(n) for n in state.sent]
         return Report(sent, self.residual(state), {"basis": float(state.loss)})
 

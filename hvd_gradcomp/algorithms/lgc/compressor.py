@@ -163,7 +163,6 @@ class LGCCompressor(LGCSettings):
         return self._restarted(ops, state, state.decoder.shape[0])._replace(start=ops.host(step))
 
     def rehearsed(self, ops: Ops, layout: Layout, state: LGCState, step: int) -> LGCState:
-        del layout
         return state._replace(start=ops.host(step - self.train_steps), ready=ops.host(1))
 
     def resized(self, ops: Ops, state: LGCState, step: Any, ranks: int) -> LGCState:
