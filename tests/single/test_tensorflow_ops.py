@@ -14,7 +14,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import LEADER, ONE_OF_EACH, PHASED, WORDS, encode_step
+from tests.methods import LEADER, ONE_OF_EACH, PHASED, ROUNDED, WORDS, encode_step
 
 SHAPES = ((40, 7), (10,), (700,))
 RANKS = 4
@@ -68,6 +68,7 @@ def test_layers_are_laid_with_outputs_first_and_back(block):
 
 # A world in a graph cannot switch by a step that is known at run time only, as a frontend can.
 STRAIGHT = [c for c in ONE_OF_EACH if c not in LEADER + PHASED]
+STRAIGHT += [c for c in ROUNDED if isinstance(c, EGCCompressor)]  # of several capacities
 
 
 @pytest.mark.parametrize(

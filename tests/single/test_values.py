@@ -148,7 +148,7 @@ def test_torch_and_tensorflow_send_the_same_bytes(compressor):
     from hvd_gradcomp.ops.tensorflow import TensorFlowOps
     from tests.single.test_backends_agree import gradients, run
 
-    data = gradients(1, 8, size=3)
+    data = gradients(1, 5, size=2)
     wire, results, states = run(compressor, TorchOps(), torch.from_numpy, data, None)
     for ops, make in [
         (TorchOps(static=True), torch.from_numpy),
