@@ -160,6 +160,18 @@ TODAY: list[Compressor] = [
     SignumCompressor(),
     NaturalCompressor("two_shot"),
 ]
+# Top-k with rounded values.
+ROUNDED: list[Compressor] = [
+    SparseGDCompressor(density=0.05, values="int8"),
+    SparseGDCompressor(density=0.05, index_coding="int32", values="bfloat16"),
+    GradientDroppingCompressor(ratio=0.95, values="int4"),
+    DGCCompressor(density=0.05, momentum=0.9, values="int2"),
+    DGCCompressor(density=0.05, momentum=0.5, nesterov=True, warmup_steps=6, values="sign"),
+    EGCCompressor(K=20, momentum=0.9, entropy_interval=3, values="int4"),
+    EGCCompressor(K=20, momentum=0.0, entropy_interval=3, values="bfloat16"),
+    ScaleComCompressor(density=0.05, values="int8"),
+    ScaleComCompressor(density=0.1, beta=0.5, values="int2"),
+]
 PRODUCTS: list[Compressor] = [
     PowerSGDCompressor(rank=3, min_ratio=1.0),
     ACPSGDCompressor(rank=2, min_ratio=1.0),

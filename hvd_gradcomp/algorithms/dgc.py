@@ -14,14 +14,14 @@ from hvd_gradcomp.core.compressor import Context, Program, State
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DGCCompressor(MomentumCorrected):
     """DGC: sends the largest accumulated velocities of each layer (Lin et al. 2018).
 
     Each step: `u = m*u + g`, `r += u` (with Nesterov `r += m*u + g`); of each layer the
     `k = max(1, round(n * density))` largest `|r|` are sent, and `r = u = 0` there.
 
-    What travels: float32 values and packed indices, by allgather; about
+    What travels: values, float32 by default, and packed indices, by allgather; about
     `4 + (log2(1/density) + 3) / 8` bytes for each element sent. If a rank would receive more
     bytes than with dense gradients, 4 bytes for each element of the bucket, by allreduce.
     State: `r` and `u`, 8 bytes for each element.
@@ -41,6 +41,9 @@ class DGCCompressor(MomentumCorrected):
         warmup_steps: the length of the warm-up in steps, instead of the two above.
         warmup: densities of the warm-up, in (0, 1].
         index_coding: "delta", packed, or "int32", plain.
+        values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
+            fewer bits send less. What rounding takes stays in `r`. Up to 4,096 values share a scale
+            or a codebook.
 
     Differs from the paper: the selection is exact, not by a sampled threshold; zeros are not sent;
     no warm-up by default; `clip_norm` bounds the norm of each layer, while the paper's local
@@ -66,6 +69,7 @@ class DGCCompressor(MomentumCorrected):
     warmup: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004)
     masking: bool = True
     index_coding: str = "delta"
+    values: str = "float32"
 
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
@@ -84,7 +88,7 @@ class DGCCompressor(MomentumCorrected):
         validate.stands_for(self, "warmup", tuple(self.warmup))
         for density in self.warmup:
             validate.number(self, "warmup", density, low=0, high=1, closed="]")
-        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_codings()
 
     @property
     def phases(self) -> tuple[tuple[int, float], ...]:

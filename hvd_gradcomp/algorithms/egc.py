@@ -35,7 +35,7 @@ class EGCCompressor(MomentumCorrected):
     step: `u = m*u + g`, `r += u`; of each layer the `k = max(1, round(n * H / K))` largest `|r|`
     are sent, and `r = u = 0` there.
 
-    What travels: float32 values and packed indices, by allgather; about
+    What travels: values, float32 by default, and packed indices, by allgather; about
     `4 + (log2(K/H) + 3) / 8` bytes for each element of capacity. The capacity follows the entropy:
     it is the smallest capacity level (four per octave, at least 16 elements) that fits every rank's
     quota; in the first step the largest. When the quota grows, the excess waits for the next step;
@@ -56,6 +56,9 @@ class EGCCompressor(MomentumCorrected):
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
+        values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
+            fewer bits send less. What rounding takes stays in `r`. Up to 4,096 values share a scale
+            or a codebook.
 
     Residual and momentum correction follow section IV.C, which takes them from DGC.
 
@@ -78,6 +81,7 @@ class EGCCompressor(MomentumCorrected):
     masking: bool = True
     index_coding: str = "delta"
     max_norm: float | None = None
+    values: str = "float32"
 
     reset_on_merge = frozenset({"hint", "quota"})
 
@@ -86,7 +90,7 @@ class EGCCompressor(MomentumCorrected):
         validate.whole(self, "bins", low=2, high=256)
         validate.whole(self, "entropy_interval", low=1)
         self._validate_momentum()
-        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_codings()
         self.validate_max_norm()
 
     def count(self, size: int) -> int:

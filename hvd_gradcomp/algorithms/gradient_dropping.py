@@ -16,7 +16,7 @@ class GradientDroppingCompressor(ResidualTopK):
     Each step: `r += g`; the `k = max(1, round(n * (1 - ratio)))` largest `|r|` of the whole model
     are sent as they are, and `r = 0` there. "Dropped" elements stay in the residual.
 
-    What travels: float32 values and packed indices, by one allgather; about
+    What travels: values, float32 by default, and packed indices, by one allgather; about
     `4 + (log2(1/(1 - ratio)) + 3) / 8` bytes for each element sent. If a rank would receive more
     bytes than with dense gradients, 4 bytes for each element of the model, by allreduce.
     State: `r`, 4 bytes for each element.
@@ -28,6 +28,9 @@ class GradientDroppingCompressor(ResidualTopK):
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
+        values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
+            fewer bits send less. What rounding takes stays in `r`. Up to 4,096 values share a scale
+            or a codebook.
 
     Differs from the paper: the threshold is exact, not sampled; zeros are not sent; layer
     normalisation, which makes one global threshold fair, is left to the model.
@@ -42,13 +45,14 @@ class GradientDroppingCompressor(ResidualTopK):
     ratio: float = 0.99
     index_coding: str = "delta"
     max_norm: float | None = None
+    values: str = "float32"
 
     whole_model = True
     of_model = True
 
     def __post_init__(self) -> None:
         validate.real(self, "ratio", low=0, high=1)
-        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_codings()
         self.validate_max_norm()
 
     def count(self, size: int) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.codecs.topk import count_of, form_of
+from hvd_gradcomp.codecs.topk import BodySpec, count_of, form_of
 from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.collectives import Allreduce
+from hvd_gradcomp.core.collectives import Allgather, Allreduce
 from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.core.cost_model import volume
 from hvd_gradcomp.core.layout import Layout
@@ -47,6 +48,10 @@ class ScaleComCompressor(ResidualTopK):
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
+        values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
+            fewer bits send less. What rounding takes stays in `r`. Up to 4,096 values share a scale
+            or a codebook. Rounded values travel by allgather, whose cost grows with the number of
+            ranks; decoded, by allreduce, where that moves fewer bytes.
 
     Differs from the paper: the selection is exact, not chunked; the leader sends no zeros.
 
@@ -61,13 +66,14 @@ class ScaleComCompressor(ResidualTopK):
     beta: float = 1.0
     index_coding: str = "delta"
     max_norm: float | None = None
+    values: str = "float32"
 
     replicated = frozenset({"sent"})
 
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
         validate.real(self, "beta", low=0, high=1, closed="]")
-        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_codings()
         self.validate_max_norm()
 
     def count(self, size: int) -> int:
@@ -89,7 +95,14 @@ class ScaleComCompressor(ResidualTopK):
         """Return True if dense gradients take fewer bytes than indices and selected values."""
         chosen = volume("broadcast", self.choice_bytes(layout), ranks)
         values = volume("allreduce", 4.0 * (self.capacity(layout) + 1), ranks)
+        if self.gathers(layout, ranks):
+            values = volume("allgather", self.value_bytes(layout), ranks)
         return chosen + values > volume("allreduce", 4.0 * layout.elements, ranks)
+
+    def gathers(self, layout: Layout, ranks: int) -> bool:
+        """Return True if rounded values are allgathered, which moves no more than float32 sums."""
+        summed = volume("allreduce", 4.0 * (self.capacity(layout) + 1), ranks)
+        return self.rounds and volume("allgather", self.value_bytes(layout), ranks) <= summed
 
     def _by_leader(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         """Broadcast the leader's indices, and allreduce all ranks' values there."""
@@ -102,11 +115,37 @@ class ScaleComCompressor(ResidualTopK):
         size = self.choice_bytes(layout)
         buffer = yield from patterns.from_leader(ops, context, leader, choice, size)
         index = self.chosen(ops, context, ops.reshape(buffer, (1, -1)))
-        values = self.values(ops, layout, gradient, state, index)
-        values = ops.concat((values, patterns.poison(ops, finite)))
-        total = yield Allreduce(values, context.prescale, context.postscale)
-        total = patterns.strip_poison(ops, total)
-        return self.commit_all(ops, layout, gradient, state, index, total)
+        values, error = self.values_at(ops, layout, gradient, state, index), None
+        if self.rounds:
+            whole, spec = values, BodySpec(self, layout, self.capacity(layout))
+            real = index < layout.sink
+            coded, values = spec.encode_values(ops, whole, ops.cast(real, "int64"))
+            values = ops.where(real, values, 0.0)
+            error = whole - values
+        if self.gathers(layout, context.size):
+            total = yield from self._gathered(ops, context, finite, spec, coded)
+        else:
+            values = ops.concat((values, patterns.poison(ops, finite)))
+            total = yield Allreduce(values, context.prescale, context.postscale)
+            total = patterns.strip_poison(ops, total)
+        return self.commit_all(ops, layout, gradient, state, index, total, error)
+
+    def _gathered(
+        self, ops: Ops, context: Context, finite: Any, spec: BodySpec, coded: dict[str, Tensor]
+    ) -> Generator[Any, Any, Tensor]:
+        """Allgather the rounded values and sum them in rank order; float32 [capacity]."""
+        parts = self.value_parts(context.layout)
+        body = wire.pack_pieces(ops, parts, coded)
+        header = patterns.header_of(self, context, finite)
+        buffers = yield Allgather(wire.pack(ops, header, *body))
+        expected, check = patterns.header_of(self, context), patterns.reduction_spec(context, {})
+        header, bodies = wire.unpack(ops, expected, buffers, check)
+        weights = patterns.weights_of(ops, context, header)
+        total = ops.zeros((self.capacity(context.layout),))
+        payload = wire.unpack_body(ops, parts, bodies)
+        for rank, values in enumerate(spec.decode_values(ops, payload)):
+            total = total + values * weights[rank]
+        return patterns.check_sum(ops, total)
 
     def _all(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         r = state.memory.r
@@ -125,10 +164,19 @@ class ScaleComCompressor(ResidualTopK):
         """Return the bytes of the broadcast, header included."""
         return wire.HEADER_BYTES + int(wire.body_bytes(self.choice_parts(layout)))
 
+    def value_parts(self, layout: Layout) -> dict[str, wire.Part]:
+        """Return the parts of the body that holds rounded values."""
+        return self.value_coding.parts(self.capacity(layout))
+
+    def value_bytes(self, layout: Layout) -> int:
+        """Return the bytes of the rounded values, header included."""
+        return wire.HEADER_BYTES + int(wire.body_bytes(self.value_parts(layout)))
+
     def payload_bytes(self, layout: Layout, level: Any = None) -> int:
-        """Return the bytes that one rank hands to both collectives."""
+        """Return the bytes that one rank hands to both collectives; rounded values gathered."""
         del level
-        return self.choice_bytes(layout) + 4 * (self.capacity(layout) + 1)
+        values = self.value_bytes(layout) if self.rounds else 4 * (self.capacity(layout) + 1)
+        return self.choice_bytes(layout) + values
 
     def choice_form(self, ops: Ops, layout: Layout) -> Form | None:
         """Return the offsets of the broadcast's parts; None if no fused kernel supports them."""
@@ -176,7 +224,7 @@ class ScaleComCompressor(ResidualTopK):
 
     # -- what all send -----------------------------------------------------------------------
 
-    def values(
+    def values_at(
         self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor
     ) -> Tensor:
         """Return this rank's values at the leader's indices; float32 [capacity]."""
@@ -186,17 +234,26 @@ class ScaleComCompressor(ResidualTopK):
         return ops.gather(r, index) + ops.gather(gradient, index)
 
     def commit_all(
-        self, ops: Ops, layout: Layout, gradient: Tensor, state: Any, index: Tensor, total: Tensor
+        self,
+        ops: Ops,
+        layout: Layout,
+        gradient: Tensor,
+        state: Any,
+        index: Tensor,
+        total: Tensor,
+        error: Tensor | None = None,
     ) -> tuple[Tensor, ScaleComState]:
-        """Return the mean and the state without what was sent."""
+        """Return the mean and the state without what was sent, but with its rounding error."""
         r, form = state.memory.r, self.choice_form(ops, layout)
         if form is not None:
             arguments = form, index, total, self.beta, r, gradient
             mean, r, per_layer = ops.topk_kernels.replace(layout, *arguments)
             return mean, ScaleComState(Residual(r), state.sent + per_layer)
-        kept: Any = 0.0
+        kept: Any = 0.0 if error is None else error
         if self.beta != 1.0:
             kept = ops.times(ops.gather(r, index), 1.0 - self.beta)
+            if error is not None:
+                kept = kept + ops.times(error, self.beta)
             gradient = ops.scale(gradient, self.beta)
         r = ops.clear_last(ops.put(ops.accumulate(r, gradient), index, kept))
         real = ops.cast(index < layout.sink, "int64")

@@ -37,7 +37,7 @@ class SparseGDCompressor(ResidualTopK):
     Each step: `r += g`; of each layer the `k = max(1, round(n * density))` largest `|r|` are sent
     as they are, and `r = 0` there.
 
-    What travels: float32 values and packed indices, by allgather; about
+    What travels: values, float32 by default, and packed indices, by allgather; about
     `4 + (log2(1/density) + 3) / 8` bytes for each element sent. If a rank would receive more
     bytes than with dense gradients, 4 bytes for each element of the bucket, by allreduce.
     State: `r`, 4 bytes for each element.
@@ -49,6 +49,9 @@ class SparseGDCompressor(ResidualTopK):
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
+        values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
+            fewer bits send less. What rounding takes stays in `r`. Up to 4,096 values share a scale
+            or a codebook.
 
     Differs from the paper: the selection is exact, not by a sampled threshold; zeros are not sent.
 
@@ -62,10 +65,11 @@ class SparseGDCompressor(ResidualTopK):
     density: float = 0.001
     index_coding: str = "delta"
     max_norm: float | None = None
+    values: str = "float32"
 
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
-        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        self.validate_codings()
         self.validate_max_norm()
 
     def count(self, size: int) -> int:

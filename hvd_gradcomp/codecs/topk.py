@@ -7,15 +7,16 @@
 
 The selection is exact and sorts no layer; see `codecs.topk_select`.
 
-Zeros are never sent. Payload: float32 values and coded indices, of a fixed size, or of one of a few
-sizes if the number of elements changes. If an allgather would move more bytes than an allreduce of
-the bucket, the decoded payloads are allreduced instead.
+Zeros are never sent. Payload: coded values and indices, of a fixed size, or of one of a few sizes
+if the number of elements changes. What rounding takes from a value stays in the memory's first
+field. If an allgather would move more bytes than an allreduce of the bucket, the decoded payloads
+are allreduced instead.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from math import prod
@@ -24,7 +25,8 @@ from typing import Any, ClassVar, NamedTuple
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, Payloads, SparseCompressor, StepInputs
 from hvd_gradcomp.codecs.topk_select import largest, of_blocks
-from hvd_gradcomp.core import patterns, wire
+from hvd_gradcomp.codecs.values import VALUES, ValueCoding
+from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
@@ -57,8 +59,10 @@ class TopKCompressor(SparseCompressor):
     Attributes:
         of_model: True to select over the whole model, False to select in each layer.
         index_coding: code of the indices; a name in `indices.CODINGS`.
+        values: code of the values; a name in `values.VALUES`.
     """
 
+    unstated: ClassVar[Mapping[str, Any]] = {**SparseCompressor.unstated, "values": "float32"}
     reset_on_merge = frozenset({"hint"})
     rule: Collecting | None = None
     kernel_methods = frozenset(
@@ -67,6 +71,12 @@ class TopKCompressor(SparseCompressor):
 
     of_model: ClassVar[bool] = False
     index_coding: str = "delta"
+    values: str = "float32"
+
+    def validate_codings(self) -> None:
+        """Raise a ValueError unless `index_coding` and `values` are names of codes."""
+        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        validate.one_of(self, "values", VALUES)
 
     @abstractmethod
     def count(self, size: int) -> int:
@@ -97,6 +107,16 @@ class TopKCompressor(SparseCompressor):
         """Code of the indices."""
         return CODINGS[self.index_coding]
 
+    @property
+    def value_coding(self) -> ValueCoding:
+        """Code of the values."""
+        return VALUES[self.values]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether values are rounded on the wire."""
+        return self.values != "float32"
+
     def most(self, layout: Layout) -> tuple[int, ...]:
         """Return the maximum number of elements of each layer, or of the model."""
         return _most_of(self, layout)
@@ -117,11 +137,10 @@ class TopKCompressor(SparseCompressor):
 
     def parts(self, layout: Layout, capacity: int | None = None) -> dict[str, wire.Part]:
         """Return the parts of a body with this capacity; by default the maximum."""
-        capacity = self.capacity(layout) if capacity is None else capacity
-        return {
-            **self.coding.parts(layout, capacity),
-            "values": wire.Part("float32", capacity),
-        }
+        most = self.capacity(layout)
+        capacity = most if capacity is None else capacity
+        values = self.value_coding.parts(capacity, most)
+        return {**self.coding.parts(layout, capacity), **values}
 
     def body_bytes(self, layout: Layout, level: CapacityLevel | None = None) -> int:
         return int(wire.body_bytes(self.parts(layout, BodySpec.on(self, layout, level).capacity)))
@@ -134,7 +153,8 @@ class TopKCompressor(SparseCompressor):
     def layer_bytes(self, shape: Sequence[int]) -> float:
         size = prod(shape)
         count = self.count(size)
-        return count * (4 + self.coding.bits(size, count) / 8)
+        values = wire.body_bytes(self.value_coding.parts(count))
+        return count * (values / count + self.coding.bits(size, count) / 8)
 
     def init(self, ops: Ops, layout: Layout) -> Any:
         memory, _, sent = super().init(ops, layout)
@@ -161,12 +181,15 @@ class TopKCompressor(SparseCompressor):
         found, memory = self.collected(ops, scope, gradient, state)
         chosen = self.select(ops, scope, step, memory[0], k_per_layer, found, level)
         parts, index, values, hint = chosen
-        parts["values"] = values = ops.bits_float(values)
-        body = wire.pack_body(ops, spec.parts(ops), parts)
-        real = ops.cast(index < layout.sink, "int64")
+        values, real = ops.bits_float(values), ops.cast(index < layout.sink, "int64")
+        coded, decoded = spec.encode_values(ops, values, real)
+        body = wire.pack_body(ops, spec.parts(ops), {**parts, **coded})
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
         undo_log = self.undo_log(ops, memory, index, values)
-        memory = self.without_sink(ops, self.commit(ops, memory, index))
+        memory = self.commit(ops, memory, index)
+        if self.rounds:  # the rounding error stays
+            memory = type(memory)(ops.put(memory[0], index, values - decoded), *memory[1:])
+        memory = self.without_sink(ops, memory)
         encoded = Encoded(body, ops.sum(real), total, undo_log)
         sent = state.sent + per_layer
         return encoded, state._replace(memory=memory, sent=sent, hint=hint)
@@ -220,8 +243,9 @@ class TopKCompressor(SparseCompressor):
         sent = BodySpec.on(self, layout, level)
         if sent.form(ops) is not None and ops.topk_kernels.looks:
             return []  # the summing kernel checks them
-        values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
-        return [ops.reshape(ops.peaks(values), (-1, 1))]
+        payload = wire.unpack_body(ops, sent.parts(ops), bodies)
+        peaks = [ops.peaks(ops.reshape(x, (1, -1))) for x in sent.decode_values(ops, payload)]
+        return [ops.reshape(ops.concat(peaks), (-1, 1))]
 
     def decode_sum(self, ops: Ops, layout: Layout, payloads: Payloads, scratch: Tensor) -> Tensor:
         level, bodies, weights = payloads
@@ -233,12 +257,11 @@ class TopKCompressor(SparseCompressor):
                 return passes.add(*arguments, patterns.LARGEST, wire.ANY_NOT_FINITE)
             return passes.add(*arguments)
         payload = wire.unpack_body(ops, sent.parts(ops), bodies)
-        values = payload.pop("values") * weights[:, None]  # [world, capacity]
         total = ops.clear(scratch)
-        for rank in range(bodies.shape[0]):
+        for rank, values in enumerate(sent.decode_values(ops, payload)):
             parts = {name: part[rank] for name, part in payload.items()}
             index = self.coding.decode(ops, layout, parts, sent.capacity)
-            total = ops.add_at(total, index, values[rank])
+            total = ops.add_at(total, index, values * weights[rank])
         return ops.clear_last(total)
 
 
@@ -271,6 +294,49 @@ class BodySpec(NamedTuple):
             for name, part in by_capacity[0].items()
         }
 
+    def encode_values(
+        self, ops: Ops, values: Tensor, real: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the parts of the values, and the values as they are decoded; float32 [capacity].
+
+        Args:
+            ops: the tensor operations.
+            values: float32 [capacity].
+            real: int64 [capacity], 0 where nothing is sent.
+        """
+        compressor, layout, capacity = self
+        if not compressor.rounds:
+            return {"values": values}, values
+        most, code = compressor.capacity(layout), compressor.value_coding
+        values = _extended(ops, values, most - capacity, most, "float32")
+        real = _extended(ops, real, most - capacity, most, "int64")
+        coded, parts = code.encode(ops, values, real), self.parts(ops)
+        decoded = code.decode(ops, coded, most)[:capacity]
+        return {name: x[: parts[name].count] for name, x in coded.items()}, decoded
+
+    def decode_values(self, ops: Ops, payload: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the values of each rank; float32 [capacity] each."""
+        compressor, layout, capacity = self
+        most, code = compressor.capacity(layout), compressor.value_coding
+        whole, parts = code.parts(most), self.parts(ops)
+
+        def of_rank(rank: int) -> Tensor:
+            if not compressor.rounds:
+                return payload["values"][rank]
+            coded = {
+                name: _extended(
+                    ops,
+                    payload[name][rank],
+                    part.count - parts[name].count,
+                    part.count,
+                    _IN_MEMORY[part.dtype],
+                )
+                for name, part in whole.items()
+            }
+            return code.decode(ops, coded, most)[:capacity]
+
+        return [of_rank(rank) for rank in range(next(iter(payload.values())).shape[0])]
+
     def form(self, ops: Ops) -> Form | Tensor | None:
         """Return the offsets of the parts in the body; None if no fused kernel supports it.
 
@@ -290,6 +356,16 @@ class BodySpec(NamedTuple):
             return None
         place = ops.bisect(capacities, capacity) * width + ops.arange(width)
         return ops.gather(ops.words(table), place)
+
+
+_IN_MEMORY = {"float32": "float32", "uint32": "int64", "bytes": "uint8"}
+
+
+def _extended(ops: Ops, x: Tensor, missing: Any, length: int, dtype: str) -> Tensor:
+    """Append zeros up to a static length."""
+    if not (isinstance(missing, int) and missing == 0):
+        x = ops.concat((x, ops.zeros((missing,), dtype)))
+    return ops.reshape(x, (length,))
 
 
 @lru_cache(maxsize=1024)
@@ -312,7 +388,7 @@ def form_of(compressor: TopKCompressor, layout: Layout, capacity: int) -> Form |
     """Return the offsets of a body's parts; None if fused kernels do not support its code."""
     parts = compressor.parts(layout, capacity)
     places = compressor.coding.places(parts)
-    if places is None:
+    if places is None or compressor.rounds:
         return None
     return Form(int(wire.body_bytes(parts)), capacity, wire.starts(parts)["values"], places)
 

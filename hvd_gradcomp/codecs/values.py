@@ -23,12 +23,21 @@ class ValueCoding(ABC):
     """Code of a fixed number of float32 values, which are all finite."""
 
     @abstractmethod
-    def parts(self, count: int) -> dict[str, Part]:
-        """Return the payload parts for `count` values."""
+    def parts(self, count: int, most: int | None = None) -> dict[str, Part]:
+        """Return the payload parts for `count` values.
+
+        With `most`, which is at least `count`: the beginnings of the parts for `most` values that
+        hold the first `count`. The groups are those of `most`, so a code of static size serves
+        payloads of several sizes.
+        """
 
     @abstractmethod
-    def encode(self, ops: Ops, values: Tensor) -> dict[str, Tensor]:
-        """Encode float32 [count]."""
+    def encode(self, ops: Ops, values: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
+        """Encode float32 [count].
+
+        `real`: int64 [count], 0 at values that nobody reads, which must be 0; None if there are
+        none. They do not count in the side values.
+        """
 
     @abstractmethod
     def decode(self, ops: Ops, payload: Mapping[str, Tensor], count: int) -> Tensor:
@@ -45,12 +54,14 @@ class Float(ValueCoding):
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def parts(self, count: int) -> dict[str, Part]:
+    def parts(self, count: int, most: int | None = None) -> dict[str, Part]:
+        del most
         if self.bits == 32:
             return {"values": Part("float32", count)}
         return {"values": Part("bytes", 2 * _padded(count, 2))}
 
-    def encode(self, ops: Ops, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, ops: Ops, values: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
+        del real
         if self.bits == 32:
             return {"values": values}
         values = _padded_to(ops, values, 2)
@@ -80,20 +91,29 @@ class _Grouped(ValueCoding):
         groups = max(-(-count // MOST_IN_GROUP), 1)
         return groups, max(-(-count // groups), 1)
 
-    def parts(self, count: int) -> dict[str, Part]:
-        groups, length = self.shape(count)
-        words = _padded(groups * length, GROUP) // GROUP * self.bits
+    def parts(self, count: int, most: int | None = None) -> dict[str, Part]:
+        groups, length = self.shape(count if most is None else most)
+        coded = groups * length
+        if most is not None and count < most:
+            groups, coded = -(-count // length), count
+        words = _padded(coded, GROUP) // GROUP * self.bits
         return {
             "sides": Part("float32", groups * self.sides),
             "codes": Part("uint32", words),
         }
 
-    def encode(self, ops: Ops, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, ops: Ops, values: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
         groups, length = self.shape(values.shape[0])
-        real = values.shape[0] - (groups - 1) * length
-        counts = ops.reals([float(length)] * (groups - 1) + [float(real)])
         rows = ops.reshape(_padded_to(ops, values, groups * length), (groups, length))
-        mask = ops.reshape(ops.arange(groups * length) < values.shape[0], (groups, length))
+        if real is None:
+            last = values.shape[0] - (groups - 1) * length
+            counts = ops.reals([float(length)] * (groups - 1) + [float(last)])
+            mask = ops.reshape(ops.arange(groups * length) < values.shape[0], (groups, length))
+        else:
+            flags = _padded_to(ops, real, groups * length, "int64")
+            flags = ops.reshape(flags, (groups, length))
+            counts = ops.cast(ops.maximum(ops.sum(flags, -1), 1), "float32")
+            mask = flags > 0
         codes, sides = self.encode_groups(ops, rows, mask, ops.reshape(counts, (-1, 1)))
         flat = _padded_to(ops, ops.reshape(codes, (-1,)), GROUP, "int64")
         return {"sides": ops.reshape(sides, (-1,)), "codes": ops.pack(flat, self.bits)}
