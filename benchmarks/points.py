@@ -14,16 +14,26 @@ from typing import NamedTuple
 import torch
 
 from hvd_gradcomp import (
+    BF16Compressor,
+    ChunkedTopKCompressor,
     Compressor,
+    DeMoCompressor,
     DGCCompressor,
+    EFSignSGDCompressor,
     EGCCompressor,
+    FP8Compressor,
     FP16Compressor,
     GradientDroppingCompressor,
     HybridCompressor,
+    Int8Compressor,
+    NaturalCompressor,
     NoneCompressor,
     OneBitCompressor,
+    PowerSGDCompressor,
     QSGDCompressor,
+    RandomKCompressor,
     ScaleComCompressor,
+    SignumCompressor,
     SparseGDCompressor,
     StromCompressor,
     TernGradCompressor,
@@ -67,6 +77,22 @@ TWO_SHOTS: dict[str, Compressor] = {
     "TernGrad, two shots": TernGradCompressor(exchange="two_shot"),
     "1-bit, two shots": OneBitCompressor(exchange="two_shot"),
 }
+NARROW: dict[str, Callable[[str], Compressor]] = {
+    "BF16": lambda way: BF16Compressor(exchange=way),
+    "BF16 stochastic": lambda way: BF16Compressor(rounding="stochastic", exchange=way),
+    "FP8": lambda way: FP8Compressor(exchange=way),
+    "Int8": lambda way: Int8Compressor(exchange=way),
+}
+TODAY: dict[str, tuple[Compressor, float | None]] = {  # and the bar
+    "Chunked top-k": (ChunkedTopKCompressor(), 4.0),
+    "PowerSGD, rank 4": (PowerSGDCompressor(rank=4), None),
+    "DeMo": (DeMoCompressor(), None),
+    "Signum": (SignumCompressor(), 7.0),
+    "EF-signSGD": (EFSignSGDCompressor(exchange="allgather"), 8.0),
+    "Natural": (NaturalCompressor(), 8.0),
+    "Random-k": (RandomKCompressor(), 5.0),
+}
+NARROW_COPIES = 6.0
 # The most copies of the gradient that a step of two ranks may take in one thread.
 RATIOS = {500.0: 5.0, 100.0: 6.0, 16.0: 8.0, 4.0: 10.0}
 DENSITIES = {0.001: 5.0, 0.01: 6.5, 0.1: 12.0}
@@ -108,6 +134,10 @@ def every() -> list[Point]:
             points.append(Point(method, f"{100 * density:g} %", make, bar, density == 0.01))
     for quantizers, bar in ((ONE_SHOT, 7.0), (TWO_SHOTS, 10.0)):
         points += [Point(name, "", lambda c=c: c, bar) for name, c in quantizers.items()]
+    for name, by_exchange in NARROW.items():
+        make = partial(by_exchange, "two_shot")
+        points.append(Point(f"{name}, two shots", "", make, NARROW_COPIES))
+    points += [Point(name, "", lambda c=c: c, bar) for name, (c, bar) in TODAY.items()]
     return points
 
 

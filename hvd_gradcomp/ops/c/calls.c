@@ -301,6 +301,10 @@ static int run_group_squares(call *c) {
   return group_squares(BANDS, FLOATS(1), OUT(float, 0), (int)c->threads);
 }
 
+static int run_group_means(call *c) {
+  return group_means(BANDS, FLOATS(1), OUT(float, 0), (int)c->threads);
+}
+
 /* x [rows, length] -> the largest magnitude of each row */
 static int plan_peaks(call *c) {
   TRY(takes(c, 1, 0, 0));
@@ -331,6 +335,15 @@ static int run_layer_histograms(call *c) {
   return 0;
 }
 
+/* Checks a key: two numbers, or none to round to the nearest. */
+static int is_key(const call *c, int64_t i) {
+  return is_vector(c, i, INT64, c->in[i].length ? 2 : 0);
+}
+
+static const int64_t *key_of(const call *c, int64_t i) {
+  return c->in[i].length ? INT64S(i) : NULL;
+}
+
 /* bands, x, scale, key; bits -> packed */
 static int plan_encode_levels(call *c) {
   int64_t groups;
@@ -338,14 +351,14 @@ static int plan_encode_levels(call *c) {
   TRY(is_vector(c, 1, FLOAT, ANY));
   TRY(groups_in(c, c->in[1].length, &groups));
   TRY(is_vector(c, 2, FLOAT, groups));
-  TRY(is_vector(c, 3, INT64, 2));
+  TRY(is_key(c, 3));
   NEED(2 <= *c->ints && *c->ints <= 8 && c->in[1].length % GROUP == 0, "codes have 2 to 8 bits");
   return gives_vector(c, 0, UINT8, c->in[1].length / 8 * *c->ints);
 }
 
 static int run_encode_levels(call *c) {
-  encode_levels(BANDS, FLOATS(1), c->in[1].length, FLOATS(2), (int)*c->ints,
-                (uint32_t)INT64S(3)[0], (uint32_t)INT64S(3)[1], OUT(uint32_t, 0), (int)c->threads);
+  encode_levels(BANDS, FLOATS(1), c->in[1].length, FLOATS(2), (int)*c->ints, key_of(c, 3),
+                OUT(uint32_t, 0), (int)c->threads);
   return 0;
 }
 
@@ -379,6 +392,53 @@ static int run_add_levels(call *c) {
   add_levels(BANDS, c->ints[1] ? NULL : FLOATS(1), OUT(float, 0), c->in[1].length, c->in[2].rows,
              (const uint32_t *)c->in[2].data, c->in[2].stride / 4, FLOATS(3), c->in[3].stride / 4,
              (int)*c->ints, FLOATS(4), (int)c->threads);
+  return 0;
+}
+
+/* bands, x, unit, key; bits -> packed; unit is empty for bfloat16 */
+static int plan_encode_floats(call *c) {
+  int64_t groups, bits;
+  TRY(takes(c, 4, 1, 0));
+  bits = *c->ints;
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  NEED(bits == 8 || bits == 16, "codes have 8 or 16 bits");
+  TRY(is_vector(c, 2, FLOAT, bits == 16 ? 0 : groups));
+  TRY(is_key(c, 3));
+  NEED(c->in[1].length % (32 / bits) == 0 && (bits == 16 || !c->in[3].length),
+       "codes are whole words, and those of 8 bits the nearest");
+  return gives_vector(c, 0, UINT8, c->in[1].length / 8 * bits + c->in[1].length % 8 * bits / 8);
+}
+
+static int run_encode_floats(call *c) {
+  encode_floats(BANDS, FLOATS(1), c->in[1].length, FLOATS(2), (int)*c->ints, key_of(c, 3),
+                OUT(uint32_t, 0), (int)c->threads);
+  return 0;
+}
+
+/* bands, base, packed, unit, weights; bits, from_zero -> total; unit is empty for bfloat16 */
+static int plan_add_floats(call *c) {
+  int64_t groups, bits, n, ranks;
+  TRY(takes(c, 5, 2, 0));
+  bits = *c->ints, n = c->in[1].length, ranks = c->in[4].length;
+  NEED(bits == 8 || bits == 16, "codes have 8 or 16 bits");
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, n, &groups));
+  TRY(is_vector(c, 4, FLOAT, ANY));
+  TRY(is(c, 2, UINT8, 2, ranks, ANY));
+  NEED(c->in[2].length / (bits / 8) >= n, "a code for each of %lld elements", (long long)n);
+  if (bits == 8) {
+    TRY(is(c, 3, FLOAT, 2, ranks, ANY));
+    NEED(c->in[3].length >= groups && c->in[3].stride % 4 == 0,
+         "a value for each of %lld groups", (long long)groups);
+  }
+  return gives_like(c, 0, 1);
+}
+
+static int run_add_floats(call *c) {
+  add_floats(BANDS, c->ints[1] ? NULL : FLOATS(1), OUT(float, 0), c->in[1].length, c->in[2].rows,
+             BYTES(2), c->in[2].stride, FLOATS(3), c->in[3].stride / 4, (int)*c->ints, FLOATS(4),
+             (int)c->threads);
   return 0;
 }
 
@@ -814,10 +874,13 @@ static const kernel KERNELS[] = {
     KERNEL(key),
     {"group_maxima", plan_of_groups, run_group_maxima},
     {"group_squares", plan_of_groups, run_group_squares},
+    {"group_means", plan_of_groups, run_group_means},
     KERNEL(peaks),
     KERNEL(layer_histograms),
     KERNEL(encode_levels),
     KERNEL(add_levels),
+    KERNEL(encode_floats),
+    KERNEL(add_floats),
     KERNEL(encode_signs),
     KERNEL(add_signs),
     KERNEL(climb),

@@ -128,11 +128,19 @@ void examine(const uint32_t *frames, int64_t rows, int64_t stride, int64_t lengt
              uint8_t *held, int threads);
 void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
+int group_means(const band *bands, int64_t count, const float *x, float *out, int threads);
+/* key: two numbers of 32 bits; NULL rounds to the nearest. */
 void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
-                   int bits, uint32_t key1, uint32_t key2, uint32_t *words, int threads);
+                   int bits, const int64_t *key, uint32_t *words, int threads);
 void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
                 int64_t scale_stride, int bits, const float *weights, int threads);
+/* bfloat16 if bits is 16, else e4m3 of x / unit. */
+void encode_floats(const band *bands, int64_t count, const float *x, int64_t n, const float *unit,
+                   int bits, const int64_t *key, uint32_t *words, int threads);
+void add_floats(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+                int64_t ranks, const uint8_t *codes, int64_t code_stride, const float *unit,
+                int64_t unit_stride, int bits, const float *weights, int threads);
 int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
                  float *below, uint32_t *words, int threads);
 void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,

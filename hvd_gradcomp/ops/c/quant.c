@@ -497,6 +497,33 @@ int group_squares(const band *bands, int64_t count, const float *x, float *out, 
   return 0;
 }
 
+FAST static void first_fold(const float *x, int64_t n, float *out) {
+  int64_t half = n / 2;
+  if (n == 1) out[0] = x[0];
+  for (int64_t i = 0; i < half; i++) out[i] = x[i] + x[half + i];
+  if (n > 1 && n % 2) out[0] = out[0] + x[n - 1];
+}
+
+int group_means(const band *bands, int64_t count, const float *x, float *out, int threads) {
+  int64_t half = longest(bands, count) / 2 + 1;
+  float *room = malloc(sizeof(float) * (size_t)(half * threads));
+  if (!room) return -1;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    int64_t end = group_border(bands, count, t + 1, threads);
+    for (int64_t g = group_border(bands, count, t, threads); g < end; g++) {
+      float *scratch = room + half * t;
+      int64_t n;
+      const float *group = group_of(bands, x, g, &n);
+      first_fold(group, n, scratch);
+      fold(scratch, n > 1 ? n / 2 : 1);
+      out[g] = scratch[0] / (float)n;
+    }
+  }
+  free(room);
+  return 0;
+}
+
 #define NOT_BELOW(x) ((x) < 0.0f ? 0.0f : (x))
 #define BELOW(x) ((x) < 0.0f ? (x) : 0.0f)
 #define IS_BELOW(x) ((x) < 0.0f)
@@ -591,6 +618,17 @@ FAST static void level_codes(const float *x, int64_t n, float inverse, int level
     float chance = (float)(int32_t)(hash >> 8) * 0x1p-24f;
     float height = fabsf(x[i]) * inverse;
     height = height + chance;
+    int32_t level = (int32_t)(height < most ? height : most);
+    codes[i] = (uint8_t)(x[i] < 0.0f ? levels - level : levels + level);
+  }
+}
+
+FAST static void nearest_level_codes(const float *x, int64_t n, float inverse, int levels,
+                                     uint8_t *codes) {
+  float most = (float)levels;
+  for (int64_t i = 0; i < n; i++) {
+    float height = fabsf(x[i]) * inverse;
+    height = height + 0.5f;
     int32_t level = (int32_t)(height < most ? height : most);
     codes[i] = (uint8_t)(x[i] < 0.0f ? levels - level : levels + level);
   }
@@ -734,7 +772,7 @@ static int next_piece(walk *w, int64_t begin, int64_t end, int64_t *from, int64_
 }
 
 void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
-                   int bits, uint32_t key1, uint32_t key2, uint32_t *words, int threads) {
+                   int bits, const int64_t *key, uint32_t *words, int threads) {
   int levels = (1 << (bits - 1)) - 1;
   IN_PIECES
   for (int t = 0; t < threads; t++) {
@@ -750,8 +788,11 @@ void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, 
         more = next_piece(&w, begin, end, &from, &to, &group);
         if (more) {
           float inverse = scale[group] >= TINY ? (float)levels / scale[group] : 0.0f;
-          level_codes(x + from, to - from, inverse, levels, (uint32_t)from + key1, key2,
-                      codes + from - begin);
+          if (key)
+            level_codes(x + from, to - from, inverse, levels, (uint32_t)(from + key[0]),
+                        (uint32_t)key[1], codes + from - begin);
+          else
+            nearest_level_codes(x + from, to - from, inverse, levels, codes + from - begin);
         }
       } while (more == 1);
       pack_codes(codes, end - begin, bits, words + begin / GROUP * bits);
@@ -795,6 +836,140 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
             add_level_values(out + from, codes + from - begin, to - from, unit, levels,
                              weights[rank]);
           }
+        } while (more == 1);
+      }
+    }
+  }
+}
+
+/* -- narrow floats ------------------------------------------------------------------------------ */
+
+static inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+/* A NaN's code may take a bit more than there is: words are sums of codes, as the composite's. */
+FAST static void nearest_bfloat16(const float *x, int64_t n, uint32_t *codes) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits = bits_of(x[i]), magnitude = bits & 0x7fffffffu;
+    codes[i] = ((magnitude + 0x7fffu + (magnitude >> 16 & 1)) >> 16) + (bits >> 31 << 15);
+  }
+}
+
+FAST static void random_bfloat16(const float *x, int64_t n, uint32_t first, uint32_t key,
+                                 uint32_t *codes) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits = bits_of(x[i]), hash = mix(mix(first + (uint32_t)i) ^ key);
+    codes[i] = (((bits & 0x7fffffffu) + (hash >> 16)) >> 16) + (bits >> 31 << 15);
+  }
+}
+
+/* Below 2**-6 are multiples of 2**-9: the last bits of a sum. */
+FAST static void nearest_e4m3(const float *x, int64_t n, float inverse, uint32_t *codes) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits = bits_of(x[i] * inverse), magnitude = bits & 0x7fffffffu;
+    uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+    float sum = float_of(magnitude) * 0x1p9f;
+    sum = sum + 0x1p23f;
+    codes[i] = (magnitude < 121u << 23 ? bits_of(sum) & 15 : normal) + (bits >> 31 << 7);
+  }
+}
+
+FAST static void join_codes(const uint32_t *codes, int64_t words, int bits, uint32_t *out) {
+  if (bits == 16)
+    for (int64_t i = 0; i < words; i++) out[i] = codes[2 * i] + (codes[2 * i + 1] << 16);
+  else
+    for (int64_t i = 0; i < words; i++)
+      out[i] = codes[4 * i] + (codes[4 * i + 1] << 8) + (codes[4 * i + 2] << 16) +
+               (codes[4 * i + 3] << 24);
+}
+
+void encode_floats(const band *bands, int64_t count, const float *x, int64_t n, const float *unit,
+                   int bits, const int64_t *key, uint32_t *words, int threads) {
+  int lanes = 32 / bits;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    uint32_t codes[CHUNK];
+    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    walk w = walk_from(bands, count, begin);
+    for (; begin < stop; begin = end) {
+      int64_t from, to, group;
+      int more = 0;
+      end = begin + CHUNK < stop ? begin + CHUNK : stop;
+      if (bits == 16 && key)
+        random_bfloat16(x + begin, end - begin, (uint32_t)(begin + key[0]), (uint32_t)key[1], codes);
+      else if (bits == 16)
+        nearest_bfloat16(x + begin, end - begin, codes);
+      else {
+        memset(codes, 0, sizeof codes);
+        do {
+          more = next_piece(&w, begin, end, &from, &to, &group);
+          if (more)
+            nearest_e4m3(x + from, to - from, unit[group] >= TINY ? 1.0f / unit[group] : 0.0f,
+                         codes + from - begin);
+        } while (more == 1);
+      }
+      join_codes(codes, (end - begin) / lanes, bits, words + begin / lanes);
+    }
+  }
+}
+
+FAST static void add_bfloat16(float *total, const uint8_t *codes, int64_t n, float weight) {
+  for (int64_t i = 0; i < n; i++) {
+    uint16_t code;
+    memcpy(&code, codes + 2 * i, sizeof code);
+    float value = float_of((uint32_t)code << 16) * weight;
+    total[i] = total[i] + value;
+  }
+}
+
+FAST static void add_e4m3(float *total, const uint8_t *codes, int64_t n, float unit,
+                          float weight) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t magnitude = codes[i] & 127u;
+    float small = (float)(int32_t)magnitude * 0x1p-9f;
+    uint32_t bits = magnitude < 8 ? bits_of(small) : (magnitude + (120 << 3)) << 20;
+    float value = float_of(bits | (uint32_t)codes[i] >> 7 << 31) * unit;
+    value = value * weight;
+    total[i] = total[i] + value;
+  }
+}
+
+/* out = base + the sum over ranks, rank by rank; strides in bytes and floats. */
+void add_floats(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+                int64_t ranks, const uint8_t *codes, int64_t code_stride, const float *unit,
+                int64_t unit_stride, int bits, const float *weights, int threads) {
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    walk w = walk_from(bands, count, begin);
+    for (; begin < stop; begin = end) {
+      walk start = w;
+      end = begin + CHUNK < stop ? begin + CHUNK : stop;
+      begin_sum(out, base, begin, end);
+      for (int64_t rank = 0; rank < ranks; rank++) {
+        const uint8_t *own = codes + rank * code_stride;
+        const float *units = unit + rank * unit_stride;
+        int64_t from, to, group;
+        int more;
+        if (bits == 16) {
+          add_bfloat16(out + begin, own + 2 * begin, end - begin, weights[rank]);
+          continue;
+        }
+        w = start;
+        do {
+          more = next_piece(&w, begin, end, &from, &to, &group);
+          if (more)
+            add_e4m3(out + from, own + from, to - from, units[group] >= TINY ? units[group] : 0.0f,
+                     weights[rank]);
         } while (more == 1);
       }
     }

@@ -31,12 +31,18 @@ class Quantization(Base):
         outputs = [(tf.float32, (row_groups.groups,))]
         return self.native("group_squares", (numbers(row_groups), x), outputs)[0]
 
+    def group_means(self, row_groups: RowGroups, x: Tensor) -> Tensor:
+        if self.native is None:
+            return super().group_means(row_groups, x)
+        outputs = [(tf.float32, (row_groups.groups,))]
+        return self.native("group_means", (numbers(row_groups), x), outputs)[0]
+
     def encode_levels(
         self, row_groups: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor | None
     ) -> Tensor:
-        if self.native is None or key is None:
+        if self.native is None:
             return super().encode_levels(row_groups, x, scale, bits, key)
-        given = numbers(row_groups), x, scale, key
+        given = numbers(row_groups), x, scale, [] if key is None else key
         return self.native("encode_levels", given, [(tf.uint8, _packed(x, bits))], (bits,))[0]
 
     def add_levels(
@@ -56,6 +62,33 @@ class Quantization(Base):
         return self.native("add_levels", given, [(tf.float32, start.shape)], (bits, base is None))[
             0
         ]
+
+    def encode_floats(
+        self, row_groups: RowGroups, x: Tensor, unit: Tensor | None, bits: int, key: Tensor | None
+    ) -> Tensor:
+        if self.native is None:
+            return super().encode_floats(row_groups, x, unit, bits, key)
+        units = tf.zeros((0,)) if unit is None else unit
+        given = numbers(row_groups), x, units, [] if key is None else key
+        size = None if x.shape[0] is None else x.shape[0] * bits // 8
+        return self.native("encode_floats", given, [(tf.uint8, (size,))], (bits,))[0]
+
+    def add_floats(
+        self,
+        row_groups: RowGroups,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        unit: Tensor | None,
+        bits: int,
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_floats(row_groups, base, room, packed, unit, bits, weights)
+        start, units = room if base is None else base, tf.zeros((0,)) if unit is None else unit
+        given = numbers(row_groups), start, packed, units, weights
+        ints = bits, base is None
+        return self.native("add_floats", given, [(tf.float32, start.shape)], ints)[0]
 
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:

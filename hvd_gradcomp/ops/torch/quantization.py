@@ -13,6 +13,8 @@ from hvd_gradcomp.ops.interface.quantization import FACTOR
 from hvd_gradcomp.ops.torch.base import Base
 from hvd_gradcomp.ops.torch.kernels import walkable
 
+_NEAREST = array("q")  # the key of no random numbers
+
 
 class Quantization(Base):
     """Ops that quantize every element, and the random numbers for rounding."""
@@ -45,6 +47,13 @@ class Quantization(Base):
         self.native("group_squares", (self._of(row_groups), x), (out,))
         return out
 
+    def group_means(self, row_groups: RowGroups, x: Tensor) -> Tensor:
+        if self.native is None:
+            return super().group_means(row_groups, x)
+        x, out = x.contiguous(), self._empty(row_groups.groups)
+        self.native("group_means", (self._of(row_groups), x), (out,))
+        return out
+
     def group_norms(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is None:
             return super().group_norms(row_groups, x)
@@ -60,11 +69,12 @@ class Quantization(Base):
     ) -> Tensor:
         if self.quantizers is not None and key is not None:
             return self.quantizers.encode_levels(row_groups, x, scale, bits, key)
-        if self.native is None or key is None:
+        if self.native is None:
             return super().encode_levels(row_groups, x, scale, bits, key)
         x, scale = x.contiguous(), scale.contiguous()
         packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
-        self.native("encode_levels", (self._of(row_groups), x, scale, key), (packed,), (bits,))
+        given = self._of(row_groups), x, scale, _NEAREST if key is None else key
+        self.native("encode_levels", given, (packed,), (bits,))
         return packed
 
     def add_levels(
@@ -86,6 +96,36 @@ class Quantization(Base):
         start = room if base is None else base.contiguous()
         given = self._of(row_groups), start, packed, scale, weights
         self.native("add_levels", given, (room,), (bits, base is None))
+        return room
+
+    def encode_floats(
+        self, row_groups: RowGroups, x: Tensor, unit: Tensor | None, bits: int, key: Tensor | None
+    ) -> Tensor:
+        if self.native is None:
+            return super().encode_floats(row_groups, x, unit, bits, key)
+        x, units = x.contiguous(), self._empty(0) if unit is None else unit.contiguous()
+        packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
+        given = self._of(row_groups), x, units, _NEAREST if key is None else key
+        self.native("encode_floats", given, (packed,), (bits,))
+        return packed
+
+    def add_floats(
+        self,
+        row_groups: RowGroups,
+        base: Tensor | None,
+        room: Tensor,
+        packed: Tensor,
+        unit: Tensor | None,
+        bits: int,
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_floats(row_groups, base, room, packed, unit, bits, weights)
+        room = self.room(room)
+        units = self._empty(0) if unit is None else walkable(unit)
+        start = room if base is None else base.contiguous()
+        given = self._of(row_groups), start, walkable(packed), units, weights.contiguous()
+        self.native("add_floats", given, (room,), (bits, base is None))
         return room
 
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,191 @@
+"""C kernels of narrow numbers give the bits of the plain ops, on both frameworks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
+from hvd_gradcomp.ops.interface.quantization import Quantization
+from hvd_gradcomp.ops.torch import TorchOps
+from tests.kernels import NATIVE, threads
+
+SIZES = (1, 31, 32, 33, 4095, 4096, 4097, 100_003)
+KEYED = {"nearest": False, "stochastic": True}
+
+
+def groups_of(size: int, length: int = 96) -> RowGroups:
+    """Blocks of a length, with a gap before them if there is room, and a shorter one behind."""
+    start = 5 if size > 200 else 0
+    whole, rest = divmod(size - start, length)
+    runs = [RowGroup(start, whole, length)] if whole else []
+    if rest:
+        runs.append(RowGroup(start + whole * length, 1, rest))
+    return RowGroups(tuple(runs))
+
+
+def noise(size: int, seed: int = 1) -> torch.Tensor:
+    """Numbers of all magnitudes, ties between codes, zeros of both signs; padded to words."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(-(-size // 32) * 32, generator=generator)
+    x *= 10.0 ** (6 * torch.rand(x.shape, generator=generator) - 3)
+    x[::7] = torch.round(x[::7] * 4) / 4
+    bits = x[3::11].view(torch.int32)
+    halfway = bits & -0x10000 | 0x8000  # between two of bfloat16
+    bits.copy_(torch.where(x[3::11] == 0, bits, halfway))  # TensorFlow flushes denormal numbers
+    x[1::13], x[2::17] = 0.0, -0.0
+    x[size:] = 0.0
+    return x
+
+
+def plain(name: str):
+    """The plain op, which runs on the same tensors."""
+    return getattr(Quantization, name)
+
+
+def frameworks():
+    found = [pytest.param("torch", marks=NATIVE)]
+    found.append(pytest.param("tensorflow"))
+    return found
+
+
+class Both:
+    """Ops of a framework that take torch's tensors, and give them back."""
+
+    def __init__(self, name: str) -> None:
+        if name == "torch":
+            self.ops, self.of, self.back = TorchOps(), lambda x: x.clone(), lambda x: x
+        else:
+            tf = pytest.importorskip("tensorflow")
+            from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+
+            self.ops = TensorFlowOps()
+            self.of = lambda x: tf.constant(x.numpy().copy())
+            self.back = lambda x: torch.from_numpy(np.array(x))
+        if self.ops.native is None:
+            pytest.skip("without the C library")
+
+    def __call__(self, op: str, *arguments):
+        given = [self.of(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        return self.back(getattr(self.ops, op)(*given))
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """To the bit, NaNs and the signs of zeros too."""
+    return ours.numpy().tobytes() == theirs.numpy().tobytes()
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rounding", KEYED)
+def test_bfloat16(framework, count, size, rounding):
+    both, ops, groups = Both(framework), TorchOps(static=True), groups_of(size)
+    key = torch.tensor([4_294_967_000, 12345]) if KEYED[rounding] else None
+    weights = torch.tensor([0.5, -0.25])
+    with threads(count):
+        rows = []
+        for seed in (1, 2):
+            x = noise(size, seed)
+            rows.append(both("encode_floats", groups, x, None, 16, key))
+            assert same(rows[-1], plain("encode_floats")(ops, groups, x, None, 16, key))
+        packed = torch.stack(rows)
+        for base in (None, noise(size, 3)):
+            room = torch.empty_like(x).fill_(7.0)
+            ours = both("add_floats", groups, base, room, packed, None, 16, weights)
+            theirs = plain("add_floats")(ops, groups, base, room, packed, None, 16, weights)
+            assert same(ours, theirs)
+
+
+@NATIVE
+def test_bfloat16_of_what_is_not_finite():
+    ops = TorchOps()
+    bits = torch.tensor([0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7F7FFFFF, 1, 0x8000])
+    x = torch.cat((bits, bits - (1 << 31), torch.zeros(18, dtype=torch.int64)))
+    x = x.to(torch.int32).view(torch.float32)
+    for key in (None, torch.tensor([1, 2])):
+        for seed in range(3):
+            order = torch.randperm(32, generator=torch.Generator().manual_seed(seed))
+            ours = ops.encode_floats(RowGroups(()), x[order], None, 16, key)
+            assert same(ours, plain("encode_floats")(ops, RowGroups(()), x[order], None, 16, key))
+    rows = ours.view(1, -1)
+    given = RowGroups(()), None, torch.empty(32), rows, None, 16, torch.ones(1)
+    ours, theirs = ops.add_floats(*given), plain("add_floats")(ops, *given)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_e4m3(framework, count, size):
+    both, ops, groups = Both(framework), TorchOps(static=True), groups_of(size)
+    weights = torch.tensor([0.5, -0.25])
+    with threads(count):
+        rows, units = [], []
+        for seed in (1, 2):
+            x = noise(size, seed)
+            unit = plain("group_maxima")(ops, groups, x) * (1.0 / 448.0)
+            unit[::3] = 2.0 ** torch.ceil(torch.log2(unit[::3]))
+            unit[1::5] = 0.0
+            rows.append(both("encode_floats", groups, x, unit, 8, None))
+            units.append(unit)
+            theirs = plain("encode_floats")(ops, groups, x, unit, 8, None)
+            assert same(rows[-1], theirs)
+        packed, unit = torch.stack(rows), torch.stack(units)
+        for base in (None, noise(size, 3)):
+            room = torch.empty_like(x).fill_(7.0)
+            ours = both("add_floats", groups, base, room, packed, unit, 8, weights)
+            theirs = plain("add_floats")(ops, groups, base, room, packed, unit, 8, weights)
+            assert torch.equal(ours, theirs)
+
+
+@NATIVE
+def test_every_code_of_eight_bits():
+    ops, groups = TorchOps(), RowGroups((RowGroup(0, 2, 128),))
+    packed = torch.arange(256).to(torch.uint8).view(1, -1)
+    given = groups, None, torch.empty(256), packed, torch.tensor([[3.0, 0.1]]), 8, torch.ones(1)
+    assert same(ops.add_floats(*given), plain("add_floats")(ops, *given))
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_nearest_levels(framework, count, size, bits):
+    both, ops, groups = Both(framework), TorchOps(static=True), groups_of(size)
+    x = noise(size)
+    scale = plain("group_maxima")(ops, groups, x)
+    scale[1::5] = 0.0
+    scale[2::5] *= 0.5  # some lie beyond
+    with threads(count):
+        ours = both("encode_levels", groups, x, scale, bits, None)
+    assert same(ours, plain("encode_levels")(ops, groups, x, scale, bits, None))
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("length", [1, 7, 96, 1 << 20])
+def test_means(framework, count, size, length):
+    both, ops, groups = Both(framework), TorchOps(static=True), groups_of(size, length)
+    x = noise(size)
+    with threads(count):
+        ours = both("group_means", groups, x)
+    assert same(ours, plain("group_means")(ops, groups, x))
+
+
+@NATIVE
+def test_nothing_is_read_or_written_beyond_what_is_there():
+    ops, groups, x = TorchOps(), RowGroups((RowGroup(0, 2, 32),)), torch.ones(64)
+    with pytest.raises(ValueError, match="encode_floats"):
+        ops.encode_floats(groups, x, torch.ones(1), 8, None)
+    with pytest.raises(ValueError, match="encode_floats"):
+        ops.encode_floats(RowGroups((RowGroup(0, 3, 32),)), x, None, 16, None)
+    short = torch.zeros((2, 124), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a code for each"):
+        ops.add_floats(groups, None, torch.empty(64), short, None, 16, torch.ones(2))
+    codes = torch.zeros((2, 64), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a value for each"):
+        ops.add_floats(groups, None, torch.empty(64), codes, torch.ones(2, 1), 8, torch.ones(2))
