@@ -116,8 +116,9 @@ PART = Part(
     settings=(
         "No paper: the GPT and the text of the part before, equal steps for all. AdamW at a "
         "constant rate of 0.001; methods whose result is a sign with SGD without momentum at the "
-        "same rate, not clipped. `here` is the loss on the last tenth of the text: less is better. Rates were "
-        "not tuned. Short: what a method keeps back at the end counts for much of 300 steps."
+        "same rate, not clipped. `here` is the loss on the last tenth of the text: less is better. "
+        "Rates were not tuned. Short: what a method keeps back at the end counts for much of 300 "
+        "steps."
     ),
     rows=tuple(rows()),
     claims=claims,
