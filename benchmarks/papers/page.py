@@ -76,8 +76,8 @@ GISTS = {
     "lgc": "its code costs nothing beside what it selects, and selecting 0.1 % costs accuracy; "
     "bytes fall short of the paper's in networks this small",
     "transformer": "QSGD is level with no compression; Variance sends more and loses more",
-    "today": "8-bit floats and integers lose nothing at 4 times fewer bytes; of those that send far "
-    "less, PowerSGD and DeMo lose least, and chunked top-k sends least",
+    "today": "8-bit floats and integers lose nothing at 4 times fewer bytes; of those that send "
+    "far less, PowerSGD and DeMo lose least, and chunked top-k sends least",
 }
 
 
