@@ -104,6 +104,11 @@ def optimizer_of(name: str) -> torch.optim.Optimizer:
     return made
 
 
+def resnet50() -> list[tuple[str, tuple[int, ...]]]:
+    """Return names and shapes of the 161 parameters of ResNet-50: 25,557,032 elements."""
+    return shapes(load("resnet50", shapes_only=True).module)
+
+
 def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     """Return (name, shape) of each trainable parameter, in the model's order."""
     return [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
