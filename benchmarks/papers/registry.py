@@ -6,5 +6,5 @@ from benchmarks.papers import egc, gradiveq, lgc, today, transformer, variance
 from benchmarks.papers.parts import Part
 
 PARTS: dict[str, Part] = {
-    room.PART.name: room.PART for room in (variance, egc, gradiveq, lgc, transformer, today)
+    paper.PART.name: paper.PART for paper in (variance, egc, gradiveq, lgc, transformer, today)
 }

@@ -11,8 +11,8 @@ from tests.methods import EVERY, LEARNED, OUTSIDE
 from tests.parallel.launch import launch, says
 
 pytestmark = pytest.mark.parallel
-# "200" stops every setting at step 100 of 200, the learned ones too; half an hour.
 EARLIER = Path(__file__).parents[1] / "golden" / "checkpoints"
+# "200" stops every setting at step 100 of 200, the learned ones too; half an hour.
 STEPS = os.environ.get("HVD_GRADCOMP_CHECKPOINT", "8")
 
 

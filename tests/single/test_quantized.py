@@ -270,10 +270,10 @@ def test_the_checksum_of_much_is_that_of_one_thread():
 
 def test_bytes_of_an_element():
     """What the README promises: 4-bit QSGD, TernGrad and 1-bit SGD on a real model's shapes."""
-    from hvd_gradcomp.tuning.models import load, shapes
+    from hvd_gradcomp.tuning.models import resnet50
 
-    names, extents = zip(*shapes(load("resnet50", shapes_only=True).module))
-    layout = Layout(tuple(names), tuple(extents), block=32)
+    names, shapes = zip(*resnet50())
+    layout = Layout(tuple(names), tuple(shapes), block=32)
     for compressor, most in (
         (QSGDCompressor(bits=4), 0.52),
         (TernGradCompressor(), 0.26),

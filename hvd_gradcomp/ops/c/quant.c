@@ -477,34 +477,16 @@ FAST static void squares(const float *x, int64_t n, float *out) {
   if (n > 1 && n % 2) out[0] = out[0] + x[n - 1] * x[n - 1];
 }
 
-int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads) {
-  int64_t half = longest(bands, count) / 2 + 1;
-  float *room = malloc(sizeof(float) * (size_t)(half * threads));
-  if (!room) return -1;
-  IN_PIECES
-  for (int t = 0; t < threads; t++) {
-    int64_t end = group_border(bands, count, t + 1, threads);
-    for (int64_t g = group_border(bands, count, t, threads); g < end; g++) {
-      float *scratch = room + half * t;
-      int64_t n;
-      const float *group = group_of(bands, x, g, &n);
-      squares(group, n, scratch);
-      fold(scratch, n > 1 ? n / 2 : 1);
-      out[g] = scratch[0];
-    }
-  }
-  free(room);
-  return 0;
-}
-
-FAST static void first_fold(const float *x, int64_t n, float *out) {
+FAST static void sums(const float *x, int64_t n, float *out) {
   int64_t half = n / 2;
   if (n == 1) out[0] = x[0];
   for (int64_t i = 0; i < half; i++) out[i] = x[i] + x[half + i];
   if (n > 1 && n % 2) out[0] = out[0] + x[n - 1];
 }
 
-int group_means(const band *bands, int64_t count, const float *x, float *out, int threads) {
+/* Folds each group to one number; `first` makes the first fold; a mean is divided by the length. */
+static int fold_groups(const band *bands, int64_t count, const float *x, float *out, int threads,
+                       void (*first)(const float *, int64_t, float *), int mean) {
   int64_t half = longest(bands, count) / 2 + 1;
   float *room = malloc(sizeof(float) * (size_t)(half * threads));
   if (!room) return -1;
@@ -515,13 +497,21 @@ int group_means(const band *bands, int64_t count, const float *x, float *out, in
       float *scratch = room + half * t;
       int64_t n;
       const float *group = group_of(bands, x, g, &n);
-      first_fold(group, n, scratch);
+      first(group, n, scratch);
       fold(scratch, n > 1 ? n / 2 : 1);
-      out[g] = scratch[0] / (float)n;
+      out[g] = mean ? scratch[0] / (float)n : scratch[0];
     }
   }
   free(room);
   return 0;
+}
+
+int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads) {
+  return fold_groups(bands, count, x, out, threads, squares, 0);
+}
+
+int group_means(const band *bands, int64_t count, const float *x, float *out, int threads) {
+  return fold_groups(bands, count, x, out, threads, sums, 1);
 }
 
 #define NOT_BELOW(x) ((x) < 0.0f ? 0.0f : (x))
@@ -843,18 +833,6 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
 }
 
 /* -- narrow floats ------------------------------------------------------------------------------ */
-
-static inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
 
 /* A NaN's code may take a bit more than there is: words are sums of codes, as the composite's. */
 FAST static void nearest_bfloat16(const float *x, int64_t n, uint32_t *codes) {

@@ -15,18 +15,6 @@
 #define NEAR 256 /* words that are looked at together, at most */
 #define AHEAD 32 /* of which the one whose element is fetched already */
 
-static inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
 /* -- places ---------------------------------------------------------------------------------- */
 
 static int64_t layer_of(const place *where, int64_t index) {

@@ -3,6 +3,7 @@
 #define HVD_GRADCOMP_PIECES_H
 
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 /* The fourth level has vectors of bytes as well, which codes are. */
@@ -12,6 +13,19 @@
 #else
 #define FAST
 #endif
+
+/* The bits of a float, and the float of bits. */
+static inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
 
 /* A function that Python calls. */
 #define PUBLIC __attribute__((visibility("default")))

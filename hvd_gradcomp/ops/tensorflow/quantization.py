@@ -70,8 +70,7 @@ class Quantization(Base):
             return super().encode_floats(row_groups, x, unit, bits, key)
         units = tf.zeros((0,)) if unit is None else unit
         given = numbers(row_groups), x, units, [] if key is None else key
-        size = None if x.shape[0] is None else x.shape[0] * bits // 8
-        return self.native("encode_floats", given, [(tf.uint8, (size,))], (bits,))[0]
+        return self.native("encode_floats", given, [(tf.uint8, _packed(x, bits))], (bits,))[0]
 
     def add_floats(
         self,
@@ -117,4 +116,4 @@ class Quantization(Base):
 
 def _packed(x: Tensor, bits: int) -> tuple[int | None]:
     """Return the shape of packed codes."""
-    return (None if x.shape[0] is None else x.shape[0] // 8 * bits,)
+    return (None if x.shape[0] is None else x.shape[0] * bits // 8,)
