@@ -16,8 +16,8 @@ def test_two_processes_exchange_and_are_written_down(tmp_path, capfd):
     assert gpu.main(["--device", "cpu", *asked, folder]) == 0
     result = json.loads((tmp_path / "gpu-cpu.json").read_text())
     (row,) = result["parts"]["exchange"]["rows"]
-    assert row["equal"] and row["backend"] == "gloo" and row["bytes_sent"] > 0
-    assert "| Strom 16 |" in (tmp_path / "gpu-cpu.md").read_text()
+    assert row["ms"] > 0 and row["backend"] == "gloo" and row["bytes_sent"] > 0
+    assert "| Strom 16 | gloo | 2 |" in (tmp_path / "gpu-cpu.md").read_text()
     assert "results: " in capfd.readouterr().out
 
 

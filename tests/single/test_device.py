@@ -82,6 +82,14 @@ def test_no_host_read_and_one_collective(compressor, device):
         assert not reading
 
 
+def test_denormals_are_added(device):
+    """An atomic addition on a GPU takes them for zeros."""
+    ops, small = TorchOps(device), torch.full((3,), 1e-41, device=device)
+    added = ops.add_at(torch.full((4,), 2e-41, device=device), ops.arange(3), small)
+    sums = torch.full((4,), 2e-41) + torch.tensor([1e-41, 1e-41, 1e-41, 0.0])
+    assert added.tolist() == sums.tolist()
+
+
 class WithoutData(TorchOps):
     """The plain ops as on a GPU, with tensors that have a shape and nothing else.
 

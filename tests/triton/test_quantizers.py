@@ -60,7 +60,8 @@ def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based,
     padding = torch.ones(size, dtype=torch.bool)
     for band in row_groups.runs:
         padding[band.start : band.end] = False
-    x = values(kind, size, seed).masked_fill(padding, 0.0).to(device)  # as that of a bucket is
+    anywhere = values(kind, size, seed).to(device)
+    x = anywhere.masked_fill(padding.to(device), 0.0)  # as that of a bucket is
     squares = x.clamp(-1e15, 1e15)
 
     def same(function):
@@ -69,6 +70,7 @@ def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based,
 
     same(lambda ops: [ops.group_maxima(row_groups, x), ops.group_squares(row_groups, squares)])
     same(lambda ops: ops.encode_signs(row_groups, x))
+    same(lambda ops: ops.encode_signs(row_groups, anywhere))
     random = np.random.default_rng(seed)
     scale = torch.from_numpy(
         random.choice([0.0, 1e-31, 1e-3, 7.0, 1e6], (ranks, row_groups.groups))

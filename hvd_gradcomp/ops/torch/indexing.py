@@ -75,6 +75,8 @@ class Indexing(Base):
         if self.native is not None and walked(x):
             self.native("add_at", (index.contiguous(), values.contiguous()), (x,))
             return x
+        if x.is_cuda:  # an atomic addition there takes denormals for zeros
+            return x.index_copy_(0, index, x.index_select(0, index) + values)
         return x.index_add_(0, index, values)
 
     def clear_last(self, x: Tensor) -> Tensor:

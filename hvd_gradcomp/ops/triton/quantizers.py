@@ -293,12 +293,15 @@ def add_levels(
 
 
 @triton.jit
-def pack_signs(x, packed, n, tiles, TILE: tl.constexpr):
-    """Pack a bit for each element, 1 if it is negative."""
+def pack_signs(
+    x, bands, band_of_word, packed, n, tiles,
+    COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Pack a bit for each element, 1 if it is negative and in a group."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
-        at = tile * TILE + tl.arange(0, TILE)
-        value = tl.load(x + at, mask=at < n, other=0.0)
+        at, _, inside = group_at(bands, band_of_word, tile, n, COUNT, STEPS, TILE)
+        value = tl.load(x + at, mask=inside, other=0.0)
         word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
         tl.store(packed + word, to_words(value < 0.0, TILE), mask=word < n // 32)
 
@@ -412,8 +415,9 @@ class Quantizers(Launcher):
             [self._sums((number, side), size, False) for side in (0, 1)]
             for number, (_, size) in enumerate(passes[:-1])
         ]
+        tables_of_bands, how = self._bands(bands, x.shape[0])
         words = packed.view(torch.int32)
-        self.launch(pack_signs, pieces, x, words, x.shape[0], tiles, TILE=TILE)
+        self.launch(pack_signs, pieces, x, *tables_of_bands, words, x.shape[0], tiles, **how)
         sides: list[Tensor] = []
         for number, (table, into) in enumerate(zip(tables, [*rooms, out])):
             if number:
