@@ -50,9 +50,11 @@ class Quantization(BitPacking):
 
     def group_means(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         """Return the mean of each group; float32 [groups]."""
-        means = [
-            self.sum_of_rows(rows) / float(rows.shape[-1]) for rows in self._rows(row_groups, x)
-        ]
+        means = []
+        for rows in self._rows(row_groups, x):
+            # By a tensor: PyTorch divides by a number on a GPU as a product with its reciprocal.
+            lengths = self.full(rows.shape[:1], float(rows.shape[-1]), "float32")
+            means.append(self.sum_of_rows(rows) / lengths)
         return self._joined(means)
 
     def group_norms(self, row_groups: RowGroups, x: Tensor) -> Tensor:
