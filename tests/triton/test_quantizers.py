@@ -8,6 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from hvd_gradcomp import EFSignSGDCompressor, SignumCompressor
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops import NonFiniteGradientError
@@ -87,6 +88,9 @@ def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based,
     else:
         how = packed, scale, -scale, weights
         same(lambda ops: [ops.add_signs(row_groups, base, torch.empty_like(x), *how)])
+        apart = torch.cat((scale, scale), dim=1)[:, : row_groups.groups]  # as a part of payloads
+        how = packed, apart, -scale, weights
+        same(lambda ops: [ops.add_signs(row_groups, base, torch.empty_like(x), *how)])
 
 
 @pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
@@ -100,7 +104,9 @@ def test_what_is_not_finite_is_said(compressor, device):
             world.ops.raise_found()  # on a GPU it is said when the host next looks
 
 
-@pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [*QUANTIZED, EFSignSGDCompressor(), SignumCompressor()], ids=repr
+)
 def test_steps_are_alike(compressor, device):
     """Whole exchanges, of shards too."""
     layout = Layout(("a", "b", "c", "d"), ((4, 45), (0, 7), (), (150,)), block=compressor.block)

@@ -441,6 +441,8 @@ class Quantizers(Launcher):
         room = self.ops.room(room)
         pieces, tiles = cut(room.shape[0], TILE)
         tables, how = self._bands(bands, room.shape[0])
+        if above.stride(0) != below.stride(0):  # rows of one are a view of the payload
+            above, below = above.contiguous(), below.contiguous()
         words = _words(packed)
         self.launch(
             add_signs, pieces, base, words, above, below, weights, *tables, room, room.shape[0],
