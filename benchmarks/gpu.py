@@ -31,7 +31,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -107,11 +107,16 @@ def training(options: argparse.Namespace) -> Result:
     return {"rows": rows, "code": int(any("error" in row for row in rows))}
 
 
-Batch = tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]
+class Task(NamedTuple):
+    """A model, the loss of its next batch, and the learning rate of SGD."""
+
+    model: torch.nn.Module
+    loss: Callable[[torch.nn.Module], torch.Tensor]
+    rate: float
 
 
-def small(device: str) -> Batch:
-    """A small model, and the loss of the next batch."""
+def small(device: str) -> Task:
+    """Two layers on noise."""
     layers = torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
@@ -119,11 +124,11 @@ def small(device: str) -> Batch:
         given = torch.randn(32, 512, generator=generator, device=device)
         return model(given).square().mean()
 
-    return torch.nn.Sequential(*layers).to(device), loss
+    return Task(torch.nn.Sequential(*layers).to(device), loss, 0.05)
 
 
-def resnet50(device: str) -> Batch:
-    """ResNet-50 on 64 images of noise, in bfloat16 as PyTorch casts it."""
+def resnet50(device: str) -> Task:
+    """ResNet-50 on 64 images of noise (on a CPU 2), under autocast to bfloat16."""
     from torchvision.models import resnet50 as built
 
     model = built().to(device, memory_format=torch.channels_last)
@@ -135,22 +140,34 @@ def resnet50(device: str) -> Batch:
         with torch.autocast(device, torch.bfloat16):
             return torch.nn.functional.cross_entropy(model(images), labels)
 
-    return model, loss
+    return Task(model, loss, 1e-3)
 
 
 def spawned(
-    options: argparse.Namespace, backend: str, ranks: int, batch: Callable[[str], Batch]
+    options: argparse.Namespace, backend: str, ranks: int, task: Callable[[str], Task]
 ) -> list[Result]:
-    """Rows of all methods."""
+    """Return a row for each method; one that fails has an error, and new processes go on."""
     from benchmarks import points
 
     asked = points.chosen(points.every(), options.only)
     names = [point.name for point in asked if point.middle]
-    with tempfile.TemporaryDirectory() as folder:
-        given = folder, options.device, backend, ranks, batch, names
-        torch.multiprocessing.spawn(ranked, given, ranks)
-        rows: list[Result] = json.loads(Path(folder, "rows.json").read_text())
-        return rows
+    rows: list[Result] = []
+    while names:
+        failure = ""
+        with tempfile.TemporaryDirectory() as folder:
+            done = Path(folder, "rows.json")
+            done.write_text("[]")
+            try:
+                given = folder, options.device, backend, ranks, task, names
+                torch.multiprocessing.spawn(ranked, given, ranks)
+            except Exception as error:
+                failure = str(error).strip()[-2000:]
+            rows += json.loads(done.read_text())
+        names = [name for name in names if all(row["point"] != name for row in rows)]
+        if failure and names:
+            row = {"point": names.pop(0), "backend": backend, "ranks": ranks, "error": failure}
+            rows.append(row)
+    return rows
 
 
 def ranked(
@@ -159,10 +176,10 @@ def ranked(
     device: str,
     backend: str,
     ranks: int,
-    batch: Callable[[str], Batch],
+    task: Callable[[str], Task],
     names: list[str],
 ) -> None:
-    """One of the processes."""
+    """Train with each method in turn, as one of the processes; rank 0 writes what is done."""
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     store = f"file://{folder}/store"
@@ -170,27 +187,24 @@ def ranked(
     rows = []
     for name in names:
         row = {"point": name, "backend": backend, "ranks": ranks}
-        try:
-            rows.append({**row, **trained(name, device, batch)})
-        except Exception as error:  # the others can still be had, where all ranks raised it
-            rows.append({**row, "error": str(error)[-500:]})
-    if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(rows))
+        rows.append({**row, **trained(name, device, task)})
+        if rank == 0:
+            Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def trained(name: str, device: str, batch: Callable[[str], Batch]) -> Result:
-    """Steps of a model with one method; raises where replicas differ."""
+def trained(name: str, device: str, task: Callable[[str], Task]) -> Result:
+    """Return times and bytes of `STEPS` steps with one method; raise where replicas differ."""
     from benchmarks import points
     from hvd_gradcomp.torch import ddp
 
     torch.manual_seed(1)
-    bare, loss = batch(device)
+    bare, loss, rate = task(device)
     model = DistributedDataParallel(bare)
     (point,) = (point for point in points.every() if point.name == name)
     state = ddp.compress(model, point.make())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     times = []
     for _ in range(STEPS):
         start = time.perf_counter()
@@ -203,7 +217,7 @@ def trained(name: str, device: str, batch: Callable[[str], Batch]) -> Result:
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(every, flat)
-    if not (torch.equal(every[0], every[-1]) and bool(flat.isfinite().all())):
+    if not (all(torch.equal(every[0], x) for x in every) and bool(flat.isfinite().all())):
         raise AssertionError(f"{name}: replicas differ, or are not finite")
     late = 1e3 * statistics.median(times[STEPS // 2 :])  # once all is compiled
     return {"ms": late, "first_ms": 1e3 * times[0], "bytes_sent": state.stats().bytes_sent}
@@ -253,8 +267,10 @@ def table(result: Result) -> str:
             lines.append("|---|---|--:|--:|--:|")
         for row in rows:
             where = f"{row['point']} | {row['backend']} | {row['ranks']}"
-            what = f"{row['bytes_sent']} | {row['ms']:.1f}" if "ms" in row else row["error"]
-            lines.append(f"| {where} | {what} |")
+            if "error" in row:
+                lines.append(f"| {where} | | {row['error'].splitlines()[-1]} |")
+            else:
+                lines.append(f"| {where} | {row['bytes_sent']} | {row['ms']:.1f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,24 @@ def test_two_processes_exchange_and_are_written_down(tmp_path, capfd):
     assert "results: " in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["kernels", "exchange", "horovod"])
+def fails_on_one_rank(device):
+    if torch.distributed.get_rank():
+        raise ValueError("what one rank finds out")
+    return gpu.small(device)
+
+
+def test_a_method_that_fails_on_one_rank_ends_alone():
+    """Nobody waits for that rank; the next method is tried."""
+    options = SimpleNamespace(device="cpu", only=["Strom 16", "Random-k"])
+    rows = gpu.spawned(options, "gloo", 2, fails_on_one_rank)
+    assert [row["point"] for row in rows] == ["Strom 16", "Random-k"]
+    for row in rows:
+        assert "error" in row and "ms" not in row
+    text = gpu.table({"machine": {}, "parts": {"exchange": {"rows": rows, "code": 1}}})
+    assert text.count("| gloo | 2 | |") == 2
+
+
+@pytest.mark.parametrize("part", ["kernels", "exchange", "training", "horovod"])
 def test_what_cannot_run_says_why(part, tmp_path, monkeypatch):
     monkeypatch.setitem(gpu.NEEDS, part, "a_module_that_nobody_has")
     given = ["--device", "cpu", "--parts", part, "--folder", str(tmp_path)]

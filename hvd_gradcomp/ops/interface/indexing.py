@@ -53,7 +53,10 @@ class Indexing(ABC):
 
     @abstractmethod
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-        """Add `x[index] += values`. Donating. Indices are unique, except for the sink."""
+        """Add `x[index] += values`. Donating.
+
+        Indices are unique, except for the sink; what is added there may be any of its values.
+        """
 
     @abstractmethod
     def clear_last(self, x: Tensor) -> Tensor:

@@ -441,7 +441,7 @@ class Quantizers(Launcher):
         room = self.ops.room(room)
         pieces, tiles = cut(room.shape[0], TILE)
         tables, how = self._bands(bands, room.shape[0])
-        if above.stride(0) != below.stride(0):  # rows of one are a view of the payload
+        if above.stride(0) != below.stride(0):  # one may be a view of payloads, the other not
             above, below = above.contiguous(), below.contiguous()
         words = _words(packed)
         self.launch(
