@@ -54,6 +54,7 @@ VARIANCE = VarianceCompressor(alpha=0.5)
 VARIANCE_FED_BACK = VarianceCompressor(alpha=1.5, zeta=0.9, feedback_rounding=True)
 HYBRID = HybridCompressor(tau=0.5)
 STROM = StromCompressor(tau=0.7)
+STROM_LATEST = StromCompressor(tau=0.7, capacity="latest")
 SPARSE_GD = SparseGDCompressor(density=0.05)
 SPARSE_GD_INT32 = SparseGDCompressor(density=0.02, index_coding="int32")
 DROPPING = GradientDroppingCompressor(ratio=0.95)
@@ -75,7 +76,7 @@ ONEBIT_TWO_SHOT = OneBitCompressor(exchange="two_shot")
 TWO_PHASES = after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=0.9))
 
 LINEAR: list[Compressor] = [NONE, FP16]
-WORDS: list[Compressor] = [VARIANCE, VARIANCE_FED_BACK, HYBRID, STROM]
+WORDS: list[Compressor] = [VARIANCE, VARIANCE_FED_BACK, HYBRID, STROM, STROM_LATEST]
 LARGEST: list[Compressor] = [
     SPARSE_GD,
     SPARSE_GD_INT32,

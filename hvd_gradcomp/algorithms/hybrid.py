@@ -35,6 +35,7 @@ class HybridCompressor(ThresholdCompressor):
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
+        capacity: what a payload has room for, "largest" or "latest"; see `VarianceCompressor`.
 
     Differs from the paper: Algorithm 2 lists `r -= sign(r)*tau` above the correction of `v`; the
     derivation in section 4.5, the sum of squares of `a - b`, needs the earlier `r`.
@@ -51,6 +52,7 @@ class HybridCompressor(ThresholdCompressor):
     zeta: float = 0.999
     moments: str = "auto"
     max_norm: float | None = None
+    capacity: str = "largest"
 
     uses_moments = True
     stated = frozenset({"alpha"})
@@ -61,6 +63,7 @@ class HybridCompressor(ThresholdCompressor):
         validate.real(self, "zeta", low=0, high=1, closed="]")
         validate.one_of(self, "moments", MOMENTS)
         self.validate_max_norm()
+        self.validate_capacity()
 
     @property
     def quantizer(self) -> Quantizer:

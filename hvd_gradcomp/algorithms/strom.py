@@ -32,6 +32,7 @@ class StromCompressor(ThresholdCompressor):
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
+        capacity: what a payload has room for, "largest" or "latest"; see `VarianceCompressor`.
 
     Raises:
         ValueError: `tau` is not a positive number.
@@ -42,10 +43,12 @@ class StromCompressor(ThresholdCompressor):
 
     tau: float = 0.1
     max_norm: float | None = None
+    capacity: str = "largest"
 
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)
         self.validate_max_norm()
+        self.validate_capacity()
 
     @property
     def quantizer(self) -> Quantizer:

@@ -91,6 +91,9 @@ class VarianceCompressor(ThresholdCompressor):
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
+        capacity: what a payload has room for: "largest", what the largest of the last 16 steps
+            needed, so that sizes hardly change; or "latest", three quarters of what the last step
+            needed, which moves fewer bytes, of a new size in most steps. What does not fit waits.
 
     Differs from the paper: an element that the 4-bit code cannot express (`d > 7`) stays in `r`
     and `v`; the paper drops it. Rounding errors are dropped as in the paper unless
@@ -108,6 +111,7 @@ class VarianceCompressor(ThresholdCompressor):
     moments: str = "auto"
     feedback_rounding: bool = False
     max_norm: float | None = None
+    capacity: str = "largest"
 
     uses_moments = True
     stated = frozenset({"alpha"})
@@ -119,6 +123,7 @@ class VarianceCompressor(ThresholdCompressor):
         validate.one_of(self, "moments", MOMENTS)
         validate.boolean(self, "feedback_rounding")
         self.validate_max_norm()
+        self.validate_capacity()
 
     def init_memory(self, ops: Ops, layout: Layout) -> Ambiguity:
         return Ambiguity.none(ops, layout)

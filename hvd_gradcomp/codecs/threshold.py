@@ -15,6 +15,8 @@ A method implements `select_mask` and `commit`, and names a quantizer. A step's 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from hvd_gradcomp.codecs.compaction import SentElements, select
 from hvd_gradcomp.codecs.quantizers import Quantizer
@@ -26,8 +28,8 @@ from hvd_gradcomp.codecs.sparse import (
     SparseState,
     StepInputs,
 )
-from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.capacity import CapacitySchedule
+from hvd_gradcomp.core import patterns, validate, wire
+from hvd_gradcomp.core.capacity import PACES, CapacitySchedule
 from hvd_gradcomp.core.compressor import Context, Report, State, derived
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
@@ -41,6 +43,8 @@ class ThresholdCompressor(SparseCompressor):
     """Base of the family; see the head of this file."""
 
     rule: Rule | None = None
+    unstated: ClassVar[Mapping[str, Any]] = {**SparseCompressor.unstated, "capacity": "largest"}
+    capacity: str
     kernel_methods = frozenset({"select_mask", "commit", "quantizer"})
 
     @derived
@@ -69,10 +73,14 @@ class ThresholdCompressor(SparseCompressor):
         """Return the capacities for words; above them a dense level or an allreduce is cheaper."""
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
         room = most_gathered(4.0 * layout.elements, ranks) - side
-        places = self._dense_bytes(layout)
+        places, pace = self._dense_bytes(layout), PACES[self.capacity]
         if places > room:
-            return CapacitySchedule.up_to(int(room) // 4 + 1, summed=True)
-        return CapacitySchedule.up_to(places // 4)
+            return CapacitySchedule.up_to(int(room) // 4 + 1, summed=True, pace=pace)
+        return CapacitySchedule.up_to(places // 4, pace=pace)
+
+    def validate_capacity(self) -> None:
+        """Raise `ValueError` if `capacity` is not one of `PACES`."""
+        validate.one_of(self, "capacity", tuple(PACES))
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         report = super().report(layout, state, steps, since)

@@ -4,8 +4,14 @@ Horovod renegotiates whenever a size changes, and NCCL gathers unequal sizes by 
 rank. So a payload has a fixed capacity that all ranks share. Every header says how many elements
 its rank should have sent; all ranks read all headers, so all move to the same level
 (`CapacityState.rung`) without another message: up as soon as one rank needs it; down when no rank
-has needed it for `PATIENCE` steps, to the highest level needed in that time. Elements that do not
+has needed it for `patience` steps, to the highest level needed in that time. Elements that do not
 fit stay in the state.
+
+How long to wait is a trade. "largest", the default, waits for `PATIENCE` steps, with four levels
+an octave: sizes hardly ever change, and payloads are one and a half to three times what is sent.
+"latest" follows the last step alone, with sixteen levels an octave, and makes room for three
+quarters of what it needed: ranks and steps differ by so much, and room that a rank leaves free
+travels all the same. The last quarter of a rank that needs all waits, usually for one step.
 
 The top level is *dense*: everything fits. It sends one small code per element and no index. If
 gathering these codes would bring a rank more bytes, the payload is *summed* instead: a float32
@@ -23,8 +29,22 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 PATIENCE = 16
-_PER_OCTAVE = 4
 _LOWEST = 16
+
+
+class Pace(NamedTuple):
+    """How a capacity follows what is needed."""
+
+    patience: int  # steps that a level is kept for after it was needed last
+    per_octave: int  # levels; a power of two up to `_LOWEST`
+    waits: int = 0  # one in so many of what was needed is left for the next step; 0: none
+
+    def room_for(self, needed: Tensor) -> Tensor:
+        """Return how many elements to make room for."""
+        return needed - needed // self.waits if self.waits else needed
+
+
+PACES = {"largest": Pace(PATIENCE, 4), "latest": Pace(1, 16, 4)}
 
 
 class CapacityState(NamedTuple):
@@ -43,15 +63,20 @@ class CapacitySchedule:
     Args:
         capacities: ascending. A single one means payloads of a fixed size.
         summed: whether the dense level is a sum.
+        pace: how it follows what is needed.
     """
 
-    def __init__(self, capacities: Sequence[int], summed: bool = False) -> None:
-        self.capacities, self.summed = tuple(capacities), summed
+    def __init__(
+        self, capacities: Sequence[int], summed: bool = False, pace: Pace = PACES["largest"]
+    ) -> None:
+        self.capacities, self.summed, self.pace = tuple(capacities), summed, pace
         self.top = len(self.capacities)  # the dense level, if there is one
 
     @classmethod
-    def up_to(cls, top: int, summed: bool = False) -> CapacitySchedule:
-        """Make four levels per octave, below the capacity from which the dense level is cheaper.
+    def up_to(
+        cls, top: int, summed: bool = False, pace: Pace = PACES["largest"]
+    ) -> CapacitySchedule:
+        """Make some levels per octave, below the capacity from which the dense level is cheaper.
 
         >>> CapacitySchedule.up_to(100).capacities
         (16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
@@ -59,9 +84,9 @@ class CapacitySchedule:
         capacities: list[int] = []
         octave = _LOWEST
         while octave < top:
-            capacities += [octave + octave * i // _PER_OCTAVE for i in range(_PER_OCTAVE)]
+            capacities += [octave + octave * i // pace.per_octave for i in range(pace.per_octave)]
             octave *= 2
-        return cls([c for c in capacities if c < top], summed)
+        return cls([c for c in capacities if c < top], summed, pace)
 
     def init(self, ops: Ops, level: int | None = None) -> CapacityState:
         """Return the initial state, at the middle level.
@@ -72,7 +97,9 @@ class CapacitySchedule:
             level: level to start at instead, for the first step only; the second step has the
                 capacity that the first needed.
         """
-        start, calm = (self.top // 2, 0) if level is None else (level, PATIENCE - 2)
+        latest = self.pace.patience - 2
+        start, calm = (self.top // 2, 0) if level is None else (level, latest)
+        calm = min(calm, latest)  # even if it is left at once, the first step has it
         zeros = [ops.host(0) for _ in CapacityState._fields[2:]]
         return CapacityState(ops.host(start), ops.host(calm), *zeros)
 
@@ -81,19 +108,21 @@ class CapacitySchedule:
 
         The state may come from a longer schedule: of fewer ranks, or of another phase.
         """
+        wanted, patience = self.pace.room_for(state.needed), self.pace.patience
         if ops.climb is not None:
-            numbers = ops.climb(self.capacities, PATIENCE, state)
+            given = state._replace(needed=wanted)
+            numbers = ops.climb(self.capacities, patience, given)
             level, capacity, dense, calm, peak, changes = numbers
             return CapacityLevel(level, capacity, dense), CapacityState(
                 level, calm, peak, state.needed, changes
             )
-        last, calm, peak, needed, changes = (ops.staged(x) for x in state)
+        last, calm, peak, needed, changes = (ops.staged(x) for x in state._replace(needed=wanted))
         last, peak = (ops.pick(x > self.top, self.top, x) for x in (last, peak))
         demand = ops.bisect(self.capacities, needed)
         below = demand < last
         calm = ops.pick(below, calm + 1, 0)
         peak = ops.pick(below, ops.pick(demand > peak, demand, peak), 0)
-        rested = calm >= PATIENCE
+        rested = calm >= patience
         level = ops.pick(rested, peak, ops.pick(below, last, demand))
         changes = ops.pick(level == last, changes, changes + 1)
         calm, peak = ops.pick(rested, 0, calm), ops.pick(rested, 0, peak)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp.core.capacity import PATIENCE, CapacitySchedule
+from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp.core.capacity import PACES, PATIENCE, CapacitySchedule
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.testing import World
 
 
 def walk(schedule, needs, start=None):
@@ -21,12 +26,16 @@ def walk(schedule, needs, start=None):
     return levels
 
 
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=80), st.integers(17, 4000))
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=80),
+    st.integers(17, 4000),
+    st.sampled_from(list(PACES.values())),
+)
 @settings(deadline=None)
-def test_there_is_always_room_for_what_was_needed(needs, top):
-    schedule = CapacitySchedule.up_to(top)
+def test_there_is_always_room_for_what_was_needed(needs, top, pace):
+    schedule = CapacitySchedule.up_to(top, pace=pace)
     for need, level in zip(needs, walk(schedule, needs)):
-        assert level.dense or level.capacity >= need
+        assert level.dense or level.capacity >= pace.room_for(need)
         assert level.dense == (level.index == schedule.top)
 
 
@@ -44,6 +53,59 @@ def test_a_level_to_start_on_is_that_of_one_step(start, need):
     assert first.index == start
     assert second.capacity >= need
     assert second.index == 0 or schedule.capacities[second.index - 1] < need
+
+
+@given(st.lists(st.integers(16, 9000), min_size=2, max_size=40))
+@settings(deadline=None)
+def test_three_quarters_of_the_latest_need_and_little_more(needs):
+    """Once two steps have gone by, which begin at the middle level."""
+    schedule = CapacitySchedule.up_to(10_000, pace=PACES["latest"])
+    levels = walk(schedule, [0, 0, *needs])
+    assert levels[0].capacity > 100
+    for need, level in zip(needs, levels[2:]):
+        assert max(3 / 4 * need, 16) <= level.capacity <= max(13 / 16 * need + 1, 16)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda pace: VarianceCompressor(alpha=8.0, moments="step", capacity=pace),
+        lambda pace: HybridCompressor(tau=1.5, moments="step", capacity=pace),
+        lambda pace: StromCompressor(tau=2.0, capacity=pace),
+    ],
+    ids=["Variance", "Hybrid", "Strom"],
+)
+def test_fewer_bytes_and_nothing_lost(make):
+    """A burst every tenth step: with "latest" its size lasts for one step, and it is all sent."""
+    sent, payloads = {}, {}
+    for pace in PACES:
+        world, random = small_world(make(pace)), np.random.default_rng(1)
+        payloads[pace] = []
+        for step in range(40):
+            scale = 1.0 if step % 10 else 3.0
+            gradients = [random.normal(0, 0.2 * scale, 20_000) for _ in range(2)]
+            world.step([world.flat([torch.tensor(g, dtype=torch.float32)]) for g in gradients])
+            payloads[pace].append(world.traffic[0][0].tensor.nbytes)
+        sent[pace] = int(world.states[0].sent.sum())
+    assert sum(payloads["latest"][10:]) < 0.6 * sum(payloads["largest"][10:])
+    assert abs(sent["latest"] / sent["largest"] - 1) < 0.05
+    assert len(set(payloads["largest"][20:])) <= 2
+
+
+def small_world(compressor):
+    layout = Layout(("only",), ((20_000,),), block=compressor.block)
+    return World(compressor, TorchOps(), layout, 2)
+
+
+def test_it_is_refused_by_name():
+    with pytest.raises(ValueError, match="capacity.*'largest', 'latest'"):
+        StromCompressor(capacity="exact")
+
+
+def test_the_default_is_not_in_the_digest():
+    """So payloads and checkpoints of earlier versions are read."""
+    assert "capacity" not in repr(StromCompressor())
+    assert repr(StromCompressor(capacity="latest")).endswith("capacity='latest')")
 
 
 def test_it_goes_down_to_what_was_needed_meanwhile():

@@ -95,7 +95,9 @@ def test_every_method_with_a_residual_has_it():
 def test_what_is_not_clipped_is_called_as_before(compressor):
     assert "max_norm" not in repr(compressor)
     limited = replace(compressor, max_norm=2.0)
-    assert repr(limited) == repr(compressor)[:-1] + ", max_norm=2.0)"
+    later = ", capacity='latest')"  # the field behind it, where it is shown
+    plain, shown = (repr(c).replace(later, ")") for c in (compressor, limited))
+    assert shown == plain[:-1] + ", max_norm=2.0)"
     assert limited.digest(layout_of(compressor)) != compressor.digest(layout_of(compressor))
     for wrong in (0, -1.0, float("nan"), "1"):
         with pytest.raises((ValueError, TypeError), match="max_norm"):
