@@ -215,7 +215,10 @@ class DeMoCompressor(Clipping, Compressor):
                 ones = ops.cast(value != 0, "float32")
                 counts[number] = counts[number] + _spread(ops, each, index, ones)
         world = float(bodies.shape[0])
-        return [total * (world / ops.maximum(n, 1.0)) for total, n in zip(totals, counts)]
+        # A vector, since PyTorch divides a number by one as a product with its reciprocal.
+        return [
+            total * ((n * 0.0 + world) / ops.maximum(n, 1.0)) for total, n in zip(totals, counts)
+        ]
 
     def back(
         self, ops: Ops, layout: Layout, tiles: Sequence[Tiles], components: Sequence[Tensor]

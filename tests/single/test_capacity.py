@@ -98,7 +98,7 @@ def small_world(compressor):
 
 
 def test_it_is_refused_by_name():
-    with pytest.raises(ValueError, match="capacity.*'largest', 'latest'"):
+    with pytest.raises(ValueError, match=r"capacity.*'largest', 'latest'"):
         StromCompressor(capacity="exact")
 
 

@@ -25,6 +25,9 @@ from tests.methods import (
     NONE,
     ONE_OF_EACH,
     PHASED,
+    PRODUCTS,
+    ROUNDED,
+    TODAY,
     VARIANCE_FED_BACK,
 )
 
@@ -78,8 +81,10 @@ def compared(compressor, hosts, slots, steps, *, seed=0, leader=0, average=True)
                 assert same(x, y), path
 
 
-@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+@pytest.mark.parametrize("compressor", [*EVERY, *TODAY, *ROUNDED, *PRODUCTS], ids=repr)
 def test_a_host_is_a_rank_to_every_compressor(compressor):
+    if compressor.correction:
+        compressor = compressor.corrected(0.9, False)
     compared(compressor, 3, 2, 6)
 
 

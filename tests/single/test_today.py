@@ -25,7 +25,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.values import VALUES
-from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
@@ -374,3 +374,20 @@ def test_random_places(feedback):
     else:
         inner = slice(0, 280)  # the last stretch of a layer is shorter, and its last place likelier
         assert (total / (2 * steps) - x)[inner].abs().max() < 0.4 * x.abs().max()
+
+
+@pytest.mark.parametrize("block", [64, 512])
+def test_places_of_random_k_in_longer_blocks(block):
+    """Beside another method blocks are longer than stretches: each stretch has its place still."""
+    compressor, sizes = RandomKCompressor(density=1 / 64), (1000, 7, 64, 129)
+    layout = Layout(tuple("abcd"), tuple((n,) for n in sizes), block=block)
+    seen = set()
+    for step in range(200):
+        index = compressor.places(TorchOps(), Context(layout, 0, 1, step)).tolist()
+        starts = [
+            (at, i, min(64, n - i)) for at, n in zip(layout.offsets, sizes) for i in range(0, n, 64)
+        ]
+        assert len(index) == len(starts) == sum(map(compressor.stretches, sizes))
+        assert all(at + i <= x < at + i + n for x, (at, i, n) in zip(index, starts))
+        seen.update(index)
+    assert len(seen) > 0.9 * sum(sizes)
