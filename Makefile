@@ -79,7 +79,7 @@ sweep: $(site) $(clients) ## tests of ranks on more ranks, backends and steps th
 # Each in a process of its own: what the interpreter has loaded cannot be compiled.
 triton: $(kernels) ## the kernels for GPUs, without one: interpreted against the plain ops, and compiled
 	@if $(triton) -c 'import sys; from importlib.util import find_spec as f; sys.exit(not f("triton"))'; \
-	then TRITON_INTERPRET=1 $(triton) -m pytest -q tests/triton && \
+	then TRITON_INTERPRET=1 $(triton) -m pytest -q -n auto tests/triton && \
 		$(triton) -m pytest -q tests/triton/test_compiled.py; \
 	else echo "triton: skipped: $(PYTHON) has no Triton"; fi
 

@@ -44,7 +44,7 @@ class ThresholdCompressor(SparseCompressor):
 
     rule: Rule | None = None
     unstated: ClassVar[Mapping[str, Any]] = {**SparseCompressor.unstated, "capacity": "largest"}
-    capacity: str
+    capacity: str = "largest"  # a key of `PACES`
     kernel_methods = frozenset({"select_mask", "commit", "quantizer"})
 
     @derived

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -12,6 +13,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -41,39 +43,67 @@ print(float(world.step(gradients)[0][:1000].min()))
 """
 
 
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Fills a folder by that name once for all workers of xdist; the others wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def made(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = base / f"packaging-{name}", base / f"packaging-{name}.done"
+        with (base / f"packaging-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return made
+
+
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(once, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built offline from a copy: a build leaves files in its source tree."""
-    source, target = tmp_path_factory.mktemp("copy") / "tree", tmp_path_factory.mktemp("sdist")
-    left_out = (".git", ".venv*", ".*_cache", "__pycache__", "build", "dist", "results", "_build")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*left_out))
-    program = f"from setuptools import build_meta; build_meta.build_sdist({str(target)!r})"
-    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
-    (built,) = target.iterdir()
+
+    def build(target: Path) -> None:
+        source = tmp_path_factory.mktemp("copy") / "tree"
+        left_out = (".git", ".venv*", ".*_cache", "__pycache__", "build", "dist", "results")
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*left_out, "_build"))
+        program = f"from setuptools import build_meta; build_meta.build_sdist({str(target)!r})"
+        subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
+
+    (built,) = once("sdist", build).iterdir()
     return built
 
 
 @pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(once, sdist: Path) -> Path:
     """Built from the sdist, as pip does where there is no wheel."""
-    target = tmp_path_factory.mktemp("wheel")
-    command = [*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", str(target)]
-    subprocess.run([*command, str(sdist)], check=True)
-    (built,) = target.glob("*.whl")
+
+    def build(target: Path) -> None:
+        command = [*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", str(target)]
+        subprocess.run([*command, str(sdist)], check=True)
+
+    (built,) = once("wheel", build).glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(once, wheel: Path) -> Path:
     """The programs of a new environment with the wheel; other packages are those of this one."""
-    folder = tmp_path_factory.mktemp("clean") / "env"
-    venv.create(folder, symlinks=True, with_pip=False)
-    python = folder / "bin" / "python"
-    subprocess.run([*PIP, "--python", str(python), "install", *OFFLINE, str(wheel)], check=True)
-    (site,) = folder.glob("lib/python3*/site-packages")
-    # What it names is searched as it is: an editable install there is not seen.
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
-    return python.parent
+
+    def build(target: Path) -> None:
+        folder = target / "env"
+        venv.create(folder, symlinks=True, with_pip=False)
+        python = folder / "bin" / "python"
+        subprocess.run([*PIP, "--python", str(python), "install", *OFFLINE, str(wheel)], check=True)
+        (site,) = folder.glob("lib/python3*/site-packages")
+        # What it names is searched as it is: an editable install there is not seen.
+        (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+
+    return once("clean", build) / "env" / "bin"
 
 
 def said(program: Path, *arguments: str, folder: Path, code: int = 0) -> str:
