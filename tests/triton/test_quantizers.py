@@ -95,7 +95,7 @@ def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based,
 
 @pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
 def test_what_is_not_finite_is_said(compressor, device):
-    layout = Layout(("a",), ((40, 16),), block=compressor.block)
+    layout = Layout(("a",), ((4, 16),), block=compressor.block)
     for world in worlds(compressor, layout, 2, device):
         gradients = drawn(torch.Generator().manual_seed(1), world, 1.0, 1.0)
         gradients[0][5] = float("nan")
