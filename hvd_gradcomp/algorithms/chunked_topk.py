@@ -176,7 +176,8 @@ class ChunkedTopKCompressor(Clipping, Compressor):
             if counts is not None:
                 counts = ops.add_at(counts, index, ops.cast(values != 0, "float32"))
         if counts is not None:
-            world = counts * 0.0 + float(bodies.shape[0])  # PyTorch divides numbers inexactly
+            # A vector, since PyTorch divides a number by one as a product with its reciprocal.
+            world = counts * 0.0 + float(bodies.shape[0])
             total = total * (world / ops.maximum(counts, 1.0))
         return ops.clear_last(total)
 

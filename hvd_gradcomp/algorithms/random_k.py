@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -94,13 +93,13 @@ class RandomKCompressor(Clipping, Compressor):
         count = sum(map(self.stretches, layout.sizes))
         # The layout is in it so that buckets draw different places.
         noise = ops.uniform(ops.key(context.step, self.seed ^ layout.digest), count)
-        drawn = ops.cast(noise * float(self.block), "int64")
-        if layout.block != self.block:  # beside another method, which wants longer blocks
-            starts, ends = _stretches(layout, self.block)
-            return ops.minimum(ops.words(starts) + drawn, ops.words(ends))
-        place = ops.arange(count) * self.block + drawn
+        # Beside another method the bucket's blocks may be longer than a stretch.
+        tight = replace(layout, block=self.block)
+        layer = ops.table(tight, "layer_of_block")[:count]
+        moved = ops.words([to - at for at, to in zip(tight.offsets, layout.offsets)])
         last = ops.words([at + size - 1 for at, size in zip(layout.offsets, layout.sizes)])
-        return ops.minimum(place, ops.gather(last, ops.table(layout, "layer_of_block")[:count]))
+        place = ops.arange(count) * self.block + ops.cast(noise * float(self.block), "int64")
+        return ops.minimum(place + ops.gather(moved, layer), ops.gather(last, layer))
 
     def report(self, layout: Layout, state: Any, steps: int, since: int = 0) -> Report:
         sent = [self.stretches(size) for size in layout.sizes]
@@ -108,12 +107,3 @@ class RandomKCompressor(Clipping, Compressor):
 
     def residual(self, state: Any) -> Tensor | None:
         return state.r if self.feedback else None
-
-
-@lru_cache(maxsize=64)
-def _stretches(layout: Layout, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the first element of each stretch, and the last of its layer."""
-    layers = list(zip(layout.offsets, layout.sizes))
-    starts = [at + i for at, size in layers for i in range(0, size, length)]
-    ends = [at + size - 1 for at, size in layers for _ in range(0, size, length)]
-    return tuple(starts), tuple(ends)

@@ -99,7 +99,7 @@ class CapacitySchedule:
         """
         latest = self.pace.patience - 2
         start, calm = (self.top // 2, 0) if level is None else (level, latest)
-        calm = min(calm, latest)  # even if it is left at once, the first step has it
+        calm = min(calm, latest)  # so that no pace leaves it before the first step
         zeros = [ops.host(0) for _ in CapacityState._fields[2:]]
         return CapacityState(ops.host(start), ops.host(calm), *zeros)
 

@@ -75,8 +75,8 @@ def test_three_quarters_of_the_latest_need_and_little_more(needs):
     ],
     ids=["Variance", "Hybrid", "Strom"],
 )
-def test_fewer_bytes_and_nothing_lost(make):
-    """A burst every tenth step: with "latest" its size lasts for one step, and it is all sent."""
+def test_fewer_bytes_for_as_many_elements(make):
+    """A burst every tenth step: with "latest" its size lasts for one step."""
     sent, payloads = {}, {}
     for pace in PACES:
         world, random = small_world(make(pace)), np.random.default_rng(1)

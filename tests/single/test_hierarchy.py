@@ -83,8 +83,6 @@ def compared(compressor, hosts, slots, steps, *, seed=0, leader=0, average=True)
 
 @pytest.mark.parametrize("compressor", [*EVERY, *TODAY, *ROUNDED, *PRODUCTS], ids=repr)
 def test_a_host_is_a_rank_to_every_compressor(compressor):
-    if compressor.correction:
-        compressor = compressor.corrected(0.9, False)
     compared(compressor, 3, 2, 6)
 
 

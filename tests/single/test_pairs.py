@@ -23,7 +23,7 @@ SHAPES = ((40, 9), (7,), (300,))
 LATER = [*TODAY, *PRODUCTS]
 
 
-def alone(compressor):
+def with_momentum(compressor):
     """With the momentum that an optimizer would hand over."""
     return compressor.corrected(0.9, False) if compressor.correction else compressor
 
@@ -58,7 +58,7 @@ def steps(world, random, count):
 def test_after_another_method(then):
     """From each family; in its own phase the first does what it does alone."""
     for first in (None, STROM_LATEST, SparseGDCompressor(0.1), ROUNDED[0]):
-        world = world_of(after(3, first, alone(then)))
+        world = world_of(after(3, first, with_momentum(then)))
         before = steps(world, np.random.default_rng(1), 7)[:3]
         if first is not None:
             same = steps(world_of(first), np.random.default_rng(1), 3)
@@ -69,7 +69,11 @@ def test_after_another_method(then):
 def test_before_another_method(then):
     for first in LATER:
         if not (first.correction and then.correction):  # each would want the momentum
-            steps(world_of(after(2, alone(first), alone(then))), np.random.default_rng(2), 4)
+            steps(
+                world_of(after(2, with_momentum(first), with_momentum(then))),
+                np.random.default_rng(2),
+                4,
+            )
 
 
 @pytest.mark.parametrize("compressor", LATER, ids=repr)
@@ -78,7 +82,7 @@ def test_beside_another_method(compressor):
     layers = [("a.weight", (40, 9), "float32"), ("b.weight", (300,), "float32")]
     layers += [("a.bias", (1,), "float32")]
     other = SparseGDCompressor(density=0.1, values="int8")
-    compressor = alone(compressor)
+    compressor = with_momentum(compressor)
     buckets = plan(partition({"a.*": compressor, "b.*": other}), layers, 1 << 20)
     chosen = {name: method for method, layout in buckets for name in layout.names}
     assert at_work(chosen["b.weight"]) == other
@@ -94,7 +98,7 @@ VALUES = ("float32", "bfloat16", "int8", "int4", "int2", "sign")
 @pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
 @pytest.mark.parametrize("method", [DGCCompressor, EGCCompressor], ids=lambda m: m.__name__)
 def test_momentum_with_each_code(method, nesterov, index_coding):
-    """Codes of values change the values alone, at first; that of indices what has to wait."""
+    """In the first step each code sends the same elements; int2 makes some of them zero."""
     rate = {"density": 0.1} if method is DGCCompressor else {"K": 10.0, "entropy_interval": 2}
     first = {}
     for values, masking in product(VALUES, (True, False)):
