@@ -4,7 +4,8 @@
 
 A network on handwritten digits is trained for some steps in this process; its gradients go through
 Sparse GD at several densities. `used` is what the packed differences and their widths take, `room`
-what travels (it does not change from step to step), `bound` is `log2(n/k) + 1.44`.
+what travels with them, and `Elias-Fano` with `index_coding="elias_fano"` (neither changes from step
+to step); `bound` is `log2(n/k) + 1.44`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import nn
 
 from examples import digits
 from hvd_gradcomp import SparseGDCompressor
+from hvd_gradcomp.codecs.indices import CODINGS
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.wire import body_bytes as packed_bytes
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 
@@ -62,7 +65,7 @@ def main() -> None:
             used[density] += 32 * int(widths.long().sum()) + 8 * len(widths)
         optimizer.step()
     table = Table(title=f"{layout.elements:,} elements, {options.steps} steps")
-    for head in ("density", "indices", "used", "room", "bound"):
+    for head in ("density", "indices", "used", "room", "Elias-Fano", "bound"):
         table.add_column(head, justify="right")
     for density, world in worlds.items():
         parts = world.compressor.parts(layout)  # type: ignore[attr-defined]
@@ -73,6 +76,7 @@ def main() -> None:
             str(count),
             f"{used[density] / options.steps / count:.2f}",
             f"{room / count:.2f}",
+            f"{8 * packed_bytes(CODINGS['elias_fano'].parts(layout, count)) / count:.2f}",
             f"{math.log2(layout.elements / count) + 1.44:.2f}",
         )
     Console(width=100).print(table)

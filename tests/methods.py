@@ -55,6 +55,8 @@ VARIANCE_FED_BACK = VarianceCompressor(alpha=1.5, zeta=0.9, feedback_rounding=Tr
 HYBRID = HybridCompressor(tau=0.5)
 STROM = StromCompressor(tau=0.7)
 STROM_LATEST = StromCompressor(tau=0.7, capacity="latest")
+VARIANCE_CODED = VarianceCompressor(alpha=0.5, index_coding="elias_fano")
+HYBRID_CODED = HybridCompressor(tau=0.5, capacity="latest", index_coding="elias_fano")
 SPARSE_GD = SparseGDCompressor(density=0.05)
 SPARSE_GD_INT32 = SparseGDCompressor(density=0.02, index_coding="int32")
 DROPPING = GradientDroppingCompressor(ratio=0.95)
@@ -64,6 +66,7 @@ DGC_WARMED_UP = DGCCompressor(
 )
 EGC = EGCCompressor(K=20, momentum=0.9, entropy_interval=3)
 EGC_PLAIN = EGCCompressor(K=40, bins=16, momentum=0.0, entropy_interval=1)
+EGC_CODED = EGCCompressor(K=40, momentum=0.9, entropy_interval=3, index_coding="elias_fano")
 SCALECOM = ScaleComCompressor(density=0.05)
 SCALECOM_FILTERED = ScaleComCompressor(density=0.1, beta=0.5)
 QSGD = QSGDCompressor()
@@ -76,7 +79,7 @@ ONEBIT_TWO_SHOT = OneBitCompressor(exchange="two_shot")
 TWO_PHASES = after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=0.9))
 
 LINEAR: list[Compressor] = [NONE, FP16]
-WORDS: list[Compressor] = [VARIANCE, VARIANCE_FED_BACK, HYBRID, STROM, STROM_LATEST]
+WORDS: list[Compressor] = [VARIANCE, VARIANCE_FED_BACK, HYBRID, STROM, STROM_LATEST, VARIANCE_CODED]
 LARGEST: list[Compressor] = [
     SPARSE_GD,
     SPARSE_GD_INT32,
@@ -85,6 +88,7 @@ LARGEST: list[Compressor] = [
     DGC_WARMED_UP,
     EGC,
     EGC_PLAIN,
+    EGC_CODED,
 ]
 LEADER: list[Compressor] = [SCALECOM, SCALECOM_FILTERED]
 QUANTIZED: list[Compressor] = [
@@ -161,17 +165,23 @@ TODAY: list[Compressor] = [
     SignumCompressor(),
     NaturalCompressor("two_shot"),
 ]
-# Top-k with rounded values.
+# Sparse methods with rounded values, or with another code for their indices.
 ROUNDED: list[Compressor] = [
     SparseGDCompressor(density=0.05, values="int8"),
     SparseGDCompressor(density=0.05, index_coding="int32", values="bfloat16"),
     GradientDroppingCompressor(ratio=0.95, values="int4"),
-    DGCCompressor(density=0.05, momentum=0.9, values="int2"),
+    DGCCompressor(density=0.05, momentum=0.9, index_coding="elias_fano", values="int2"),
     DGCCompressor(density=0.05, momentum=0.5, nesterov=True, warmup_steps=6, values="sign"),
     EGCCompressor(K=20, momentum=0.9, entropy_interval=3, values="int4"),
     EGCCompressor(K=20, momentum=0.0, entropy_interval=3, values="bfloat16"),
     ScaleComCompressor(density=0.05, values="int8"),
     ScaleComCompressor(density=0.1, beta=0.5, values="int2"),
+]
+CODED: list[Compressor] = [
+    HYBRID_CODED,
+    StromCompressor(tau=0.7, index_coding="elias_fano"),
+    SparseGDCompressor(density=0.02, index_coding="elias_fano"),
+    ScaleComCompressor(density=0.05, index_coding="elias_fano"),
 ]
 PRODUCTS: list[Compressor] = [
     PowerSGDCompressor(rank=3, min_ratio=1.0),

@@ -88,7 +88,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
 
     def places(self, size: int) -> EliasFano:
         """Return the code of the places of `size` elements."""
-        return EliasFano(-(-size // self.chunk), self.k, self.chunk)
+        return EliasFano.of(-(-size // self.chunk), self.k, self.chunk)
 
     def parts(self, size: int) -> dict[str, wire.Part]:
         """Return the parts of a payload's body for `size` elements."""

@@ -122,7 +122,7 @@ class DeMoCompressor(Clipping, Compressor):
 
     def places(self, tiles: Tiles) -> EliasFano:
         """Return the code of the places in a layer's tiles."""
-        return EliasFano(tiles.count, min(self.k, tiles.size), tiles.size)
+        return EliasFano.of(tiles.count, min(self.k, tiles.size), tiles.size)
 
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of a payload's body."""

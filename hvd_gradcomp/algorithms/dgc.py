@@ -40,7 +40,7 @@ class DGCCompressor(MomentumCorrected):
         steps_per_epoch: steps of an epoch; needed with `warmup_epochs`.
         warmup_steps: the length of the warm-up in steps, instead of the two above.
         warmup: densities of the warm-up, in (0, 1].
-        index_coding: "delta", packed, or "int32", plain.
+        index_coding: "delta", packed; "elias_fano", fewer bits; or "int32", plain.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
             fewer bits send less. What rounding takes stays in `r`. Up to 4,096 values share a scale
             or a codebook.

@@ -36,6 +36,7 @@ class HybridCompressor(ThresholdCompressor):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
         capacity: what a payload has room for, "largest" or "latest"; see `VarianceCompressor`.
+        index_coding: "word", 31 bits for each index, or "elias_fano"; see `VarianceCompressor`.
 
     Differs from the paper: Algorithm 2 lists `r -= sign(r)*tau` above the correction of `v`; the
     derivation in section 4.5, the sum of squares of `a - b`, needs the earlier `r`.
@@ -53,6 +54,7 @@ class HybridCompressor(ThresholdCompressor):
     moments: str = "auto"
     max_norm: float | None = None
     capacity: str = "largest"
+    index_coding: str = "word"
 
     uses_moments = True
     stated = frozenset({"alpha"})
@@ -63,7 +65,7 @@ class HybridCompressor(ThresholdCompressor):
         validate.real(self, "zeta", low=0, high=1, closed="]")
         validate.one_of(self, "moments", MOMENTS)
         self.validate_max_norm()
-        self.validate_capacity()
+        self.validate_payload()
 
     @property
     def quantizer(self) -> Quantizer:

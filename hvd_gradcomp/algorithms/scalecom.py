@@ -44,7 +44,7 @@ class ScaleComCompressor(ResidualTopK):
             dense.
         beta: of the low-pass filter on the residual, in (0, 1]; 1 keeps everything that was not
             sent, smaller values forget by design.
-        index_coding: "delta", packed, or "int32", plain.
+        index_coding: "delta", packed; "elias_fano", fewer bits; or "int32", plain.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.

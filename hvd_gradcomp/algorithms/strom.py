@@ -33,6 +33,7 @@ class StromCompressor(ThresholdCompressor):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
         capacity: what a payload has room for, "largest" or "latest"; see `VarianceCompressor`.
+        index_coding: "word", 31 bits for each index, or "elias_fano"; see `VarianceCompressor`.
 
     Raises:
         ValueError: `tau` is not a positive number.
@@ -44,11 +45,12 @@ class StromCompressor(ThresholdCompressor):
     tau: float = 0.1
     max_norm: float | None = None
     capacity: str = "largest"
+    index_coding: str = "word"
 
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)
         self.validate_max_norm()
-        self.validate_capacity()
+        self.validate_payload()
 
     @property
     def quantizer(self) -> Quantizer:

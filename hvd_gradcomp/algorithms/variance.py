@@ -94,6 +94,8 @@ class VarianceCompressor(ThresholdCompressor):
         capacity: what a payload has room for: "largest", what the largest of the last 16 steps
             needed, so that sizes hardly change; or "latest", three quarters of what the last step
             needed, which moves fewer bytes, of a new size in most steps. What does not fit waits.
+        index_coding: "word", 28 bits for each index, beside its code in a word; or "elias_fano",
+            about `log2(n / k) + 2` bits for k of n elements.
 
     Differs from the paper: an element that the 4-bit code cannot express (`d > 7`) stays in `r`
     and `v`; the paper drops it. Rounding errors are dropped as in the paper unless
@@ -112,6 +114,7 @@ class VarianceCompressor(ThresholdCompressor):
     feedback_rounding: bool = False
     max_norm: float | None = None
     capacity: str = "largest"
+    index_coding: str = "word"
 
     uses_moments = True
     stated = frozenset({"alpha"})
@@ -123,7 +126,7 @@ class VarianceCompressor(ThresholdCompressor):
         validate.one_of(self, "moments", MOMENTS)
         validate.boolean(self, "feedback_rounding")
         self.validate_max_norm()
-        self.validate_capacity()
+        self.validate_payload()
 
     def init_memory(self, ops: Ops, layout: Layout) -> Ambiguity:
         return Ambiguity.none(ops, layout)

@@ -1,13 +1,15 @@
 """Codes for the indices of sent elements: a fixed payload size for a given capacity.
 
-`delta` takes the differences of sorted indices and packs each block of 32 in the fewest bits that
-hold the block's largest. With k of n elements sent, sorted indices need at least about
-`log2(n/k) + 1.44` bits each; the packing needs about one bit more for random indices.
+With k of n elements sent, sorted indices need at least about `log2(n/k) + 1.44` bits each.
 
-Sizes must not change from step to step (Horovod would renegotiate), so the room for packed words is
-fixed: the need of random indices and a little more. If they need more than that, the last blocks
-are not sent and stay in the state; the list starts at another block each step, so no position in
-the bucket waits more often than another.
+`delta` takes the differences of sorted indices and packs each block of 32 in the fewest bits that
+hold the block's largest: `log2(n/k) + 2.5` bits for random indices. Sizes must not change from step
+to step (Horovod would renegotiate), so the room for packed words is fixed: the need of random
+indices and a little more. If they need more than that, the last blocks are not sent and stay in the
+state; the list starts at another block each step, so no position in the bucket waits more often
+than another.
+
+`elias_fano` takes at most `log2(n/k) + 2` bits whatever the indices are, so all of them fit.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.wire import Part, starts
+from hvd_gradcomp.core.wire import Part, body_bytes, starts
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.kernel_params import Places
@@ -31,7 +34,14 @@ _TABLES = 64  # approximate bytes of DEFLATE's code tables
 
 
 class IndexCoding(ABC):
-    """Code of fixed size for ascending indices of one bucket."""
+    """Code of fixed size for ascending indices of one bucket.
+
+    Attributes:
+        recodes: whether fused kernels read and write plain indices, which `encode` and `decode`
+            then translate.
+    """
+
+    recodes: ClassVar[bool] = False
 
     @abstractmethod
     def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
@@ -166,6 +176,36 @@ def _of_blocks(ops: Ops, flags: Tensor) -> Tensor:
     return ops.reshape(ops.reshape(ops.cast(flags, "int64"), (-1, 1)) + none > 0, (-1,))
 
 
+class Ascending(IndexCoding):
+    """Elias-Fano code; see `codecs.elias_fano`."""
+
+    recodes = True
+
+    def parts(self, layout: Layout, capacity: int) -> dict[str, Part]:
+        return EliasFano.of(1, capacity, layout.sink).parts()
+
+    def bits(self, size: int, count: int) -> float:
+        return 8 * body_bytes(EliasFano.of(1, count, size).parts()) / count
+
+    def encode(
+        self, ops: Ops, layout: Layout, parts: Mapping[str, Part], index: Tensor, turn: Any
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        del turn
+        capacity = ops.length(index)
+        code = self._code(layout, capacity, parts["low"].count)
+        return code.encode(ops, ops.reshape(index, (1, -1))), index, ops.arange(capacity)
+
+    def decode(
+        self, ops: Ops, layout: Layout, payload: Mapping[str, Tensor], capacity: Any
+    ) -> Tensor:
+        code = self._code(layout, capacity, ops.length(payload["low"]))
+        return ops.reshape(code.decode(ops, payload), (-1,))
+
+    def _code(self, layout: Layout, capacity: Any, words: Any) -> EliasFano:
+        """Return the code of which so many words are low bits; both may be scalars of a graph."""
+        return EliasFano(1, capacity, layout.sink, words // ((capacity + GROUP - 1) // GROUP))
+
+
 class Deflate(IndexCoding):
     """Differences compressed by DEFLATE, the lowest bytes of all first, then the next ones.
 
@@ -246,4 +286,9 @@ def _inflated(prefixed: bytes) -> bytes:
     return bytes(steps)
 
 
-CODINGS: dict[str, IndexCoding] = {"delta": Delta(), "deflate": Deflate(), "int32": Plain()}
+CODINGS: dict[str, IndexCoding] = {
+    "delta": Delta(),
+    "elias_fano": Ascending(),
+    "deflate": Deflate(),
+    "int32": Plain(),
+}

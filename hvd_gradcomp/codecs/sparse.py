@@ -133,6 +133,24 @@ class SparseCompressor(Clipping, Compressor):
         del level
         return patterns.reduction_spec(context, {})
 
+    def admit(
+        self,
+        ops: Ops,
+        context: Context,
+        level: CapacityLevel,
+        header: wire.Header,
+        bodies: Tensor,
+    ) -> tuple[wire.Header, Tensor]:
+        """Check received bodies further; return the header and the bodies for `decode_sum`.
+
+        Raises:
+            NonFiniteGradientError: the sum could overflow, as in `patterns.check_summable`.
+        """
+        sides = self.ceilings(ops, context.layout, level, bodies)
+        if sides:
+            header = patterns.check_summable(ops, sides, context, header)
+        return header, bodies
+
     def ceilings(
         self, ops: Ops, layout: Layout, level: CapacityLevel, bodies: Tensor
     ) -> list[Tensor]:
@@ -229,12 +247,11 @@ def allgather(level: CapacityLevel, inputs: StepInputs) -> Program:
     codec, ops, context, *_ = inputs
     encoded, header, gradient, state = _encoded(level, inputs)
 
-    def fits(header: wire.Header, bodies: Tensor) -> wire.Header:
-        sides = codec.ceilings(ops, context.layout, level, bodies)
-        return patterns.check_summable(ops, sides, context, header) if sides else header
+    def admit(header: wire.Header, bodies: Tensor) -> tuple[wire.Header, Tensor]:
+        return codec.admit(ops, context, level, header, bodies)
 
     spec = codec.reduction_spec(context, level)
-    header, bodies = yield from _gathered(inputs, header, encoded, state, encoded.body, spec, fits)
+    header, bodies = yield from _gathered(inputs, header, encoded, state, encoded.body, spec, admit)
     weights = patterns.weights_of(ops, context, header)
     total = codec.decode_sum(ops, context.layout, Payloads(level, bodies, weights), gradient)
     return total, _needing(ops, state, header)
@@ -250,7 +267,9 @@ def summed(level: CapacityLevel, inputs: StepInputs) -> Program:
     encoded, header, gradient, state = _encoded(level, inputs)
     nothing, plain = encoded.body[:0], context._replace(prescale=1.0, postscale=1.0)
     spec = patterns.reduction_spec(plain, {})
-    header, _ = yield from _gathered(inputs, header, encoded, state, nothing, spec, lambda h, _: h)
+    header, _ = yield from _gathered(
+        inputs, header, encoded, state, nothing, spec, lambda *as_is: as_is
+    )
     weights = patterns.weights_of(ops, plain, header)
     weight, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
     x = codec.decode_sum(ops, context.layout, Payloads(level, body, weight), gradient)
@@ -285,14 +304,14 @@ def _gathered(
     state: SparseState,
     body: Tensor,
     spec: ReductionSpec,
-    fits: Callable[[wire.Header, Tensor], wire.Header],
+    admit: Callable[[wire.Header, Tensor], tuple[wire.Header, Tensor]],
 ) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
     """Allgather the headers and bodies; roll the state back if they are unusable."""
     codec, ops = inputs.codec, inputs.ops
     buffers = yield Allgather(wire.pack(ops, header, body))
     try:
         header, bodies = wire.unpack(ops, header, buffers, spec)
-        header = fits(header, bodies)
+        header, bodies = admit(header, bodies)
     except (PayloadError, NonFiniteGradientError):
         codec.rollback(ops, state.memory, encoded.undo_log)
         raise

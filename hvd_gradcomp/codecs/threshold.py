@@ -7,7 +7,8 @@
 A method implements `select_mask` and `commit`, and names a quantizer. A step's payload is either
 
 * words: one 32-bit word for each slot of the level's capacity, the code above the index; unused
-  slots point to the bucket's sink; or
+  slots point to the bucket's sink. With `index_coding="elias_fano"` indices and codes travel
+  apart, in fewer bits; or
 * places, on the dense level: `code + 1` for each element of the bucket, in `dense_bits` bits. If
   the dense level is summed, the decoded values are allreduced instead.
 """
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from hvd_gradcomp.codecs.compaction import SentElements, select
+from hvd_gradcomp.codecs.elias_fano import EliasFano, low_bits
 from hvd_gradcomp.codecs.quantizers import Quantizer
 from hvd_gradcomp.codecs.sparse import (
     Encoded,
@@ -33,18 +36,31 @@ from hvd_gradcomp.core.capacity import PACES, CapacitySchedule
 from hvd_gradcomp.core.compressor import Context, Report, State, derived
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.interface.header import ReductionSpec
+from hvd_gradcomp.ops import Ops, PayloadError, Tensor
+from hvd_gradcomp.ops.interface.bitpack import GROUP
+from hvd_gradcomp.ops.interface.header import BEYOND, ReductionSpec
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
 from hvd_gradcomp.ops.scope import layer_of
 
+INDEX_CODINGS = ("word", "elias_fano")
+
 
 class ThresholdCompressor(SparseCompressor):
-    """Base of the family; see the head of this file."""
+    """Base of the family; see the head of this file.
+
+    Attributes:
+        capacity: how the capacity follows demand; a key of `capacity.PACES`.
+        index_coding: code of the indices; one of `INDEX_CODINGS`.
+    """
 
     rule: Rule | None = None
-    unstated: ClassVar[Mapping[str, Any]] = {**SparseCompressor.unstated, "capacity": "largest"}
-    capacity: str = "largest"  # a key of `PACES`
+    unstated: ClassVar[Mapping[str, Any]] = {
+        **SparseCompressor.unstated,
+        "capacity": "largest",
+        "index_coding": "word",
+    }
+    capacity: str = "largest"
+    index_coding: str = "word"
     kernel_methods = frozenset({"select_mask", "commit", "quantizer"})
 
     @derived
@@ -75,12 +91,14 @@ class ThresholdCompressor(SparseCompressor):
         room = most_gathered(4.0 * layout.elements, ranks) - side
         places, pace = self._dense_bytes(layout), PACES[self.capacity]
         if places > room:
-            return CapacitySchedule.up_to(int(room) // 4 + 1, summed=True, pace=pace)
-        return CapacitySchedule.up_to(places // 4, pace=pace)
+            top = _slots(self, layout, int(room)) + 1
+            return CapacitySchedule.up_to(top, summed=True, pace=pace)
+        return CapacitySchedule.up_to(_slots(self, layout, places), pace=pace)
 
-    def validate_capacity(self) -> None:
-        """Raise `ValueError` if `capacity` is not one of `PACES`."""
+    def validate_payload(self) -> None:
+        """Raise `ValueError` if `capacity` or `index_coding` is not one of its values."""
         validate.one_of(self, "capacity", tuple(PACES))
+        validate.one_of(self, "index_coding", INDEX_CODINGS)
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         report = super().report(layout, state, steps, since)
@@ -97,7 +115,19 @@ class ThresholdCompressor(SparseCompressor):
         return layout.size * self.quantizer.dense_bits // 8
 
     def body_bytes(self, layout: Layout, level: CapacityLevel) -> int:
-        return wire.body_bytes(self.parts(layout, level))
+        coded = self.index_coding != "word" and not level.dense
+        parts = self.coded_parts(layout, level.capacity) if coded else self.parts(layout, level)
+        return int(wire.body_bytes(parts))
+
+    def coded_parts(self, layout: Layout, capacity: int) -> dict[str, wire.Part]:
+        """Return the parts of a body whose indices travel apart from their codes."""
+        code = EliasFano.of(1, capacity, layout.sink)
+        return self._coded_parts(layout, code)
+
+    def _coded_parts(self, layout: Layout, code: EliasFano) -> dict[str, wire.Part]:
+        codes = (code.count + GROUP - 1) // GROUP * self.quantizer.bits
+        side = self.quantizer.side_parts(layout)
+        return {**side, **code.parts(), "codes": wire.Part("uint32", codes)}
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -107,7 +137,8 @@ class ThresholdCompressor(SparseCompressor):
         if ops.threshold_kernels is not None and self.rule is not None:
             arguments = state.memory, gradient, moment, state.sent
             written = ops.threshold_kernels.write(self.rule, layout, level, step, *arguments)
-            encoded = Encoded(written.body, written.sent, written.wanted, commit=written.commit)
+            body = self._from_kernel(ops, context, level, written.body)
+            encoded = Encoded(body, written.sent, written.wanted, commit=written.commit)
             memory = type(state.memory)(*written.memory)
             return encoded, state._replace(memory=memory, sent=written.per_layer)
         found, memory = self._search(ops, gradient, state.memory, moment)
@@ -118,6 +149,11 @@ class ThresholdCompressor(SparseCompressor):
 
         def words() -> tuple[Tensor, SentElements]:
             sent = selection.fitting(code, level.capacity, step)
+            if self.index_coding != "word":
+                parts = self.quantizer.side_parts(layout)
+                pieces = wire.pack_pieces(ops, parts, side)
+                pieces.append(self._apart(ops, context, level, sent.code, sent.index))
+                return ops.concat(pieces), sent
             word = sent.code * (1 << self._index_bits) + sent.index
             branch = level._replace(dense=False)
             return wire.pack_body(ops, self.parts(layout, branch), {**side, "words": word}), sent
@@ -137,6 +173,83 @@ class ThresholdCompressor(SparseCompressor):
         memory = self.without_sink(ops, self.commit(ops, memory, sent, value))
         encoded = Encoded(body, sent.count, selection.count(), undo_log)
         return encoded, state._replace(memory=memory, sent=state.sent + sent.per_layer)
+
+    def _code(self, ops: Ops, context: Context, level: CapacityLevel) -> EliasFano:
+        """Return the code of the indices at a level; its sizes may be scalars of a graph."""
+        layout = context.layout
+        if isinstance(level.capacity, int):
+            return EliasFano.of(1, level.capacity, layout.sink)
+        capacities = self.capacity_schedule(layout, context.size).capacities
+        low = [low_bits(capacity, layout.sink) for capacity in (*capacities, 1)]
+        place = ops.bisect(capacities, level.capacity)
+        return EliasFano(1, level.capacity, layout.sink, ops.choice(low, place))
+
+    def _apart(
+        self, ops: Ops, context: Context, level: CapacityLevel, codes: Tensor, index: Tensor
+    ) -> Tensor:
+        """Pack codes, and apart from them their indices; uint8, without what is sent of layers."""
+        code = self._code(ops, context, level)
+        unused = (code.count + GROUP - 1) // GROUP * GROUP - code.count
+        codes = ops.pack(ops.concat((codes, ops.full((unused,), 0))), self.quantizer.bits)
+        payload = {**code.encode(ops, ops.reshape(index, (1, -1))), "codes": codes}
+        parts = self._coded_parts(context.layout, code)
+        return wire.pack_body(ops, {name: parts[name] for name in payload}, payload)
+
+    def _from_kernel(
+        self, ops: Ops, context: Context, level: CapacityLevel, body: Tensor
+    ) -> Tensor:
+        """Return the body that travels, from that of a fused kernel, which writes words."""
+        if self.index_coding == "word" or level.dense is True:
+            return body
+        side = int(wire.body_bytes(self.quantizer.side_parts(context.layout)))
+
+        def apart() -> Tensor:
+            words = ops.from_bytes(body[side:], "uint32")
+            found = ops.split_bits(words, self._index_bits)
+            return ops.concat((body[:side], self._apart(ops, context, level, *found)))
+
+        return ops.cond(level.dense, lambda: body, apart)
+
+    def admit(
+        self,
+        ops: Ops,
+        context: Context,
+        level: CapacityLevel,
+        header: wire.Header,
+        bodies: Tensor,
+    ) -> tuple[wire.Header, Tensor]:
+        """Return bodies of words; see `SparseCompressor.admit`.
+
+        Raises:
+            PayloadError: indices do not ascend.
+        """
+        if self.index_coding == "word" or level.dense is True:
+            return super().admit(ops, context, level, header, bodies)
+        layout, ranks = context.layout, bodies.shape[0]
+        side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
+
+        def words() -> tuple[Tensor, Tensor]:
+            code = self._code(ops, context, level)
+            payload = wire.unpack_body(ops, self._coded_parts(layout, code), bodies)
+            rows, sound = [], []
+            for rank in range(ranks):
+                mine = {name: part[rank] for name, part in payload.items()}
+                index = ops.reshape(code.decode(ops, mine), (-1,))
+                codes = ops.unpack(mine["codes"], self.quantizer.bits)[: code.count]
+                rows.append(ops.to_bytes(codes * (1 << self._index_bits) + index, "uint32"))
+                rises = (index[1:] > index[:-1]) | (index[1:] == layout.sink)
+                sound.append(ops.reshape(ops.sum(1 - ops.cast(rises, "int64")), (1,)))
+            return ops.concat((bodies[:, :side], ops.stack(rows))), ops.concat(sound) == 0
+
+        def as_is() -> tuple[Tensor, Tensor]:
+            return bodies, ops.full((ranks,), 0) == 0
+
+        bodies, sound = ops.cond(level.dense, as_is, words)
+        intact = ops.require({BEYOND: sound}, PayloadError)
+        if intact is not None:
+            intact = intact if header.intact is None else header.intact & intact
+            header = header._replace(intact=intact, weights=None)
+        return header, bodies
 
     @property
     def _index_bits(self) -> int:
@@ -162,7 +275,7 @@ class ThresholdCompressor(SparseCompressor):
     def reduction_spec(self, context: Context, level: CapacityLevel) -> ReductionSpec:
         layout, ascending = context.layout, None
         side = self.quantizer.side_parts(layout)
-        if level.dense is False:
+        if level.dense is False and self.index_coding == "word":
             mask = (1 << self._index_bits) - 1
             ascending = int(wire.body_bytes(side)) // 4, level.capacity, mask, layout.size
         return patterns.reduction_spec(context, side, ascending)
@@ -204,6 +317,20 @@ class ThresholdCompressor(SparseCompressor):
             return total
 
         return ops.clear_last(ops.cond(level.dense, places, words))
+
+
+@lru_cache(maxsize=1024)
+def _slots(compressor: ThresholdCompressor, layout: Layout, room: int) -> int:
+    """Return the most elements that fit in so many bytes, without those sent once for a layer."""
+    if compressor.index_coding == "word":
+        return room // 4
+    side = int(wire.body_bytes(compressor.quantizer.side_parts(layout)))
+    low, high = 0, layout.size
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = wire.body_bytes(compressor.coded_parts(layout, middle)) - side <= room
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
 
 
 def _pack(ops: Ops, values: Tensor, bits: int) -> Tensor:

@@ -31,7 +31,7 @@ from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form
+from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form, Places
 from hvd_gradcomp.ops.scope import Scope, layer_of
 
 
@@ -252,6 +252,7 @@ class TopKCompressor(SparseCompressor):
         sent = BodySpec.on(self, layout, level)
         form = sent.form(ops)
         if form is not None:
+            bodies = sent.to_kernel(ops, bodies)
             arguments, passes = (layout, form, bodies, weights, scratch), ops.topk_kernels
             if passes.looks:
                 return passes.add(*arguments, patterns.LARGEST, wire.ANY_NOT_FINITE)
@@ -338,13 +339,17 @@ class BodySpec(NamedTuple):
         return [of_rank(rank) for rank in range(next(iter(payload.values())).shape[0])]
 
     def form(self, ops: Ops) -> Form | Tensor | None:
-        """Return the offsets of the parts in the body; None if no fused kernel supports it.
+        """Return the offsets of the parts in the body of fused kernels; None if there are none.
 
         For a capacity that is a tensor of a graph: `Form.numbers`, int64 [7].
         """
         compressor, layout, capacity = self
-        if ops.topk_kernels is None:
+        if ops.topk_kernels is None or compressor.rounds:
             return None
+        if compressor.coding.recodes:
+            if isinstance(capacity, int):
+                return Form(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0))
+            return ops.words((8 * capacity, capacity, 4 * capacity, 0, 0, 0, 0))
         if isinstance(capacity, int):
             return form_of(compressor, layout, capacity)
         capacities = compressor.capacities(layout)
@@ -356,6 +361,33 @@ class BodySpec(NamedTuple):
             return None
         place = ops.bisect(capacities, capacity) * width + ops.arange(width)
         return ops.gather(ops.words(table), place)
+
+    def from_kernel(self, ops: Ops, body: Tensor) -> Tensor:
+        """Return the body that travels, from that of a fused kernel; uint8 [bytes]."""
+        compressor, layout, capacity = self
+        if not compressor.coding.recodes:
+            return body
+        index, parts = ops.from_bytes(body[: 4 * capacity], "uint32"), self.parts(ops)
+        coded, _, _ = compressor.coding.encode(ops, layout, parts, index, 0)
+        pieces = [ops.to_bytes(coded[name], parts[name].dtype) for name in coded]
+        return ops.concat((*pieces, body[4 * capacity :]))
+
+    def to_kernel(self, ops: Ops, bodies: Tensor) -> Tensor:
+        """Return bodies as fused kernels read them, from those received; uint8 [world, bytes]."""
+        compressor, layout, capacity = self
+        if not compressor.coding.recodes:
+            return bodies
+        payload = wire.unpack_body(ops, self.parts(ops), bodies)
+
+        def indices_of(rank: int) -> Tensor:
+            parts = {name: part[rank] for name, part in payload.items()}
+            index = compressor.coding.decode(ops, layout, parts, capacity)
+            return ops.to_bytes(index, "uint32")
+
+        values = ops.to_bytes(payload["values"], "float32")
+        return ops.concat(
+            (ops.stack([indices_of(rank) for rank in range(bodies.shape[0])]), values)
+        )
 
 
 _IN_MEMORY = {"float32": "float32", "uint32": "int64", "bytes": "uint8"}
@@ -424,6 +456,7 @@ def _encode_fused(
     else:
         k_per_layer, total = _shared(ops, spec, wanted)
         written = passes.write(compressor.rule, scope, form, step, k_per_layer, *arguments)
-    encoded = Encoded(written.body, written.sent, total, commit=written.commit)
+    body = spec.from_kernel(ops, written.body)
+    encoded = Encoded(body, written.sent, total, commit=written.commit)
     memory = type(state.memory)(*written.memory)
     return encoded, state._replace(memory=memory, sent=written.per_layer, hint=written.hint)

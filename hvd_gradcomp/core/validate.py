@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-INDEX_CODINGS = ("delta", "deflate", "int32")
+INDEX_CODINGS = ("delta", "elias_fano", "deflate", "int32")
 POLICIES = ("skip", "raise", "propagate")  # for gradients that are not finite
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.methods import OUTSIDE, PRODUCTS, ROUNDED, TODAY
+from tests.methods import CODED, OUTSIDE, PRODUCTS, ROUNDED, TODAY
 from tests.parallel.launch import ROOT, environment, horovodrun, launch, python
 
 pytestmark = pytest.mark.parallel
@@ -98,7 +98,7 @@ def test_replicas_on_pytorch(ranks, tmp_path):
     """Methods outside of the package, and those of today."""
     first, *others = launch("torch_replicas", ranks, "gloo", tmp_path, "50", "outside")
     assert all(other == first for other in others)
-    methods = OUTSIDE + TODAY + ROUNDED + PRODUCTS
+    methods = OUTSIDE + TODAY + ROUNDED + CODED + PRODUCTS
     assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 
 
@@ -106,7 +106,7 @@ def test_replicas_on_pytorch(ranks, tmp_path):
 def test_replicas_on_tensorflow(kind, tmp_path):
     first, second = launch("tensorflow_replicas", 2, "gloo", tmp_path, kind, "20", "outside")
     assert first == second
-    methods = OUTSIDE + TODAY[::2] + ROUNDED[::2] + PRODUCTS
+    methods = OUTSIDE + TODAY[::2] + ROUNDED[::2] + CODED + PRODUCTS
     assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 
 

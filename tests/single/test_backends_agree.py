@@ -22,7 +22,16 @@ from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import LARGEST, LEADER, ONE_OF_EACH, PHASED, QUANTIZED, encode_step
+from tests.methods import (
+    CODED,
+    LARGEST,
+    LEADER,
+    ONE_OF_EACH,
+    PHASED,
+    QUANTIZED,
+    VARIANCE_CODED,
+    encode_step,
+)
 from tests.single.older import compiles_whole
 
 SHAPES = ((40, 7), (10,), (700,))
@@ -31,6 +40,7 @@ COMPRESSORS = [
     FP16Compressor(),
     VarianceCompressor(alpha=0.5),
     VarianceCompressor(alpha=1.3, feedback_rounding=True),
+    VARIANCE_CODED,
     HybridCompressor(tau=0.5),
     StromCompressor(tau=1.5),
 ]
@@ -95,7 +105,7 @@ def test_torch_and_tensorflow_send_the_same_bytes(compressor, given):
 OTHERS = LARGEST + LEADER + QUANTIZED
 
 
-@pytest.mark.parametrize("compressor", OTHERS + PHASED, ids=repr)
+@pytest.mark.parametrize("compressor", OTHERS + PHASED + CODED, ids=repr)
 def test_the_other_methods_send_the_same_bytes(compressor):
     data = gradients(1, 12, size=3)
     reference = run(compressor, TorchOps(), torch.from_numpy, data, None)
@@ -259,7 +269,11 @@ BACKENDS = {
 
 @pytest.mark.parametrize(
     ("backend", "coding"),
-    [*((backend, "delta") for backend in BACKENDS), ("indexed", "int32"), ("indexed", "deflate")],
+    [
+        *((backend, code) for backend in BACKENDS for code in ("delta", "elias_fano")),
+        ("indexed", "int32"),
+        ("indexed", "deflate"),
+    ],
 )
 def test_bytes_of_egc_follow_the_entropy(backend, coding):
     """Within a quarter octave, at once where it grows and 16 steps later where it shrinks."""

@@ -17,6 +17,7 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.hosts_world import Hosts
 from tests.methods import (
+    CODED,
     EVERY,
     GRADIVEQ,
     HYBRID,
@@ -81,7 +82,7 @@ def compared(compressor, hosts, slots, steps, *, seed=0, leader=0, average=True)
                 assert same(x, y), path
 
 
-@pytest.mark.parametrize("compressor", [*EVERY, *TODAY, *ROUNDED, *PRODUCTS], ids=repr)
+@pytest.mark.parametrize("compressor", [*EVERY, *TODAY, *ROUNDED, *CODED, *PRODUCTS], ids=repr)
 def test_a_host_is_a_rank_to_every_compressor(compressor):
     compared(compressor, 3, 2, 6)
 

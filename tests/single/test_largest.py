@@ -178,7 +178,12 @@ def test_bytes_equal_the_formula(compressor):
     distance = math.log2(layout.size / k)
     words = math.ceil(blocks * (distance + 3.5)) + 3 * (bits - int(distance))
     words = min(words, blocks * bits)
-    indices = 4 * -(-blocks // 4) + 4 * words if compressor.index_coding == "delta" else 4 * k
+    low = int(math.log2((layout.size - 1) / k))
+    indices = {
+        "delta": 4 * -(-blocks // 4) + 4 * words,
+        "elias_fano": 4 * low * blocks + 4 * -(-(k + ((layout.size - 1) >> low)) // 32),
+        "int32": 4 * k,
+    }[compressor.index_coding]
     assert compressor.payload_bytes(layout) == 32 + 4 * k + indices
     world = World(compressor, TorchOps(), layout, 2)
     for _ in range(9):

@@ -139,7 +139,7 @@ def test_elias_fano_comes_back_in_its_bits(rows, n, share, seed):
     k = max(1, int(n * share))
     random = np.random.default_rng(seed)
     numbers = np.stack([np.sort(random.choice(n, k, replace=False)) for _ in range(rows)])
-    code, ops = EliasFano(rows, k, n), TorchOps()
+    code, ops = EliasFano.of(rows, k, n), TorchOps()
     payload = code.encode(ops, torch.from_numpy(numbers))
     assert np.array_equal(code.decode(ops, payload).numpy(), numbers)
     words = sum(part.count for part in code.parts().values())
@@ -149,7 +149,7 @@ def test_elias_fano_comes_back_in_its_bits(rows, n, share, seed):
 
 @given(data=st.binary(min_size=200, max_size=200))
 def test_a_damaged_place_lies_in_its_chunk(data):
-    code, ops = EliasFano(3, 7, 100), TorchOps()
+    code, ops = EliasFano.of(3, 7, 100), TorchOps()
     words = torch.frombuffer(bytearray(data), dtype=torch.int32).to(torch.int64) % (1 << 32)
     parts = code.parts()
     low = words[: parts["low"].count]

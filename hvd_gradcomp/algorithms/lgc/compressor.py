@@ -76,7 +76,8 @@ class LGCCompressor(LGCSettings):
             modules; None for the first layer with a matrix or more, in execution order: on PyTorch
             that of the first step, on TensorFlow that of the variables.
         last_layer: the same for layers that are sent by top-k without the autoencoder.
-        index_coding: "deflate" (DEFLATE, on the host), "delta", packed, or "int32", plain.
+        index_coding: "deflate" (DEFLATE, on the host), "delta", packed, "elias_fano", fewer bits,
+            or "int32", plain.
         feedback: "exact" keeps the difference of selected and reconstructed values on each rank,
             so the sum over ranks loses nothing (see below); "paper" counts all that was selected
             as sent.

@@ -205,6 +205,49 @@ static int run_from_bit_planes(call *c) {
   return 0;
 }
 
+/* Checks the sizes of an Elias-Fano code: numbers, bits of each that are sent as they are, and
+ * bits of a row. */
+static int code_sizes(int64_t rows, int64_t count, int64_t low, int64_t width) {
+  const int64_t most = (int64_t)1 << 40;
+  NEED(0 <= low && low <= 32 && 0 <= rows && rows <= most && 0 <= count && count <= most &&
+           0 <= width && width <= most && (!rows || (count <= most / rows && width <= most / rows)),
+       "%lld rows of %lld numbers, %lld bits each and %lld a row, are no code", (long long)rows,
+       (long long)count, (long long)low, (long long)width);
+  return 0;
+}
+
+/* numbers; low, width -> low bits, high bits */
+static int plan_encode_ascending(call *c) {
+  TRY(takes(c, 1, 2, 0));
+  TRY(is(c, 0, INT64, 2, ANY, ANY));
+  int64_t rows = c->in[0].rows, count = c->in[0].length, low = c->ints[0], width = c->ints[1];
+  TRY(code_sizes(rows, count, low, width));
+  TRY(gives_vector(c, 0, INT64, (rows * count + GROUP - 1) / GROUP * low));
+  return gives_vector(c, 1, INT64, (rows * width + 31) / 32);
+}
+
+static int run_encode_ascending(call *c) {
+  return encode_ascending(INT64S(0), c->in[0].rows, c->in[0].length, c->ints[0], c->ints[1],
+                          OUT(int64_t, 0), OUT(int64_t, 1));
+}
+
+/* low bits, high bits; rows, count, low, width, universe -> numbers */
+static int plan_decode_ascending(call *c) {
+  TRY(takes(c, 2, 5, 0));
+  int64_t rows = c->ints[0], count = c->ints[1], low = c->ints[2], width = c->ints[3];
+  TRY(code_sizes(rows, count, low, width));
+  NEED(0 <= c->ints[4] && c->ints[4] < (int64_t)1 << 40, "numbers are not negative");
+  TRY(is_vector(c, 0, INT64, (rows * count + GROUP - 1) / GROUP * low));
+  TRY(is_vector(c, 1, INT64, (rows * width + 31) / 32));
+  return gives(c, 0, INT64, 2, rows, count);
+}
+
+static int run_decode_ascending(call *c) {
+  decode_ascending(INT64S(0), INT64S(1), c->ints[0], c->ints[1], c->ints[2], c->ints[3],
+                   c->ints[4], OUT(int64_t, 0));
+  return 0;
+}
+
 /* words, body -> frame */
 static int plan_frame(call *c) {
   TRY(takes(c, 2, 0, 0));
@@ -869,6 +912,8 @@ static const kernel KERNELS[] = {
     KERNEL(sum_finite),
     KERNEL(bit_planes),
     KERNEL(from_bit_planes),
+    KERNEL(encode_ascending),
+    KERNEL(decode_ascending),
     KERNEL(frame),
     KERNEL(examine),
     KERNEL(key),

@@ -86,6 +86,13 @@ int topk_replace(const place *where, const form *as, const uint8_t *body, const 
                     float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
                     float *mean, const float *g, int64_t *sent, int threads);
 
+/* -- elias_fano.c -- */
+
+int encode_ascending(const int64_t *numbers, int64_t rows, int64_t count, int64_t low,
+                     int64_t width, int64_t *lows, int64_t *highs);
+void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, int64_t count,
+                      int64_t low, int64_t width, int64_t universe, int64_t *numbers);
+
 /* -- quant.c: composite ops and quantizers -- */
 
 /* `rows` groups of `length` neighbours each; see bands.py. */

@@ -58,8 +58,78 @@ class BitPacking(Reduction):
             codes = codes + bit * (1 << place)
         return codes
 
+    def encode_ascending(
+        self, numbers: Tensor, low: Any, width: Any, universe: int
+    ) -> tuple[Tensor, Tensor]:
+        """Encode rows of ascending numbers by Elias-Fano; see `codecs.elias_fano`.
+
+        Args:
+            numbers: int64 [rows, count], ascending in each row, from 0 to `universe`.
+            low: last bits of each number that are packed as they are; an integer or a scalar.
+            width: bits for the rest of a row, more than `count - 1 + (largest >> low)`; likewise.
+            universe: an integer.
+
+        Returns:
+            The low bits, `low` words for 32 numbers, and the rows of `width` bits, with a bit for
+            each number; int64 below 2**32, padded with zeros.
+        """
+        rows, count = numbers.shape[0], self.length(numbers)
+        fixed = isinstance(low, int)
+        rest = self.split_bits(numbers, low)[0] if fixed else self.shift_right(numbers, low)
+        starts = self.reshape(self.arange(rows), (-1, 1)) * width
+        places = self.reshape(rest + self.arange(count) + starts, (-1,))
+        bits = self.put(self.full((_whole(rows * width),), 0), places, 1)
+        last = self.reshape(numbers - rest * self._power(low), (-1,))
+        missing = _whole(rows * count) - rows * count
+        groups = self.reshape(self.concat((last, self.full((missing,), 0))), (-1, GROUP))
+        planes = self.bit_planes(groups, _columns(low, universe))[:, :low]
+        return self.reshape(planes, (-1,)), self.pack(bits, 1)
+
+    def decode_ascending(
+        self,
+        code: tuple[Tensor, Tensor],
+        shape: tuple[int, Any],
+        low: Any,
+        width: Any,
+        universe: int,
+    ) -> Tensor:
+        """Invert `encode_ascending` of int64 [rows, count], the `shape`.
+
+        The numbers of a damaged row are meaningless, but from 0 to `universe`.
+        """
+        rows, count = shape
+        numbers, groups = rows * count, _whole(rows * count) // GROUP
+        bits = self.unpack(code[1], 1)[: rows * width]
+        rank = self.cumsum(bits) - 1
+        slot = self.where((bits > 0) & (rank < numbers), rank, numbers)
+        places = self.put(self.full((numbers + 1,), 0), slot, self.arange(rows * width))
+        starts = self.reshape(self.arange(rows), (-1, 1)) * width
+        places = self.reshape(places[:numbers], (rows, count))
+        rest = self.maximum(places - starts - self.arange(count), 0)
+        columns = _columns(low, universe)
+        planes = (self.reshape(code[0], (groups, low)), self.full((groups, columns - low), 0))
+        last = self.from_bit_planes(self.reshape(self.concat(planes), (-1, columns)))
+        last = self.reshape(self.reshape(last, (-1,))[:numbers], (rows, count))
+        return self.minimum(rest * self._power(low) + last, universe)
+
+    def _power(self, exponent: Any) -> Any:
+        """Return two to the power of an integer or a scalar below 33."""
+        if isinstance(exponent, int):
+            return 1 << exponent
+        return self.gather(self.words([1 << bit for bit in range(33)]), self.words((exponent,)))
+
     def weighted_sum(self, data: Tensor) -> Tensor:
         """Sum 32-bit words, each times 2 * index + 17, modulo 2**32; uint8 [..., n] to [...]."""
         words = self.from_bytes(data, "uint32")
         places = self.arange(self.length(words)) * 2 + 17
         return self.sum(words * places, -1) % (1 << 32)
+
+
+def _whole(count: Any) -> Any:
+    """Return the count of whole groups."""
+    return (count + GROUP - 1) // GROUP * GROUP
+
+
+def _columns(low: Any, universe: int) -> int:
+    """Return the columns for planes of the low bits, at least one."""
+    return max(low if isinstance(low, int) else universe.bit_length(), 1)

@@ -45,6 +45,29 @@ class BitPacking(Base):
             return super().from_bit_planes(planes)
         return self.native("from_bit_planes", (planes,), [(tf.int64, (planes.shape[0], GROUP))])[0]
 
+    def encode_ascending(
+        self, numbers: Tensor, low: Any, width: Any, universe: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_ascending(numbers, low, width, universe)
+        outputs = [(tf.int64, (None,))] * 2
+        lows, highs = self.native("encode_ascending", (numbers,), outputs, (low, width))
+        return lows, highs
+
+    def decode_ascending(
+        self,
+        code: tuple[Tensor, Tensor],
+        shape: tuple[int, Any],
+        low: Any,
+        width: Any,
+        universe: int,
+    ) -> Tensor:
+        if self.native is None:
+            return super().decode_ascending(code, shape, low, width, universe)
+        known = shape[0], shape[1] if isinstance(shape[1], int) else None
+        ints = *shape, low, width, universe
+        return self.native("decode_ascending", code, [(tf.int64, known)], ints)[0]
+
 
 def head_of(x: Tensor) -> tuple[Any, ...]:
     """Return all axes but the last."""

@@ -44,6 +44,33 @@ class BitPacking(Base):
         self.native("from_bit_planes", (planes,), (groups,))
         return groups
 
+    def encode_ascending(
+        self, numbers: Tensor, low: int, width: int, universe: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_ascending(numbers, low, width, universe)
+        rows, count = numbers.shape
+        words = -(-rows * count // GROUP) * low, -(-rows * width // GROUP)
+        lows, highs = (self._empty(size, dtype=torch.int64) for size in words)
+        self.native("encode_ascending", (numbers.contiguous(),), (lows, highs), (low, width))
+        return lows, highs
+
+    def decode_ascending(
+        self,
+        code: tuple[Tensor, Tensor],
+        shape: tuple[int, int],
+        low: int,
+        width: int,
+        universe: int,
+    ) -> Tensor:
+        if self.native is None:
+            return super().decode_ascending(code, shape, low, width, universe)
+        numbers = self._empty(*shape, dtype=torch.int64)
+        words = [words.contiguous() for words in code]
+        ints = *shape, low, width, universe
+        self.native("decode_ascending", words, (numbers,), ints)
+        return numbers
+
 
 def _whole_words(x: Tensor) -> bool:
     """Return True if the bytes can be viewed as 32-bit words in place."""
