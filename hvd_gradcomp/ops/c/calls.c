@@ -156,6 +156,19 @@ static int run_accumulate(call *c) {
   return 0;
 }
 
+/* x, y; factor -> factor * x + y */
+static int plan_decay(call *c) {
+  TRY(takes(c, 2, 0, 1));
+  TRY(is(c, 0, FLOAT, ANY, ANY, ANY));
+  TRY(is(c, 1, FLOAT, c->in[0].rank, c->in[0].rows, c->in[0].length));
+  return gives_like(c, 0, 0);
+}
+
+static int run_decay(call *c) {
+  decay(FLOATS(0), FLOATS(1), OUT(float, 0), ITEMS(c->in[0]), (float)*c->floats);
+  return 0;
+}
+
 static int plan_finite(call *c) {
   TRY(takes(c, 1, 0, 0));
   TRY(is(c, 0, FLOAT, ANY, ANY, ANY));
@@ -470,6 +483,56 @@ static int run_add_signs(call *c) {
             (const uint32_t *)c->in[2].data, c->in[2].stride / 4, FLOATS(3), FLOATS(4),
             c->in[3].stride / 4, FLOATS(5), (int)c->threads);
   return 0;
+}
+
+/* -- rows of a vector ------------------------------------------------------------------------ */
+
+/* Rows of so many elements, the last one perhaps of fewer; 0 if none can be that long. */
+static int64_t rows_of(int64_t size, int64_t length) {
+  return 0 < length && length < (int64_t)1 << 31 ? (size + length - 1) / length : 0;
+}
+
+/* x; length, k -> index, values */
+static int plan_largest_of_rows(call *c) {
+  TRY(takes(c, 1, 2, 0));
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  int64_t length = c->ints[0], k = c->ints[1], rows = rows_of(c->in[0].length, length);
+  NEED(length < (int64_t)1 << 31 && 0 < k && k <= length, "a row has at least k elements");
+  c->scratch_bytes = 12 * length * c->threads;
+  TRY(gives(c, 0, INT64, 2, rows, k));
+  return gives(c, 1, FLOAT, 2, rows, k);
+}
+
+static int run_largest_of_rows(call *c) {
+  largest_of_rows(FLOATS(0), c->in[0].length, c->ints[0], c->ints[1], OUT(int64_t, 0),
+                  OUT(float, 1), (uint32_t *)c->scratch, (int)c->threads);
+  return 0;
+}
+
+/* base, weights, index and values of each rank; length, from_zero -> sum */
+static int plan_add_in_rows(call *c) {
+  TRY(takes(c, 2, 2, 0));
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  TRY(is_vector(c, 1, FLOAT, (c->n_in - 2) / 2));
+  int64_t rows = rows_of(c->in[0].length, *c->ints), ranks = c->in[1].length;
+  NEED(*c->ints > 0 && c->n_in == 2 + 2 * ranks, "places and values of each rank");
+  for (int64_t i = 2; i < c->n_in; i += 2) {
+    TRY(is(c, i, INT64, 2, rows, c->in[2].length));
+    TRY(is(c, i + 1, FLOAT, 2, rows, c->in[2].length));
+  }
+  c->scratch_bytes = 2 * (int64_t)sizeof(void *) * ranks;
+  return gives_like(c, 0, 0);
+}
+
+static int run_add_in_rows(call *c) {
+  int64_t ranks = c->in[1].length;
+  const int64_t **index = (const int64_t **)c->scratch;
+  const float **values = (const float **)(index + ranks);
+  for (int64_t rank = 0; rank < ranks; rank++)
+    index[rank] = INT64S(2 + 2 * rank), values[rank] = FLOATS(3 + 2 * rank);
+  return add_in_rows(c->ints[1] ? NULL : FLOATS(0), OUT(float, 0), c->in[0].length, *c->ints,
+                     ranks ? c->in[2].length : 0, ranks, index, values, FLOATS(1),
+                     (int)c->threads);
 }
 
 /* -- buckets --------------------------------------------------------------------------------- */
@@ -865,6 +928,7 @@ static const kernel KERNELS[] = {
     KERNEL(sort),
     KERNEL(add_momentum),
     KERNEL(accumulate),
+    KERNEL(decay),
     KERNEL(finite),
     KERNEL(sum_finite),
     KERNEL(bit_planes),
@@ -883,6 +947,8 @@ static const kernel KERNELS[] = {
     KERNEL(add_floats),
     KERNEL(encode_signs),
     KERNEL(add_signs),
+    KERNEL(largest_of_rows),
+    KERNEL(add_in_rows),
     KERNEL(climb),
     KERNEL(threshold_write),
     KERNEL(threshold_settle),

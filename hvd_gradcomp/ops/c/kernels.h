@@ -86,6 +86,14 @@ int topk_replace(const place *where, const form *as, const uint8_t *body, const 
                     float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
                     float *mean, const float *g, int64_t *sent, int threads);
 
+/* -- chunks.c: rows of a vector -- */
+
+void largest_of_rows(const float *x, int64_t size, int64_t length, int64_t k, int64_t *index,
+                     float *values, uint32_t *room, int threads);
+int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int64_t k,
+                int64_t ranks, const int64_t *const *index, const float *const *values,
+                const float *weights, int threads);
+
 /* -- quant.c: composite ops and quantizers -- */
 
 /* `rows` groups of `length` neighbours each; see bands.py. */
@@ -107,6 +115,8 @@ static inline uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
+/* out = factor * x + y; x may be out. */
+void decay(const float *x, const float *y, float *out, int64_t n, float factor);
 int gather(const float *x, int64_t size, const int64_t *index, int64_t n, float *out);
 int fill_at(float *x, int64_t size, const int64_t *index, int64_t n, float value);
 int add_at(float *x, int64_t size, const int64_t *index, int64_t n, const float *values);

@@ -38,6 +38,14 @@ FAST void add_vectors(const float *x, const float *y, float *out, int64_t n) {
   for (int64_t i = 0; i < n; i++) out[i] = x[i] + y[i];
 }
 
+FAST void decay(const float *x, const float *y, float *out, int64_t n, float factor) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) {
+    float kept = x[i] * factor;
+    out[i] = kept + y[i];
+  }
+}
+
 #ifdef __x86_64__
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +38,30 @@ class Reduction(Base):
 
     def top_of_rows(self, x: Tensor, k: int) -> Tensor:
         return tf.math.top_k(x, k, sorted=False).values
+
+    def largest_of_rows(self, x: Tensor, length: int, k: int) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().largest_of_rows(x, length, k)
+        rows = None if x.shape[0] is None else -(-x.shape[0] // length)
+        outputs = [(tf.int64, (rows, k)), (tf.float32, (rows, k))]
+        index, values = self.native("largest_of_rows", (x,), outputs, (length, k))
+        return index, values
+
+    def add_in_rows(
+        self,
+        base: Tensor | None,
+        room: Tensor,
+        length: int,
+        index: Sequence[Tensor],
+        values: Sequence[Tensor],
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_in_rows(base, room, length, index, values, weights)
+        start = room if base is None else base
+        given = start, weights, *(x for pair in zip(index, values) for x in pair)
+        outputs = [(tf.float32, start.shape)]
+        return self.native("add_in_rows", given, outputs, (length, base is None))[0]
 
     def finite(self, x: Tensor) -> Any:
         if self.native is not None and x.dtype == tf.float32:
