@@ -122,9 +122,12 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         layout, size = context.layout, context.layout.size
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
-        # What is not finite does not get into the state: the exchange fails.
-        r = gradient if finite is False else ops.decay(state.r, self.decay, gradient)
-        parts, index, sent = self.encode(ops, size, r)
+        if finite is False:  # the exchange fails, and the state stays as it is
+            r, (index, values) = gradient, ops.largest_of_rows(gradient, self.chunk, self.k)
+        else:
+            given = state.r, self.decay, gradient, self.chunk, self.k
+            r, index, values = ops.accumulate_largest(*given)
+        parts, sent = self.encode(ops, size, index, values)
         if self.is_summed(layout, context.size):
             weight = patterns.poison(ops, finite) + 1.0
             total = ops.add_in_rows(None, gradient, self.chunk, [index], [sent], weight)
@@ -142,12 +145,13 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         state = self.commit(ops, r, index, sent)
         return self.sum(ops, found, weights, gradient), state
 
-    def encode(self, ops: Ops, size: int, x: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Return the parts of the body; places, and values as all ranks decode them, by chunk."""
-        index, values = ops.largest_of_rows(x, self.chunk, self.k)
+    def encode(
+        self, ops: Ops, size: int, index: Tensor, values: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the parts of the body, and the values as all ranks decode them, by chunk."""
         coded = self.coding.encode(ops, ops.reshape(values, (-1,)))
-        sent = self.values_of(ops, size, coded)
-        return {**self.places(size).encode(ops, index), **coded}, index, sent
+        parts = {**self.places(size).encode(ops, index), **coded}
+        return parts, self.values_of(ops, size, coded)
 
     def values_of(self, ops: Ops, size: int, coded: Mapping[str, Tensor]) -> Tensor:
         """Return one rank's decoded values; float32 [chunks, k]."""

@@ -67,8 +67,13 @@ class Both:
             pytest.skip("without the C library")
 
     def __call__(self, op: str, *arguments):
-        given = [self.of(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        return self.back(getattr(self.ops, op)(*given))
+        found = getattr(self.ops, op)(*map(self.given, arguments))
+        return tuple(map(self.back, found)) if isinstance(found, tuple) else self.back(found)
+
+    def given(self, x):
+        if isinstance(x, list):
+            return [self.given(each) for each in x]
+        return self.of(x) if isinstance(x, torch.Tensor) else x
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -156,19 +156,6 @@ static int run_accumulate(call *c) {
   return 0;
 }
 
-/* x, y; factor -> factor * x + y */
-static int plan_decay(call *c) {
-  TRY(takes(c, 2, 0, 1));
-  TRY(is(c, 0, FLOAT, ANY, ANY, ANY));
-  TRY(is(c, 1, FLOAT, c->in[0].rank, c->in[0].rows, c->in[0].length));
-  return gives_like(c, 0, 0);
-}
-
-static int run_decay(call *c) {
-  decay(FLOATS(0), FLOATS(1), OUT(float, 0), ITEMS(c->in[0]), (float)*c->floats);
-  return 0;
-}
-
 static int plan_finite(call *c) {
   TRY(takes(c, 1, 0, 0));
   TRY(is(c, 0, FLOAT, ANY, ANY, ANY));
@@ -316,6 +303,37 @@ static int run_group_squares(call *c) {
 
 static int run_group_means(call *c) {
   return group_means(BANDS, FLOATS(1), OUT(float, 0), (int)c->threads);
+}
+
+/* rows, flags, counts; bits -> codes, means; flags are empty where values come first */
+static int plan_encode_bins(call *c) {
+  TRY(takes(c, 3, 1, 0));
+  int64_t groups = c->in[0].rows, length = c->in[0].length, bits = *c->ints;
+  TRY(is(c, 0, FLOAT, 2, ANY, ANY));
+  if (ITEMS(c->in[1])) TRY(is(c, 1, INT64, 2, groups, length));
+  TRY(is(c, 2, FLOAT, 2, groups, 1));
+  NEED(1 <= bits && bits <= 8 && length < (int64_t)1 << 31, "codes have 1 to 8 bits");
+  TRY(gives(c, 0, INT64, 2, groups, length));
+  return gives(c, 1, FLOAT, 2, groups, (int64_t)1 << bits);
+}
+
+static int run_encode_bins(call *c) {
+  return encode_bins(FLOATS(0), ITEMS(c->in[1]) ? INT64S(1) : NULL, FLOATS(2), c->in[0].rows,
+                     c->in[0].length, 1 << *c->ints, OUT(int64_t, 0), OUT(float, 1),
+                     (int)c->threads);
+}
+
+/* codes, means -> values */
+static int plan_decode_bins(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is(c, 0, INT64, 2, ANY, ANY));
+  TRY(is(c, 1, FLOAT, 2, c->in[0].rows, ANY));
+  return gives(c, 0, FLOAT, 2, c->in[0].rows, c->in[0].length);
+}
+
+static int run_decode_bins(call *c) {
+  return decode_bins(INT64S(0), FLOATS(1), c->in[0].rows, c->in[0].length, c->in[1].length,
+                     OUT(float, 0));
 }
 
 /* x [rows, length] -> the largest magnitude of each row */
@@ -492,20 +510,40 @@ static int64_t rows_of(int64_t size, int64_t length) {
   return 0 < length && length < (int64_t)1 << 31 ? (size + length - 1) / length : 0;
 }
 
+/* Declares what is chosen of the rows of input 0. */
+static int gives_largest(call *c, int64_t i) {
+  int64_t length = c->ints[0], k = c->ints[1], rows = rows_of(c->in[0].length, length);
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  NEED(length < (int64_t)1 << 31 && 0 < k && k <= length, "a row has at least k elements");
+  c->scratch_bytes = 8 * room_of_row(length) * c->threads;
+  TRY(gives(c, i, INT64, 2, rows, k));
+  return gives(c, i + 1, FLOAT, 2, rows, k);
+}
+
 /* x; length, k -> index, values */
 static int plan_largest_of_rows(call *c) {
   TRY(takes(c, 1, 2, 0));
-  TRY(is_vector(c, 0, FLOAT, ANY));
-  int64_t length = c->ints[0], k = c->ints[1], rows = rows_of(c->in[0].length, length);
-  NEED(length < (int64_t)1 << 31 && 0 < k && k <= length, "a row has at least k elements");
-  c->scratch_bytes = 12 * length * c->threads;
-  TRY(gives(c, 0, INT64, 2, rows, k));
-  return gives(c, 1, FLOAT, 2, rows, k);
+  return gives_largest(c, 0);
 }
 
 static int run_largest_of_rows(call *c) {
-  largest_of_rows(FLOATS(0), c->in[0].length, c->ints[0], c->ints[1], OUT(int64_t, 0),
-                  OUT(float, 1), (uint32_t *)c->scratch, (int)c->threads);
+  largest_of_rows(FLOATS(0), NULL, 1.0f, NULL, c->in[0].length, c->ints[0], c->ints[1],
+                  OUT(int64_t, 0), OUT(float, 1), (uint64_t *)c->scratch, (int)c->threads);
+  return 0;
+}
+
+/* x, y; length, k; factor -> factor * x + y, and its index, values */
+static int plan_accumulate_largest(call *c) {
+  TRY(takes(c, 2, 2, 1));
+  TRY(is_vector(c, 1, FLOAT, c->in[0].length));
+  TRY(gives_largest(c, 1));
+  return gives_like(c, 0, 0);
+}
+
+static int run_accumulate_largest(call *c) {
+  largest_of_rows(FLOATS(0), FLOATS(1), (float)*c->floats, OUT(float, 0), c->in[0].length,
+                  c->ints[0], c->ints[1], OUT(int64_t, 1), OUT(float, 2), (uint64_t *)c->scratch,
+                  (int)c->threads);
   return 0;
 }
 
@@ -928,7 +966,6 @@ static const kernel KERNELS[] = {
     KERNEL(sort),
     KERNEL(add_momentum),
     KERNEL(accumulate),
-    KERNEL(decay),
     KERNEL(finite),
     KERNEL(sum_finite),
     KERNEL(bit_planes),
@@ -939,6 +976,8 @@ static const kernel KERNELS[] = {
     {"group_maxima", plan_of_groups, run_group_maxima},
     {"group_squares", plan_of_groups, run_group_squares},
     {"group_means", plan_of_groups, run_group_means},
+    KERNEL(encode_bins),
+    KERNEL(decode_bins),
     KERNEL(peaks),
     KERNEL(layer_histograms),
     KERNEL(encode_levels),
@@ -948,6 +987,7 @@ static const kernel KERNELS[] = {
     KERNEL(encode_signs),
     KERNEL(add_signs),
     KERNEL(largest_of_rows),
+    KERNEL(accumulate_largest),
     KERNEL(add_in_rows),
     KERNEL(climb),
     KERNEL(threshold_write),

@@ -8,130 +8,174 @@
 #include "threads.h"
 
 #define MAGNITUDE 0x7fffffffu
-#define RUN 64
+#define RUN 64 /* elements of which the flags are one word */
+#define STEP (1u << 21) /* a quarter of an octave: threshold of a row, and of the next one */
 
 /* -- the k largest ---------------------------------------------------------------------------- */
 
-/* How many magnitudes lie beyond a bound: they order like their bits. */
-FAST static int64_t count_beyond(const uint32_t *x, int64_t n, int32_t bound) {
-  int32_t count = 0;
-  for (int64_t i = 0; i < n; i++) count += (int32_t)(x[i] & MAGNITUDE) > bound;
-  return count;
-}
-
-/* Bits between which the k-th largest magnitude lies: k and more reach low, fewer reach high. */
-typedef struct {
-  uint32_t low, high;
-} range;
-
-/* Narrows a range until at most `few` reach its lower end, or it has only one number; `count` did.
- *
- * From a guess on, in steps that double until both ends are known; then by halves.
- * Returns how many reach the lower end.
- */
-static int64_t narrow(const uint32_t *x, int64_t n, int64_t k, int64_t few, int64_t count,
-                      uint32_t guess, range *is) {
-  const range all = *is;
-  uint32_t middle = guess, step = 1u << 21;
-  while (count > few && is->high - is->low > 1) {
-    if (middle <= is->low || middle >= is->high) middle = is->low + (is->high - is->low) / 2;
-    int64_t here = count_beyond(x, n, (int32_t)middle - 1);
-    if (here >= k)
-      is->low = middle, count = here;
-    else
-      is->high = middle;
-    if (is->high == all.high)
-      middle = is->low + step;
-    else if (is->low == all.low)
-      middle = is->high > step ? is->high - step : 0;
-    else
-      middle = 0;
-    step *= step < 1u << 29 ? 2 : 1;
-  }
-  return count;
-}
-
-/* Lists what reaches `least`, in order: its index, and its bits. */
-static int64_t list_plainly(const uint32_t *x, int64_t first, int64_t n, uint32_t least,
-                            uint32_t *index, uint32_t *bits) {
+/* Flags of the magnitudes beyond a bound, from `first` on, a multiple of RUN; returns how many. */
+static int64_t mark_plainly(const uint32_t *x, int64_t first, int64_t n, int32_t bound,
+                            uint64_t *flags) {
   int64_t count = 0;
-  for (int64_t i = first; i < n; i++) {
-    index[count] = (uint32_t)i, bits[count] = x[i];
-    count += (x[i] & MAGNITUDE) >= least;
+  for (int64_t run = first; run < n; run += RUN) {
+    int64_t end = run + RUN < n ? RUN : n - run;
+    uint64_t word = 0;
+    for (int64_t i = 0; i < end; i++)
+      word |= (uint64_t)((int32_t)(x[run + i] & MAGNITUDE) > bound) << i;
+    flags[run / RUN] = word;
+    count += __builtin_popcountll(word);
   }
   return count;
+}
+
+/* Lists the indices of flags that are set. */
+static void list_plainly(const uint64_t *flags, int64_t n, uint32_t *index) {
+  for (int64_t run = 0; run < n; run += RUN)
+    for (uint64_t word = flags[run / RUN]; word; word &= word - 1)
+      *index++ = (uint32_t)(run + __builtin_ctzll(word));
 }
 
 #ifdef __x86_64__
 #include <immintrin.h>
+#define AVX2 __attribute__((target("avx2,bmi,popcnt")))
+#define BEST(name, ...) \
+  (__builtin_cpu_supports("avx2") ? name##_avx2(__VA_ARGS__) : name##_plainly(__VA_ARGS__))
 
-__attribute__((target("avx2,bmi"))) static int64_t list_avx2(const uint32_t *x, int64_t n,
-                                                              uint32_t least, uint32_t *index,
-                                                              uint32_t *bits) {
-  const __m256i magnitude = _mm256_set1_epi32(MAGNITUDE);
-  const __m256i below = _mm256_set1_epi32((int)least - 1);
-  int64_t count = 0, run = 0;
+AVX2 static int64_t mark_avx2(const uint32_t *x, int64_t first, int64_t n, int32_t bound,
+                              uint64_t *flags) {
+  const __m256i magnitude = _mm256_set1_epi32(MAGNITUDE), beyond = _mm256_set1_epi32(bound);
+  int64_t count = 0, run = first;
   for (; run + RUN <= n; run += RUN) {
-    uint64_t flags = 0;
+    uint64_t word = 0;
     for (int64_t part = 0; part < RUN; part += 8) {
       const __m256i eight = _mm256_loadu_si256((const __m256i *)(x + run + part));
-      const __m256i reach = _mm256_cmpgt_epi32(_mm256_and_si256(eight, magnitude), below);
-      flags |= (uint64_t)(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(reach)) << part;
+      const __m256i is = _mm256_cmpgt_epi32(_mm256_and_si256(eight, magnitude), beyond);
+      word |= (uint64_t)(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(is)) << part;
     }
-    for (; flags; flags &= flags - 1) {
-      int64_t i = run + __builtin_ctzll(flags);
-      index[count] = (uint32_t)i, bits[count++] = x[i];
-    }
+    flags[run / RUN] = word;
+    count += __builtin_popcountll(word);
   }
-  return count + list_plainly(x, run, n, least, index + count, bits + count);
+  return count + mark_plainly(x, run, n, bound, flags);
 }
+
+/* Four at a time, since how many there are is hard to predict; the next ones write over what is
+ * too much, for which there is room behind. */
+AVX2 static void list_avx2(const uint64_t *flags, int64_t n, uint32_t *index) {
+  for (int64_t run = 0; run < n; run += RUN) {
+    uint64_t word = flags[run / RUN];
+    int64_t count = __builtin_popcountll(word);
+    for (int64_t i = 0; i < count; i += 4)
+      for (int64_t k = i; k < i + 4; k++, word &= word - 1)
+        index[k] = (uint32_t)(run + (int64_t)_tzcnt_u64(word));
+    index += count;
+  }
+}
+#else
+#define BEST(name, ...) name##_plainly(__VA_ARGS__)
 #endif
 
-static int64_t list(const uint32_t *x, int64_t n, uint32_t least, uint32_t *index,
-                    uint32_t *bits) {
-#ifdef __x86_64__
-  if (__builtin_cpu_supports("avx2")) return list_avx2(x, n, least, index, bits);
-#endif
-  return list_plainly(x, 0, n, least, index, bits);
+/* Bits between which the k-th largest magnitude lies: k or more reach `low`, fewer reach `high`. */
+typedef struct {
+  uint32_t low, high;
+} range;
+
+/* Narrows a range until no more than `few` reach its lower end, or it is a single number.
+ *
+ * From a guess on, in steps that double until both ends are known; then by halves. n: how many
+ * reach the lower end before. Returns how many do afterwards; they are those whose flags are set.
+ */
+static int64_t narrow(const uint32_t *x, int64_t n, int64_t k, int64_t few, uint32_t guess,
+                      range *is, uint64_t *flags) {
+  const range all = *is;
+  uint32_t middle = guess, step = STEP;
+  int64_t count = n, here = -1;
+  while (count > few && is->high - is->low > 1) {
+    if (middle <= is->low || middle >= is->high) middle = is->low + (is->high - is->low) / 2;
+    here = BEST(mark, x, 0, n, (int32_t)middle - 1, flags);
+    if (here >= k)
+      is->low = middle, count = here;
+    else
+      is->high = middle;
+    middle = is->high == all.high  ? is->low + step
+             : is->low == all.low && is->high > step ? is->high - step
+                                                     : 0;
+    if (step < STEP << 8) step *= 2;
+  }
+  return here == count ? count : BEST(mark, x, 0, n, (int32_t)is->low - 1, flags);
+}
+
+#define WORDS(n) (((n) + RUN - 1) / RUN)
+
+/* Memory to look at a row with, and to fill up the last one. */
+typedef struct {
+  uint64_t *flags; /* [WORDS(n)] */
+  uint32_t *found, *bits, *chosen, *last; /* [n + RUN] each */
+} room;
+
+int64_t room_of_row(int64_t length) { return WORDS(length) + 2 * (length + RUN); }
+
+static room room_at(uint64_t *memory, int64_t n) {
+  uint32_t *found = (uint32_t *)(memory + WORDS(n));
+  return (room){memory, found, found + n + RUN, found + 2 * (n + RUN), found + 3 * (n + RUN)};
 }
 
 /* The k largest magnitudes of a row, of equal ones the first, in order: places and values.
  *
- * guess: of the bits that some more than k reach; for the next row it is made from this one.
- * room [2 * n], for those that are looked at closely.
+ * guess: bits that some more than k reach; for the next row it is made from this one.
  */
-static void largest_of_row(const uint32_t *x, int64_t n, int64_t k, uint32_t *guess, uint32_t *room,
-                           int64_t *index, float *values) {
-  uint32_t *found = room, *bits = room + n;
+static void largest_of_row(const uint32_t *x, int64_t n, int64_t k, uint32_t *guess,
+                           const room *with, int64_t *index, float *values) {
+  uint32_t *bits = with->bits, *found = with->found;
   range is = {0, MAGNITUDE + 1};
-  int64_t count = narrow(x, n, k, 4 * k + RUN, n, *guess, &is), taken = 0;
-  count = list(x, n, is.low, found, bits);
-  narrow(bits, count, k, k, count, 0, &is);
-  int64_t ties = k - count_beyond(bits, count, (int32_t)is.low);
-  for (int64_t i = 0; i < count && taken < k; i++) {
-    uint32_t magnitude = bits[i] & MAGNITUDE;
-    index[taken] = found[i], values[taken] = float_of(bits[i]);
-    taken += magnitude > is.low || (magnitude == is.low && ties-- > 0);
+  int64_t count = narrow(x, n, k, 4 * k + RUN, *guess, &is, with->flags);
+  BEST(list, with->flags, n, found);
+  for (int64_t i = 0; i < count; i++) bits[i] = x[found[i]];
+  /* Whole words are fast. Zeros are beyond no bound. */
+  int64_t padded = WORDS(count) * RUN;
+  memset(bits + count, 0, sizeof *bits * (size_t)(padded - count));
+  (void)narrow(bits, padded, k, k, is.low + STEP, &is, with->flags);
+  int64_t ties = k - BEST(mark, bits, 0, padded, (int32_t)is.low, with->flags);
+  for (int64_t i = 0; ties > 0; i++)
+    if ((bits[i] & MAGNITUDE) == is.low) with->flags[i / RUN] |= (uint64_t)1 << i % RUN, ties--;
+  BEST(list, with->flags, padded, with->chosen);
+  for (int64_t i = 0; i < k; i++) {
+    uint32_t place = with->chosen[i];
+    index[i] = found[place], values[i] = float_of(bits[place]);
   }
-  *guess = is.low > 1u << 21 ? is.low - (1u << 21) : 0;
+  *guess = is.low > STEP ? is.low - STEP : 0;
 }
 
-/* index, values [rows, k]. room [threads, 3 * length] */
-void largest_of_rows(const float *x, int64_t size, int64_t length, int64_t k, int64_t *index,
-                     float *values, uint32_t *room, int threads) {
+/* out = factor * x + y; x may be out. */
+FAST static void decay(const float *x, const float *y, float *out, int64_t n, float factor) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) {
+    float kept = x[i] * factor;
+    out[i] = kept + y[i];
+  }
+}
+
+/* The k largest of each row of x; or of out = factor * x + y, if there is a y.
+ *
+ * index, values [rows, k]. memory [threads, room_of_row]
+ */
+void largest_of_rows(const float *x, const float *y, float factor, float *out, int64_t size,
+                     int64_t length, int64_t k, int64_t *index, float *values, uint64_t *memory,
+                     int threads) {
   int64_t rows = (size + length - 1) / length;
   IN_PIECES
   for (int t = 0; t < threads; t++) {
-    uint32_t guess = 1, *own = room + 3 * length * t, *last = own + 2 * length;
+    const room with = room_at(memory + room_of_row(length) * t, length);
+    uint32_t guess = 1;
     int64_t end = border(rows, 1, t + 1, threads);
     for (int64_t row = border(rows, 1, t, threads); row < end; row++) {
-      const float *from = x + row * length;
-      int64_t here = size - row * length < length ? size - row * length : length;
+      int64_t first = row * length, here = size - first < length ? size - first : length;
+      const float *from = (y ? out : x) + first;
+      if (y) decay(x + first, y + first, out + first, here, factor);
       if (here < length) {
-        memcpy(last, from, sizeof(float) * (size_t)here);
-        memset(last + here, 0, sizeof(float) * (size_t)(length - here));
+        memcpy(with.last, from, sizeof(float) * (size_t)here);
+        memset(with.last + here, 0, sizeof(float) * (size_t)(length - here));
       }
-      largest_of_row(here < length ? last : (const uint32_t *)from, length, k, &guess, own,
+      largest_of_row(here < length ? with.last : (const uint32_t *)from, length, k, &guess, &with,
                      index + row * k, values + row * k);
     }
   }

@@ -88,8 +88,10 @@ int topk_replace(const place *where, const form *as, const uint8_t *body, const 
 
 /* -- chunks.c: rows of a vector -- */
 
-void largest_of_rows(const float *x, int64_t size, int64_t length, int64_t k, int64_t *index,
-                     float *values, uint32_t *room, int threads);
+int64_t room_of_row(int64_t length);
+void largest_of_rows(const float *x, const float *y, float factor, float *out, int64_t size,
+                     int64_t length, int64_t k, int64_t *index, float *values, uint64_t *memory,
+                     int threads);
 int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int64_t k,
                 int64_t ranks, const int64_t *const *index, const float *const *values,
                 const float *weights, int threads);
@@ -115,8 +117,6 @@ static inline uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
-/* out = factor * x + y; x may be out. */
-void decay(const float *x, const float *y, float *out, int64_t n, float factor);
 int gather(const float *x, int64_t size, const int64_t *index, int64_t n, float *out);
 int fill_at(float *x, int64_t size, const int64_t *index, int64_t n, float value);
 int add_at(float *x, int64_t size, const int64_t *index, int64_t n, const float *values);
@@ -139,6 +139,10 @@ void examine(const uint32_t *frames, int64_t rows, int64_t stride, int64_t lengt
 void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_means(const band *bands, int64_t count, const float *x, float *out, int threads);
+int encode_bins(const float *x, const int64_t *real, const float *counts, int64_t groups, int64_t n,
+                int bins, int64_t *codes, float *means, int threads);
+int decode_bins(const int64_t *codes, const float *means, int64_t groups, int64_t n, int64_t bins,
+                float *out);
 /* key: two numbers of 32 bits; NULL rounds to the nearest. */
 void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
                    int bits, const int64_t *key, uint32_t *words, int threads);

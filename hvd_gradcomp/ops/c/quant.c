@@ -38,14 +38,6 @@ FAST void add_vectors(const float *x, const float *y, float *out, int64_t n) {
   for (int64_t i = 0; i < n; i++) out[i] = x[i] + y[i];
 }
 
-FAST void decay(const float *x, const float *y, float *out, int64_t n, float factor) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; i++) {
-    float kept = x[i] * factor;
-    out[i] = kept + y[i];
-  }
-}
-
 #ifdef __x86_64__
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
@@ -520,6 +512,89 @@ int group_squares(const band *bands, int64_t count, const float *x, float *out, 
 
 int group_means(const band *bands, int64_t count, const float *x, float *out, int threads) {
   return fold_groups(bands, count, x, out, threads, sums, 1);
+}
+
+/* -- bins of equal width ---------------------------------------------------------------------- */
+
+/* The sum, in the order of folds; x is spoilt. */
+static float folded(float *x, int64_t n) {
+  fold(x, n);
+  return n ? x[0] : 0.0f;
+}
+
+/* x - mean, and its square. */
+FAST static void deviations(const float *x, int64_t n, float mean, float *apart, float *squared) {
+  for (int64_t i = 0; i < n; i++) {
+    apart[i] = x[i] - mean;
+    squared[i] = apart[i] * apart[i];
+  }
+}
+
+FAST static void bin_codes(const float *apart, int64_t n, float per_unit, int bins, int32_t *codes) {
+  float middle = (float)bins / 2.0f, most = (float)bins - 1.0f;
+  for (int64_t i = 0; i < n; i++) {
+    float height = apart[i] * per_unit;
+    height = height + middle;
+    height = height > 0.0f ? height : 0.0f;
+    codes[i] = (int32_t)(height < most ? height : most);
+  }
+}
+
+/* What is in a bin, and 0 elsewhere; returns how much is. */
+FAST static int64_t inside_bin(const float *x, const int32_t *codes, int64_t n, int32_t bin,
+                               float *out) {
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    out[i] = codes[i] == bin ? x[i] : 0.0f;
+    count += codes[i] == bin;
+  }
+  return count;
+}
+
+/* codes [groups, n], means [groups, bins]; see `encode_bins` of interface/quantization.py. */
+int encode_bins(const float *x, const int64_t *real, const float *counts, int64_t groups, int64_t n,
+                int bins, int64_t *codes, float *means, int threads) {
+  char *room = malloc((size_t)(12 * n * threads + 1));
+  if (!room) return NO_MEMORY;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    float *apart = (float *)(room + 12 * n * t), *scratch = apart + n;
+    int32_t *bin = (int32_t *)(scratch + n);
+    int64_t end = border(groups, 1, t + 1, threads);
+    for (int64_t g = border(groups, 1, t, threads); g < end; g++) {
+      const float *own = x + g * n;
+      const int64_t *flags = real ? real + g * n : NULL;
+      memcpy(scratch, own, sizeof(float) * (size_t)n);
+      float mean = folded(scratch, n) / counts[g];
+      deviations(own, n, mean, apart, scratch);
+      for (int64_t i = 0; i < n; i++)
+        if (flags ? flags[i] <= 0 : i >= (int64_t)counts[g]) apart[i] = scratch[i] = 0.0f;
+      float variance = folded(scratch, n) / counts[g], deviation = (float)sqrt((double)variance);
+      float inverse = deviation >= TINY ? 1.0f / deviation : 0.0f;
+      bin_codes(apart, n, inverse * (float)(bins / 6.0), bins, bin);
+      for (int64_t i = 0; i < n; i++) {
+        codes[g * n + i] = bin[i];
+        if (flags ? flags[i] <= 0 : i >= (int64_t)counts[g]) bin[i] = -1;
+      }
+      for (int b = 0; b < bins; b++) {
+        int64_t number = inside_bin(own, bin, n, b, scratch);
+        means[g * bins + b] = folded(scratch, n) / (float)(number > 1 ? number : 1);
+      }
+    }
+  }
+  free(room);
+  return 0;
+}
+
+/* 0, or BEYOND if a code is of no bin. */
+int decode_bins(const int64_t *codes, const float *means, int64_t groups, int64_t n, int64_t bins,
+                float *out) {
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t i = g * n; i < (g + 1) * n; i++) {
+      if ((uint64_t)codes[i] >= (uint64_t)bins) return BEYOND;
+      out[i] = means[g * bins + codes[i]];
+    }
+  return 0;
 }
 
 #define NOT_BELOW(x) ((x) < 0.0f ? 0.0f : (x))

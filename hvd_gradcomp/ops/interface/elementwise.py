@@ -88,10 +88,6 @@ class Elementwise(ABC):
         ahead = self.accumulate(self.times(u, momentum), gradient) if nesterov else u
         return self.accumulate(r, ahead), u
 
-    def decay(self, x: Tensor, factor: float, y: Tensor) -> Tensor:
-        """Return `factor * x + y`. Donating."""
-        return self.accumulate(self.scale(x, factor), y)
-
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         """Return x where it is positive, `slope * x` elsewhere."""
         return self.where(x > 0, x, x * slope)

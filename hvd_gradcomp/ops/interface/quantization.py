@@ -275,6 +275,51 @@ class Quantization(BitPacking):
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
+    def encode_bins(
+        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the bin of each value of a row, and the mean of what is in each bin.
+
+        With mean mu and standard deviation s of the row, `2**bits` bins of equal width divide
+        mu - 3 s to mu + 3 s; what lies beyond counts to the outermost bins.
+
+        Args:
+            rows: float32 [groups, length], zero where there is no value.
+            real: int64 [groups, length], 0 where there is no value; None: values come first.
+            counts: number of values in each row, at least 1; float32 [groups, 1].
+            bits: of a code.
+
+        Returns:
+            Codes, int64 [groups, length]; and means, float32 [groups, 2**bits].
+        """
+        first = self.arange(rows.shape[-1]) < self.cast(counts, "int64")
+        mask = first if real is None else real > 0
+        bins = 1 << bits
+        mean = self._sums(rows) / counts
+        apart = self.where(mask, rows - mean, 0.0)
+        variance = self.cast(self._sums(apart * apart) / counts, "float64")
+        deviation = self.cast(self.sqrt(variance), "float32")
+        per_unit = self._inverse(deviation, 1.0) * (bins / 6.0)
+        height = apart * per_unit + bins / 2.0
+        codes = self.cast(self.minimum(self.maximum(height, 0.0), bins - 1.0), "int64")
+        means = []
+        for code in range(bins):
+            inside = (codes == code) & mask
+            total = self._sums(self.where(inside, rows, 0.0))
+            number = self.maximum(self.sum(self.cast(inside, "int64"), -1), 1)
+            means.append(total / self.reshape(self.cast(number, "float32"), (-1, 1)))
+        return codes, self.concat(means)
+
+    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+        """Invert `encode_bins`; float32 [groups, length]."""
+        groups, bins = means.shape
+        first = self.reshape(self.arange(groups) * bins, (-1, 1))
+        places = self.reshape(codes + first, (-1,))
+        return self.reshape(self.gather(self.reshape(means, (-1,)), places), codes.shape)
+
+    def _sums(self, rows: Tensor) -> Tensor:
+        return self.reshape(self.sum_of_rows(rows), (-1, 1))
+
     def _packed(self, codes: Tensor, bits: int) -> Tensor:
         return self.to_bytes(self.pack(codes, bits), "uint32")
 

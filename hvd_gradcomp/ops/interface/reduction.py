@@ -150,6 +150,13 @@ class Reduction(Creation, Elementwise, Indexing):
         index = self.reshape(ascending, (rows, k)) - first
         return index, self.gather_rows(x, index)
 
+    def accumulate_largest(
+        self, x: Tensor, factor: float, y: Tensor, length: int, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `factor * x + y`, and its `largest_of_rows`. Donating for x."""
+        x = self.accumulate(self.scale(x, factor), y)
+        return x, *self.largest_of_rows(x, length, k)
+
     def add_in_rows(
         self,
         base: Tensor | None,

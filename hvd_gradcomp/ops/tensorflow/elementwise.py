@@ -74,11 +74,6 @@ class Elementwise(Base):
     def bits_float(self, bits: Tensor) -> Tensor:
         return tf.bitcast(low_word(bits), tf.float32)
 
-    def decay(self, x: Tensor, factor: float, y: Tensor) -> Tensor:
-        if self.native is None:
-            return super().decay(x, factor, y)
-        return self.native("decay", (x, y), [(tf.float32, x.shape)], (), (factor,))[0]
-
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         return tf.nn.leaky_relu(x, slope)
 

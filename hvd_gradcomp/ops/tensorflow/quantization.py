@@ -113,6 +113,21 @@ class Quantization(Base):
         given = numbers(row_groups), start, packed, above, below, weights
         return self.native("add_signs", given, [(tf.float32, start.shape)], (base is None,))[0]
 
+    def encode_bins(
+        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_bins(rows, real, counts, bits)
+        outputs = [(tf.int64, rows.shape), (tf.float32, (rows.shape[0], 1 << bits))]
+        given = rows, [] if real is None else real, counts
+        codes, means = self.native("encode_bins", given, outputs, (bits,))
+        return codes, means
+
+    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+        if self.native is None:
+            return super().decode_bins(codes, means)
+        return self.native("decode_bins", (codes, means), [(tf.float32, codes.shape)])[0]
+
 
 def _packed(x: Tensor, bits: int) -> tuple[int | None]:
     """Return the shape of packed codes."""

@@ -42,10 +42,19 @@ class Reduction(Base):
     def largest_of_rows(self, x: Tensor, length: int, k: int) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().largest_of_rows(x, length, k)
-        rows = None if x.shape[0] is None else -(-x.shape[0] // length)
-        outputs = [(tf.int64, (rows, k)), (tf.float32, (rows, k))]
-        index, values = self.native("largest_of_rows", (x,), outputs, (length, k))
+        index, values = self.native("largest_of_rows", (x,), _largest(x, length, k), (length, k))
         return index, values
+
+    def accumulate_largest(
+        self, x: Tensor, factor: float, y: Tensor, length: int, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.native is None:
+            return super().accumulate_largest(x, factor, y, length, k)
+        outputs = [(tf.float32, x.shape), *_largest(x, length, k)]
+        total, index, values = self.native(
+            "accumulate_largest", (x, y), outputs, (length, k), (factor,)
+        )
+        return total, index, values
 
     def add_in_rows(
         self,
@@ -87,3 +96,9 @@ class Reduction(Base):
         ]
         outputs = [(tf.int64, (bins, len(layout.sizes)))]
         return self.native("layer_histograms", (row_groups, x), outputs, (bins,))[0]
+
+
+def _largest(x: Tensor, length: int, k: int) -> list[tuple[Any, Sequence[Any]]]:
+    """Return dtypes and shapes of what is chosen of rows."""
+    rows = None if x.shape[0] is None else -(-x.shape[0] // length)
+    return [(tf.int64, (rows, k)), (tf.float32, (rows, k))]

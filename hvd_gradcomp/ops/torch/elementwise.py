@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word, walked
+from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
 
 
 class Elementwise(Base):
@@ -78,13 +78,6 @@ class Elementwise(Base):
         r, u, gradient = self.own(r), self.own(u), gradient.contiguous()
         self.native("add_momentum", (r, u, gradient), (r, u), (nesterov,), (momentum,))
         return r, u
-
-    def decay(self, x: Tensor, factor: float, y: Tensor) -> Tensor:
-        if self.native is None or not walked(x):
-            return super().decay(x, factor, y)
-        room = self.room(x)
-        self.native("decay", (x, y.contiguous()), (room,), (), (factor,))
-        return room
 
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         return torch.nn.functional.leaky_relu(x, slope)

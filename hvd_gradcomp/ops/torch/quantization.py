@@ -14,6 +14,7 @@ from hvd_gradcomp.ops.torch.base import Base
 from hvd_gradcomp.ops.torch.kernels import walkable
 
 _NEAREST = array("q")  # the key of no random numbers
+_ALL = array("q")  # flags, where values come first
 
 
 class Quantization(Base):
@@ -160,6 +161,25 @@ class Quantization(Base):
         given = self._of(row_groups), start, packed, above, below, weights.contiguous()
         self.native("add_signs", given, (room,), (base is None,))
         return room
+
+    def encode_bins(
+        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_bins(rows, real, counts, bits)
+        codes = self._empty(rows.shape, dtype=torch.int64)
+        means = self._empty(rows.shape[0], 1 << bits)
+        flags = _ALL if real is None else real.contiguous()
+        given = rows.contiguous(), flags, counts.contiguous()
+        self.native("encode_bins", given, (codes, means), (bits,))
+        return codes, means
+
+    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+        if self.native is None:
+            return super().decode_bins(codes, means)
+        values = self._empty(codes.shape)
+        self.native("decode_bins", (codes.contiguous(), means.contiguous()), (values,))
+        return values
 
     def _of(self, row_groups: RowGroups) -> array[int]:
         """Return the bands as C takes them."""

@@ -91,6 +91,17 @@ class Reduction(Base):
         self.native("largest_of_rows", (x.contiguous(),), (index, values), (length, k))
         return index, values
 
+    def accumulate_largest(
+        self, x: Tensor, factor: float, y: Tensor, length: int, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.native is None:
+            return super().accumulate_largest(x, factor, y, length, k)
+        room, rows = self.room(x), -(-x.shape[0] // length)
+        index, values = self._empty(rows, k, dtype=torch.int64), self._empty(rows, k)
+        given, found = (x.contiguous(), y.contiguous()), (room, index, values)
+        self.native("accumulate_largest", given, found, (length, k), (factor,))
+        return found
+
     def add_in_rows(
         self,
         base: Tensor | None,
