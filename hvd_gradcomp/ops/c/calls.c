@@ -205,21 +205,36 @@ static int run_from_bit_planes(call *c) {
   return 0;
 }
 
-/* words, body -> frame */
+/* words, parts of the first body, of the next; frames: 0 for one that is a vector -> frames */
 static int plan_frame(call *c) {
-  TRY(takes(c, 2, 0, 0));
+  int64_t frames = c->n_ints ? *c->ints : 0, rows = frames ? frames : 1, bytes = 0;
+  TRY(takes(c, 2, 1, 0));
   TRY(is_vector(c, 0, INT64, ANY));
-  TRY(is_vector(c, 1, UINT8, ANY));
-  NEED(c->in[1].length % 4 == 0, "a body is whole words");
-  return gives_vector(c, 0, UINT8, 4 * (c->in[0].length + 1) + c->in[1].length);
+  NEED(rows > 0 && (c->n_in - 1) % rows == 0, "as many parts for each frame");
+  for (int64_t i = 1, parts = (c->n_in - 1) / rows; i < c->n_in; i += parts) {
+    int64_t here = 0;
+    for (int64_t part = i; part < i + parts; part++) {
+      TRY(is_vector(c, part, UINT8, ANY));
+      here += c->in[part].length;
+    }
+    NEED(here % 4 == 0 && (i == 1 || here == bytes), "bodies are equally many whole words");
+    bytes = here;
+  }
+  return gives(c, 0, UINT8, frames ? 2 : 1, rows, 4 * (c->in[0].length + 1) + bytes);
 }
 
 static int run_frame(call *c) {
-  int64_t count = c->in[0].length, bytes = c->in[1].length;
-  uint32_t *out = OUT(uint32_t, 0), *body = out + count + 1;
-  for (int64_t i = 0; i < count; i++) out[i] = (uint32_t)INT64S(0)[i];
-  if (bytes && (void *)body != c->in[1].data) memcpy(body, BYTES(1), (size_t)bytes);
-  out[count] = frame_sum(out, count, body, bytes / 4, (int)c->threads);
+  int64_t count = c->in[0].length, rows = c->out[0].rows, parts = (c->n_in - 1) / rows;
+  for (int64_t row = 0; row < rows; row++) {
+    uint32_t *out = (uint32_t *)(OUT(uint8_t, 0) + row * c->out[0].length), sum = 0;
+    uint8_t *body = (uint8_t *)(out + count + 1);
+    for (int64_t i = 0; i < count; i++) out[i] = (uint32_t)INT64S(0)[i];
+    for (int64_t part = 1 + row * parts, at = 0; part < 1 + (row + 1) * parts; part++) {
+      sum += copy_summed(body, at, BYTES(part), c->in[part].length, (int)c->threads);
+      at += c->in[part].length;
+    }
+    out[count] = sum + frame_sum(out, count, NULL, 0, 1);
+  }
   return 0;
 }
 
@@ -393,6 +408,41 @@ static int run_encode_levels(call *c) {
   return 0;
 }
 
+/* bands, x, key; bits -> maxima, packed */
+static int plan_encode_peaks(call *c) {
+  int64_t groups;
+  TRY(takes(c, 3, 1, 0));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  TRY(is_key(c, 2));
+  NEED(2 <= *c->ints && *c->ints <= 8 && c->in[1].length % GROUP == 0, "codes have 2 to 8 bits");
+  TRY(gives_vector(c, 0, FLOAT, groups));
+  return gives_vector(c, 1, UINT8, c->in[1].length / 8 * *c->ints);
+}
+
+static int run_encode_peaks(call *c) {
+  encode_peaks(BANDS, FLOATS(1), c->in[1].length, (int)*c->ints, key_of(c, 2), OUT(float, 0),
+               OUT(uint32_t, 1), (int)c->threads);
+  return 0;
+}
+
+/* bands, x; powers -> units, codes */
+static int plan_encode_e4m3(call *c) {
+  int64_t groups;
+  TRY(takes(c, 2, 1, 0));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  NEED(c->in[1].length % 4 == 0, "codes are whole words");
+  TRY(gives_vector(c, 0, FLOAT, groups));
+  return gives_vector(c, 1, UINT8, c->in[1].length);
+}
+
+static int run_encode_e4m3(call *c) {
+  encode_e4m3_peaks(BANDS, FLOATS(1), c->in[1].length, *c->ints != 0, OUT(float, 0),
+                    OUT(uint8_t, 1), (int)c->threads);
+  return 0;
+}
+
 /* Checks inputs 2 on: packed codes, values by group, and weights, of each rank. */
 static int plan_sum(call *c, int64_t bits, int64_t values) {
   int64_t groups, n = c->in[1].length, ranks = c->in[3 + values].length;
@@ -442,8 +492,27 @@ static int plan_encode_floats(call *c) {
 }
 
 static int run_encode_floats(call *c) {
-  encode_floats(BANDS, FLOATS(1), c->in[1].length, FLOATS(2), (int)*c->ints, key_of(c, 3),
-                OUT(uint32_t, 0), (int)c->threads);
+  int64_t n = c->in[1].length;
+  if (*c->ints == 8)
+    encode_e4m3(BANDS, FLOATS(1), n, FLOATS(2), OUT(uint8_t, 0), (int)c->threads);
+  else
+    (void)encode_bfloat16(FLOATS(1), n, key_of(c, 3), OUT(uint32_t, 0), (int)c->threads);
+  return 0;
+}
+
+/* x, key -> packed, largest magnitude */
+static int plan_encode_bfloat16(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  TRY(is_key(c, 1));
+  NEED(c->in[0].length % 2 == 0, "codes are whole words");
+  TRY(gives_vector(c, 0, UINT8, 2 * c->in[0].length));
+  return gives_vector(c, 1, FLOAT, 1);
+}
+
+static int run_encode_bfloat16(call *c) {
+  *OUT(float, 1) = encode_bfloat16(FLOATS(0), c->in[0].length, key_of(c, 1), OUT(uint32_t, 0),
+                                   (int)c->threads);
   return 0;
 }
 
@@ -983,6 +1052,9 @@ static const kernel KERNELS[] = {
     KERNEL(encode_levels),
     KERNEL(add_levels),
     KERNEL(encode_floats),
+    KERNEL(encode_bfloat16),
+    KERNEL(encode_peaks),
+    KERNEL(encode_e4m3),
     KERNEL(add_floats),
     KERNEL(encode_signs),
     KERNEL(add_signs),

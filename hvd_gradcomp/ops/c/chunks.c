@@ -8,6 +8,7 @@
 #include "threads.h"
 
 #define MAGNITUDE 0x7fffffffu
+#define SHORT 4096 /* elements of a row that stays in the first-level cache */
 #define RUN 64 /* elements of which the flags are one word */
 #define STEP (1u << 21) /* a quarter of an octave: threshold of a row, and of the next one */
 
@@ -192,11 +193,13 @@ int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int
                 int64_t ranks, const int64_t *const *index, const float *const *values,
                 const float *weights, int threads) {
   int64_t rows = (size + length - 1) / length, negative = 0;
+  int past = !base && length <= SHORT && 4 * size >= MUCH;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : negative)
   for (int t = 0; t < threads; t++) {
+    float room[SHORT];
     int64_t end = border(rows, 1, t + 1, threads);
     for (int64_t row = border(rows, 1, t, threads); row < end; row++) {
-      float *own = out + row * length;
+      float *own = past ? room : out + row * length;
       int64_t here = size - row * length < length ? size - row * length : length;
       if (!base)
         memset(own, 0, sizeof(float) * (size_t)here);
@@ -212,7 +215,9 @@ int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int
           own[places[i]] = own[places[i]] + value;
         }
       }
+      if (past) write_past(out + row * length, room, 4 * here);
     }
+    written_past();
   }
   if (size) out[size - 1] = 0.0f;
   return negative ? BEYOND : 0;

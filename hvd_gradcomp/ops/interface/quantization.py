@@ -16,6 +16,7 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 TINY = 2.0**-100  # a group with a smaller scale counts as zero: its inverse would overflow
 FACTOR = 0x45D9F3B
+LARGEST_E4M3 = 448.0
 
 
 class Quantization(BitPacking):
@@ -169,6 +170,31 @@ class Quantization(BitPacking):
             low = self.float_bits(self.abs(x) * 2.0**9 + 2.0**23) % 16
             code = self.where(magnitude < 121 << 23, low, code)
         return self._code_bytes(code + sign * (1 << bits - 1), bits)
+
+    def encode_bfloat16(self, x: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return `encode_floats` for bfloat16, and the largest |x|, float32 [1]."""
+        codes = self.encode_floats(RowGroups(()), x, None, 16, key)
+        return codes, self.peaks(self.reshape(x, (1, -1)))
+
+    def encode_peaks(
+        self, row_groups: RowGroups, x: Tensor, bits: int, key: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `group_maxima`, and `encode_levels` with these as scales."""
+        scale = self.group_maxima(row_groups, x)
+        return scale, self.encode_levels(row_groups, x, scale, bits, key)
+
+    def encode_e4m3(
+        self, row_groups: RowGroups, x: Tensor, power_of_two: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return units of which each group's largest |x| is 448, and `encode_floats` with these.
+
+        With `power_of_two` units are rounded up to one.
+        """
+        unit = self.group_maxima(row_groups, x) * (1.0 / LARGEST_E4M3)
+        if power_of_two:
+            exponent, _ = self.split_bits(self.float_bits(unit) + (1 << 23) - 1, 23)
+            unit = self.bits_float(exponent * (1 << 23))
+        return unit, self.encode_floats(row_groups, x, unit, 8, None)
 
     def add_floats(
         self,
